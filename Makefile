@@ -1,0 +1,67 @@
+# The commands people type; CI types the same ones. Needs only python3 (3.10 or newer) with venv, and make.
+#
+#   make test ARGS="-x -k deadline"                          pass arguments on
+#   make test TORCH=torch==2.13.0 VENV=.venv-torch-2.13.0    another torch, kept beside the usual one
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch
+ARGS   ?=
+
+BIN := $(VENV)/bin
+# uv where there is a working one, otherwise a copy inside the environment.
+UV  := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check bench conformance docs clean FORCE
+
+help:  ## list these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed  ## two workers on this machine call each other
+	$(BIN)/python examples/two_workers.py $(ARGS)
+
+test: $(VENV)/.installed-dev  ## every test that this machine can run
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed-dev  ## lint, format, types, layers
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict src
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed-bench  ## run the benchmarks
+	$(BIN)/python -m benchmarks.core $(ARGS)
+
+conformance: $(VENV)/.installed-conformance  ## PyTorch's own RPC test suites, run against this package
+	$(BIN)/python tests/conformance/run.py $(ARGS)
+
+docs: $(VENV)/.installed-docs  ## API reference into site/
+	$(BIN)/pdoc telegrad -o site $(ARGS)
+
+clean:  ## remove the environment, caches and everything built
+	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- Bootstrap: each stamp file says "this is installed"; pyproject.toml or another TORCH makes it stale ---------------
+
+$(BIN)/python:
+ifeq ($(UV),uv)
+	uv venv --quiet --python $(PYTHON) $(VENV)
+else
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+endif
+
+# Rewritten only when TORCH is not what it was.
+$(VENV)/.torch: FORCE | $(BIN)/python
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	$(UV) pip install --python $(BIN)/python --upgrade-package torch --editable . '$(TORCH)'
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.installed
+	$(UV) pip install --python $(BIN)/python --editable '.[$*]'
+	@touch $@

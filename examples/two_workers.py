@@ -1,0 +1,75 @@
+"""Two workers on one machine call functions on each other.
+
+Usage:
+
+    python examples/two_workers.py
+
+Each worker is a process. worker0 runs the steps below; worker1 starts, serves whatever it is asked, and leaves when
+both are done. On two machines the only change is MASTER_ADDR, the address of the one with rank 0.
+"""
+
+import os
+import socket
+
+import torch
+import torch.multiprocessing as mp
+
+import telegrad.rpc as rpc
+
+
+class EmptyBatch(ValueError):
+    """An error of our own, with an attribute, to see it arrive whole."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"nothing in the batch of step {step}")
+        self.step = step
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return EmptyBatch, (self.step,)
+
+
+def norm(batch: torch.Tensor, step: int) -> float:
+    if batch.numel() == 0:
+        raise EmptyBatch(step)
+    return batch.norm().item()
+
+
+def call_worker1() -> None:
+    total = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
+    print(f"one call           torch.add on worker1 returned {total}")
+
+    futures = [rpc.rpc_async("worker1", norm, args=(torch.full((4,), float(i)), i)) for i in range(5)]
+    print(f"five at once       their norms are {[future.wait() for future in futures]}")
+
+    scale = 10
+    scaled = rpc.rpc_sync("worker1", lambda x: x * scale, args=(torch.arange(3),))
+    print(f"a lambda           travelled with the variable it closes over: {scaled}")
+
+    try:
+        rpc.rpc_sync("worker1", norm, args=(torch.empty(0), 7))
+    except EmptyBatch as error:
+        print(f"an error           arrived as {error!r}, step={error.step}, and its cause is")
+        print("\n".join(f"    {line}" for line in str(error.__cause__).strip().splitlines()))
+
+    pid = rpc.rpc_sync("worker1", os.getpid)
+    print(f"still there        worker1 is process {pid}, worker0 is process {os.getpid()}")
+
+
+def run_worker(rank: int, port: int) -> None:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(port)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    if rank == 0:
+        call_worker1()
+    rpc.shutdown()  # waits until nobody needs this worker any more
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    mp.spawn(run_worker, args=(free_port(),), nprocs=2)
+    print("both workers left")

@@ -1,0 +1,33 @@
+"""Remote calls, remote references, distributed autograd and parameter servers for PyTorch.
+
+>>> import torch.distributed as dist
+>>> from telegrad import Agent
+>>> store = dist.HashStore()
+>>> with Agent("trainer", store=store) as trainer, Agent("server", store=store):
+...     trainer.call("server", sum, [1, 2, 3])
+6
+"""
+
+from telegrad import errors, rpc
+from telegrad.agent.agent import Agent, expose
+from telegrad.agent.current import current_agent, current_caller, current_deadline
+from telegrad.agent.membership import WorkerInfo
+from telegrad.config import Config
+from telegrad.deadline import Deadline
+from telegrad.futures import Future
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Agent",
+    "Config",
+    "Deadline",
+    "Future",
+    "WorkerInfo",
+    "current_agent",
+    "current_caller",
+    "current_deadline",
+    "errors",
+    "expose",
+    "rpc",
+]

@@ -1,0 +1,1 @@
+"""One object that owns connections, threads and pending calls."""

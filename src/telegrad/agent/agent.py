@@ -1,0 +1,477 @@
+"""`Agent`: a worker of a group. It calls functions on the others and runs what they call here.
+
+An agent is an object and a context manager; many can live in one process. Everything it owns (connections, threads,
+pending calls) ends with it.
+
+State: `_links` (by name and by rank; entries of lost peers are replaced on the next call), under `_lock`;
+`closing` goes from False to True once. Statistics (`calls_made`, `calls_served`) may lose an increment, nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed
+
+from telegrad.agent.clock import Clock
+from telegrad.agent.connections import Connections
+from telegrad.agent.current import local
+from telegrad.agent.gathering import Gathering, broken
+from telegrad.agent.links import Link
+from telegrad.agent.membership import Directory, Member, Store, WorkerInfo, check_name
+from telegrad.agent.secret import group_secret
+from telegrad.agent.serving import Inbound, Target
+from telegrad.agent.threads import Executor, Threads
+from telegrad.config import Config
+from telegrad.errors import JoinError, PeerLost, UsageError
+from telegrad.futures import Future
+from telegrad.transport.channel import Channel
+from telegrad.wire.callables import LIMIT, Function, Numbers
+
+P = ParamSpec("P")
+T = TypeVar("T")
+To = str | int | WorkerInfo
+
+DEFAULT = object()  # a timeout that was not given: the config's
+_HOUSEKEEPING = 5.0
+_LANE_IDLE = 30.0
+_QUIET_BEFORE_TRIM = 60.0
+_JOIN_THREADS = 2.0
+_WAIT_FOR_OTHERS = 5.0
+_POLL = (0.001, 0.05)
+
+_log = logging.getLogger("telegrad")
+_exposed: set[Function] = set()
+_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+
+
+def expose(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function that workers with ``Config(only_registered=True)`` may be asked to run."""
+    _exposed.add(function)
+    return function
+
+
+class Agent:
+    """A worker named `name`.
+
+    The others are found through `store`, any `torch.distributed` store. With `world_size`, entering the agent waits for
+    that many workers; without, workers come and go.
+
+    >>> import torch.distributed as dist
+    >>> store = dist.HashStore()
+    >>> with Agent("a", store=store) as a, Agent("b", store=store):
+    ...     a.call("b", max, 2, 3)
+    3
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        store: Store,
+        rank: int | None = None,
+        world_size: int | None = None,
+        config: Config | None = None,
+    ) -> None:
+        check_name(name)
+        if world_size is not None and (rank is None or not 0 <= rank < world_size):
+            raise UsageError(f"a group of {world_size} needs a rank from 0 to {world_size - 1}, not {rank}")
+        self.name = name
+        self.config = config if config is not None else Config.from_environment()
+        self.timeout = self.config.timeout
+        self.world_size = world_size
+        self.calls_made = 0
+        self.calls_served = 0
+        self.closing = False
+        self._rank = rank
+        self._store = store
+        self._links: dict[str | int, Link] = {}
+        self._targets: dict[Function, Target] = {}
+        self._loss_listeners: list[Callable[[str, str], None]] = []
+        self._gone: set[str] = set()
+        self._lock = threading.Lock()
+        self._dialing: defaultdict[str | int, threading.Lock] = defaultdict(threading.Lock)
+        self._opened = False
+        self._quiet_since = time.monotonic()
+        self._traffic_seen = 0
+        self.numbers = Numbers()
+        self.group = ""
+        self.me = Member(name, -1 if rank is None else rank, "", ())
+
+    def __repr__(self) -> str:
+        if not self._opened or self.closing:
+            return f"<Agent {self.name!r} {'closed' if self.closing else 'not open'}>"
+        return (
+            f"<Agent {self.name!r} rank {self.me.rank}: {self.calls_made} calls made, {self.calls_served} served, "
+            f"{self.executor!r}, {self.threads!r}, {self._distinct_links()}, {self.connections!r}, {self.gathering!r}>"
+        )
+
+    # Life
+
+    def open(self) -> None:
+        """Listen and register. Others may call this worker from now on; `meet` waits for them."""
+        if self._opened:
+            raise UsageError(f"agent {self.name!r} was opened before; make a new one")
+        self._opened = True
+        secret = group_secret(self.config.secret)
+        self.threads = Threads(f"telegrad-{self.name}", self._enter_thread)
+        self.executor = Executor(self.threads, self.config.threads, self.config.max_threads)
+        self.clock = Clock(f"telegrad-{self.name}")
+        self.connections = Connections(self, self.config, secret)
+        self.gathering = Gathering(self)
+        try:
+            self.directory = Directory(self._store)
+            self.group = self.directory.group
+            self._check_free()
+            self.connections.listen()
+            self.me = self.directory.register(self.name, self._rank, self.connections.addresses)
+        except BaseException:
+            self.closing = True
+            self.connections.close("")
+            self.clock.close()
+            raise
+        self.connections.accept()
+        self.clock.watch(self.executor)
+        self.clock.every(self.config.heartbeat_interval, self._beat)
+        self.clock.every(_HOUSEKEEPING, self._tidy)
+        _agents.add(self)
+
+    def meet(self) -> None:
+        """Wait for the rest of a group of fixed size."""
+        if self.world_size is not None:
+            try:
+                self.directory.meet(self.world_size, self.config.join_timeout)
+            except BaseException:
+                self.close()
+                raise
+
+    def __enter__(self) -> Agent:
+        self.open()
+        self.meet()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        words = "" if error is None else "".join(traceback.format_exception_only(kind, error)).strip()
+        self.close(words)
+
+    async def __aenter__(self) -> Agent:
+        await asyncio.get_running_loop().run_in_executor(None, self.__enter__)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self.__exit__, kind, error, trace)
+
+    def shutdown(self, timeout: float | None = None) -> tuple[str, ...]:
+        """Finish what is under way, wait for the others to do the same, then close.
+
+        Returns the names of workers that died or did not come in time; it never hangs on them.
+        """
+        gone: set[str] = set()
+        until = None if timeout is None else time.monotonic() + timeout
+        if self.world_size is not None:
+            gone = self._wait_for_everybody(until)
+        else:
+            self._drain(until)
+        with contextlib.suppress(JoinError):  # the store went with the worker that hosted it
+            self.directory.leave(self.me)
+        if self.world_size is not None and self.me.rank == 0:
+            self.connections.wait_until_alone(_WAIT_FOR_OTHERS)  # rank 0 may host the store that they still use
+        self.close()
+        if gone:
+            _log.warning("worker %r shut down without %s", self.name, ", ".join(sorted(gone)))
+        return tuple(sorted(gone))
+
+    def close(self, last_words: str = "") -> None:
+        """Leave at once: pending calls fail here, and peers are told `last_words`. Safe to call twice."""
+        with self._lock:
+            if self.closing or not self._opened:
+                return
+            self.closing = True
+        _agents.discard(self)
+        for link in self._distinct_links():
+            link.close(last_words)
+        self.connections.close(last_words)
+        self.executor.close()
+        self.clock.close()
+        self.threads.close(_JOIN_THREADS)
+        with self._lock:
+            self._links.clear()
+        self.directory.close()
+        self._store = None
+
+    # Calls
+
+    def call(self, to: To, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function(*args, **kwargs)` on another worker and return its result."""
+        result: T = self.invoke(to, function, args, kwargs)
+        return result
+
+    def submit(self, to: To, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Like `call`, but returns a future at once."""
+        return self.start(to, function, args, kwargs)
+
+    def invoke(
+        self,
+        to: To,
+        function: Function,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: Any = DEFAULT,
+    ) -> Any:
+        """`call` with the arguments in containers and a time limit in seconds (None: no limit)."""
+        link = self._links.get(to)  # type: ignore[arg-type]  # a WorkerInfo is simply not found
+        if link is None or link.lost:
+            link = self._link(to)
+        if timeout is DEFAULT:
+            timeout = self.timeout
+        return link.call(function, tuple(args), kwargs, timeout)
+
+    def start(
+        self,
+        to: To,
+        function: Function,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: Any = DEFAULT,
+        internal: bool = False,
+    ) -> Future[Any]:
+        """`submit` with the arguments in containers and a time limit in seconds (None: no limit).
+
+        `internal` calls are not waited for by `shutdown`.
+        """
+        link = self._links.get(to)  # type: ignore[arg-type]
+        if link is None or link.lost:
+            link = self._link(to)
+        if timeout is DEFAULT:
+            timeout = self.timeout
+        return link.submit(function, tuple(args), kwargs, timeout, internal)
+
+    # The group
+
+    def get_worker_info(self, to: To | None = None) -> WorkerInfo:
+        """The worker with this name or rank; this one if none is named."""
+        return self.me.info if to is None else self.directory.find(_key(to)).info
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All workers that have not left, by rank."""
+        return [member.info for member in self.directory.members(refresh=self.world_size is None)]
+
+    def barrier(self, names: Sequence[str] | None = None, timeout: float | None = None) -> None:
+        """Wait until every worker (or every one of `names`) is here. Raises `GroupBroken`, naming who was missing."""
+        participants = self._participants(names)
+        outcome = self.gathering.gather(None, participants, timeout, "barrier")
+        if outcome.lost or outcome.late:
+            raise broken("the barrier", outcome, timeout)
+
+    def all_gather(self, value: Any, names: Sequence[str] | None = None, timeout: float | None = None) -> dict[str, Any]:
+        """Everybody's value, by name. Raises `GroupBroken` if somebody is missing."""
+        outcome = self.gathering.gather(value, self._participants(names), timeout)
+        if outcome.lost or outcome.late:
+            raise broken("the gather", outcome, timeout)
+        return outcome.values
+
+    def on_loss(self, listener: Callable[[str, str], None]) -> None:
+        """Call `listener(name, incarnation)` when a worker is found to be gone. It must be short and not block."""
+        self._loss_listeners.append(listener)
+
+    def statistics(self) -> dict[str, int]:
+        """Counters for people and monitors."""
+        return {
+            "calls made": self.calls_made,
+            "calls served": self.calls_served,
+            "calls pending": sum(len(link.pipe.pending) for link in self._distinct_links()),
+            "shared blocks in use": self.connections.mappings.live,
+            **self.connections.counters,
+        }
+
+    # What links, connections and serving need (see their protocols)
+
+    def dial(self, member: Member, purpose: str) -> tuple[Channel, bool]:
+        if self.closing:
+            raise PeerLost(f"worker {self.name!r} has left the group and cannot call {member.name!r}", peer=member.name)
+        return self.connections.dial(member, purpose)
+
+    def link_lost(self, link: Link) -> None:
+        self.peer_gone(link.member.name, link.member.incarnation)
+
+    def inbound_ended(self, inbound: Inbound, error: Exception) -> None:
+        self.connections.ended(inbound, error)
+
+    def peer_gone(self, name: str, incarnation: str) -> None:
+        """A connection says that this incarnation of a peer is no more."""
+        link = self._links.get(name)
+        if link is not None and link.member.incarnation == incarnation and not link.lost:
+            link.lose("it closed its connections")
+            return  # which comes back here
+        with self._lock:
+            if self.closing or incarnation in self._gone:
+                return
+            self._gone.add(incarnation)
+        self.connections.forget(incarnation)
+        if self.directory.is_current(name, incarnation):
+            self.gathering.lost(name)
+        for listener in self._loss_listeners:
+            listener(name, incarnation)
+
+    def target(self, function: Function) -> Target:
+        target = self._targets.get(function)
+        if target is None:
+            target = Target(function)
+            if len(self._targets) < LIMIT:
+                self._targets[function] = target
+        return target
+
+    def allowed(self, function: Function) -> bool:
+        if not self.config.only_registered:
+            return True
+        return function in _exposed or str(getattr(function, "__module__", "")).startswith("telegrad.")
+
+    # Inside
+
+    def _enter_thread(self) -> None:
+        local.agent = self
+
+    def _check_free(self) -> None:
+        """A name is free if nobody has it, or if whoever had it no longer answers."""
+        occupant = self.directory.occupant(self.name)
+        if occupant is None or occupant.left or (self.world_size is not None and occupant.rank != self._rank):
+            return  # two ranks of a fixed group with one name: `meet` tells both
+        self.me = Member(self.name, occupant.rank, "newcomer", ())
+        if not self.connections.answers(occupant):
+            self._rank = occupant.rank if self._rank is None else self._rank
+            return
+        raise JoinError(f"a worker named {self.name!r} is already in the group and alive (rank {occupant.rank})")
+
+    def _link(self, to: To) -> Link:
+        """A link to a peer, new if there is none or the peer was lost."""
+        if self.closing or not self._opened:
+            raise UsageError(f"agent {self.name!r} is {'closed' if self.closing else 'not open yet'}")
+        key = _key(to)
+        with self._dialing[key]:  # one thread dials a peer; the others wait for its link
+            known = self._links.get(key)
+            if known is not None and not known.lost:
+                return known
+            member = self._find_again(key, known)
+            link = Link(self, member)
+            with self._lock:
+                self._links[member.name] = self._links[member.rank] = link
+            return link
+
+    def _find_again(self, key: str | int, known: Link | None) -> Member:
+        """Who is to be dialled: a member that has not left and is not known to be dead."""
+        try:
+            member = self.directory.find(key, refresh=known is not None or self.world_size is None)
+        except JoinError:
+            if known is None:
+                raise
+            raise known.error_for("any function") from None  # the store died with the peer
+        if member.left:
+            raise PeerLost(f"worker {member.name!r} has left the group", peer=member.name)
+        if known is not None and known.member.incarnation == member.incarnation and not known.may_retry:
+            raise known.error_for("any function")
+        return member
+
+    def _participants(self, names: Sequence[str] | None) -> list[str]:
+        """Names in the order of ranks, which decides who leads."""
+        if names is None:
+            return [member.name for member in self.directory.members(refresh=self.world_size is None)]
+        return [member.name for member in sorted(map(self.directory.find, set(names)), key=lambda m: m.rank)]
+
+    def _wait_for_everybody(self, until: float | None) -> set[str]:
+        """Until nobody has calls under way: everybody drains and tells its totals until they no longer change."""
+        gone: set[str] = set()
+        before: dict[str, Any] | None = None
+        names = self._participants(None)
+        while True:
+            self._drain(until)
+            left = None if until is None else max(until - time.monotonic(), 0.1)
+            total = self.calls_made - self.gathering.calls
+            outcome = self.gathering.gather(total, names, left, "shutdown")
+            gone |= {*outcome.lost, *outcome.late}
+            if outcome.late or outcome.values == before:
+                return gone
+            before = outcome.values
+
+    def _drain(self, until: float | None) -> None:
+        """Wait until no call of a user is under way here, in either direction."""
+        pause = _POLL[0]
+        while self._under_way() and (until is None or time.monotonic() < until):
+            time.sleep(pause)
+            pause = min(pause * 1.5, _POLL[1])
+
+    def _under_way(self) -> bool:
+        return any(link.under_way for link in self._distinct_links()) or any(
+            inbound.under_way for inbound in self.connections.inbounds
+        )
+
+    def _distinct_links(self) -> list[Link]:
+        with self._lock:
+            return list({id(link): link for link in self._links.values()}.values())
+
+    def _beat(self) -> None:
+        """Runs on the clock: give a sign of life to every peer, and find those that have gone silent."""
+        mine, patience = self.config.heartbeat_interval, self.config.heartbeat_timeout
+        for link in self._distinct_links():
+            if not link.lost and not link.pipe.loop.beat(mine, patience):
+                self.threads.start(lambda link=link: link.lose(f"it was silent for {patience} s"))  # type: ignore[misc]
+        for inbound in self.connections.inbounds:
+            if inbound.loop is not None and not inbound.loop.beat(mine, max(patience, 3 * inbound.heartbeat)):
+                _log.warning("worker %r has heard nothing from %r for too long", self.name, inbound.peer_name)
+                self.connections.shut_all(inbound.incarnation)
+
+    def _tidy(self) -> None:
+        """Runs on the clock: close idle lanes, give unused memory back."""
+        now = time.monotonic()
+        for link in self._distinct_links():
+            link.trim(now - _LANE_IDLE)
+        self.connections.mappings.forget()
+        traffic = self.calls_made + self.calls_served
+        if traffic != self._traffic_seen:
+            self._traffic_seen, self._quiet_since = traffic, now
+        elif now - self._quiet_since > _QUIET_BEFORE_TRIM:
+            self.connections.arena.trim()
+
+    def _after_fork(self) -> None:
+        """In the child of a fork: the agent belongs to the parent; let go of its sockets."""
+        self.closing = True
+        for link in {id(link): link for link in self._links.values()}.values():
+            link.drop()
+        self.connections.drop()
+
+
+def _key(to: To) -> str | int:
+    if isinstance(to, WorkerInfo):
+        return to.name
+    if isinstance(to, str | int) and not isinstance(to, bool):
+        return to
+    raise UsageError(f"a worker is named by its name, rank or WorkerInfo, not by {type(to).__name__}")
+
+
+def _close_all() -> None:
+    """At the end of the process, tell the peers why instead of just vanishing."""
+    error = getattr(sys, "last_value", None)
+    words = "" if error is None else "".join(traceback.format_exception_only(type(error), error)).strip()
+    for agent in list(_agents):
+        agent.close(words or "the process ended without shutdown")
+
+
+def _forget_all() -> None:
+    for agent in list(_agents):
+        agent._after_fork()
+    _agents.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_all)

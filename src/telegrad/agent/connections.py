@@ -1,0 +1,409 @@
+"""How an agent opens and accepts connections: transports are probed, every peer proves itself, shared memory is passed on.
+
+A connection has a purpose: ``lane`` (one call at a time), ``pipe`` (many calls), ``segment`` (it passes one
+shared-memory segment and ends) or ``probe`` (is anybody there?). Nothing a peer sends is unpickled before its handshake has succeeded.
+
+State: `_inbounds` (accepted connections) and `_announced` (segments that each peer has been given), under `_lock`;
+`counters` are statistics.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Protocol
+
+from telegrad.agent.clock import Clock
+from telegrad.agent.membership import Member
+from telegrad.agent.serving import Host, Inbound
+from telegrad.agent.threads import Threads
+from telegrad.config import Config
+from telegrad.errors import AuthenticationError, PeerLost, ProtocolError
+from telegrad.transport import memory, sockets
+from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.transport.shared import Arena, Mappings, Segment, Sharing
+from telegrad.transport.stream import StreamChannel
+from telegrad.wire import handshake
+from telegrad.wire.codec import main_identity
+from telegrad.wire.frames import Kind
+from telegrad.wire.handshake import Introduction
+from telegrad.wire.memory import Pool
+
+_SEGMENT = struct.Struct("<I")
+_DONE = b"\x01"
+_MAX_STRANGERS = 256  # connections that have not proven themselves yet
+
+_log = logging.getLogger("telegrad")
+_in_process: weakref.WeakValueDictionary[str, Connections] = weakref.WeakValueDictionary()
+
+
+class Owner(Host, Protocol):
+    """What connections need of their agent."""
+
+    config: Config
+    clock: Clock
+    threads: Threads
+    closing: bool
+    me: Member
+    group: str
+
+    def peer_gone(self, name: str, incarnation: str) -> None: ...
+
+
+class Connections:
+    """The transports of one agent."""
+
+    def __init__(self, owner: Owner, config: Config, secret: bytes) -> None:
+        self._owner = owner
+        self._config = config
+        self._secret = secret
+        self._main = main_identity()
+        self._pool = Pool()
+        self.arena = Arena(config.shared_memory_floor, config.shared_memory_limit)
+        self.mappings = Mappings()
+        self.counters: Counter[str] = Counter()
+        self._listeners: list[socket.socket] = []
+        self._strangers: set[socket.socket] = set()
+        self._inbounds: set[Inbound] = set()
+        self._announced: defaultdict[str, set[int]] = defaultdict(set)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self.addresses: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Connections {self.addresses} {len(self._inbounds)} inbound, {dict(self.counters)}>"
+
+    @property
+    def inbounds(self) -> list[Inbound]:
+        with self._lock:
+            return list(self._inbounds)
+
+    def listen(self) -> None:
+        """Open every transport of the config; others can reach this agent from now on."""
+        addresses = []
+        for transport in self._config.transports:
+            if transport == "memory":
+                address = f"memory:{secrets.token_hex(8)}"
+                _in_process[address] = self
+            else:
+                listener, address = sockets.listen(transport, self._config.listen)
+                self._listeners.append(listener)
+                if transport == "tcp":
+                    address = self._advertised(address)
+            addresses.append(address)
+        self.addresses = tuple(addresses)
+
+    def accept(self) -> None:
+        """Start to serve those who connect."""
+        for listener in self._listeners:
+            self._owner.threads.start(lambda listener=listener: self._accept(listener))  # type: ignore[misc]
+
+    # Outbound
+
+    def dial(self, member: Member, purpose: str) -> tuple[Channel, bool]:
+        """A channel to a member by the best transport that works, and whether its `__main__` is the same as ours."""
+        tried = []
+        for transport in self._config.transports:
+            for address in member.addresses:
+                if not address.startswith(transport + ":"):
+                    continue
+                try:
+                    if transport == "memory":
+                        return self._dial_memory(address, member, purpose)
+                    return self._dial_socket(address, member, purpose)
+                except OSError as error:
+                    tried.append(f"{address} ({error.strerror or error})")
+                except AuthenticationError:
+                    raise
+                except ProtocolError as error:
+                    tried.append(f"{address} ({error})")
+        raise PeerLost(f"worker {member.name!r} cannot be reached{_hint(tried)}", peer=member.name)
+
+    def answers(self, member: Member) -> bool:
+        """Is this member alive?"""
+        for address in member.addresses:
+            if address in _in_process:
+                return True
+            if not address.startswith("memory:"):
+                try:
+                    self._connect(address, member, "probe")[0].close()
+                except (OSError, ProtocolError):
+                    continue
+                return True
+        return False
+
+    def _dial_memory(self, address: str, member: Member, purpose: str) -> tuple[Channel, bool]:
+        other = _in_process.get(address)
+        if other is None:
+            raise ProtocolError("another process")
+        near, far = handshake.client(self._secret, self._introduce(purpose)), other._server_steps()
+        peer, client_said = _converse(near, far)
+        self._verify(peer, member)
+        mine, theirs = memory.pair(self._pool)
+        other._welcome(theirs, client_said)
+        return mine, True
+
+    def _dial_socket(self, address: str, member: Member, purpose: str) -> tuple[Channel, bool]:
+        sock, peer = self._connect(address, member, purpose)
+        unix = _unix_address(member.addresses)
+        sharing = self._sharing(member.incarnation, unix) if sock.family == socket.AF_UNIX else None
+        return StreamChannel(sock, self._pool, self._config.max_frame, sharing), peer["main"] == self._main
+
+    def _connect(self, address: str, member: Member | None, purpose: str) -> tuple[socket.socket, Introduction]:
+        timeout = self._config.connect_timeout
+        sock = sockets.connect(address, timeout)
+        try:
+            peer = sockets.shake_hands(sock, handshake.client(self._secret, self._introduce(purpose)), timeout)
+            if member is not None:
+                self._verify(peer, member)
+        except BaseException:
+            sock.close()
+            raise
+        return sock, peer
+
+    def _verify(self, peer: Introduction, member: Member) -> None:
+        if peer.get("incarnation") != member.incarnation:
+            raise ProtocolError(f"{peer.get('name')!r} answered in place of {member.name!r}")
+
+    # Inbound
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._owner.closing:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return  # the listener was closed
+            with self._lock:
+                full = len(self._strangers) >= _MAX_STRANGERS
+                if not full:
+                    self._strangers.add(sock)
+            if full:
+                self.counters["refused: too many strangers"] += 1
+                sock.close()
+            else:
+                self._owner.threads.start(lambda sock=sock: self._receive(sock))  # type: ignore[misc]
+
+    def _receive(self, sock: socket.socket) -> None:
+        """A stranger is at the door. Whatever it does, the agent goes on."""
+        try:
+            sockets.check_user(sock)
+            peer = sockets.shake_hands(sock, self._server_steps(), self._config.connect_timeout)
+            if peer["purpose"] == "segment":
+                self._take_segment(sock, peer)
+                return
+            if peer["purpose"] == "probe":
+                sock.close()
+                return
+            sharing = None
+            if sock.family == socket.AF_UNIX and peer["unix"]:
+                sharing = self._sharing(peer["incarnation"], peer["unix"])
+            channel = StreamChannel(sock, self._pool, self._config.max_frame, sharing)
+        except AuthenticationError as error:
+            self._turn_away(sock, "refused: wrong secret or user", error)
+        except ProtocolError as error:
+            self._turn_away(sock, "refused: protocol", error)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._turn_away(sock, "refused: broken connection", error)
+        else:
+            self._welcome(channel, peer)
+        finally:
+            with self._lock:
+                self._strangers.discard(sock)
+
+    def _turn_away(self, sock: socket.socket, why: str, error: Exception) -> None:
+        self.counters[why] += 1
+        _log.warning("worker %r closed a connection: %s", self._owner.name, error)
+        sock.close()
+
+    def _server_steps(self) -> handshake.Steps:
+        return handshake.server(self._secret, self._introduce("serve"), self._refuse)
+
+    def _refuse(self, peer: Introduction) -> str | None:
+        if self._owner.closing:
+            return "this worker is shutting down"
+        if peer.get("group") != self._owner.group:
+            return "this worker belongs to another group"
+        if peer.get("purpose") not in ("lane", "pipe", "segment", "probe"):
+            return f"unknown purpose {peer.get('purpose')!r}"
+        return None
+
+    def _welcome(self, channel: Channel, peer: Introduction) -> None:
+        inbound = Inbound(self._owner, channel, peer)
+        with self._lock:
+            self._inbounds.add(inbound)
+        if self._owner.closing:
+            inbound.ended(ChannelClosed("this worker is shutting down"))
+        elif peer["purpose"] == "pipe":
+            inbound.serve_pipe()
+        else:
+            self._owner.threads.start(inbound.serve_lane)
+
+    def ended(self, inbound: Inbound, error: Exception) -> None:
+        """An inbound connection is over; with the last one, its peer is gone."""
+        if isinstance(error, ProtocolError):
+            self.counters["closed: protocol"] += 1
+            _log.warning("worker %r closed the connection from %r: %s", self._owner.name, inbound.peer_name, error)
+        with self._lock:
+            self._inbounds.discard(inbound)
+            gone = not any(each.incarnation == inbound.incarnation for each in self._inbounds)
+            self._changed.notify_all()
+        if gone:
+            self._owner.peer_gone(inbound.peer_name, inbound.incarnation)
+
+    def wait_until_alone(self, timeout: float) -> bool:
+        """Wait until every other worker has closed its connections to this one."""
+        until = time.monotonic() + timeout
+        me = self._owner.me.incarnation
+        with self._lock:
+            while any(each.incarnation != me for each in self._inbounds):
+                left = until - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    return False
+        return True
+
+    # Shared memory
+
+    def _sharing(self, incarnation: str, unix_address: str) -> Sharing:
+        def announce(segment: Segment) -> bool:
+            return self._announce(segment, incarnation, unix_address)
+
+        return Sharing(self.arena, self.mappings, incarnation, announce)
+
+    def _announce(self, segment: Segment, incarnation: str, address: str) -> bool:
+        announced = self._announced[incarnation]
+        if segment.number in announced:
+            return True
+        try:
+            sock, _ = self._connect(address, None, "segment")
+            with sock:
+                socket.send_fds(sock, [_SEGMENT.pack(segment.number)], [segment.fd])
+                if sock.recv(1) != _DONE:
+                    return False
+        except (OSError, ProtocolError) as error:
+            _log.info("a shared-memory segment could not be passed on (%s); using the socket", error)
+            return False
+        announced.add(segment.number)
+        return True
+
+    def _take_segment(self, sock: socket.socket, peer: Introduction) -> None:
+        with sock:
+            data, fds, _, _ = socket.recv_fds(sock, _SEGMENT.size, 1)
+            try:
+                if len(data) != _SEGMENT.size or len(fds) != 1:
+                    raise ProtocolError("a shared-memory segment without its descriptor")
+                self.mappings.add(peer["incarnation"], _SEGMENT.unpack(data)[0], fds[0])
+                sock.sendall(_DONE)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def forget(self, incarnation: str) -> None:
+        """A peer is gone: nothing that was shared with it is used again."""
+        self._announced.pop(incarnation, None)
+        self.arena.abandon(incarnation, lost=True)
+        self.mappings.forget(incarnation)
+
+    # The end
+
+    def close(self, last_words: str) -> None:
+        for address in self.addresses:
+            _in_process.pop(address, None)
+        for listener in self._listeners:
+            try:
+                listener.shutdown(socket.SHUT_RDWR)
+            except OSError as error:
+                _log.debug("a listener was closed already: %s", error)
+            listener.close()
+        with self._lock:
+            strangers, inbounds = list(self._strangers), list(self._inbounds)
+        for sock in strangers:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError as error:
+                _log.debug("a stranger left by itself: %s", error)
+        for inbound in inbounds:
+            try:
+                inbound.channel.send(Kind.BYE, 0, last_words.encode(), timeout=1.0)
+            except (ChannelClosed, TimeoutError) as error:
+                _log.debug("could not say good-bye to %s: %s", inbound.peer_name, error)
+            inbound.channel.shut()
+        self.arena.close()
+        self.mappings.close()
+
+    def drop(self) -> None:
+        """After a fork, in the child: close the parent's sockets without a word, so that they end with the parent."""
+        for listener in self._listeners:
+            listener.close()
+        for inbound in self._inbounds:
+            inbound.channel.drop()
+
+    def shut_all(self, incarnation: str) -> None:
+        """End the connections of a peer that has gone silent."""
+        for inbound in self.inbounds:
+            if inbound.incarnation == incarnation:
+                inbound.channel.shut()
+
+    def _introduce(self, purpose: str) -> Introduction:
+        me = self._owner.me
+        return {
+            "name": me.name,
+            "rank": me.rank,
+            "incarnation": me.incarnation,
+            "group": self._owner.group,
+            "purpose": purpose,
+            "main": self._main,
+            "heartbeat": self._config.heartbeat_interval,
+            "unix": _unix_address(self.addresses),
+        }
+
+    def _advertised(self, address: str) -> str:
+        host, port = self._config.listen, address.rpartition(":")[2]
+        if self._config.advertise is not None:
+            host = self._config.advertise
+        elif host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
+        return f"tcp:{host}:{port}"
+
+
+def _converse(near: handshake.Steps, far: handshake.Steps) -> tuple[Introduction, Introduction]:
+    """Run both sides of a handshake against each other; what the far and the near side said of themselves."""
+    results: dict[int, Introduction] = {}
+    inbox = {0: b"", 1: b""}
+    wants = {0: 0, 1: 0}
+    sides = (near, far)
+
+    def step(side: int, advance: Callable[[], tuple[bytes, int]]) -> None:
+        try:
+            sent, wants[side] = advance()
+            inbox[1 - side] += sent
+        except StopIteration as done:
+            results[side] = done.value
+
+    step(0, lambda: next(near))
+    step(1, lambda: next(far))
+    while len(results) < 2:
+        for side in (0, 1):
+            while side not in results and len(inbox[side]) >= wants[side]:
+                data, inbox[side] = inbox[side][: wants[side]], inbox[side][wants[side] :]
+                step(side, lambda side=side, data=data: sides[side].send(data))  # type: ignore[misc]
+    return results[0], results[1]
+
+
+def _unix_address(addresses: tuple[str, ...]) -> str:
+    return next((address for address in addresses if address.startswith("unix:")), "")
+
+
+def _hint(tried: list[str]) -> str:
+    if not tried:
+        return ": it offers no transport that this worker uses"
+    loopback = any(text.startswith(("tcp:127.", "tcp:localhost")) for text in tried)
+    advice = ". It listens on loopback only; if it is on another host, start it with TELEGRAD_LISTEN" if loopback else ""
+    return f"; tried {', '.join(tried)}{advice}"

@@ -1,0 +1,35 @@
+"""Which agent this thread works for, and which call it is running."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from telegrad.deadline import Deadline
+
+if TYPE_CHECKING:
+    from telegrad.agent.agent import Agent
+
+
+class _Local(threading.local):
+    agent: Agent | None = None
+    caller: str | None = None
+    deadline: Deadline | None = None
+
+
+local = _Local()
+
+
+def current_agent() -> Agent | None:
+    """Inside a remote function: the agent that runs it. Elsewhere None."""
+    return local.agent
+
+
+def current_caller() -> str | None:
+    """Inside a remote function: the name of the worker that called it."""
+    return local.caller
+
+
+def current_deadline() -> Deadline | None:
+    """Inside a remote function: the moment after which its caller no longer waits."""
+    return local.deadline

@@ -1,0 +1,400 @@
+"""The caller's side: a `Link` to one peer holds a pipe for asynchronous calls and lanes for synchronous ones.
+
+A synchronous caller owns a lane for the length of its call and reads the reply itself; nothing is handed between threads.
+Asynchronous calls share the pipe; the thread that reads it completes their futures.
+
+State: `Link._idle` (lanes nobody uses; list operations are atomic), `Link._error` (set once when the peer is lost,
+under `_lock`; never cleared: a new incarnation gets a new link) and `Pipe.pending` (calls by id; whoever pops an entry
+completes its future).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from telegrad import waiting
+from telegrad.agent.clock import Clock
+from telegrad.agent.membership import Member
+from telegrad.agent.reading import ReadLoop
+from telegrad.agent.threads import Threads
+from telegrad.config import Config
+from telegrad.deadline import to_wire
+from telegrad.errors import CallTimeout, PeerLost, ProtocolError, SerializationError
+from telegrad.futures import Future
+from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.wire import codec
+from telegrad.wire.callables import Function, Numbers, defined_in_main, describe
+from telegrad.wire.failures import decode_failure
+from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, Frame, Kind
+
+_CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
+_COARSEST = 0.01  # seconds between two looks at the deadlines of a pipe
+
+Args = tuple[Any, ...]
+Message = tuple[int, int, bytes, list[memoryview]]  # function number, flags, body, buffers
+
+
+class Dialer(Protocol):
+    """What links need of their agent."""
+
+    config: Config
+    threads: Threads
+    clock: Clock
+    numbers: Numbers
+    calls_made: int
+
+    def dial(self, member: Member, purpose: str) -> tuple[Channel, bool]: ...
+    def link_lost(self, link: Link) -> None: ...
+
+
+class Lane:
+    """A connection for one call at a time."""
+
+    __slots__ = ("channel", "heard", "used")
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.heard: set[int] = set()  # function numbers that the other side knows on this connection
+        self.used = 0.0
+
+
+class Pending(NamedTuple):
+    future: Future[Any]
+    until: float
+    timeout: float | None
+    call: str
+    internal: bool
+
+
+class Link:
+    """All connections to one incarnation of a peer."""
+
+    def __init__(self, agent: Dialer, member: Member) -> None:
+        self.member = member
+        self._agent = agent
+        self._ids = itertools.count(1)
+        self._idle: list[Lane] = []
+        self._busy: set[Lane] = set()
+        self._error: PeerLost | None = None
+        self.may_retry = False  # lost although the peer may be alive: one of its answers made no sense, say
+        self._lock = threading.Lock()
+        channel, self._same_main = agent.dial(member, "pipe")
+        self.pipe = Pipe(self, channel, agent)
+
+    def __repr__(self) -> str:
+        state = f"lost: {self._error}" if self._error else f"{len(self._idle)} idle lanes, {self.pipe!r}"
+        return f"<Link to {self.member.name!r} {state}>"
+
+    @property
+    def lost(self) -> bool:
+        return self._error is not None
+
+    @property
+    def under_way(self) -> bool:
+        """Is a call of a user under way to this peer?"""
+        return bool(self._busy) or any(not pending.internal for pending in list(self.pipe.pending.values()))
+
+    def call(self, function: Function, args: Args, kwargs: dict[str, Any] | None, timeout: float | None) -> Any:
+        """Call and wait for the result."""
+        try:
+            lane = self._idle.pop()
+        except IndexError:
+            lane = self._open_lane(function)
+        message = self.encode(lane.heard, function, args, kwargs, lane)
+        self._busy.add(lane)
+        role = waiting.pause()
+        try:
+            frame = self._exchange(lane, message, timeout)
+        except BaseException as error:
+            self._busy.discard(lane)
+            lane.channel.close()
+            raise self._explain(error, function, timeout) from None
+        finally:
+            waiting.resume(role)
+        self._busy.discard(lane)
+        if self._error is None and len(self._idle) < self._agent.config.idle_lanes:
+            lane.used = time.monotonic()
+            self._idle.append(lane)
+        else:
+            lane.channel.close()
+        if frame.kind == _REPLY:
+            return self.decode(frame, function)
+        if frame.kind == _FAILURE:
+            raise decode_failure(frame.body)
+        self.lose_to(frame)
+        raise self.error_for(describe(function))
+
+    def submit(
+        self,
+        function: Function,
+        args: Args,
+        kwargs: dict[str, Any] | None,
+        timeout: float | None,
+        internal: bool = False,
+    ) -> Future[Any]:
+        """Call and return a future for the result. `internal` calls do not count as work under way."""
+        return self.pipe.submit(next(self._ids), function, args, kwargs, timeout, internal)
+
+    def encode(
+        self, heard: set[int], function: Function, args: Args, kwargs: dict[str, Any] | None, lane: Lane | None = None
+    ) -> Message:
+        """A call as the body of a frame. On failure the lane goes back, unused."""
+        try:
+            entry = self._agent.numbers.find(function)
+            by_value = not self._same_main
+            if entry is None or (by_value and defined_in_main(function)):
+                body, buffers = codec.encode((function, args, kwargs or {}), by_value=by_value)
+                return 0, INLINE_FUNCTION, body, buffers
+            number, definition = entry
+            flags = 0
+            if kwargs:
+                flags = KEYWORDS
+                body, buffers = codec.encode((args, kwargs), by_value=by_value)
+            else:
+                body, buffers = codec.encode(args, by_value=by_value)
+            if number not in heard:
+                flags |= DEFINES
+                body = len(definition).to_bytes(4, "little") + definition + body
+            return number, flags, body, buffers
+        except BaseException as error:
+            if lane is not None:
+                self._idle.append(lane)
+            if isinstance(error, SerializationError):
+                error.peer, error.call = self.member.name, describe(function)
+            raise
+
+    def decode(self, frame: Frame, call: str | Function) -> Any:
+        try:
+            return codec.decode(frame.body, frame.buffers)
+        except Exception as error:
+            name = call if isinstance(call, str) else describe(call)
+            raise SerializationError(
+                f"the result of {name} from worker {self.member.name!r} could not be unpickled: "
+                f"{type(error).__name__}: {error}. Whatever it refers to must be importable here",
+                peer=self.member.name,
+                call=name,
+            ) from error
+
+    def lose(self, reason: str, last_words: str = "") -> None:
+        """The peer is gone: fail everything that waits for it, at once."""
+        with self._lock:
+            if self._error is not None:
+                return
+            said = f" Its last words: {last_words}" if last_words else ""
+            name = self.member.name
+            self._error = PeerLost(f"worker {name!r} was lost: {reason}.{said}", peer=name, last_words=last_words)
+        for lane in list(self._busy):
+            lane.channel.shut()
+        while self._idle:
+            self._idle.pop().channel.close()
+        self.pipe.fail_all()
+        self._agent.link_lost(self)
+
+    def lose_to(self, frame: Frame) -> None:
+        """The peer said good-bye."""
+        self.lose("it left the group", bytes(frame.body).decode("utf-8", "replace"))
+
+    def error_for(self, call: str) -> PeerLost:
+        """A fresh error for one call to a lost peer."""
+        assert self._error is not None
+        reason = self._error
+        return PeerLost(
+            f"{reason} The call of {call} there may or may not have run.",
+            peer=reason.peer,
+            call=call,
+            last_words=reason.last_words,
+        )
+
+    def trim(self, older_than: float) -> None:
+        """Close lanes that nobody has used since; one stays."""
+        for lane in self._idle[:-1]:  # the last is the one that is taken next
+            if lane.used < older_than:
+                try:
+                    self._idle.remove(lane)
+                except ValueError:
+                    continue  # somebody took it
+                lane.channel.close()
+
+    def drop(self) -> None:
+        """After a fork, in the child."""
+        for lane in (*self._idle, *self._busy):
+            lane.channel.drop()
+        self.pipe.channel.drop()
+
+    def close(self, last_words: str = "") -> None:
+        """Say good-bye and close every connection."""
+        with self._lock:
+            if self._error is None:
+                name = self.member.name
+                self._error = PeerLost(f"this worker has left the group and cannot call {name!r}", peer=name)
+        while self._idle:
+            self._idle.pop().channel.close()
+        for lane in list(self._busy):
+            lane.channel.shut()
+        self.pipe.fail_all()
+        self.pipe.say_goodbye(last_words)
+
+    def _open_lane(self, function: Function) -> Lane:
+        if self._error is not None:
+            raise self.error_for(describe(function))
+        return Lane(self._agent.dial(self.member, "lane")[0])
+
+    def _exchange(self, lane: Lane, message: Message, timeout: float | None) -> Frame:
+        number, flags, body, buffers = message
+        channel = lane.channel
+        self._agent.calls_made += 1
+        channel.send(
+            _CALL, next(self._ids), body, buffers, number, 0 if timeout is None else to_wire(timeout), flags, timeout
+        )
+        if flags & DEFINES:
+            lane.heard.add(number)
+        del message, body, buffers
+        return channel.recv(timeout)
+
+    def _explain(self, error: BaseException, function: Function, timeout: float | None) -> BaseException:
+        """What the user should see instead of an error of the transport."""
+        if isinstance(error, TimeoutError):
+            return timed_out(self.member.name, describe(function), timeout)
+        if isinstance(error, ChannelClosed | ProtocolError):
+            self.lose(f"the connection ended ({error})")
+            return self.error_for(describe(function))
+        return error
+
+
+class Pipe:
+    """The connection that asynchronous calls share."""
+
+    def __init__(self, link: Link, channel: Channel, agent: Dialer) -> None:
+        self.channel = channel
+        self.pending: dict[int, Pending] = {}
+        self._link = link
+        self._agent = agent
+        self._heard: set[int] = set()
+        self._next_look = math.inf
+        self.loop = ReadLoop(channel, self._handle, self._ended, agent.threads, agent.clock)
+        self.loop.start()
+
+    def __repr__(self) -> str:
+        return f"<Pipe {len(self.pending)} pending, {self.channel!r}>"
+
+    def submit(
+        self,
+        call: int,
+        function: Function,
+        args: Args,
+        kwargs: dict[str, Any] | None,
+        timeout: float | None,
+        internal: bool,
+    ) -> Future[Any]:
+        link = self._link
+        number, flags, body, buffers = link.encode(self._heard, function, args, kwargs)
+        future: Future[Any] = Future()
+        future._on_cancel = lambda: self._cancel(call)
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        self.pending[call] = Pending(future, until, timeout, describe(function), internal)
+        if until < self._next_look:
+            self._look_at(until)
+        self._agent.calls_made += 1
+        try:
+            self.channel.send(_CALL, call, body, buffers, number, to_wire(timeout), flags, timeout)
+        except TimeoutError:
+            self._complete(call, lambda pending: timed_out(link.member.name, pending.call, timeout))
+        except ChannelClosed as error:
+            link.lose(f"the connection ended ({error})")
+            self.fail_all()
+        else:
+            if flags & DEFINES:
+                self._heard.add(number)
+            if link.lost:  # it may have been lost before this call was pending
+                self.fail_all()
+        return future
+
+    def fail_all(self) -> None:
+        """The peer is lost: every pending call ends now."""
+        for call in list(self.pending):
+            self._complete(call, lambda pending: self._link.error_for(pending.call))
+
+    def say_goodbye(self, last_words: str) -> None:
+        try:
+            self.channel.send(Kind.BYE, 0, last_words.encode(), timeout=1.0)
+        except (ChannelClosed, TimeoutError):
+            pass  # it is gone already, which is all that the good-bye would tell it
+        self.channel.shut()
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind == _REPLY or frame.kind == _FAILURE:
+            pending = self.pending.pop(frame.call, None)
+            if pending is None:
+                return  # timed out or cancelled
+            value: Any = None
+            error: Exception | None = None
+            if frame.kind == _REPLY:
+                try:
+                    value = self._link.decode(frame, pending.call)
+                except SerializationError as failure:
+                    error = failure
+            else:
+                error = decode_failure(frame.body)
+            del frame
+            pending.future._settle(value, error)
+        elif frame.kind == Kind.BYE:
+            self._link.lose_to(frame)
+        elif frame.kind != Kind.ALIVE:
+            raise ProtocolError(f"a frame of kind {frame.kind} where a reply was due")
+
+    def _ended(self, error: Exception) -> None:
+        self.channel.close()
+        self._link.lose(f"the connection ended ({error})")
+
+    def _cancel(self, call: int) -> None:
+        if self.pending.pop(call, None) is not None:
+            self._tell_cancelled(call)
+
+    def _tell_cancelled(self, call: int) -> None:
+        try:
+            self.channel.send(Kind.CANCEL, call, b"", timeout=1.0)
+        except (ChannelClosed, TimeoutError):
+            return  # the callee cannot be told; its reply is ignored
+
+    def _complete(self, call: int, error: Callable[[Pending], Exception]) -> None:
+        pending = self.pending.pop(call, None)
+        if pending is not None:
+            pending.future._settle(None, error(pending))
+
+    def _look_at(self, moment: float) -> None:
+        self._next_look = moment
+        self._agent.clock.at(moment, self._expire)
+
+    def _expire(self) -> None:
+        """Runs on the clock: end the calls whose deadline has passed. Callbacks of the user run elsewhere."""
+        now, soonest, late = time.monotonic(), math.inf, []
+        for call, pending in list(self.pending.items()):
+            if pending.until <= now:
+                late.append(call)
+            else:
+                soonest = min(soonest, pending.until)
+        self._next_look = math.inf
+        if soonest < math.inf:
+            self._look_at(max(soonest, now + _COARSEST))
+        if late:
+            self._agent.threads.start(lambda: self._end(late))
+
+    def _end(self, calls: list[int]) -> None:
+        for call in calls:
+            self._complete(call, lambda pending: timed_out(self._link.member.name, pending.call, pending.timeout))
+            self._tell_cancelled(call)
+
+
+def timed_out(peer: str, call: str, timeout: float | None) -> CallTimeout:
+    milliseconds = int((timeout or 0) * 1000)
+    return CallTimeout(
+        f"{call} on worker {peer!r}: RPC ran for more than set timeout ({milliseconds} ms) and will now be marked with "
+        "an error. Give the call a larger timeout if it is meant to take so long",
+        peer=peer,
+        call=call,
+    )

@@ -1,0 +1,52 @@
+"""The secret that all workers of a group share.
+
+From the config or ``TELEGRAD_SECRET``; otherwise from a key file that is made on first use and that only this user can
+read. So on one machine everything works without any setting and still nobody else gets in; between machines that do not
+share a home directory, a secret must be given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from telegrad.errors import UsageError
+
+
+def group_secret(given: str | None) -> bytes:
+    text = given if given is not None else _from_key_file(key_file())
+    return hashlib.sha256(b"telegrad secret\0" + text.encode()).digest()
+
+
+def key_file() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    return Path(base) / "telegrad" / "secret"
+
+
+def _from_key_file(path: Path) -> str:
+    """Read the key, making it first if need be. Several processes may try at once: the first to link it wins."""
+    if not path.exists():
+        _make(path)
+    status = path.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise UsageError(f"{path} must belong to you and be readable by you alone: chmod 600 it, or set TELEGRAD_SECRET")
+    return path.read_text()
+
+
+def _make(path: Path) -> None:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass  # another process was first; its key counts
+        finally:
+            draft.unlink()
+    except OSError as error:
+        raise UsageError(f"no secret: cannot write {path} ({error}); set TELEGRAD_SECRET or Config.secret") from error

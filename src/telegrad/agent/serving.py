@@ -1,0 +1,300 @@
+"""The callee's side of a connection: read a call, run it, send the reply.
+
+A *lane* carries one call at a time: its thread runs each call where it read it. A *pipe* carries many: its `ReadLoop` runs
+short calls where it read them and gathers their replies; a function that was seen to block or run long goes to the
+executor instead (`Target` remembers), so it never delays the calls behind it.
+
+State of an `Inbound`: `_functions` belongs to the reading thread; `_waiting` (calls whose function returned a future) and
+`_cancelled` are changed by single dict/set operations only. `Target` figures are statistics: races lose a sample.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.futures
+
+from telegrad.agent.clock import Clock
+from telegrad.agent.current import local
+from telegrad.agent.reading import ReadLoop
+from telegrad.agent.threads import Executor, Threads
+from telegrad.deadline import Deadline
+from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError
+from telegrad.futures import Future
+from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.wire import codec
+from telegrad.wire.callables import LIMIT, Function, describe
+from telegrad.wire.failures import encode_failure, remote_traceback
+from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, Frame, Kind
+
+ASYNC_MARK = "_wrapped_async_rpc_function"
+
+_SLOW = 0.002  # seconds: a function that takes longer is run by the executor
+_FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
+_CORK_BELOW = 1 << 14
+_CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
+
+_log = logging.getLogger("telegrad")
+_now = time.perf_counter
+
+
+class Target:
+    """A function that peers call here, and how long it takes."""
+
+    __slots__ = ("answers_later", "function", "internal", "name", "seconds")
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.name = describe(function)
+        self.answers_later = getattr(function, ASYNC_MARK, None) is not None
+        self.internal = str(getattr(function, "__module__", "")).startswith("telegrad.agent.")
+        self.seconds = -1.0  # a moving average; negative: never run
+
+    def __repr__(self) -> str:
+        return f"<Target {self.name} {self.seconds * 1e6:.0f} us>"
+
+    def took(self, seconds: float) -> None:
+        known = self.seconds
+        self.seconds = seconds if known < 0 else known + (seconds - known) * 0.25
+
+
+class Host(Protocol):
+    """What serving needs of its agent."""
+
+    name: str
+    threads: Threads
+    executor: Executor
+    clock: Clock
+    calls_served: int
+
+    def target(self, function: Function) -> Target: ...
+    def allowed(self, function: Function) -> bool: ...
+    def inbound_ended(self, inbound: Inbound, error: Exception) -> None: ...
+
+
+class Inbound:
+    """One connection that a peer opened to this agent."""
+
+    def __init__(self, host: Host, channel: Channel, peer: dict[str, Any]) -> None:
+        self.peer_name: str = peer["name"]
+        self.incarnation: str = peer["incarnation"]
+        self.heartbeat: float = float(peer["heartbeat"])
+        self.channel = channel
+        self.loop: ReadLoop | None = None
+        self._active: set[int] = set()  # calls of users that have not been answered
+        self._host = host
+        self._functions: dict[int, Target] = {}
+        self._waiting: dict[int, torch.futures.Future[Any]] = {}
+        self._cancelled: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<Inbound from {self.peer_name!r}: {self.channel!r}, {len(self._waiting)} futures>"
+
+    @property
+    def under_way(self) -> bool:
+        """Is a call of a user from this peer under way?"""
+        return bool(self._active)
+
+    def serve_lane(self) -> None:
+        """Serve one call after the other until the peer goes. Runs on a thread of its own."""
+        recv = self.channel.recv
+        try:
+            while True:
+                frame = recv()
+                if frame.kind == _CALL:
+                    self._execute(frame, self._target(frame))
+                elif frame.kind == Kind.BYE:
+                    raise ChannelClosed("the peer said good-bye")
+                del frame
+        except (ChannelClosed, ProtocolError) as error:
+            self.ended(error)
+        except Exception as error:
+            _log.exception("a connection failed in an unexpected way; please report this")
+            self.ended(error)
+
+    def serve_pipe(self) -> None:
+        """Serve many calls at once. Returns at once; the loop runs on threads of the agent."""
+        self.loop = ReadLoop(self.channel, self._handle, self.ended, self._host.threads, self._host.clock)
+        self.loop.start()
+
+    def ended(self, error: Exception) -> None:
+        self.channel.close()
+        self._host.inbound_ended(self, error)
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind == _CALL:
+            target = self._target(frame)
+            if target is not None and target.seconds > _SLOW:
+                self._enqueue(frame, target)
+                return
+            if target is None or not 0 <= target.seconds < _FAST:
+                self.channel.flush()
+            self._execute(frame, target)
+        elif frame.kind == Kind.CANCEL:
+            self._cancel(frame.call)
+        elif frame.kind == Kind.BYE:
+            raise ChannelClosed("the peer said good-bye")
+        elif frame.kind != Kind.ALIVE:
+            raise ProtocolError(f"a frame of kind {frame.kind} where a call was due")
+
+    def _enqueue(self, frame: Frame, target: Target) -> None:
+        assert self.loop is not None
+        deadline = Deadline.from_wire(frame.left_ms)
+
+        def job() -> None:
+            if frame.call in self._cancelled or (deadline is not None and deadline.passed()):
+                self._cancelled.discard(frame.call)  # nobody waits for it any more
+                self._active.discard(frame.call)
+            else:
+                self._execute(frame, target)
+
+        self._active.add(frame.call)
+        self.loop.pinned = True
+        self._host.executor.submit(job)
+        self.loop.pinned = False
+
+    def _cancel(self, call: int) -> None:
+        future = self._waiting.pop(call, None)
+        if future is None:
+            if call in self._active:
+                self._cancelled.add(call)
+            return
+        self._active.discard(call)
+        if isinstance(future, Future):
+            future.cancel()
+
+    def _target(self, frame: Frame) -> Target | None:
+        """The numbered function of a call; None if the function is inside the pickle."""
+        if frame.flags & INLINE_FUNCTION:
+            return None
+        if frame.flags & DEFINES:
+            self._define(frame)
+        target = self._functions.get(frame.function)
+        if target is None:
+            raise ProtocolError(f"a call of function number {frame.function}, which was never defined")
+        return target
+
+    def _define(self, frame: Frame) -> None:
+        size = int.from_bytes(frame.body[:4], "little")
+        if not 0 < frame.function <= LIMIT or size > len(frame.body) - 4:
+            raise ProtocolError(f"a definition of {size} bytes for function number {frame.function}")
+        definition = bytes(frame.body[4 : 4 + size])
+        try:
+            function = codec.decode(definition)
+        except Exception as error:
+            function = _Unknown(definition, error)
+        self._functions[frame.function] = self._host.target(function)
+
+    def _execute(self, frame: Frame, target: Target | None) -> None:
+        """Run a call and send its reply, or arrange for it to be sent."""
+        self._host.calls_served += 1
+        if target is None or not target.internal:
+            self._active.add(frame.call)
+        local.caller = self.peer_name
+        local.deadline = Deadline.from_wire(frame.left_ms)
+        loop = self.loop
+        epoch = loop.epoch if loop is not None else 0
+        try:
+            target, args, kwargs = self._open(frame, target)
+            started = _now()
+            value = target.function(*args, **kwargs)
+            target.took(_now() - started)
+            del args, kwargs
+            if target.answers_later:
+                self._answer_later(frame.call, target, value)
+                return
+        except BaseException as error:
+            self._fail(frame.call, target, error)
+            return
+        self._answer(frame.call, target, value, loop, epoch)
+
+    def _open(self, frame: Frame, target: Target | None) -> tuple[Target, tuple[Any, ...], dict[str, Any]]:
+        """The function and arguments of a call."""
+        flags, body = frame.flags, frame.body
+        if flags & DEFINES:
+            body = memoryview(body)[4 + int.from_bytes(body[:4], "little") :]
+        try:
+            value = codec.decode(body, frame.buffers)
+        except Exception as error:
+            raise SerializationError(
+                f"worker {self._host.name!r} could not unpickle the arguments: {type(error).__name__}: {error}. "
+                "Whatever they refer to must be importable there"
+            ) from error
+        kwargs: dict[str, Any] = {}
+        if target is None:
+            function, value, kwargs = value
+            target = Target(function)
+        elif flags & KEYWORDS:
+            value, kwargs = value
+        if not self._host.allowed(target.function):
+            raise UsageError(
+                f"worker {self._host.name!r} serves only registered functions, and {target.name} is not one: "
+                "mark it with @telegrad.expose there"
+            )
+        return target, value, kwargs
+
+    def _answer(self, call: int, target: Target, value: Any, loop: ReadLoop | None = None, epoch: int = 0) -> None:
+        try:
+            body, buffers = codec.encode(value)
+        except Exception as error:
+            self._fail(call, target, error)
+            return
+        channel = self.channel
+        try:
+            if buffers or loop is None or len(body) >= _CORK_BELOW or loop.epoch != epoch or not channel.has_frame():
+                channel.send(_REPLY, call, body, buffers)
+            else:
+                channel.cork(_REPLY, call, body)
+                if loop.epoch != epoch:  # somebody else reads now and may be asleep
+                    channel.flush()
+        except ChannelClosed as error:
+            _log.debug("nobody is left to take the result of %s: %s", target.name, error)
+        self._active.discard(call)
+
+    def _answer_later(self, call: int, target: Target, value: Any) -> None:
+        """The function returned a future: reply when it completes."""
+        if not isinstance(value, torch._C.Future):
+            raise UsageError(
+                f"Functions decorated with @rpc.functions.async_execution must return a torch.futures.Future object, "
+                f"but {target.name} returned {type(value).__name__}"
+            )
+        self._waiting[call] = value
+
+        def reply(done: torch.futures.Future[Any]) -> None:
+            if self._waiting.pop(call, None) is None:
+                return  # cancelled
+            try:
+                result = done.value()
+            except BaseException as error:
+                self._fail(call, target, error)
+            else:
+                self._answer(call, target, result)
+
+        value.add_done_callback(reply)
+
+    def _fail(self, call: int, target: Target | None, error: BaseException) -> None:
+        name = target.name if target is not None else "a function sent by value"
+        if not isinstance(error, TelegradError):
+            _log.info("%s called %s, which raised\n%s", self.peer_name, name, remote_traceback(error))
+        try:
+            self.channel.send(_FAILURE, call, encode_failure(error, self._host.name, name))
+        except ChannelClosed as closed:
+            _log.debug("nobody is left to hear that %s failed: %s", name, closed)
+        self._active.discard(call)
+
+
+class _Unknown:
+    """Stands for a function that could not be found here; calling it says so."""
+
+    def __init__(self, definition: bytes, error: Exception) -> None:
+        self._error = error
+        self.__qualname__ = "a function that this worker does not have"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise SerializationError(
+            f"this worker cannot find the function: {type(self._error).__name__}: {self._error}. "
+            "Its module must be importable here and hold it under the same name"
+        )

@@ -1,0 +1,190 @@
+"""Threads that are reused, and a pool that grows when its threads are blocked rather than busy.
+
+`Threads` starts a function on an idle thread or a new one, without a bound; idle ones end after a while.
+`Executor` runs calls on them: up to `soft` at once. More wait in a queue, but
+
+- a call that is inside a wait we know of (a nested call, `Future.wait`) does not count, and
+- when nothing has finished between two ticks of the watchdog, the calls are taken to be blocked and the limit doubles,
+
+so calls that wait for each other always make progress, and calls that compute do not trample each other. `hard` is the
+end of it: from there on the queue is back-pressure.
+
+State: `Threads._idle` under its lock; the executor's counters and queue under `Executor._lock`.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from telegrad import waiting
+
+Job = Callable[[], None]
+
+_IDLE_SECONDS = 10.0
+_log = logging.getLogger("telegrad")
+
+
+class Threads:
+    """Daemon threads, each running one job at a time. `setup` runs first on each new one."""
+
+    def __init__(self, name: str, setup: Job) -> None:
+        self._name = name
+        self._setup = setup
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._idle = 0
+        self._count = 0
+        self._closed = False
+        self._lock = threading.Lock()
+        self._alive: set[threading.Thread] = set()
+
+    def __repr__(self) -> str:
+        return f"<Threads {self._name}: {len(self._alive)} alive, {self._idle} idle>"
+
+    def start(self, job: Job) -> None:
+        """Run `job` at once on a thread of its own."""
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+                self._jobs.put(job)
+                return
+            self._count += 1
+            name = f"{self._name}-{self._count}"
+            thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)
+            self._alive.add(thread)
+        thread.start()
+
+    def _run(self, job: Job | None) -> None:
+        try:
+            self._setup()
+            while job is not None:
+                try:
+                    job()
+                except Exception:
+                    _log.exception("a thread of Telegrad failed; please report this")
+                del job
+                waiting.take(None)
+                job = self._next()
+        finally:
+            self._alive.discard(threading.current_thread())
+
+    def _next(self) -> Job | None:
+        with self._lock:
+            if self._closed:
+                return None
+            self._idle += 1
+        while True:
+            try:
+                return self._jobs.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if self._idle:
+                        self._idle -= 1
+                        return None
+
+    def close(self, timeout: float) -> None:
+        """End the idle threads and wait for the others, which must have been told to end."""
+        with self._lock:
+            self._closed = True
+            for _ in range(self._idle):
+                self._jobs.put(None)
+            self._idle = 0
+            alive = list(self._alive)
+        until = time.monotonic() + timeout
+        for thread in alive:
+            if thread is not threading.current_thread():
+                thread.join(max(until - time.monotonic(), 0))
+
+
+class Executor:
+    """Runs calls on threads; see the top of the file."""
+
+    def __init__(self, threads: Threads, soft: int, hard: int) -> None:
+        self._threads = threads
+        self._soft = soft
+        self._hard = hard
+        self._limit = soft
+        self._active = 0
+        self._finished = 0
+        self._seen = 0
+        self._queue: collections.deque[Job] = collections.deque()
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Executor {self._active} of {self._limit} active, {len(self._queue)} queued>"
+
+    @property
+    def active(self) -> int:
+        """Calls that run or wait for a thread."""
+        return self._active + len(self._queue)
+
+    def submit(self, job: Job) -> None:
+        """Run `job` as soon as a place is free. Blocks while too many wait already."""
+        with self._lock:
+            while len(self._queue) >= self._hard and not self._closed:
+                self._room.wait()
+            if self._active >= self._limit:
+                self._queue.append(job)
+                return
+            self._active += 1
+        self._threads.start(lambda: self._work(job))
+
+    def _work(self, job: Job | None) -> None:
+        waiting.take(self)
+        while job is not None:
+            job()
+            with self._lock:
+                self._finished += 1
+                job = self._take()
+                if job is None:
+                    self._active -= 1
+
+    def _take(self) -> Job | None:
+        """The next queued job, if the calling thread may run it."""
+        if not self._queue or self._active > self._limit:
+            return None
+        job = self._queue.popleft()
+        self._room.notify()
+        return job
+
+    def pause(self) -> None:
+        """This thread is about to block in a wait that we know of: its place is free."""
+        with self._lock:
+            self._active -= 1
+            self._fill()
+
+    def resume(self) -> None:
+        with self._lock:
+            self._active += 1
+
+    def close(self) -> None:
+        """Forget the calls that have not begun and let nobody wait for room."""
+        with self._lock:
+            self._closed = True
+            self._queue.clear()
+            self._room.notify_all()
+
+    def tick(self) -> bool:
+        """Called by the clock: let more calls run if those that run make no progress."""
+        with self._lock:
+            if self._queue and self._finished == self._seen:
+                self._limit = min(self._limit * 2, self._hard)
+                self._fill()
+            elif not self._queue:
+                self._limit = self._soft
+            moved = self._seen != self._finished or bool(self._queue)
+            self._seen = self._finished
+            return moved
+
+    def _fill(self) -> None:
+        while self._queue and self._active < self._limit:
+            job = self._queue.popleft()
+            self._room.notify()
+            self._active += 1
+            self._threads.start(lambda job=job: self._work(job))  # type: ignore[misc]

@@ -1,0 +1,97 @@
+"""The settings of an agent: one frozen, validated value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from telegrad.errors import UsageError
+
+TRANSPORTS = ("memory", "unix", "tcp")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How an agent behaves. Every field has a default that is safe and fits one machine.
+
+    Environment variables named ``TELEGRAD_<FIELD>`` (such as ``TELEGRAD_SECRET``, ``TELEGRAD_LISTEN``) fill fields
+    that the program leaves alone; see `Config.from_environment`.
+    """
+
+    timeout: float | None = 60.0
+    """Seconds a call may take unless it says otherwise; None for no limit."""
+    join_timeout: float = 300.0
+    """Seconds to wait for the other workers of a group at start."""
+    connect_timeout: float = 10.0
+    """Seconds for opening one connection, its handshake included."""
+    heartbeat_interval: float = 5.0
+    """Seconds between two signs of life to each connected peer."""
+    heartbeat_timeout: float = 30.0
+    """A peer that is silent for so many seconds is lost."""
+    secret: str | None = field(default=None, repr=False)
+    """Shared by all workers of a group. None: a key file that only this user can read."""
+    listen: str = "127.0.0.1"
+    """Address for TCP. Loopback unless you say otherwise, such as ``0.0.0.0``."""
+    advertise: str | None = None
+    """Address that others use to reach this worker by TCP; None: what `listen` says, or this host's name."""
+    transports: tuple[str, ...] = TRANSPORTS
+    """Ways to connect, best first; the first that works with a peer is used."""
+    threads: int = 16
+    """Calls that run at once on threads of the pool before it waits to see whether they are blocked."""
+    max_threads: int = 2048
+    """The pool never grows beyond this; further calls wait and their callers feel back-pressure."""
+    max_frame: int = 1 << 40
+    """Largest message in bytes that is accepted from a peer."""
+    shared_memory_floor: int = 256 * 1024
+    """Buffers of at least so many bytes go through shared memory on one host."""
+    shared_memory_limit: int = 8 << 30
+    """Bytes of shared memory an agent may hold; beyond that, buffers go through the socket."""
+    idle_lanes: int = 16
+    """Connections to one peer that are kept open between calls."""
+    only_registered: bool = False
+    """Serve only functions that were marked with `telegrad.expose`."""
+
+    def __post_init__(self) -> None:
+        def require(good: bool, message: str) -> None:
+            if not good:
+                raise UsageError(f"Config: {message}")
+
+        require(self.timeout is None or self.timeout > 0, f"timeout must be positive or None, not {self.timeout!r}")
+        for name in ("join_timeout", "connect_timeout", "heartbeat_interval", "heartbeat_timeout"):
+            require(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)!r}")
+        require(
+            self.heartbeat_timeout > self.heartbeat_interval,
+            f"heartbeat_timeout ({self.heartbeat_timeout}) must exceed heartbeat_interval ({self.heartbeat_interval})",
+        )
+        unknown = set(self.transports) - set(TRANSPORTS)
+        require(not unknown, f"unknown transports {sorted(unknown)}; choose from {TRANSPORTS}")
+        require(bool(self.transports), "transports must not be empty")
+        require(1 <= self.threads <= self.max_threads, f"need 1 <= threads <= max_threads, not {self.threads}")
+        require(self.secret is None or len(self.secret) >= 16, "secret must have at least 16 characters")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Config:
+        """The defaults, overridden by ``TELEGRAD_*`` variables."""
+        env = os.environ if environment is None else environment
+        given: dict[str, object] = {}
+        for entry in fields(cls):
+            text = env.get("TELEGRAD_" + entry.name.upper())
+            if text:
+                given[entry.name] = _parse(entry.name, str(entry.type), text)
+        return replace(cls(), **given)  # type: ignore[arg-type]
+
+
+def _parse(name: str, kind: str, text: str) -> object:
+    try:
+        if name == "transports":
+            return tuple(part.strip() for part in text.split(","))
+        if kind.startswith("float"):
+            return None if text.lower() == "none" else float(text)
+        if kind == "int":
+            return int(text)
+        if kind == "bool":
+            return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+        return text
+    except (ValueError, KeyError):
+        raise UsageError(f"TELEGRAD_{name.upper()}={text!r} is not a valid {kind}") from None

@@ -1,0 +1,149 @@
+"""`Future`: a `torch.futures.Future` that can also be awaited, cancelled and waited for with a time limit.
+
+The value lives in torch's own future, so `torch.futures.wait_all`, `collect_all` and isinstance checks work. Waiting is
+done here, not in C++: it can be interrupted by Ctrl-C, and a thread of ours hands its work over before it blocks.
+
+State: completed at most once; whoever completes it runs the callbacks. `_settle` decides races between a reply,
+a deadline, a cancellation and a lost peer: the first wins, the others are told so by its return value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+import torch.futures
+
+from telegrad import waiting
+from telegrad.errors import CallCancelled, CallTimeout
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Future(torch.futures.Future[T]):
+    """The result of a call that is under way.
+
+    >>> future: Future[int] = Future()
+    >>> future.set_result(2)
+    >>> future.then(lambda done: done.wait() + 1).result(timeout=1)
+    3
+    """
+
+    _settled = False
+    _cancelled = False
+    _on_cancel: Callable[[], None] | None = None
+
+    def wait(self) -> T:
+        """Block until the result is there; raises what the call raised."""
+        if not self.done():
+            self._block(None)
+        return super().wait()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Like `wait`, but raises `TimeoutError` after `timeout` seconds. The call itself goes on."""
+        if not self.done() and not self._block(timeout):
+            raise CallTimeout(f"no result after {timeout} s; the call is still under way")
+        return super().wait()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the call raised, or None if it returned; waits like `result`."""
+        if not self.done() and not self._block(timeout):
+            raise CallTimeout(f"no result after {timeout} s; the call is still under way")
+        try:
+            super().wait()
+        except BaseException as error:
+            return error
+        return None
+
+    def cancel(self) -> bool:
+        """Stop waiting for the result and tell the callee that nobody wants it. False if it is already there."""
+        if not self._settle(None, CallCancelled("the call was cancelled")):
+            return False
+        if self._on_cancel is not None:
+            self._on_cancel()
+        return True
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:  # type: ignore[override]
+        """A future for what `callback` makes of this one. It runs in the context of the caller of `then`."""
+        chained: Future[S] = Future()
+        context = contextvars.copy_context()
+
+        def run(done: torch.futures.Future[T]) -> None:
+            try:
+                value = context.run(callback, done)
+            except Exception as error:
+                chained._settle(None, error)
+            else:
+                chained._settle(value, None)
+
+        self.add_done_callback(run)
+        return chained
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self.done():
+            yield from self._as_asyncio().__await__()
+        return super().wait()
+
+    def _as_asyncio(self) -> asyncio.Future[None]:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        def settled(_: Any) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(wake)
+
+        def cancelled(done: asyncio.Future[None]) -> None:
+            if done.cancelled():
+                self.cancel()
+
+        waiter.add_done_callback(cancelled)
+        self.add_done_callback(settled)
+        return waiter
+
+    def set_result(self, result: T) -> None:
+        """Complete the future. Torch's `set_exception` ends here as well, with `_settled` already set."""
+        if self._settled:
+            super().set_result(result)
+        else:
+            self._settle(result, None)
+
+    def set_exception(self, result: Exception) -> None:  # type: ignore[override]
+        if not self._settle(None, result):
+            raise RuntimeError("the future is already completed")
+
+    def _settle(self, value: Any, error: Exception | None) -> bool:
+        """Complete once; True if this was the completion. The flag is set before the value so that races have one winner."""
+        with _settling:
+            if self._settled:
+                return False
+            self._settled = True
+            self._cancelled = isinstance(error, CallCancelled)
+        if error is None:
+            super().set_result(value)
+        else:
+            super().set_exception(error)
+        return True
+
+    def _block(self, timeout: float | None) -> bool:
+        role = waiting.pause()
+        try:
+            arrived = threading.Lock()
+            arrived.acquire()
+            self.add_done_callback(lambda _: arrived.release())
+            return arrived.acquire(timeout=-1 if timeout is None else max(timeout, 0))
+        finally:
+            waiting.resume(role)
+
+
+_settling = threading.Lock()

@@ -1,0 +1,55 @@
+"""`torch.distributed.rpc` on Telegrad: change the import and the rest of the script stays.
+
+>>> import telegrad.rpc as rpc
+>>> rpc.is_available()
+True
+"""
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.membership import WorkerInfo
+from telegrad.futures import Future
+from telegrad.rpc import api, backend_registry, constants, functions, options
+from telegrad.rpc.api import (
+    AllGatherStates as AllGatherStates,
+    _all_gather as _all_gather,
+    _barrier as _barrier,
+    _get_current_rpc_agent as _get_current_rpc_agent,
+    _init_rpc_backend as _init_rpc_backend,
+    _is_current_rpc_agent_set as _is_current_rpc_agent_set,
+    _require_initialized as _require_initialized,
+    _set_rpc_timeout as _set_rpc_timeout,
+    _wait_all as _wait_all,
+    _wait_all_workers as _wait_all_workers,
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    is_available,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from telegrad.rpc.backend_registry import BackendType
+from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
+from telegrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+
+__all__ = [
+    "UNSET_RPC_TIMEOUT",
+    "Agent",
+    "BackendType",
+    "Future",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "api",
+    "backend_registry",
+    "constants",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "options",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

@@ -1,0 +1,260 @@
+"""The calls of `torch.distributed.rpc` over this process's default agent.
+
+State: `_process` holds the default agent and how often `init_rpc` ran. Inside a remote function, the agent that runs it
+counts, so several agents in one process do not mix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.current import current_agent
+from telegrad.agent.membership import WorkerInfo
+from telegrad.errors import UsageError
+from telegrad.futures import Future
+from telegrad.rpc import backend_registry
+from telegrad.rpc.backend_registry import BackendType
+from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from telegrad.rpc.options import RpcBackendOptions
+
+P = ParamSpec("P")
+T = TypeVar("T")
+To = str | int | WorkerInfo
+
+__all__ = ["get_rpc_timeout", "get_worker_info", "init_rpc", "is_available", "rpc_async", "rpc_sync", "shutdown"]
+
+
+class _Process:
+    def __init__(self) -> None:
+        self.agent: Agent | None = None
+        self.inits = 0
+        self.lock = threading.Lock()
+
+
+_process = _Process()
+_thread_local_var = threading.local()
+
+
+def is_available() -> bool:
+    """Telegrad needs torch's stores for rendezvous."""
+    return dist.is_available()
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Make this process the worker `name` and wait for the others.
+
+    Without `world_size`, workers may join and leave at any time. `rank` and the size of the group may come from the
+    environment (``RANK``, ``WORLD_SIZE``), as torchrun sets them.
+    """
+    if backend is not None and backend not in BackendType:
+        raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    backend = BackendType.TENSORPIPE if backend is None else backend
+    if rpc_backend_options is None:
+        rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    with _process.lock:
+        if _process.agent is not None and not _process.agent.closing:
+            raise UsageError("RPC is already initialized; call shutdown first")
+        found = dist.rendezvous(rpc_backend_options.init_method, rank=rank, world_size=world_size)
+        store, found_rank, found_size = next(found)
+        rank = found_rank if rank < 0 else rank
+        if world_size is not None and world_size < 0:
+            world_size = found_size
+        store = dist.PrefixStore(f"telegrad_{_process.inits}", store)
+        _process.inits += 1
+        _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
+
+
+def _init_rpc_backend(
+    backend: Any = None,
+    store: Any = None,
+    name: str | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    if _is_current_rpc_agent_set():
+        raise UsageError("RPC is already initialized")
+    for value, kind in ((name, str), (rank, int), (rpc_backend_options, RpcBackendOptions)):
+        if not isinstance(value, kind):
+            raise UsageError(f"Argument {value} must be of type {kind} but got type {type(value)}")
+    _process.agent = backend_registry.init_backend(
+        BackendType.TENSORPIPE if backend is None else backend,
+        store=store,
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=rpc_backend_options,
+    )
+
+
+def _start_agent(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
+) -> Agent:
+    if not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise UsageError(f"`rpc_backend_options` must be RpcBackendOptions, not {type(rpc_backend_options).__name__}")
+    config = rpc_backend_options.to_config()
+    store.set_timeout(timedelta(seconds=config.join_timeout))
+    agent = Agent(name, store=store, rank=rank, world_size=world_size, config=config)
+    agent.open()
+    agent.meet()
+    return agent
+
+
+def rpc_sync(
+    to: To,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T:
+    """Run `func(*args, **kwargs)` on worker `to` and return its result. `timeout` in seconds; 0 means no limit."""
+    agent = current_agent() or _process.agent
+    if agent is None or agent.closing:
+        agent = _require_agent()
+    if timeout == UNSET_RPC_TIMEOUT:
+        limit = agent.timeout
+    else:
+        limit = timeout or None
+        _check(func, timeout)
+    result: T = agent.invoke(to, func, args or (), kwargs, limit)
+    return result
+
+
+def rpc_async(
+    to: To,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]:
+    """Like `rpc_sync`, but returns a future at once."""
+    agent = _require_agent()
+    _check(func, timeout)
+    limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
+    future = agent.start(to, func, args or (), kwargs, limit)
+    if hasattr(_thread_local_var, "future_list"):
+        _thread_local_var.future_list.append(future)
+    return future
+
+
+def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
+    """The worker with this name; this one without an argument."""
+    return _require_agent().get_worker_info(worker_name)
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leave the group. Gracefully: after the work under way, everybody's, is done. 0 seconds means no limit."""
+    agent = _require_agent()
+    try:
+        if graceful:
+            agent.shutdown(timeout or None)
+    finally:
+        agent.close()
+        if _process.agent is agent:
+            _process.agent = None
+
+
+def get_rpc_timeout() -> float:
+    """The default time limit of calls in seconds; 0 means none."""
+    return _require_agent().timeout or 0.0
+
+
+def _set_rpc_timeout(seconds: float) -> None:
+    if seconds < 0:
+        raise UsageError(f"a timeout is 0 (no limit) or positive seconds, not {seconds}")
+    _require_agent().timeout = float(seconds) or None
+
+
+def _check(func: object, timeout: float) -> None:
+    if not callable(func):
+        raise UsageError(f"func must be callable, not {type(func).__name__}")
+    if timeout < 0 and timeout != UNSET_RPC_TIMEOUT:
+        raise UsageError(f"a timeout is 0 (no limit) or positive seconds, not {timeout}")
+
+
+def _require_agent() -> Agent:
+    agent = current_agent() or _process.agent
+    if agent is None or agent.closing:
+        raise UsageError("RPC has not been initialized. Call telegrad.rpc.init_rpc first.")
+    return agent
+
+
+def _require_initialized(function: Callable[P, T]) -> Callable[P, T]:
+    """A decorator: the function needs `init_rpc` to have been called."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        _require_agent()
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _is_current_rpc_agent_set() -> bool:
+    agent = current_agent() or _process.agent
+    return agent is not None and not agent.closing
+
+
+def _get_current_rpc_agent() -> Agent:
+    return _require_agent()
+
+
+class AllGatherStates:
+    """What torch's leader of a gather keeps; clients subclass or inspect it."""
+
+    def __init__(self) -> None:
+        self.gathered_objects: dict[str, Any] = {}
+        self.proceed_signal = threading.Event()
+
+
+def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
+    """Everybody's object by worker name. Raises, naming who was missing, if somebody does not come."""
+    agent = _require_agent()
+    limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
+    return agent.all_gather(obj, None if worker_names is None else sorted(worker_names), limit)
+
+
+def _barrier(worker_names: set[str]) -> None:
+    """Wait until all named workers are here; an empty set means all."""
+    agent = _require_agent()
+    agent.barrier(sorted(worker_names) or None, agent.timeout)
+
+
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Wait until every worker has called this."""
+    _require_agent().barrier(None, timeout or None)
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """On leaving the block, wait for every future that `rpc_async` returned inside it."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        futures = _thread_local_var.future_list
+        del _thread_local_var.future_list
+        failures = [error for error in [future.exception() for future in futures] if error is not None]
+        if failures:
+            raise failures[0]
+
+
+if not backend_registry.backend_registered("TENSORPIPE"):
+    backend_registry.register_backend("TENSORPIPE", backend_registry.tensorpipe_options, _start_agent)
+

@@ -1,0 +1,42 @@
+"""`async_execution`: for functions that return a future instead of a value."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from telegrad.agent.serving import ASYNC_MARK
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+__all__ = ["async_execution"]
+
+
+def async_execution(function: F) -> F:
+    """The function returns a `Future`; its caller gets the value of that future, and no thread waits for it here.
+
+    Goes over or under `@staticmethod` and `@classmethod`.
+
+    >>> import torch
+    >>> @async_execution
+    ... def later(x: int) -> torch.futures.Future[int]:
+    ...     future: torch.futures.Future[int] = torch.futures.Future()
+    ...     future.set_result(x + 1)
+    ...     return future
+    """
+    if isinstance(function, staticmethod | classmethod):
+        return type(function)(async_execution(function.__func__))  # type: ignore[return-value]
+    try:
+        setattr(function, ASYNC_MARK, function)
+    except AttributeError:  # a builtin: it takes no marks
+        return async_execution(_wrap(function))
+    return function
+
+
+def _wrap(function: F) -> F:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]

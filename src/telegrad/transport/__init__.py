@@ -1,0 +1,1 @@
+"""Messages between two peers: in one process, on one host, between hosts."""

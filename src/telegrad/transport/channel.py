@@ -1,0 +1,73 @@
+"""What every transport offers: a `Channel` carries frames both ways between two peers, in order.
+
+Rules for all implementations (one test suite checks them all):
+- `send` may be called from any thread; a frame goes out whole or the channel is closed. It returns once the bytes and
+  buffers belong to the transport, so the caller may change its tensors.
+- `recv` is called by one thread at a time. `TimeoutError` leaves the channel usable; `ChannelClosed` is final.
+- `shut` may be called from any thread: it wakes whoever is inside `recv` or `send`. `close` frees what the channel holds
+  and is called by the thread that reads, or when nobody does.
+- `cork` gathers small frames; the next `send` or `flush` takes them along, in order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from telegrad.wire.frames import Frame
+
+
+class ChannelClosed(Exception):
+    """The channel is closed, by this side or the other."""
+
+
+class Channel(ABC):
+    """A connection to one peer."""
+
+    kind: str
+
+    @abstractmethod
+    def send(
+        self,
+        kind: int,
+        call: int,
+        body: bytes,
+        buffers: Sequence[memoryview] = (),
+        function: int = 0,
+        left_ms: int = 0,
+        flags: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        """Send one frame. Raises `TimeoutError` if the peer takes nothing for `timeout` seconds."""
+
+    @abstractmethod
+    def try_send(self, kind: int) -> None:
+        """Send an empty frame without ever blocking; it may be delayed or, if somebody else is sending, left out."""
+
+    @abstractmethod
+    def cork(self, kind: int, call: int, body: bytes) -> None:
+        """Queue a small frame."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Send what `cork` queued."""
+
+    @abstractmethod
+    def recv(self, timeout: float | None = None) -> Frame:
+        """The next frame."""
+
+    @abstractmethod
+    def has_frame(self) -> bool:
+        """Would `recv` return at once, without asking the operating system?"""
+
+    @abstractmethod
+    def shut(self) -> None:
+        """End the conversation; wakes everybody who uses the channel."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Shut and free the channel."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Free this process's copy of the channel without ending the conversation: for the child of a fork."""

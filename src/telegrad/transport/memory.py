@@ -1,0 +1,103 @@
+"""A channel between two agents of one process: frames are handed over, buffers are copied once into pooled memory.
+
+State: each end has an inbox (a queue of frames, None for the end). `_shut` only ever becomes true.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+
+from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.wire.frames import Frame
+from telegrad.wire.memory import Pool
+
+Inbox = queue.SimpleQueue[Frame | None]
+
+
+class MemoryChannel(Channel):
+    kind = "memory"
+
+    def __init__(self, inbox: Inbox, outbox: Inbox, pool: Pool) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+        self._pool = pool
+        self._shut = False
+        self._corked: list[Frame] = []
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<MemoryChannel {self._inbox.qsize()} frames waiting{' shut' if self._shut else ''}>"
+
+    def send(
+        self,
+        kind: int,
+        call: int,
+        body: bytes,
+        buffers: Sequence[memoryview] = (),
+        function: int = 0,
+        left_ms: int = 0,
+        flags: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        copies = [self._copy(buffer) for buffer in buffers]
+        with self._lock:
+            if self._shut:
+                raise ChannelClosed("the channel is shut")
+            self._flush()
+            self._outbox.put(Frame(kind, flags, call, function, left_ms, body, copies))
+
+    def try_send(self, kind: int) -> None:
+        self.send(kind, 0, b"")
+
+    def cork(self, kind: int, call: int, body: bytes) -> None:
+        with self._lock:
+            self._corked.append(Frame(kind, 0, call, 0, 0, body, ()))
+
+    def flush(self) -> None:
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        for frame in self._corked:
+            self._outbox.put(frame)
+        self._corked.clear()
+
+    def recv(self, timeout: float | None = None) -> Frame:
+        try:
+            frame = self._inbox.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError("nothing arrived in time") from None
+        if frame is None:
+            self._inbox.put(None)  # every later reader must see the end too
+            raise ChannelClosed("the peer closed the connection")
+        return frame
+
+    def has_frame(self) -> bool:
+        return not self._inbox.empty()
+
+    def shut(self) -> None:
+        with self._lock:
+            if not self._shut:
+                self._shut = True
+                self._inbox.put(None)
+                self._outbox.put(None)
+
+    def close(self) -> None:
+        self.shut()
+
+    def drop(self) -> None:
+        return  # both ends were in this process
+
+    def _copy(self, buffer: memoryview) -> memoryview:
+        copy = self._pool.reserve(buffer.nbytes)
+        copy[:] = buffer
+        return copy
+
+
+def pair(pool: Pool) -> tuple[MemoryChannel, MemoryChannel]:
+    """Two channels that are each other's peer."""
+    left: Inbox = queue.SimpleQueue()
+    right: Inbox = queue.SimpleQueue()
+    return MemoryChannel(left, right, pool), MemoryChannel(right, left, pool)

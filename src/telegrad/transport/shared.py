@@ -1,0 +1,300 @@
+"""Large buffers through shared memory: the sender copies once, the receiver's tensor sits on the very same pages.
+
+A sender's `Arena` owns segments (memfds). A segment's first page holds one byte per slot; the rest is blocks:
+
+    FREE (0)   nobody uses the block: the sender may give it out again
+    SENT (1)   the sender wrote it and told the receiver about it in a frame
+    TAKEN (2)  the receiver has read that frame; a tensor of its may sit on the block
+
+Only the sender moves FREE -> SENT, only the receiver SENT -> TAKEN -> FREE, the last when the tensor dies. That is one
+store to memory, safe inside the garbage collector; the sender notices when it next needs room. A receiver learns
+of a segment once, over a connection of its own that passes the memfd.
+
+State: the arena's segments and their free lists, under `Arena._lock`; the receiver's `Mappings`, under its lock.
+A block whose fate is unknown (the connection broke while it was SENT, or its receiver was lost) is never used again: its
+segment is retired, which only means that no new block is taken from it. The kernel frees it with the last mapping.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from telegrad.errors import ProtocolError
+from telegrad.wire.frames import Place
+
+FREE, SENT, TAKEN = 0, 1, 2
+SLOTS = 4096 - 1
+_RETIRED_AT = SLOTS  # the last byte of the first page: 1 when the sender is done with the segment
+_PAGE = 4096
+_SMALLEST = 64 << 20
+_PARALLEL_COPY = 4 << 20
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SHRINK") else 0
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(eq=False)
+class Block:
+    offset: int
+    size: int
+    peer: str
+
+
+class Segment:
+    """Memory that this agent shares with peers. Used under the lock of its arena."""
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number = number
+        self.size = size
+        self.fd = os.memfd_create(f"telegrad-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, size)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        self._map = mmap.mmap(self.fd, size)
+        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
+        self.used: dict[int, Block] = {}
+        self._free = [(_PAGE, size - _PAGE)]
+        self._touched = _PAGE
+        self._slots = list(range(SLOTS - 1, -1, -1))
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.number}: {self.size >> 20} MiB, {len(self.used)} blocks>"
+
+    def take(self, nbytes: int, peer: str) -> Place | None:
+        """A block at the lowest free offset, so that warm pages are used first."""
+        size = -(-nbytes // _PAGE) * _PAGE
+        for index, (offset, room) in enumerate(self._free):
+            if room >= size and self._slots:
+                rest = [(offset + size, room - size)] if room > size else []
+                self._free[index : index + 1] = rest
+                slot = self._slots.pop()
+                self.used[slot] = Block(offset, size, peer)
+                self.bytes[slot] = SENT
+                self._warm(offset + size)
+                return Place(nbytes, offset, self.number, slot)
+        return None
+
+    def sweep(self) -> None:
+        """Take back the blocks that their receivers have freed."""
+        for slot in [slot for slot in self.used if self.bytes[slot] == FREE]:
+            self.give_back(slot)
+
+    def give_back(self, slot: int) -> None:
+        block = self.used.pop(slot)
+        self.bytes[slot] = FREE
+        self._slots.append(slot)
+        self._free.append((block.offset, block.size))
+        self._free.sort()
+        merged = [self._free[0]]
+        for offset, size in self._free[1:]:
+            if merged[-1][0] + merged[-1][1] == offset:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((offset, size))
+        self._free = merged
+
+    def retire(self) -> None:
+        self.bytes[_RETIRED_AT] = 1
+        os.close(self.fd)
+
+    def _warm(self, end: int) -> None:
+        """Fault new pages in at once instead of one by one during the copy."""
+        if end > self._touched:
+            _populate(self._map, self._touched, end - self._touched)
+            self._touched = end
+
+
+class Arena:
+    """The shared memory that one agent sends from."""
+
+    def __init__(self, floor: int, limit: int) -> None:
+        self.floor = floor
+        self._limit = limit
+        self._segments: list[Segment] = []
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Arena {self._segments}>"
+
+    def take(self, nbytes: int, peer: str) -> tuple[Segment, Place] | None:
+        """Room for one buffer, or None if there is none within the limit."""
+        with self._lock:
+            for segment in self._segments:
+                segment.sweep()
+                place = segment.take(nbytes, peer)
+                if place is not None:
+                    return segment, place
+            size = max(_SMALLEST, 1 << (nbytes + _PAGE - 1).bit_length())
+            if self._closed or sum(each.size for each in self._segments) + size > self._limit:
+                return None
+            segment = Segment(next(self._numbers), size)
+            self._segments.append(segment)
+            place = segment.take(nbytes, peer)
+            return None if place is None else (segment, place)
+
+    def give_back(self, segment: Segment, place: Place) -> None:
+        """Return a block that no receiver was told of."""
+        with self._lock:
+            segment.give_back(place.slot)
+
+    def abandon(self, peer: str, *, lost: bool) -> None:
+        """A connection to `peer` ended, or (`lost`) all of them: retire the segments with blocks of unknown fate."""
+        unknown = (SENT, TAKEN) if lost else (SENT,)
+        with self._lock:
+            for segment in list(self._segments):
+                if any(block.peer == peer and segment.bytes[slot] in unknown for slot, block in segment.used.items()):
+                    self._segments.remove(segment)
+                    segment.retire()
+
+    def trim(self) -> None:
+        """Give memory that nobody uses back to the system."""
+        with self._lock:
+            for segment in list(self._segments):
+                segment.sweep()
+                if not segment.used:
+                    self._segments.remove(segment)
+                    segment.retire()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for segment in self._segments:
+                segment.retire()
+            self._segments.clear()
+
+
+class Mapped:
+    """A segment of another agent, mapped here."""
+
+    def __init__(self, fd: int) -> None:
+        self.memory = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._touched = _PAGE
+
+    def view(self, place: Place) -> Bytes:
+        end = place.offset + place.nbytes
+        if end > self._touched:
+            _populate(self.memory, self._touched, end - self._touched)
+            self._touched = -(-end // _PAGE) * _PAGE
+        return np.frombuffer(self.memory, np.uint8, place.nbytes, place.offset)
+
+
+class Mappings:
+    """The segments of other agents that this one has mapped."""
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[str, int], Mapped] = {}
+        self._live: dict[tuple[str, int, int], weakref.ref[Bytes]] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Mappings {len(self._maps)} segments, {len(self._live)} blocks in use>"
+
+    @property
+    def live(self) -> int:
+        """Blocks of other agents that tensors of this one sit on."""
+        return len(self._live)
+
+    def add(self, peer: str, number: int, fd: int) -> None:
+        """Map a segment that `peer` passed. A segment that could shrink under us is refused."""
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK == 0:
+            raise ProtocolError("a shared-memory segment that is not sealed")
+        mapped = Mapped(fd)
+        with self._lock:
+            self._maps[peer, number] = mapped
+
+    def locate(self, peer: str, place: Place) -> memoryview:
+        """The memory of one block; it goes back to its sender when nothing refers to it any more."""
+        mapped = self._maps.get((peer, place.segment))
+        if mapped is None:
+            raise ProtocolError(f"a buffer in shared-memory segment {place.segment}, which is unknown")
+        memory, slot, live, key = mapped.memory, place.slot, self._live, (peer, place.segment, place.slot)
+        fits = _PAGE <= place.offset and place.offset + place.nbytes <= len(memory) and slot < SLOTS
+        if not fits or memory[slot] != SENT:
+            raise ProtocolError(f"a buffer in shared memory that does not exist: {place}")
+        memory[slot] = TAKEN
+        array = mapped.view(place)
+
+        def gone(_: weakref.ref[Bytes]) -> None:  # runs inside the garbage collector: no locks here
+            live.pop(key, None)
+            memory[slot] = FREE
+
+        live[key] = weakref.ref(array, gone)
+        return memoryview(array)
+
+    def forget(self, peer: str | None = None) -> None:
+        """Drop the segments of a lost `peer`, or those that their senders have retired. Tensors on them live on."""
+        with self._lock:
+            for key, mapped in list(self._maps.items()):
+                if key[0] == peer or (peer is None and mapped.memory[_RETIRED_AT]):
+                    del self._maps[key]
+
+    def close(self) -> None:
+        with self._lock:
+            self._maps.clear()
+
+
+class Sharing:
+    """Shared memory with one peer, as seen by a channel. `announce(segment)` passes it on once; False if that fails."""
+
+    def __init__(self, arena: Arena, mappings: Mappings, peer: str, announce: Callable[[Segment], bool]) -> None:
+        self._arena = arena
+        self._mappings = mappings
+        self._peer = peer
+        self._announce = announce
+
+    def place(self, buffers: Sequence[memoryview]) -> tuple[list[Place], list[memoryview]]:
+        """Where each buffer goes, and those that stay in the stream."""
+        places: list[Place] = []
+        inside: list[memoryview] = []
+        for buffer in buffers:
+            place = self._share(buffer) if buffer.nbytes >= self._arena.floor else None
+            if place is None:
+                inside.append(buffer)
+            places.append(place or Place(buffer.nbytes))
+        return places, inside
+
+    def _share(self, buffer: memoryview) -> Place | None:
+        found = self._arena.take(buffer.nbytes, self._peer)
+        if found is None:
+            return None
+        segment, place = found
+        if not self._announce(segment):
+            self._arena.give_back(segment, place)
+            return None
+        _copy(segment.bytes[place.offset : place.offset + place.nbytes], buffer)
+        return place
+
+    def locate(self, place: Place) -> memoryview:
+        return self._mappings.locate(self._peer, place)
+
+    def ended(self) -> None:
+        """The channel is closed: blocks that were on their way through it are lost."""
+        self._arena.abandon(self._peer, lost=False)
+
+
+def _copy(target: Bytes, source: memoryview) -> None:
+    array = np.frombuffer(source, np.uint8)
+    if array.nbytes < _PARALLEL_COPY or not array.flags.writeable:
+        np.copyto(target, array)
+    else:
+        torch.from_numpy(target).copy_(torch.from_numpy(array))  # several threads where there are several cores
+
+
+def _populate(mapped: mmap.mmap, offset: int, nbytes: int) -> None:
+    try:
+        mapped.madvise(_POPULATE_WRITE, offset, nbytes)
+    except OSError:
+        return  # an older kernel: pages are faulted in one by one

@@ -1,0 +1,46 @@
+"""What a thread of ours does before it blocks, so that nothing is ever serialised behind it.
+
+A thread that reads a connection and runs calls where it read them, or that occupies a place in the pool, puts a `Role`
+here. Every wait that Telegrad knows of (a nested call, `Future.wait`) brackets itself with `pause` and `resume`:
+
+    role = waiting.pause()
+    try: ...block...
+    finally: waiting.resume(role)
+
+State: one role per thread, changed only by that thread. No locks. Threads of the user have no role and pay nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+
+class Role(Protocol):
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class _Local(threading.local):
+    role: Role | None = None
+
+
+_local = _Local()
+
+
+def take(role: Role | None) -> None:
+    """From now on, this thread plays `role`."""
+    _local.role = role
+
+
+def pause() -> Role | None:
+    """Call before blocking; give what it returns to `resume` afterwards."""
+    role = _local.role
+    if role is not None:
+        role.pause()
+    return role
+
+
+def resume(role: Role | None) -> None:
+    if role is not None:
+        role.resume()

@@ -1,0 +1,1 @@
+"""Bytes to messages and back: no I/O, no threads, no clock."""

@@ -1,0 +1,139 @@
+"""Python objects to bytes and back: pickle protocol 5 with tensors as out-of-band buffers.
+
+`encode` tries the fast C pickler first; what that cannot pickle by reference (lambdas, closures, local classes) goes by
+cloudpickle. Buffers of at least `OUT_OF_BAND` bytes leave the pickle and travel beside it, so they are never copied here.
+A failure names the part of the value that cannot travel.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import sys
+from collections import ChainMap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+
+from telegrad.errors import SerializationError
+from telegrad.wire.frames import MAX_BUFFERS
+from telegrad.wire.tensors import REDUCERS
+
+OUT_OF_BAND = 2048
+Encoded = tuple[bytes, list[memoryview]]
+
+_PROTOCOL = 5
+_BytesIO = io.BytesIO
+
+
+class _Reducers(dict[type, Callable[[Any], Any]]):
+    """Our reducers first, then whatever users registered with `copyreg`, looked up at the time of use."""
+
+    def __missing__(self, key: type) -> Callable[[Any], Any]:
+        return copyreg.dispatch_table[key]
+
+
+_reducers = _Reducers(REDUCERS)
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = _reducers
+
+
+class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table = ChainMap(REDUCERS, cloudpickle.Pickler.dispatch_table)
+
+
+def register(kind: type, reducer: Callable[[Any], Any]) -> None:
+    """Let objects of exactly `kind` travel as `reducer(object)` says, as `copyreg.pickle` does for plain pickle."""
+    _reducers[kind] = reducer
+    REDUCERS[kind] = reducer
+
+
+def encode(value: Any, *, by_value: bool = False) -> Encoded:
+    """The pickle of `value` and its large buffers. `by_value`: send what `__main__` defines along with its code."""
+    if not by_value:
+        try:
+            return _dump(_Pickler, value)
+        except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError):
+            pass  # a lambda, a closure, a local class: cloudpickle below either sends it or says why not
+    try:
+        return _dump(_ByValue, value)
+    except RecursionError as error:
+        raise SerializationError("the value is nested too deeply to be sent") from error
+    except Exception as error:
+        path, culprit = _blame(value)
+        raise SerializationError(
+            f"{path or 'the value'} of type {type(culprit).__qualname__} cannot be sent: {error}", path=path
+        ) from error
+
+
+def decode(body: bytes | memoryview, buffers: Any = ()) -> Any:
+    """The value that `encode` was given. The buffers become the memory of its tensors."""
+    return pickle.loads(body, buffers=buffers)
+
+
+def _dump(pickler: Any, value: Any) -> Encoded:
+    buffers: list[memoryview] = []
+
+    def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < OUT_OF_BAND or len(buffers) == MAX_BUFFERS:
+            return True
+        buffers.append(raw)
+        return False
+
+    file = _BytesIO()
+    pickler(file, _PROTOCOL, buffer_callback=keep_inside).dump(value)
+    return file.getvalue(), buffers
+
+
+def main_identity() -> str:
+    """What `__main__` is in this process. Two workers with the same answer may refer to its functions by name."""
+    import hashlib  # only needed once per process
+    import os
+
+    main = sys.modules.get("__main__")
+    path = getattr(main, "__file__", None)
+    if path is not None and os.path.isfile(path):
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()
+    return f"process {os.getpid()} of {os.uname().nodename}"
+
+
+def _blame(value: Any) -> tuple[str, Any]:
+    """The innermost part of `value` that cannot be pickled, and the path to it."""
+    path, depth = "", 0
+    while depth < 20:
+        for step, part in _parts(value):
+            if not _travels(part):
+                path, value, depth = path + step, part, depth + 1
+                break
+        else:
+            break
+    return path, value
+
+
+def _travels(value: Any) -> bool:
+    try:
+        _dump(_ByValue, value)
+    except Exception:
+        return False
+    return True
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield f"[{key!r}]", part
+    elif isinstance(value, list | tuple | set | frozenset):
+        for number, part in enumerate(value):
+            yield f"[{number}]", part
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        for name, part in vars(value).items():
+            yield f".{name}", part
+    if getattr(value, "__closure__", None):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
+            yield f"<closure>.{name}", cell.cell_contents

@@ -1,0 +1,86 @@
+"""Exceptions that cross a connection: the type, its args and its attributes, and where it was raised, as text.
+
+What cannot be rebuilt on the other side becomes a `RemoteError` with the name of the type and the traceback.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from types import TracebackType
+from typing import Any
+
+from telegrad.errors import RemoteError, RemoteTraceback, TelegradError
+from telegrad.wire.codec import decode, encode
+
+
+def encode_failure(error: BaseException, worker: str, call: str) -> bytes:
+    """A failure as bytes; never raises."""
+    text = remote_traceback(error)
+    name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+    return pickle.dumps((name, _text(error), text, worker, call, _pack(error)), 5)
+
+
+def decode_failure(body: bytes | memoryview) -> Exception:
+    """The exception to raise here; its cause is the remote traceback."""
+    name, message, text, worker, call, packed = pickle.loads(body)
+    error = _unpack(packed)
+    if error is None:
+        error = RemoteError(
+            f"{name} on worker {worker!r} in {call}: {message}", type_name=name, traceback_text=text, peer=worker
+        )
+    if isinstance(error, TelegradError) and error.peer is None:
+        error.peer = worker
+    error.__cause__ = RemoteTraceback(f"On worker {worker!r}, in {call}:\n{text}")
+    return error
+
+
+def remote_traceback(error: BaseException) -> str:
+    """The traceback from the user's first frame on: ours are of no use to them."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    return str(trace.tb_frame.f_globals.get("__name__", "")).startswith("telegrad.")
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"<str() of the exception failed: {failure!r}>"
+
+
+def _pack(error: BaseException) -> tuple[bytes, list[bytes]] | None:
+    """How to rebuild the exception, or None if it cannot travel."""
+    if not isinstance(error, Exception):
+        return None  # SystemExit or KeyboardInterrupt over there must not end the program here
+    try:
+        custom = type(error).__reduce__ is not BaseException.__reduce__
+        body, buffers = encode(error if custom else (type(error), error.args, error.__dict__))
+    except Exception:
+        return None
+    return body, [bytes(buffer) for buffer in buffers]
+
+
+def _unpack(packed: tuple[bytes, list[bytes]] | None) -> Exception | None:
+    if packed is None:
+        return None
+    try:
+        value = decode(packed[0], [bytearray(buffer) for buffer in packed[1]])
+        error = value if isinstance(value, Exception) else _rebuild(*value)
+    except Exception:
+        return None  # its class is not importable here, or cannot be rebuilt: the text says what it was
+    return error
+
+
+def _rebuild(cls: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+    """Make the exception without running an `__init__` of the user's, whose signature may differ from its args."""
+    plain = cls.__init__ in (Exception.__init__, BaseException.__init__) or not hasattr(cls.__init__, "__code__")
+    error = cls(*args) if plain else cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error

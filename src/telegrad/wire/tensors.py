@@ -1,0 +1,174 @@
+"""How tensors become picklable parts: a small description plus their bytes as a `PickleBuffer`.
+
+Only the bytes a tensor uses travel. A dense tensor keeps its strides when it fills its memory without gaps (transposed,
+channels-last); any other is packed first. The receiver builds the tensor on the memory that the bytes arrived in, so
+nothing is copied again and the tensor is the receiver's own. `REDUCERS` is what the codec registers with its pickler.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable, Sequence
+from pickle import PickleBuffer
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+
+# The position in this list is what travels, so it may only grow at its end.
+_DTYPE_NAMES = (
+    "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 complex32 uint16 uint32 uint64 "
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 "
+    "uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7"
+).split()
+_DTYPES: list[Any] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
+_NUMPY = frozenset(_CODES[getattr(torch, name)] for name in _DTYPE_NAMES[:12] if name != "bfloat16")
+
+_frombuffer = torch.frombuffer
+_strided = torch.strided
+
+
+def reduce_tensor(tensor: Tensor) -> Reduced:
+    """A plain `torch.Tensor` of any dtype, layout and device."""
+    code = _CODES.get(tensor.dtype)
+    if code in _NUMPY and tensor.is_cpu and tensor.layout is _strided and not tensor.__dict__:
+        if not tensor.requires_grad and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+            data = tensor.numpy()
+            shape = tensor.shape
+            if len(shape) == 1 and data.nbytes:
+                return _flat, (code, PickleBuffer(data))
+            return _shaped, (code, tuple(shape), PickleBuffer(data) if data.nbytes else b"")
+    if tensor.__dict__:
+        return _with_state, (tensor.detach().requires_grad_(tensor.requires_grad), tensor.__dict__)
+    if tensor.requires_grad:
+        return _requiring_grad, (tensor.detach(),)
+    if code is None:
+        return _reduce_quantized(tensor)
+    if tensor.is_meta:
+        return _meta, (code, tuple(tensor.shape), tensor.stride())
+    if tensor.layout is not _strided:
+        return _reduce_sparse(tensor)
+    if not tensor.is_cpu:
+        return _on_device, (tensor.cpu(), str(tensor.device))
+    return _reduce_dense(tensor, code)
+
+
+def reduce_parameter(parameter: nn.Parameter) -> Reduced:
+    return _parameter, (parameter.detach(), parameter.requires_grad, parameter.__dict__ or None)
+
+
+def _reduce_dense(tensor: Tensor, code: int) -> Reduced:
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.numel() == 0:
+        return _shaped, (code, tuple(tensor.shape), b"")
+    stride = None
+    if not tensor.is_contiguous():
+        if _fills_its_memory(tensor):
+            stride = tensor.stride()
+        else:
+            tensor = tensor.contiguous()
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    shape = tuple(tensor.shape)
+    if stride is None:
+        return _shaped, (code, shape, PickleBuffer(flat.numpy()))
+    return _restrided, (code, shape, stride, PickleBuffer(flat.numpy()))
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Do the elements lie without gaps or overlaps, in whatever order of dimensions?"""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _reduce_sparse(tensor: Tensor) -> Reduced:
+    if tensor.layout is torch.sparse_coo:
+        return _coo, (tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        compressed, plain = tensor.crow_indices(), tensor.col_indices()
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        compressed, plain = tensor.ccol_indices(), tensor.row_indices()
+    else:  # mkldnn and other private layouts travel as dense tensors
+        return _reduce_dense(tensor.to_dense(), _CODES[tensor.dtype])
+    return _compressed, (compressed, plain, tensor.values(), tuple(tensor.shape), str(tensor.layout))
+
+
+def _reduce_quantized(tensor: Tensor) -> Reduced:
+    if tensor.is_quantized and tensor.dtype in (torch.quint8, torch.qint8, torch.qint32):
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            return _quantized, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
+        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        return _quantized_by_channel, (tensor.int_repr(), scales, zeros, tensor.q_per_channel_axis())
+    reduced = tensor.__reduce_ex__(2)
+    return reduced[0], reduced[1]
+
+
+def _flat(code: int, data: Any) -> Tensor:
+    return _frombuffer(data, dtype=_DTYPES[code])
+
+
+def _shaped(code: int, shape: Sequence[int], data: Any) -> Tensor:
+    dtype = _DTYPES[code]
+    if not len(data):
+        return torch.empty(shape, dtype=dtype)
+    return _frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _restrided(code: int, shape: Sequence[int], stride: Sequence[int], data: Any) -> Tensor:
+    return _frombuffer(data, dtype=torch.uint8).view(_DTYPES[code]).as_strided(shape, stride)
+
+
+def _requiring_grad(tensor: Tensor) -> Tensor:
+    return tensor.requires_grad_()
+
+
+def _with_state(tensor: Tensor, state: dict[str, Any]) -> Tensor:
+    tensor.__dict__.update(state)
+    return tensor
+
+
+def _parameter(data: Tensor, requires_grad: bool, state: dict[str, Any] | None) -> nn.Parameter:
+    parameter = nn.Parameter(data, requires_grad)
+    if state:
+        parameter.__dict__.update(state)
+    return parameter
+
+
+def _meta(code: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=_DTYPES[code], device="meta")
+
+
+def _on_device(tensor: Tensor, device: str) -> Tensor:
+    return tensor.to(device)
+
+
+def _coo(indices: Tensor, values: Tensor, shape: Sequence[int], coalesced: bool) -> Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+
+
+def _compressed(compressed: Tensor, plain: Tensor, values: Tensor, shape: Sequence[int], layout: str) -> Tensor:
+    kind = getattr(torch, layout.removeprefix("torch."))
+    return torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=kind, check_invariants=False)
+
+
+def _quantized(data: Tensor, scale: float, zero: int) -> Tensor:
+    return torch._make_per_tensor_quantized_tensor(data, scale, zero)
+
+
+def _quantized_by_channel(data: Tensor, scales: Tensor, zeros: Tensor, axis: int) -> Tensor:
+    return torch._make_per_channel_quantized_tensor(data, scales, zeros, axis)
+
+
+REDUCERS: dict[type, Callable[[Any], Reduced]] = {Tensor: reduce_tensor, nn.Parameter: reduce_parameter}
+
+# A registered extension code makes pickle look a constructor up in a table instead of importing its module each time.
+_EXTENSION_CODE = 0x54474400
+for _number, _constructor in enumerate((_flat, _shaped, _requiring_grad, _parameter)):
+    copyreg.add_extension(__name__, _constructor.__name__, _EXTENSION_CODE + _number)
