@@ -71,15 +71,22 @@ class Future(torch.futures.Future[T]):
         return self._cancelled
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:  # type: ignore[override]
-        """A future for what `callback` makes of this one. It runs in the context of the caller of `then`."""
+        """A future for what `callback` makes of this one. It runs in the context of the caller of `then`.
+
+        What it raises arrives as a `RuntimeError`, as with torch; the original is its cause.
+        """
+        if not callable(callback):
+            raise TypeError(f"incompatible function arguments: then() takes a callable, not {type(callback).__name__}")
         chained: Future[S] = Future()
         context = contextvars.copy_context()
 
         def run(done: torch.futures.Future[T]) -> None:
             try:
                 value = context.run(callback, done)
-            except Exception as error:
+            except RuntimeError as error:
                 chained._settle(None, error)
+            except Exception as error:
+                chained._settle(None, _as_runtime_error(error))
             else:
                 chained._settle(value, None)
 
@@ -144,6 +151,12 @@ class Future(torch.futures.Future[T]):
             return arrived.acquire(timeout=-1 if timeout is None else max(timeout, 0))
         finally:
             waiting.resume(role)
+
+
+def _as_runtime_error(error: Exception) -> RuntimeError:
+    wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 _settling = threading.Lock()

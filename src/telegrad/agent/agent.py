@@ -132,7 +132,7 @@ class Agent:
         self.connections = Connections(self, self.config, secret)
         self.gathering = Gathering(self)
         try:
-            self.directory = Directory(self._store)
+            self.directory = Directory(self._store, self.world_size is not None)
             self.group = self.directory.group
             self._check_free()
             self.connections.listen()
@@ -253,7 +253,12 @@ class Agent:
         """
         link = self._links.get(to)  # type: ignore[arg-type]
         if link is None or link.lost:
-            link = self._link(to)
+            try:
+                link = self._link(to)
+            except PeerLost as error:
+                failed: Future[Any] = Future()
+                failed.set_exception(error)
+                return failed
         if timeout is DEFAULT:
             timeout = self.timeout
         return link.submit(function, tuple(args), kwargs, timeout, internal)

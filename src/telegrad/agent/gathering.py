@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.agent.current import current_agent
-from telegrad.errors import CallTimeout, GroupBroken, InternalError, PeerLost
+from telegrad.errors import CallTimeout, GroupBroken, InternalError, PeerLost, TelegradError
 from telegrad.futures import Future
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Gathering:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._meetings: dict[str, _Meeting] = {}
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, tuple[int, Outcome]] = {}
         self._sequence: Counter[str] = Counter()
         self._lock = threading.Lock()
         self.calls = 0  # made by gathers, not by users
@@ -69,8 +69,10 @@ class Gathering:
         """Everybody's value by name. All participants call it with the same names, in the same order, and topic."""
         names = tuple(names)
         sequence = f"{topic}:{','.join(names)}"
-        self._sequence[sequence] += 1
-        key = f"{sequence}:{self._sequence[sequence]}"
+        with self._lock:
+            self._sequence[sequence] += 1
+            number = self._sequence[sequence]
+        key = f"{sequence}:{number}"
         patience = None if timeout is None else timeout + _GRACE
         lost: list[str] = []
         for leader in names:
@@ -82,7 +84,7 @@ class Gathering:
                 continue
             except CallTimeout:
                 outcome = Outcome({}, tuple(lost), (leader,))
-            self._outcomes[sequence] = outcome
+            self._outcomes[sequence] = number, outcome
             return outcome
         raise InternalError("a gather without a living participant")
 
@@ -109,7 +111,8 @@ class Gathering:
     def outcome_of(self, key: str) -> Outcome | None:
         """What this agent knows of a gather that another one led."""
         sequence, _, number = key.rpartition(":")
-        return self._outcomes.get(sequence) if self._sequence[sequence] == int(number) else None
+        known, outcome = self._outcomes.get(sequence, (0, None))
+        return outcome if known == int(number) else None
 
     def lost(self, name: str) -> None:
         """A worker is gone: no round waits for it any longer."""
@@ -141,7 +144,7 @@ class Gathering:
                 asked.add(name)
                 try:
                     known = self._ask(name, _outcome_of, (key,), None)
-                except PeerLost:
+                except TelegradError:
                     self.lost(name)
                 else:
                     known.add_done_callback(lambda done, name=name: heard(name, done))  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """Who is in the group: a directory in a `torch.distributed` store (TCP, file, or in-process `HashStore`).
 
-    group            a random id; a connection from another group is refused
+    group            whether its size is fixed, and a random id; a connection from another group is refused
     arrivals         how many have registered; slot/<i> holds the rank of the i-th
     rank/<r>         JSON of the member with that rank: name, incarnation, addresses, whether it has left
     name/<name>      its rank
@@ -83,11 +83,11 @@ class Member:
 class Directory:
     """The members of one group."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, fixed_size: bool) -> None:
         self._store = store
         self._lock = threading.Lock()
         self._seen: dict[int, Member] = {}
-        self.group = self._agree_on_group()
+        self.group = self._agree_on_group(fixed_size)
 
     def __repr__(self) -> str:
         return f"<Directory of group {self.group}: {sorted(member.name for member in self._seen.values())}>"
@@ -138,7 +138,7 @@ class Directory:
             member = None if rank is None else self._read(int(rank))
         if member is None:
             known = ", ".join(f"{each.name} (rank {each.rank})" for each in self.members(refresh=False))
-            raise UsageError(f"unknown destination worker {target!r}; this group has {known}")
+            raise UsageError(f"could not find destination worker {target!r}; this group has {known}")
         return member
 
     def members(self, *, refresh: bool) -> list[Member]:
@@ -172,10 +172,17 @@ class Directory:
             return self._seen.get(target)
         return next((each for each in self._seen.values() if each.name == target), None)
 
-    def _agree_on_group(self) -> str:
+    def _agree_on_group(self, fixed_size: bool) -> str:
+        kind = "fixed" if fixed_size else "open"
         if int(self._store.add("founders", 1)) == 1:
-            self._store.set("group", secrets.token_hex(8))
-        return bytes(self._store.get("group")).decode()
+            self._store.set("group", f"{kind} {secrets.token_hex(8)}")
+        founded, group = bytes(self._store.get("group")).decode().split()
+        if founded != kind:
+            raise JoinError(
+                "RPC group mixes statically and dynamically initialized members which is not supported. "
+                "Give every worker a world_size, or none"
+            )
+        return group
 
     def _write(self, member: Member) -> None:
         self._store.set(f"rank/{member.rank}", json.dumps(asdict(member)))

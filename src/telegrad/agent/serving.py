@@ -151,7 +151,8 @@ class Inbound:
             else:
                 self._execute(frame, target)
 
-        self._active.add(frame.call)
+        if not target.internal:
+            self._active.add(frame.call)
         self.loop.pinned = True
         self._host.executor.submit(job)
         self.loop.pinned = False
@@ -258,7 +259,7 @@ class Inbound:
         """The function returned a future: reply when it completes."""
         if not isinstance(value, torch._C.Future):
             raise UsageError(
-                f"Functions decorated with @rpc.functions.async_execution must return a torch.futures.Future object, "
+                f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
                 f"but {target.name} returned {type(value).__name__}"
             )
         self._waiting[call] = value
@@ -278,7 +279,7 @@ class Inbound:
     def _fail(self, call: int, target: Target | None, error: BaseException) -> None:
         name = target.name if target is not None else "a function sent by value"
         if not isinstance(error, TelegradError):
-            _log.info("%s called %s, which raised\n%s", self.peer_name, name, remote_traceback(error))
+            _log.warning("%s called %s, which raised\n%s", self.peer_name, name, remote_traceback(error))
         try:
             self.channel.send(_FAILURE, call, encode_failure(error, self._host.name, name))
         except ChannelClosed as closed:
@@ -296,5 +297,6 @@ class _Unknown:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise SerializationError(
             f"this worker cannot find the function: {type(self._error).__name__}: {self._error}. "
-            "Its module must be importable here and hold it under the same name"
+            "The RPC pickler does not serialize functions that are importable on the caller: "
+            "the same module must be importable here and hold the function under the same name"
         )

@@ -96,7 +96,7 @@ class Threads:
             alive = list(self._alive)
         until = time.monotonic() + timeout
         for thread in alive:
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(max(until - time.monotonic(), 0))
 
 

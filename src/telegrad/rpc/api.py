@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -23,7 +24,7 @@ from telegrad.futures import Future
 from telegrad.rpc import backend_registry
 from telegrad.rpc.backend_registry import BackendType
 from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from telegrad.rpc.options import RpcBackendOptions
+from telegrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,20 +65,39 @@ def init_rpc(
         raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
-    backend = BackendType.TENSORPIPE if backend is None else backend
+    if backend is None:
+        backend = _infer_backend(rpc_backend_options)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
     with _process.lock:
         if _process.agent is not None and not _process.agent.closing:
             raise UsageError("RPC is already initialized; call shutdown first")
-        found = dist.rendezvous(rpc_backend_options.init_method, rank=rank, world_size=world_size)
-        store, found_rank, found_size = next(found)
-        rank = found_rank if rank < 0 else rank
-        if world_size is not None and world_size < 0:
-            world_size = found_size
+        store, rank, world_size = _rendezvous(rpc_backend_options.init_method, rank, world_size)
         store = dist.PrefixStore(f"telegrad_{_process.inits}", store)
         _process.inits += 1
         _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
+
+
+def _rendezvous(url: str, rank: int, world_size: int | None) -> tuple[Any, int, int | None]:
+    """The store of the group, and the rank and size, which may come from the environment. No size: a dynamic group."""
+    if world_size is None:
+        size = int(os.environ.get("WORLD_SIZE", -1)) if url.startswith("env:") else -1
+        rank = int(os.environ.get("RANK", rank)) if url.startswith("env:") else rank
+        url += f"{'&' if '?' in url else '?'}world_size={size}" + (f"&rank={rank}" if rank >= 0 else "")
+        meeting = dist.rendezvous(url)
+    else:
+        meeting = dist.rendezvous(url, rank=rank, world_size=world_size)
+    store, rank, size = next(meeting)
+    return store, rank, size if size > 0 else None
+
+
+def _infer_backend(options: RpcBackendOptions | None) -> Any:
+    if options is None or type(options) is RpcBackendOptions:
+        return BackendType.TENSORPIPE
+    for candidate in BackendType:
+        if isinstance(options, type(backend_registry.construct_rpc_backend_options(candidate))):
+            return candidate
+    raise TypeError(f"Could not infer backend for options {options}; pass backend= too")
 
 
 def _init_rpc_backend(
@@ -106,8 +126,9 @@ def _init_rpc_backend(
 def _start_agent(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
 ) -> Agent:
-    if not isinstance(rpc_backend_options, RpcBackendOptions):
-        raise UsageError(f"`rpc_backend_options` must be RpcBackendOptions, not {type(rpc_backend_options).__name__}")
+    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions) and type(rpc_backend_options) is not RpcBackendOptions:
+        kind = type(rpc_backend_options).__name__
+        raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, not a `{kind}`")
     config = rpc_backend_options.to_config()
     store.set_timeout(timedelta(seconds=config.join_timeout))
     agent = Agent(name, store=store, rank=rank, world_size=world_size, config=config)

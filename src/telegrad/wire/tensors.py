@@ -1,7 +1,8 @@
 """How tensors become picklable parts: a small description plus their bytes as a `PickleBuffer`.
 
-Only the bytes a tensor uses travel. A dense tensor keeps its strides when it fills its memory without gaps (transposed,
-channels-last); any other is packed first. The receiver builds the tensor on the memory that the bytes arrived in, so
+Only the bytes a tensor uses travel. A dense tensor keeps its strides: as it is if it fills its memory without gaps
+(transposed, channels-last), packed for the way if it has gaps; only a view of a small part of its memory arrives
+contiguous. An expanded tensor travels unexpanded. The receiver builds the tensor on the memory that the bytes arrived in, so
 nothing is copied again and the tensor is the receiver's own. `REDUCERS` is what the codec registers with its pickler.
 """
 
@@ -27,6 +28,7 @@ _DTYPES: list[Any] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 _NUMPY = frozenset(_CODES[getattr(torch, name)] for name in _DTYPE_NAMES[:12] if name != "bfloat16")
 
+_GAPS_KEPT = 4  # a view keeps its strides if its memory, gaps included, is at most so many times what it uses
 _frombuffer = torch.frombuffer
 _strided = torch.strided
 
@@ -66,10 +68,16 @@ def _reduce_dense(tensor: Tensor, code: int) -> Reduced:
         return _shaped, (code, tuple(tensor.shape), b"")
     stride = None
     if not tensor.is_contiguous():
-        if _fills_its_memory(tensor):
-            stride = tensor.stride()
-        else:
+        if 0 in tensor.stride():
+            seed = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+            return _expanded, (tensor.as_strided(seed, tensor.stride()), tuple(tensor.shape))
+        if not _fills_its_memory(tensor):
+            span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            if span <= _GAPS_KEPT * tensor.numel():
+                return _with_gaps, (tensor.contiguous(), tensor.stride())
             tensor = tensor.contiguous()
+        else:
+            stride = tensor.stride()
     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     shape = tuple(tensor.shape)
     if stride is None:
@@ -123,6 +131,14 @@ def _shaped(code: int, shape: Sequence[int], data: Any) -> Tensor:
 
 def _restrided(code: int, shape: Sequence[int], stride: Sequence[int], data: Any) -> Tensor:
     return _frombuffer(data, dtype=torch.uint8).view(_DTYPES[code]).as_strided(shape, stride)
+
+
+def _expanded(seed: Tensor, shape: Sequence[int]) -> Tensor:
+    return seed.expand(shape)
+
+
+def _with_gaps(packed: Tensor, stride: Sequence[int]) -> Tensor:
+    return torch.empty_strided(packed.shape, stride, dtype=packed.dtype).copy_(packed)
 
 
 def _requiring_grad(tensor: Tensor) -> Tensor:

@@ -1,0 +1,143 @@
+"""Calls, throughput and bandwidth of Telegrad and its peers, interleaved in one run.
+
+    python -m benchmarks.core                                   every peer that is installed
+    python -m benchmarks.core --quick --peers telegrad,torch
+    python -m benchmarks.core --cases latency,rate/64 --rounds 9 --out after.jsonl
+
+Every peer's processes live for the whole run. Round 1 measures each case on one peer after the other, round 2 again,
+and so on; the table shows the median over rounds. `README.md` says what the rows mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, plots, results
+from benchmarks.entries import Entry, MachineEntry, PeerEntry
+from benchmarks.peers import PEERS, PeerSpec
+from benchmarks.processes import WorkerError, WorkerLost, import_path
+from benchmarks.suite import CASES, MACHINE, Case
+
+FULL_SECONDS, QUICK_SECONDS = 1.0, 0.25
+FULL_ROUNDS, QUICK_ROUNDS = 5, 3
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes are ended on the way out
+    cases = [case for case in CASES if any(case.name.startswith(prefix) for prefix in options.cases)]
+    figures = results.Results()
+    run = machine.heading("core", rounds=options.rounds, seconds=options.seconds, peers={}, skipped={})
+    with ExitStack() as stack:
+        entries = start(options.peers, cases, stack, run)
+        try:
+            rounds(entries, cases, options, figures)
+        except KeyboardInterrupt:
+            say("interrupted: what follows is what was measured until then")
+            run["interrupted"] = True
+    lines = figures.lines()
+    results.write(options.out, run, lines)
+    say(results.table(lines))
+    say(f"\nmedian of {options.rounds} rounds; 2.00x is twice as good as {results.BASELINE}; written to {options.out}")
+    plots.save(options.out)
+    return 0 if any(line["peer"] != MACHINE for line in lines) and "interrupted" not in run else 1
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.core", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="shorter loops, fewer rounds")
+    default = ",".join(name for name, spec in PEERS.items() if not spec.on_request)
+    parser.add_argument("--peers", type=names(PEERS), default=default, help=f"from {','.join(PEERS)}")
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=[""], help="only these, by prefix")
+    parser.add_argument("--rounds", type=int, help=f"default {FULL_ROUNDS}, quick {QUICK_ROUNDS}")
+    parser.add_argument("--seconds", type=float, help=f"per case, default {FULL_SECONDS}, quick {QUICK_SECONDS}")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/core.jsonl"), help="default %(default)s")
+    options = parser.parse_args(argv)
+    options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else FULL_ROUNDS)
+    options.seconds = options.seconds or (QUICK_SECONDS if options.quick else FULL_SECONDS)
+    return options
+
+
+def names(known: dict[str, PeerSpec]) -> Callable[[str], list[str]]:
+    def peers(text: str) -> list[str]:
+        if unknown := [name for name in text.split(",") if name not in known]:
+            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; known are {', '.join(known)}")
+        return text.split(",")
+
+    return peers
+
+
+def start(wanted: list[str], cases: list[Case], stack: ExitStack, run: dict[str, Any]) -> list[Entry]:
+    """Starts every peer that comes up; the others are reported and noted in the run."""
+    entries: list[Entry] = []
+    for spec in (PEERS[name] for name in wanted):
+        try:
+            if not installed(spec):
+                raise WorkerError(f"{spec.package} is not installed in {Path(spec.python).name}")
+            entry = PeerEntry(spec, [case for case in cases if not case.machine])
+        except (WorkerError, WorkerLost) as error:
+            say(f"{spec.name}: skipped: {error}")
+            run["skipped"][spec.name] = summary(error)
+            continue
+        stack.callback(entry.close)
+        entries.append(entry)
+        run["peers"][spec.name] = entry.versions
+        say(f"{spec.name}: {entry.versions}")
+    if limits := [case for case in cases if case.machine]:
+        limits_entry = MachineEntry(limits)
+        stack.callback(limits_entry.close)
+        entries.append(limits_entry)
+    return entries
+
+
+def installed(spec: PeerSpec) -> bool:
+    """Asked of the peer's own interpreter, without importing the peer."""
+    code = f"import sys, importlib.util as u; sys.exit(u.find_spec({spec.package!r}) is None)"
+    environment = {**os.environ, "PYTHONPATH": import_path()}
+    try:
+        return subprocess.run([spec.python, "-c", code], env=environment, timeout=60, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def rounds(entries: list[Entry], cases: list[Case], options: argparse.Namespace, figures: results.Results) -> None:
+    """One case after the other, each on all entries; who comes first changes from round to round."""
+    for number, case in itertools.product(range(options.rounds), cases):
+        first = number % len(entries)
+        for entry in entries[first:] + entries[:first]:
+            if case.name in entry.cases:
+                measure(entry, case, options.seconds, figures.of(case, entry.name), number + 1)
+
+
+def measure(entry: Entry, case: Case, seconds: float, series: results.Series, number: int) -> None:
+    try:
+        measured = entry.run(case, seconds)
+    except (WorkerError, WorkerLost) as error:
+        entry.drop(case)
+        series.errors.append(summary(error))
+        say(f"{entry.name}: {case.name} failed and is not tried again: {error}")
+        return
+    series.add(measured)
+    say(f"round {number}  {case.name:26} {entry.name:10} {results.number(measured['value'])} {case.unit}")
+
+
+def summary(error: Exception) -> str:
+    """One line for the table's file: of a traceback the last one, of a lost process what happened to it."""
+    return str(error).strip().splitlines()[0 if isinstance(error, WorkerLost) else -1]
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

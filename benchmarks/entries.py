@@ -1,0 +1,74 @@
+"""Who takes part in a run: the peers and, in the same rounds, the machine itself."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.group import CASE_LIMIT_S, Group, ask
+from benchmarks.peers import PeerSpec
+from benchmarks.processes import Worker, WorkerError, WorkerLost, stop
+from benchmarks.suite import MACHINE, Case
+
+
+class PeerEntry:
+    """One peer in the run: its group, started afresh after a failure, and the cases it is still measured on."""
+
+    def __init__(self, spec: PeerSpec, cases: list[Case]) -> None:
+        self.name = spec.name
+        self.spec = spec
+        self.cases = {case.name: case for case in cases if spec.builtin or not case.builtin}
+        self.callers = max((case.callers for case in self.cases.values()), default=1)
+        self.group: Group | None = Group(spec, self.callers)
+        self.versions = self.group.versions
+
+    def run(self, case: Case, seconds: float) -> dict[str, float]:
+        if self.group is None:
+            raise WorkerLost("could not be started again")
+        try:
+            return self.group.run(case, seconds)
+        except (WorkerError, WorkerLost):
+            self.restart()
+            raise
+
+    def drop(self, case: Case) -> None:
+        self.cases.pop(case.name, None)
+
+    def restart(self) -> None:
+        assert self.group is not None
+        self.group.end()
+        self.group = None
+        try:
+            self.group = Group(self.spec, self.callers)
+        except (WorkerError, WorkerLost):
+            self.cases = {}
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.close()
+
+
+class MachineEntry:
+    """The machine's own limits, measured in the same rounds."""
+
+    name = MACHINE
+
+    def __init__(self, cases: list[Case]) -> None:
+        self.cases = {case.name: case for case in cases}
+        self.folder = tempfile.TemporaryDirectory(prefix="bench-")
+        self.worker = Worker(sys.executable, Path(self.folder.name, "machine.log"))
+
+    def run(self, case: Case, seconds: float) -> dict[str, float]:
+        answer: dict[str, float] = ask([self.worker], CASE_LIMIT_S, "limit", case.loop, seconds, dict(case.params))[0]
+        return answer
+
+    def drop(self, case: Case) -> None:
+        self.cases.pop(case.name, None)
+
+    def close(self) -> None:
+        stop([self.worker])
+        self.folder.cleanup()
+
+
+Entry = PeerEntry | MachineEntry

@@ -1,0 +1,147 @@
+"""A peer's processes, kept for the whole run: a callee and its callers, asleep while another peer is measured.
+
+Some peers poll in a loop even when nothing is called, and would slow down whoever is measured next. Their processes
+are stopped with SIGSTOP except while they are measured, and then only as many callers run as the case needs.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import PeerSpec, Place
+from benchmarks.processes import Worker, WorkerError, WorkerLost, cpu_seconds, last_words, session_pids, stop
+from benchmarks.suite import Case
+
+START_LIMIT_S = 120.0
+CASE_LIMIT_S = 90.0
+IDLE_S = 1.0  # CPU time is counted in hundredths of a second
+TOGETHER_S = 0.5  # callers of one case start this long after the command, to start at the same time
+
+
+class Group:
+    """The callee and the callers of one peer. One thread owns it."""
+
+    def __init__(self, spec: PeerSpec, callers: int) -> None:
+        self.spec = spec
+        self.folder = tempfile.TemporaryDirectory(prefix="bench-")
+        self.workers: list[Worker] = []
+        self.versions: dict[str, str] = {}
+        try:
+            with explained(self.workers):
+                self._start(callers + 1)
+        except BaseException:
+            self.end()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Group {self.spec.name} {self.workers}>"
+
+    def run(self, case: Case, seconds: float) -> dict[str, float]:
+        """Measures one case; values of callers that ran at the same time are added up."""
+        with self._awake(case.callers) as workers:
+            if case.loop == "idle":
+                return idle(workers, seconds)
+            params = dict(case.params)
+            if case.callers > 1:
+                params["start_at"] = time.monotonic() + TOGETHER_S
+            answers = ask(workers[1:], CASE_LIMIT_S + 3 * seconds, "measure", case.loop, seconds, params)
+            return answers[0] if case.callers == 1 else added(answers)
+
+    @contextmanager
+    def _awake(self, callers: int) -> Iterator[list[Worker]]:
+        workers = self.workers[: callers + 1]
+        for worker in workers if self.spec.spins else []:
+            worker.resume()
+        try:
+            with explained(workers):
+                yield workers
+        finally:
+            for worker in workers if self.spec.spins else []:
+                worker.pause()
+
+    def close(self) -> None:
+        """Lets every process leave the group, then ends what is left."""
+        stop(self.workers)
+        self.folder.cleanup()
+
+    def end(self) -> None:
+        """Ends every process now."""
+        for worker in self.workers:
+            worker.end()
+        self.folder.cleanup()
+
+    def _start(self, size: int) -> None:
+        folder = Path(self.folder.name)
+        for rank in range(size):
+            self.workers.append(Worker(self.spec.python, folder / f"worker{rank}.log"))
+        port = free_port()
+        for rank, worker in enumerate(self.workers):
+            worker.send("start", self.spec.adapter, asdict(Place(rank, size, port, self.folder.name)))
+        answers(self.workers, START_LIMIT_S, fail_fast=True)
+        ask(self.workers[1:], START_LIMIT_S, "check", self.spec.builtin)
+        self.versions = ask(self.workers[:1], START_LIMIT_S, "versions", self.spec.package)[0]
+        if self.spec.spins:
+            for worker in self.workers:
+                worker.pause()
+
+
+@contextmanager
+def explained(workers: list[Worker]) -> Iterator[None]:
+    """Adds what the workers were doing to the news that one of them is lost."""
+    try:
+        yield
+    except WorkerLost as lost:
+        raise WorkerLost(f"{lost}\n{last_words(workers)}") from lost
+
+
+def idle(workers: list[Worker], seconds: float) -> dict[str, float]:
+    """Cores kept busy by processes that have nothing to do."""
+    pids = [pid for worker in workers for pid in session_pids(worker.process.pid)]
+    begin, used = time.perf_counter(), cpu_seconds(pids)
+    time.sleep(max(IDLE_S, seconds))
+    return {"value": (cpu_seconds(pids) - used) / (time.perf_counter() - begin), "n": 1}
+
+
+def ask(workers: list[Worker], limit: float, command: str, *args: Any) -> list[Any]:
+    for worker in workers:
+        worker.send(command, *args)
+    return answers(workers, limit)
+
+
+def answers(workers: list[Worker], limit: float, fail_fast: bool = False) -> list[Any]:
+    """Every worker's answer, in order. An error is raised when all have answered, a lost worker at once."""
+    deadline = time.monotonic() + limit
+    values: dict[int, Any] = {}
+    errors: list[WorkerError] = []
+    waiting: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic())) or list(waiting)
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                values[rank] = workers[rank].answer(deadline)
+            except WorkerError as error:
+                if fail_fast:  # the others may be waiting for this one
+                    raise
+                errors.append(error)
+    if errors:
+        raise errors[0]
+    return [values[rank] for rank in range(len(workers))]
+
+
+def added(values: list[dict[str, float]]) -> dict[str, float]:
+    return {key: sum(value[key] for value in values) for key in ("value", "n")}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,87 @@
+"""What the machine itself can do: copies of memory and a bare ping-pong over a unix socket."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.measure import MIN_COPIES, Measured, percentiles, timed
+
+PING_BYTES = 64
+ECHO = f"""
+import socket, sys
+s = socket.socket(fileno=int(sys.argv[1]))
+while data := s.recv({PING_BYTES}):
+    s.sendall(data)
+"""
+
+
+def memcpy_warm(seconds: float, size: int) -> Measured:
+    """Into memory that was written before, by one thread."""
+    a, b = filled(size), filled(size)
+    return per_second(lambda: ctypes.memmove(b.data_ptr(), a.data_ptr(), size), seconds, size)
+
+
+def memcpy_threads(seconds: float, size: int) -> Measured:
+    """Into memory that was written before, by as many threads as torch uses."""
+    a, b = filled(size), filled(size)
+    return per_second(lambda: b.copy_(a), seconds, size)
+
+
+def memcpy_fresh(seconds: float, size: int) -> Measured:
+    """Into memory just taken from the system: every page faults."""
+    a = filled(size)
+
+    def once() -> None:
+        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as fresh:
+            view = ctypes.c_char.from_buffer(fresh)
+            ctypes.memmove(ctypes.addressof(view), a.data_ptr(), size)
+            del view  # a map that is still looked into cannot be closed
+
+    return per_second(once, seconds, size)
+
+
+def ping_pong(seconds: float) -> Measured:
+    """A few bytes to another process and back over a unix socket, both sides plain Python."""
+    ours, theirs = socket.socketpair()
+    echo = subprocess.Popen([sys.executable, "-c", ECHO, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    theirs.close()
+    payload = b"." * PING_BYTES
+
+    def once() -> None:
+        ours.sendall(payload)
+        ours.recv(PING_BYTES)
+
+    try:
+        ours.settimeout(10)
+        once()
+        ours.settimeout(None)
+        return percentiles(once, seconds)
+    finally:
+        ours.close()
+        echo.kill()
+        echo.wait()
+
+
+def filled(size: int) -> torch.Tensor:
+    return torch.ones(size, dtype=torch.uint8)
+
+
+def per_second(once: Callable[[], object], seconds: float, size: int) -> Measured:
+    times = timed(once, seconds, MIN_COPIES)
+    return {"value": size / statistics.median(times) / 1e9, "n": len(times)}
+
+
+LOOPS: dict[str, Callable[..., Measured]] = {
+    "memcpy_warm": memcpy_warm,
+    "memcpy_threads": memcpy_threads,
+    "memcpy_fresh": memcpy_fresh,
+    "ping_pong": ping_pong,
+}

@@ -1,0 +1,98 @@
+"""The timing loops. They run inside a caller process, against whichever peer that process belongs to.
+
+A loop warms up, runs for about `seconds`, and returns `value` in the unit of its case, `n` (how many calls or copies
+stand behind it) and, where single calls are timed, `p99`.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks import remote
+from benchmarks.peers.base import Peer
+
+Measured = dict[str, float]
+
+WAYS: dict[str, Callable[..., Any]] = {"echo": remote.echo, "push": remote.sink, "pull": remote.source}
+MIN_CALLS = 30
+MIN_COPIES = 3
+
+
+def latency(peer: Peer, seconds: float, function: str, elements: int) -> Measured:
+    """One call after the other, each waited for."""
+    fn = torch.add if function == "torch.add" else getattr(remote, function)
+    x: Any = torch.ones(elements) if elements else 1
+    args = (x,) if function == "echo" else (x, 1)
+    call = peer.call(fn)
+    return percentiles(lambda: call(*args), seconds)
+
+
+def rate(peer: Peer, seconds: float, window: int, start_at: float = 0.0) -> Measured:
+    """Calls per second with `window` calls in flight: when the oldest is answered, the next is sent."""
+    submit, result, x = peer.submit(remote.add), peer.result, torch.ones(1)
+    for pending in [submit(x, 1) for _ in range(window)]:
+        result(pending)
+    gc.collect()
+    time.sleep(max(0.0, start_at - time.monotonic()))  # callers that run together start together
+    begin = time.perf_counter()
+    in_flight = deque(submit(x, 1) for _ in range(window))
+    done = 0
+    while done < MIN_CALLS or time.perf_counter() - begin < seconds:
+        result(in_flight.popleft())
+        in_flight.append(submit(x, 1))
+        done += 1
+    while in_flight:
+        result(in_flight.popleft())
+        done += 1
+    return {"value": done / (time.perf_counter() - begin), "n": done}
+
+
+def bandwidth(peer: Peer, seconds: float, way: str, elements: int) -> Measured:
+    """Gigabytes per second each way. What arrives is read in one place and dropped before the next call."""
+    x = torch.ones(elements)
+    call = peer.call(WAYS[way])
+    args = (elements,) if way == "pull" else (x,)
+
+    def once() -> None:
+        y = call(*args)
+        if (y if way == "push" else float(y[-1])) != 1.0:
+            raise ValueError(f"{way} brought other data than was sent")
+
+    times = timed(once, seconds, MIN_COPIES)
+    moved = x.nbytes * (2 if way == "echo" else 1)
+    return {"value": moved / statistics.median(times) / 1e9, "n": len(times)}
+
+
+def percentiles(once: Callable[[], object], seconds: float) -> Measured:
+    times = sorted(timed(once, seconds, MIN_CALLS))
+    p99 = times[min(len(times) - 1, round(len(times) * 0.99))]
+    return {"value": statistics.median(times) * 1e6, "p99": p99 * 1e6, "n": len(times)}
+
+
+def timed(once: Callable[[], object], seconds: float, at_least: int) -> list[float]:
+    """Seconds that each call of `once` took, after a warm-up of a tenth of `seconds`."""
+    clock = time.perf_counter
+    warm = clock() + seconds / 10
+    once()
+    while clock() < warm:
+        once()
+    gc.collect()
+    times: list[float] = []
+    end = clock() + seconds
+    now = clock()
+    while now < end or len(times) < at_least:
+        begin = clock()
+        once()
+        now = clock()
+        times.append(now - begin)
+    return times
+
+
+LOOPS: dict[str, Callable[..., Measured]] = {"latency": latency, "rate": rate, "bandwidth": bandwidth}

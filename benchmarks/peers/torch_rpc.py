@@ -1,0 +1,55 @@
+"""`torch.distributed.rpc` and everything that has its shape: one adapter for both."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.peers.base import CALLEE, Place
+
+TIMEOUT_S = 60.0
+
+
+class TorchShaped:
+    """A module with the names of `torch.distributed.rpc`, in its default configuration."""
+
+    def __init__(self, module: str) -> None:
+        self.rpc: Any = importlib.import_module(module)
+
+    def options(self) -> Any:
+        return self.rpc.TensorPipeRpcBackendOptions(init_method="env://", rpc_timeout=TIMEOUT_S)
+
+    def start(self, place: Place) -> None:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(place.port))
+        # torch guesses an interface from the host name, and where that fails it does not come up.
+        os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self.rpc.init_rpc(place.name, rank=place.rank, world_size=place.world_size, rpc_backend_options=self.options())
+
+    def call(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        rpc_sync = self.rpc.rpc_sync
+        return lambda *args: rpc_sync(CALLEE, fn, args)
+
+    def submit(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        rpc_async = self.rpc.rpc_async
+        return lambda *args: rpc_async(CALLEE, fn, args)
+
+    def result(self, pending: Any) -> Any:
+        return pending.wait()
+
+    def stop(self) -> None:
+        self.rpc.shutdown()
+
+
+class TorchOverTcp(TorchShaped):
+    """torch RPC without its shared-memory transport: slower to answer, but its threads sleep when idle."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.distributed.rpc")
+
+    def options(self) -> Any:
+        return self.rpc.TensorPipeRpcBackendOptions(
+            init_method="env://", rpc_timeout=TIMEOUT_S, _transports=["uv"], _channels=["basic"]
+        )

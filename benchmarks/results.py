@@ -1,0 +1,132 @@
+"""The figures of a run: gathered round by round, written as JSON lines, read back, printed as a table.
+
+A file holds one line of kind `run` (machine, versions, date, options) and then one line of kind `result` for every case
+and peer. Ratios are set up so that more than 1 is better than torch, whichever way the case counts.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.suite import MACHINE, Case
+
+BASELINE = "torch"
+
+
+@dataclass
+class Series:
+    """One case on one peer: a value for every round that ended well, a message for every one that did not."""
+
+    case: Case
+    peer: str
+    values: list[float] = field(default_factory=list)
+    p99s: list[float] = field(default_factory=list)
+    samples: int = 0
+    errors: list[str] = field(default_factory=list)
+
+    def add(self, measured: dict[str, float]) -> None:
+        self.values.append(measured["value"])
+        self.samples += int(measured["n"])
+        if "p99" in measured:
+            self.p99s.append(measured["p99"])
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.values) if self.values else None
+
+    @property
+    def p99(self) -> float | None:
+        return statistics.median(self.p99s) if self.p99s else None
+
+    def line(self, baseline: Series | None) -> dict[str, Any]:
+        case = self.case
+        return {
+            "kind": "result",
+            "case": case.name,
+            "title": case.title,
+            "group": case.group,
+            "peer": self.peer,
+            "unit": case.unit,
+            "better": "higher" if case.higher_is_better else "lower",
+            "callers": case.callers,
+            "rounds": self.values,
+            "median": self.median,
+            "min": min(self.values, default=None),
+            "max": max(self.values, default=None),
+            "p99": self.p99,
+            "p99_rounds": self.p99s,
+            "samples": self.samples,
+            "ratio": ratio(case, self.median, baseline.median if baseline else None),
+            "p99_ratio": ratio(case, self.p99, baseline.p99 if baseline else None),
+            "errors": self.errors,
+        }
+
+
+class Results:
+    """All series of a run, in the order they were first measured."""
+
+    def __init__(self) -> None:
+        self.series: dict[tuple[str, str], Series] = {}
+
+    def of(self, case: Case, peer: str) -> Series:
+        return self.series.setdefault((case.name, peer), Series(case, peer))
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [series.line(self.series.get((series.case.name, BASELINE))) for series in self.series.values()]
+
+
+def ratio(case: Case, value: float | None, baseline: float | None) -> float | None:
+    """How many times better than the baseline; None where there is nothing to compare."""
+    if not value or not baseline:
+        return None
+    return value / baseline if case.higher_is_better else baseline / value
+
+
+def write(path: Path, run: dict[str, Any], lines: Iterable[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in ({"kind": "run", **run}, *lines)))
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The run and the results of a file that `write` wrote."""
+    lines = [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
+    return lines[0], [line for line in lines if line["kind"] == "result"]
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Rows are cases, columns are peers: the median, the p99 where there is one, and the ratio to torch."""
+    peers = list(dict.fromkeys(line["peer"] for line in lines if line["peer"] != MACHINE))
+    limits = [line for line in lines if line["peer"] == MACHINE]
+    cells = {(line["case"], line["peer"]): cell(line) for line in lines}
+    rows = [["", "unit", *peers]]
+    for name, line in {line["case"]: line for line in lines if line["peer"] != MACHINE}.items():
+        rows.append([line["title"], line["unit"], *(cells.get((name, peer), "-") for peer in peers)])
+    rows += [[line["title"], line["unit"], cell(line)] for line in limits]
+    return aligned(rows)
+
+
+def cell(line: dict[str, Any]) -> str:
+    if line["median"] is None:
+        return "failed" if line["errors"] else "-"
+    text = number(line["median"])
+    if line["p99"] is not None:
+        text += f" (p99 {number(line['p99'])})"
+    if line["ratio"] is not None and line["peer"] != BASELINE:
+        text += f" {line['ratio']:.2f}x"
+    return text + (" !" if line["errors"] else "")
+
+
+def number(value: float) -> str:
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def aligned(rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
+    return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=False)) for row in rows)

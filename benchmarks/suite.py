@@ -1,0 +1,70 @@
+"""What is measured: one `Case` per row of the table. A new measurement is a case here and its loop in `measure`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+KB, MB = 1024, 1_000_000
+FLOAT_BYTES = 4
+MACHINE = "machine"  # the pseudo-peer that measures the machine's own limits
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: a loop of `measure` with its parameters, run in `callers` processes at once."""
+
+    name: str
+    title: str
+    unit: str
+    loop: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    higher_is_better: bool = False
+    callers: int = 1
+    builtin: bool = False  # calls a torch operator: only peers that can send one take part
+    machine: bool = False  # a limit of the machine: measured without a peer
+
+    @property
+    def group(self) -> str:
+        return self.name.partition("/")[0]
+
+
+def latency(name: str, title: str, builtin: bool = False, **params: Any) -> Case:
+    return Case(f"latency/{name}", f"sync call, {title}", "us", "latency", params, builtin=builtin)
+
+
+def rate(name: str, title: str, window: int, callers: int = 1) -> Case:
+    return Case(f"rate/{name}", title, "calls/s", "rate", {"window": window}, higher_is_better=True, callers=callers)
+
+
+def bandwidth(way: str, megabytes: int, title: str) -> Case:
+    params = {"way": way, "elements": megabytes * MB // FLOAT_BYTES}
+    return Case(f"bandwidth/{way}-{megabytes}MB", title, "GB/s", "bandwidth", params, higher_is_better=True)
+
+
+def limit(name: str, title: str, unit: str, loop: str, **params: Any) -> Case:
+    return Case(f"limit/{name}", title, unit, loop, params, higher_is_better=unit != "us", machine=True)
+
+
+CASES = (
+    latency("no-tensor", "no tensor, Python function", function="add", elements=0),
+    latency("1-element", "1 element, Python function", function="add", elements=1),
+    latency("1-element-builtin", "1 element, torch.add", builtin=True, function="torch.add", elements=1),
+    latency("1KB", "1 KB echoed", function="echo", elements=KB // FLOAT_BYTES),
+    latency("1MB", "1 MB echoed", function="echo", elements=MB // FLOAT_BYTES),
+    rate("1-in-flight", "async, 1 in flight", 1),
+    rate("64-in-flight", "async, 64 in flight", 64),
+    rate("1000-in-flight", "async, 1000 in flight", 1000),
+    rate("4-callers", "4 callers, 64 in flight each", 64, callers=4),
+    bandwidth("echo", 1, "1 MB there and back, each way"),
+    bandwidth("echo", 16, "16 MB there and back, each way"),
+    bandwidth("echo", 100, "100 MB there and back, each way"),
+    bandwidth("push", 100, "100 MB to the callee"),
+    bandwidth("pull", 100, "100 MB from the callee"),
+    Case("idle/cpu", "CPU of one idle caller and callee", "cores", "idle"),
+    limit("memcpy-warm", "memcpy 100 MB, warm, 1 thread", "GB/s", "memcpy_warm", size=100 * MB),
+    limit("memcpy-warm-threads", "memcpy 100 MB, warm, all cores", "GB/s", "memcpy_threads", size=100 * MB),
+    limit("memcpy-fresh", "memcpy 100 MB, fresh memory", "GB/s", "memcpy_fresh", size=100 * MB),
+    limit("unix-ping-pong", "unix socket ping-pong, Python", "us", "ping_pong"),
+)

@@ -1,0 +1,99 @@
+"""A process of a peer's group: joins the group, runs the loops it is told to, answers over its pipe.
+
+Run as `python -m benchmarks.worker FD`. It ends when told to, when the pipe closes, and when its parent dies.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.metadata
+import os
+import platform
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from benchmarks import limits, peers, remote
+from benchmarks.measure import LOOPS, Measured
+from benchmarks.peers.base import Peer, Place
+from benchmarks.processes import die_with_parent
+
+
+class Commands:
+    """What the parent can ask for, by method name."""
+
+    def __init__(self) -> None:
+        self.peer: Peer | None = None
+
+    def start(self, adapter: str, place: dict[str, Any]) -> None:
+        self.peer = peers.load(adapter)
+        self.peer.start(Place(**place))
+
+    def check(self, builtin: bool) -> None:
+        """Every function gives what it would give here: the peer does the work that is measured."""
+        peer, x = self.joined(), torch.arange(4096.0)
+        if not torch.equal(peer.call(remote.echo)(x), x) or not torch.equal(peer.call(remote.add)(x, 1), x + 1):
+            raise ValueError("a tensor came back changed")
+        if peer.call(remote.sink)(x) != 4095.0 or peer.call(remote.add)(1, 1) != 2:
+            raise ValueError("a value came back changed")
+        if peer.result(peer.submit(remote.add)(1, 1)) != 2:
+            raise ValueError("an async call came back with another value")
+        if builtin and not torch.equal(peer.call(torch.add)(x, 1), x + 1):
+            raise ValueError("a builtin came back with another value")
+
+    def measure(self, loop: str, seconds: float, params: dict[str, Any]) -> Measured:
+        return LOOPS[loop](self.joined(), seconds, **params)
+
+    def limit(self, loop: str, seconds: float, params: dict[str, Any]) -> Measured:
+        return limits.LOOPS[loop](seconds, **params)
+
+    def versions(self, package: str) -> dict[str, str]:
+        return {"python": platform.python_version(), package: version(package), "torch": str(torch.__version__)}
+
+    def joined(self) -> Peer:
+        if self.peer is None:
+            raise RuntimeError("this process has not started its peer")
+        return self.peer
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # not installed, found on the path
+        return str(getattr(sys.modules.get(package), "__version__", "unknown"))
+
+
+def serve(pipe: Connection) -> None:
+    commands = Commands()
+    while (message := receive(pipe))[0] != "stop":
+        pipe.send(outcome(getattr(commands, message[0]), message[1:]))
+    if commands.peer is not None:
+        commands.peer.stop()
+
+
+def receive(pipe: Connection) -> tuple[Any, ...]:
+    try:
+        message: tuple[Any, ...] = pipe.recv()
+        return message
+    except EOFError:  # the parent is gone
+        os._exit(1)
+
+
+def outcome(command: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
+    try:
+        return True, command(*args)
+    except Exception:
+        return False, traceback.format_exc()
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)
+    die_with_parent()
+    serve(Connection(int(sys.argv[1])))
+    sys.stdout.flush()
+    os._exit(0)  # a peer's leftover threads must not keep the benchmark waiting

@@ -1,0 +1,146 @@
+"""A group of workers from start to end, forked from a server that has imported everything before."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+import torch
+
+from benchmarks import remote
+from benchmarks.group import free_port
+from benchmarks.peers import PEERS, Place, load
+from benchmarks.processes import LOG_LINES, cpu_seconds, die_with_parent, import_path
+
+BARE = "bare"
+LIMIT_S = 120.0
+IDLE_S = 1.0
+
+
+def forkserver(modules: list[str]) -> ForkServerContext:
+    """Its server imports torch and these modules, as far as they exist, once."""
+    os.environ["PYTHONPATH"] = import_path()  # for the server; the workers get our `sys.path`
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", *modules, "benchmarks.worlds", "benchmarks.peers.torch_rpc"])
+    warm = context.Process(target=int)  # the first process waits for the imports
+    warm.start()
+    warm.join()
+    return context
+
+
+class DidNotComeUp(Exception):
+    """A worker failed, died or took too long."""
+
+
+@dataclass
+class Child:
+    """A worker process and our end of its pipe."""
+
+    process: ForkServerProcess
+    pipe: Connection
+
+    def hear(self) -> float:
+        """The time at which the worker says it got there; call it when there is something to hear."""
+        try:
+            ok, value = self.pipe.recv()
+        except (EOFError, OSError) as error:
+            raise DidNotComeUp("a worker died") from error
+        if not ok:
+            raise DidNotComeUp(value)
+        return float(value)
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def work(adapter: str | None, place: Place, pipe: Connection) -> None:
+    """The life of a worker: join, call the callee once, wait to be looked at, leave."""
+    die_with_parent()
+    with open(Path(place.folder, "log"), "ab") as log:
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    try:
+        peer = load(adapter) if adapter else None
+        if peer is not None:
+            peer.start(place)
+            peer.call(remote.add)(torch.ones(1), 1)
+        pipe.send((True, time.monotonic()))
+        pipe.recv()
+        if peer is not None:
+            peer.stop()
+        pipe.send((True, time.monotonic()))
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+
+
+def measure(peer: str, size: int, context: ForkServerContext) -> dict[str, float]:
+    """One group from start to end."""
+    adapter = None if peer == BARE else PEERS[peer].adapter
+    port, folder, children = free_port(), tempfile.TemporaryDirectory(prefix="bench-"), list[Child]()
+    log_file = Path(folder.name, "log")
+    begin = time.monotonic()
+    try:
+        for rank in range(size):
+            children.append(spawn(adapter, Place(rank, size, port, folder.name), context))
+        up = last(children, begin + LIMIT_S)
+        looked_at = look_at([child.process.pid or 0 for child in children])
+        leave = time.monotonic()
+        for child in children:
+            child.pipe.send("leave")
+        left = last(children, leave + LIMIT_S)
+        return {"startup": up - begin, "shutdown": left - leave, **looked_at}
+    except (DidNotComeUp, OSError) as error:  # OSError: a worker was gone when we looked at it
+        log = log_file.read_text(errors="replace").splitlines() if log_file.exists() else []
+        raise DidNotComeUp("\n".join([*log[-LOG_LINES:], str(error)])) from error
+    finally:
+        for child in children:
+            child.end()
+        folder.cleanup()
+
+
+def last(children: list[Child], deadline: float) -> float:
+    """When the last worker got there; the first failure ends the wait for the others."""
+    waiting = {child.pipe: child for child in children}
+    times = [0.0]
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise DidNotComeUp(f"{len(waiting)} of {len(children)} workers not within {LIMIT_S:.0f} s")
+        times += [waiting.pop(pipe).hear() for pipe in ready if isinstance(pipe, Connection)]
+    return max(times)
+
+
+def spawn(adapter: str | None, place: Place, context: ForkServerContext) -> Child:
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(adapter, place, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return Child(process, ours)
+
+
+def look_at(pids: list[int]) -> dict[str, float]:
+    """Memory and CPU of workers that have nothing to do."""
+    maps = [memory(pid) for pid in pids]
+    begin, used = time.monotonic(), cpu_seconds(pids)
+    time.sleep(IDLE_S)
+    return {
+        "memory": sum(entry["Pss"] for entry in maps) / len(maps),
+        "private": sum(entry["Private_Clean"] + entry["Private_Dirty"] for entry in maps) / len(maps),
+        "idle": (cpu_seconds(pids) - used) / (time.monotonic() - begin),
+    }
+
+
+def memory(pid: int) -> dict[str, float]:
+    """The megabytes in /proc/<pid>/smaps_rollup by name."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return {name.rstrip(":"): int(amount) * 1024 / 1e6 for name, amount, *_ in map(str.split, lines)}
