@@ -139,7 +139,7 @@ class Agent:
             self.me = self.directory.register(self.name, self._rank, self.connections.addresses)
         except BaseException:
             self.closing = True
-            self.connections.close("")
+            self.connections.close(None)
             self.clock.close()
             raise
         self.connections.accept()
@@ -195,6 +195,13 @@ class Agent:
 
     def close(self, last_words: str = "") -> None:
         """Leave at once: pending calls fail here, and peers are told `last_words`. Safe to call twice."""
+        self._end(last_words)
+
+    def abort(self) -> None:
+        """End without a word, as if the process had been killed: for tests of what the others make of it."""
+        self._end(None)
+
+    def _end(self, last_words: str | None) -> None:
         with self._lock:
             if self.closing or not self._opened:
                 return
@@ -381,11 +388,11 @@ class Agent:
         except JoinError:
             if known is None:
                 raise
-            raise known.error_for("any function") from None  # the store died with the peer
+            raise known.error_for() from None  # the store died with the peer
         if member.left:
             raise PeerLost(f"worker {member.name!r} has left the group", peer=member.name)
         if known is not None and known.member.incarnation == member.incarnation and not known.may_retry:
-            raise known.error_for("any function")
+            raise known.error_for()
         return member
 
     def _participants(self, names: Sequence[str] | None) -> list[str]:

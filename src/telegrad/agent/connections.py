@@ -28,12 +28,11 @@ from telegrad.agent.threads import Threads
 from telegrad.config import Config
 from telegrad.errors import AuthenticationError, PeerLost, ProtocolError
 from telegrad.transport import memory, sockets
-from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.transport.channel import Channel, ChannelClosed, say_goodbye
 from telegrad.transport.shared import Arena, Mappings, Segment, Sharing
 from telegrad.transport.stream import StreamChannel
 from telegrad.wire import handshake
 from telegrad.wire.codec import main_identity
-from telegrad.wire.frames import Kind
 from telegrad.wire.handshake import Introduction
 from telegrad.wire.memory import Pool
 
@@ -313,7 +312,7 @@ class Connections:
 
     # The end
 
-    def close(self, last_words: str) -> None:
+    def close(self, last_words: str | None) -> None:
         for address in self.addresses:
             _in_process.pop(address, None)
         for listener in self._listeners:
@@ -330,10 +329,7 @@ class Connections:
             except OSError as error:
                 _log.debug("a stranger left by itself: %s", error)
         for inbound in inbounds:
-            try:
-                inbound.channel.send(Kind.BYE, 0, last_words.encode(), timeout=1.0)
-            except (ChannelClosed, TimeoutError) as error:
-                _log.debug("could not say good-bye to %s: %s", inbound.peer_name, error)
+            say_goodbye(inbound.channel, last_words)
             inbound.channel.shut()
         self.arena.close()
         self.mappings.close()

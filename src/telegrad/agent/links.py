@@ -26,7 +26,7 @@ from telegrad.config import Config
 from telegrad.deadline import to_wire
 from telegrad.errors import CallTimeout, PeerLost, ProtocolError, SerializationError
 from telegrad.futures import Future
-from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.transport.channel import Channel, ChannelClosed, say_goodbye
 from telegrad.wire import codec
 from telegrad.wire.callables import Function, Numbers, defined_in_main, describe
 from telegrad.wire.failures import decode_failure
@@ -104,7 +104,7 @@ class Link:
         try:
             lane = self._idle.pop()
         except IndexError:
-            lane = self._open_lane(function)
+            lane = self._open_lane()
         message = self.encode(lane.heard, function, args, kwargs, lane)
         self._busy.add(lane)
         role = waiting.pause()
@@ -199,16 +199,12 @@ class Link:
         """The peer said good-bye."""
         self.lose("it left the group", bytes(frame.body).decode("utf-8", "replace"))
 
-    def error_for(self, call: str) -> PeerLost:
-        """A fresh error for one call to a lost peer."""
+    def error_for(self, call: str | None = None) -> PeerLost:
+        """A fresh error for a call that was sent to the lost peer, or (None) for one that was not."""
         assert self._error is not None
         reason = self._error
-        return PeerLost(
-            f"{reason} The call of {call} there may or may not have run.",
-            peer=reason.peer,
-            call=call,
-            last_words=reason.last_words,
-        )
+        fate = "" if call is None else f" The call of {call} there may or may not have run."
+        return PeerLost(f"{reason}{fate}", peer=reason.peer, call=call, last_words=reason.last_words)
 
     def trim(self, older_than: float) -> None:
         """Close lanes that nobody has used since; one stays."""
@@ -226,8 +222,8 @@ class Link:
             lane.channel.drop()
         self.pipe.channel.drop()
 
-    def close(self, last_words: str = "") -> None:
-        """Say good-bye and close every connection."""
+    def close(self, last_words: str | None = "") -> None:
+        """Say good-bye, unless `last_words` is None, and close every connection."""
         with self._lock:
             if self._error is None:
                 name = self.member.name
@@ -237,11 +233,11 @@ class Link:
         for lane in list(self._busy):
             lane.channel.shut()
         self.pipe.fail_all()
-        self.pipe.say_goodbye(last_words)
+        self.pipe.close(last_words)
 
-    def _open_lane(self, function: Function) -> Lane:
+    def _open_lane(self) -> Lane:
         if self._error is not None:
-            raise self.error_for(describe(function))
+            raise self.error_for()
         return Lane(self._agent.dial(self.member, "lane")[0])
 
     def _exchange(self, lane: Lane, message: Message, timeout: float | None) -> Frame:
@@ -319,11 +315,8 @@ class Pipe:
         for call in list(self.pending):
             self._complete(call, lambda pending: self._link.error_for(pending.call))
 
-    def say_goodbye(self, last_words: str) -> None:
-        try:
-            self.channel.send(Kind.BYE, 0, last_words.encode(), timeout=1.0)
-        except (ChannelClosed, TimeoutError):
-            pass  # it is gone already, which is all that the good-bye would tell it
+    def close(self, last_words: str | None) -> None:
+        say_goodbye(self.channel, last_words)
         self.channel.shut()
 
     def _handle(self, frame: Frame) -> None:

@@ -25,7 +25,10 @@ _log = logging.getLogger("telegrad")
 
 
 class ReadLoop:
-    """Reads `channel` until it ends; `handle(frame)` for each frame, then `ended(error)` once."""
+    """Reads `channel` until it ends; `handle(frame)` for each frame, then `ended(error)` once.
+
+    `blocked()` is told when the handling of a frame blocked or ran long, while it still does.
+    """
 
     def __init__(
         self,
@@ -34,7 +37,9 @@ class ReadLoop:
         ended: Callable[[Exception], None],
         threads: Threads,
         clock: Clock,
+        blocked: Callable[[], None] | None = None,
     ) -> None:
+        self._blocked = blocked
         self._channel = channel
         self._handle = handle
         self._ended = ended
@@ -112,6 +117,8 @@ class ReadLoop:
             self._epoch = epoch = epoch + 1
             self._busy = False
             self.hand_overs += 1
+            if self._blocked is not None:
+                self._blocked()
         self._threads.start(lambda: self._read(epoch))
 
     def tick(self) -> bool:

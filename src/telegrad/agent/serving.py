@@ -4,7 +4,7 @@ A *lane* carries one call at a time: its thread runs each call where it read it.
 short calls where it read them and gathers their replies; a function that was seen to block or run long goes to the
 executor instead (`Target` remembers), so it never delays the calls behind it.
 
-State of an `Inbound`: `_functions` belongs to the reading thread; `_waiting` (calls whose function returned a future) and
+State of an `Inbound`: `_functions` and `_reading` belong to the reading thread; `_waiting` (calls whose function returned a future) and
 `_cancelled` are changed by single dict/set operations only. `Target` figures are statistics: races lose a sample.
 """
 
@@ -87,6 +87,7 @@ class Inbound:
         self._active: set[int] = set()  # calls of users that have not been answered
         self._host = host
         self._functions: dict[int, Target] = {}
+        self._reading: Target | None = None  # what the reader of a pipe is running
         self._waiting: dict[int, torch.futures.Future[Any]] = {}
         self._cancelled: set[int] = set()
 
@@ -117,7 +118,8 @@ class Inbound:
 
     def serve_pipe(self) -> None:
         """Serve many calls at once. Returns at once; the loop runs on threads of the agent."""
-        self.loop = ReadLoop(self.channel, self._handle, self.ended, self._host.threads, self._host.clock)
+        host = self._host
+        self.loop = ReadLoop(self.channel, self._handle, self.ended, host.threads, host.clock, self._blocked)
         self.loop.start()
 
     def ended(self, error: Exception) -> None:
@@ -132,6 +134,7 @@ class Inbound:
                 return
             if target is None or not 0 <= target.seconds < _FAST:
                 self.channel.flush()
+            self._reading = target
             self._execute(frame, target)
         elif frame.kind == Kind.CANCEL:
             self._cancel(frame.call)
@@ -139,6 +142,11 @@ class Inbound:
             raise ChannelClosed("the peer said good-bye")
         elif frame.kind != Kind.ALIVE:
             raise ProtocolError(f"a frame of kind {frame.kind} where a call was due")
+
+    def _blocked(self) -> None:
+        """The reader is stuck in a call: from now on, calls of that function go to the executor."""
+        if self._reading is not None:
+            self._reading.seconds = max(self._reading.seconds, 2 * _SLOW)
 
     def _enqueue(self, frame: Frame, target: Target) -> None:
         assert self.loop is not None

@@ -11,10 +11,13 @@ Rules for all implementations (one test suite checks them all):
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from telegrad.wire.frames import Frame
+from telegrad.wire.frames import Frame, Kind
+
+_log = logging.getLogger("telegrad")
 
 
 class ChannelClosed(Exception):
@@ -71,3 +74,12 @@ class Channel(ABC):
     @abstractmethod
     def drop(self) -> None:
         """Free this process's copy of the channel without ending the conversation: for the child of a fork."""
+
+
+def say_goodbye(channel: Channel, last_words: str | None) -> None:
+    """Tell the peer that this side leaves, and why; None: leave without a word."""
+    if last_words is not None:
+        try:
+            channel.send(Kind.BYE, 0, last_words.encode(), timeout=1.0)
+        except (ChannelClosed, TimeoutError) as error:
+            _log.debug("nobody is left to hear the good-bye: %s", error)
