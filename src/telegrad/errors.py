@@ -114,9 +114,7 @@ class AuthenticationError(ProtocolError):
 class SerializationError(TelegradError, TypeError):
     """A value cannot be sent. `path` says where it stands, such as `args[0]['model'].lock`."""
 
-    def __init__(
-        self, message: str = "", *, path: str = "", peer: str | None = None, call: str | None = None
-    ) -> None:
+    def __init__(self, message: str = "", *, path: str = "", peer: str | None = None, call: str | None = None) -> None:
         super().__init__(message, peer=peer, call=call)
         self.path = path
 

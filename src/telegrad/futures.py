@@ -70,7 +70,7 @@ class Future(torch.futures.Future[T]):
     def cancelled(self) -> bool:
         return self._cancelled
 
-    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:  # type: ignore[override]
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future for what `callback` makes of this one. It runs in the context of the caller of `then`.
 
         What it raises arrives as a `RuntimeError`, as with torch; the original is its cause.
@@ -130,7 +130,7 @@ class Future(torch.futures.Future[T]):
             raise RuntimeError("the future is already completed")
 
     def _settle(self, value: Any, error: Exception | None) -> bool:
-        """Complete once; True if this was the completion. The flag is set before the value so that races have one winner."""
+        """Complete once; True if this was the completion. The flag is set before the value: races have one winner."""
         with _settling:
             if self._settled:
                 return False
@@ -139,7 +139,7 @@ class Future(torch.futures.Future[T]):
         if error is None:
             super().set_result(value)
         else:
-            super().set_exception(error)
+            super().set_exception(error)  # type: ignore[arg-type]
         return True
 
     def _block(self, timeout: float | None) -> bool:

@@ -3,7 +3,7 @@
 An agent is an object and a context manager; many can live in one process. Everything it owns (connections, threads,
 pending calls) ends with it.
 
-State: `_links` (by name and by rank; entries of lost peers are replaced on the next call), under `_lock`;
+State: `_by_key` (links by name and by rank; entries of lost peers are replaced on the next call), under `_lock`;
 `closing` goes from False to True once. Statistics (`calls_made`, `calls_served`) may lose an increment, nothing more.
 """
 
@@ -23,8 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-import torch.distributed
-
+from telegrad.agent import parting, upkeep
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections
 from telegrad.agent.current import local
@@ -45,12 +44,8 @@ T = TypeVar("T")
 To = str | int | WorkerInfo
 
 DEFAULT = object()  # a timeout that was not given: the config's
-_HOUSEKEEPING = 5.0
-_LANE_IDLE = 30.0
-_QUIET_BEFORE_TRIM = 60.0
 _JOIN_THREADS = 2.0
 _WAIT_FOR_OTHERS = 5.0
-_POLL = (0.001, 0.05)
 
 _log = logging.getLogger("telegrad")
 _exposed: set[Function] = set()
@@ -97,15 +92,13 @@ class Agent:
         self.closing = False
         self._rank = rank
         self._store = store
-        self._links: dict[str | int, Link] = {}
+        self._by_key: dict[str | int, Link] = {}
         self._targets: dict[Function, Target] = {}
         self._loss_listeners: list[Callable[[str, str], None]] = []
         self._gone: set[str] = set()
         self._lock = threading.Lock()
         self._dialing: defaultdict[str | int, threading.Lock] = defaultdict(threading.Lock)
         self._opened = False
-        self._quiet_since = time.monotonic()
-        self._traffic_seen = 0
         self.numbers = Numbers()
         self.group = ""
         self.me = Member(name, -1 if rank is None else rank, "", ())
@@ -115,7 +108,7 @@ class Agent:
             return f"<Agent {self.name!r} {'closed' if self.closing else 'not open'}>"
         return (
             f"<Agent {self.name!r} rank {self.me.rank}: {self.calls_made} calls made, {self.calls_served} served, "
-            f"{self.executor!r}, {self.threads!r}, {self._distinct_links()}, {self.connections!r}, {self.gathering!r}>"
+            f"{self.executor!r}, {self.threads!r}, {self.links()}, {self.connections!r}, {self.gathering!r}>"
         )
 
     # Life
@@ -144,8 +137,7 @@ class Agent:
             raise
         self.connections.accept()
         self.clock.watch(self.executor)
-        self.clock.every(self.config.heartbeat_interval, self._beat)
-        self.clock.every(_HOUSEKEEPING, self._tidy)
+        upkeep.start(self)
         _agents.add(self)
 
     def meet(self) -> None:
@@ -181,9 +173,9 @@ class Agent:
         gone: set[str] = set()
         until = None if timeout is None else time.monotonic() + timeout
         if self.world_size is not None:
-            gone = self._wait_for_everybody(until)
+            gone = parting.wait_for_everybody(self, self._participants(None), until)
         else:
-            self._drain(until)
+            parting.drain(self, until)
         with contextlib.suppress(JoinError):  # the store went with the worker that hosted it
             self.directory.leave(self.me)
         if self.world_size is not None and self.me.rank == 0:
@@ -207,14 +199,14 @@ class Agent:
                 return
             self.closing = True
         _agents.discard(self)
-        for link in self._distinct_links():
+        for link in self.links():
             link.close(last_words)
         self.connections.close(last_words)
         self.executor.close()
         self.clock.close()
         self.threads.close(_JOIN_THREADS)
         with self._lock:
-            self._links.clear()
+            self._by_key.clear()
         self.directory.close()
         self._store = None
 
@@ -238,7 +230,7 @@ class Agent:
         timeout: Any = DEFAULT,
     ) -> Any:
         """`call` with the arguments in containers and a time limit in seconds (None: no limit)."""
-        link = self._links.get(to)  # type: ignore[arg-type]  # a WorkerInfo is simply not found
+        link = self._by_key.get(to)  # type: ignore[arg-type]  # a WorkerInfo is simply not found
         if link is None or link.lost:
             link = self._link(to)
         if timeout is DEFAULT:
@@ -258,7 +250,7 @@ class Agent:
 
         `internal` calls are not waited for by `shutdown`.
         """
-        link = self._links.get(to)  # type: ignore[arg-type]
+        link = self._by_key.get(to)  # type: ignore[arg-type]
         if link is None or link.lost:
             try:
                 link = self._link(to)
@@ -287,7 +279,9 @@ class Agent:
         if outcome.lost or outcome.late:
             raise broken("the barrier", outcome, timeout)
 
-    def all_gather(self, value: Any, names: Sequence[str] | None = None, timeout: float | None = None) -> dict[str, Any]:
+    def all_gather(
+        self, value: Any, names: Sequence[str] | None = None, timeout: float | None = None
+    ) -> dict[str, Any]:
         """Everybody's value, by name. Raises `GroupBroken` if somebody is missing."""
         outcome = self.gathering.gather(value, self._participants(names), timeout)
         if outcome.lost or outcome.late:
@@ -303,7 +297,7 @@ class Agent:
         return {
             "calls made": self.calls_made,
             "calls served": self.calls_served,
-            "calls pending": sum(len(link.pipe.pending) for link in self._distinct_links()),
+            "calls pending": sum(len(link.pipe.pending) for link in self.links()),
             "shared blocks in use": self.connections.mappings.live,
             **self.connections.counters,
         }
@@ -323,7 +317,7 @@ class Agent:
 
     def peer_gone(self, name: str, incarnation: str) -> None:
         """A connection says that this incarnation of a peer is no more."""
-        link = self._links.get(name)
+        link = self._by_key.get(name)
         if link is not None and link.member.incarnation == incarnation and not link.lost:
             link.lose("it closed its connections")
             return  # which comes back here
@@ -372,13 +366,13 @@ class Agent:
             raise UsageError(f"agent {self.name!r} is {'closed' if self.closing else 'not open yet'}")
         key = _key(to)
         with self._dialing[key]:  # one thread dials a peer; the others wait for its link
-            known = self._links.get(key)
+            known = self._by_key.get(key)
             if known is not None and not known.lost:
                 return known
             member = self._find_again(key, known)
             link = Link(self, member)
             with self._lock:
-                self._links[member.name] = self._links[member.rank] = link
+                self._by_key[member.name] = self._by_key[member.rank] = link
             return link
 
     def _find_again(self, key: str | int, known: Link | None) -> Member:
@@ -401,64 +395,15 @@ class Agent:
             return [member.name for member in self.directory.members(refresh=self.world_size is None)]
         return [member.name for member in sorted(map(self.directory.find, set(names)), key=lambda m: m.rank)]
 
-    def _wait_for_everybody(self, until: float | None) -> set[str]:
-        """Until nobody has calls under way: everybody drains and tells its totals until they no longer change."""
-        gone: set[str] = set()
-        before: dict[str, Any] | None = None
-        names = self._participants(None)
-        while True:
-            self._drain(until)
-            left = None if until is None else max(until - time.monotonic(), 0.1)
-            total = self.calls_made - self.gathering.calls
-            outcome = self.gathering.gather(total, names, left, "shutdown")
-            gone |= {*outcome.lost, *outcome.late}
-            if outcome.late or outcome.values == before:
-                return gone
-            before = outcome.values
-
-    def _drain(self, until: float | None) -> None:
-        """Wait until no call of a user is under way here, in either direction."""
-        pause = _POLL[0]
-        while self._under_way() and (until is None or time.monotonic() < until):
-            time.sleep(pause)
-            pause = min(pause * 1.5, _POLL[1])
-
-    def _under_way(self) -> bool:
-        return any(link.under_way for link in self._distinct_links()) or any(
-            inbound.under_way for inbound in self.connections.inbounds
-        )
-
-    def _distinct_links(self) -> list[Link]:
+    def links(self) -> list[Link]:
+        """One link per peer that this agent has called."""
         with self._lock:
-            return list({id(link): link for link in self._links.values()}.values())
-
-    def _beat(self) -> None:
-        """Runs on the clock: give a sign of life to every peer, and find those that have gone silent."""
-        mine, patience = self.config.heartbeat_interval, self.config.heartbeat_timeout
-        for link in self._distinct_links():
-            if not link.lost and not link.pipe.loop.beat(mine, patience):
-                self.threads.start(lambda link=link: link.lose(f"it was silent for {patience} s"))  # type: ignore[misc]
-        for inbound in self.connections.inbounds:
-            if inbound.loop is not None and not inbound.loop.beat(mine, max(patience, 3 * inbound.heartbeat)):
-                _log.warning("worker %r has heard nothing from %r for too long", self.name, inbound.peer_name)
-                self.connections.shut_all(inbound.incarnation)
-
-    def _tidy(self) -> None:
-        """Runs on the clock: close idle lanes, give unused memory back."""
-        now = time.monotonic()
-        for link in self._distinct_links():
-            link.trim(now - _LANE_IDLE)
-        self.connections.mappings.forget()
-        traffic = self.calls_made + self.calls_served
-        if traffic != self._traffic_seen:
-            self._traffic_seen, self._quiet_since = traffic, now
-        elif now - self._quiet_since > _QUIET_BEFORE_TRIM:
-            self.connections.arena.trim()
+            return list({id(link): link for link in self._by_key.values()}.values())
 
     def _after_fork(self) -> None:
         """In the child of a fork: the agent belongs to the parent; let go of its sockets."""
         self.closing = True
-        for link in {id(link): link for link in self._links.values()}.values():
+        for link in {id(link): link for link in self._by_key.values()}.values():
             link.drop()
         self.connections.drop()
 

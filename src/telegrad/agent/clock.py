@@ -1,8 +1,8 @@
 """The agent's one thread that watches time: deadlines, heartbeats, and whether a reader is stuck in a call.
 
 Timers run on this thread, so they must be short and never block. While connections are busy it also ticks every few
-milliseconds (see `Watched`); when nothing happens for a while, it sleeps until the next timer. `awake` is read without a
-lock by readers on their fast path: only if it is False do they pay for waking the clock.
+milliseconds (see `Watched`); when nothing happens for a while, it sleeps until the next timer. `awake` is read without
+a lock by readers on their fast path: only if it is False do they pay for waking the clock.
 
 State: the heap of timers and the set of watched objects, under `_lock`.
 """

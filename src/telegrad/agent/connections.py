@@ -1,28 +1,29 @@
-"""How an agent opens and accepts connections: transports are probed, every peer proves itself, shared memory is passed on.
+"""How an agent opens and accepts connections: transports are probed, and every peer proves itself first.
 
 A connection has a purpose: ``lane`` (one call at a time), ``pipe`` (many calls), ``segment`` (it passes one
-shared-memory segment and ends) or ``probe`` (is anybody there?). Nothing a peer sends is unpickled before its handshake has succeeded.
+shared-memory segment and ends) or ``probe`` (is anybody there?). Nothing a peer sends is unpickled before its handshake
+has succeeded.
 
-State: `_inbounds` (accepted connections) and `_announced` (segments that each peer has been given), under `_lock`;
+State: `_inbounds` (accepted connections) and `_strangers` (those that have not proven themselves), under `_lock`;
 `counters` are statistics.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
-import struct
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
 from typing import Protocol
 
+from telegrad.agent import segments
 from telegrad.agent.clock import Clock
 from telegrad.agent.membership import Member
+from telegrad.agent.program import main_identity
+from telegrad.agent.segments import Segments
 from telegrad.agent.serving import Host, Inbound
 from telegrad.agent.threads import Threads
 from telegrad.config import Config
@@ -32,12 +33,9 @@ from telegrad.transport.channel import Channel, ChannelClosed, say_goodbye
 from telegrad.transport.shared import Arena, Mappings, Segment, Sharing
 from telegrad.transport.stream import StreamChannel
 from telegrad.wire import handshake
-from telegrad.wire.codec import main_identity
 from telegrad.wire.handshake import Introduction
 from telegrad.wire.memory import Pool
 
-_SEGMENT = struct.Struct("<I")
-_DONE = b"\x01"
 _MAX_STRANGERS = 256  # connections that have not proven themselves yet
 
 _log = logging.getLogger("telegrad")
@@ -72,7 +70,7 @@ class Connections:
         self._listeners: list[socket.socket] = []
         self._strangers: set[socket.socket] = set()
         self._inbounds: set[Inbound] = set()
-        self._announced: defaultdict[str, set[int]] = defaultdict(set)
+        self._segments = Segments(self._connect)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self.addresses: tuple[str, ...] = ()
@@ -144,7 +142,7 @@ class Connections:
         if other is None:
             raise ProtocolError("another process")
         near, far = handshake.client(self._secret, self._introduce(purpose)), other._server_steps()
-        peer, client_said = _converse(near, far)
+        peer, client_said = handshake.converse(near, far)
         self._verify(peer, member)
         mine, theirs = memory.pair(self._pool)
         other._welcome(theirs, client_said)
@@ -196,7 +194,7 @@ class Connections:
             sockets.check_user(sock)
             peer = sockets.shake_hands(sock, self._server_steps(), self._config.connect_timeout)
             if peer["purpose"] == "segment":
-                self._take_segment(sock, peer)
+                segments.take(sock, peer["incarnation"], self.mappings)
                 return
             if peer["purpose"] == "probe":
                 sock.close()
@@ -268,45 +266,15 @@ class Connections:
                     return False
         return True
 
-    # Shared memory
-
     def _sharing(self, incarnation: str, unix_address: str) -> Sharing:
         def announce(segment: Segment) -> bool:
-            return self._announce(segment, incarnation, unix_address)
+            return self._segments.announce(segment, incarnation, unix_address)
 
         return Sharing(self.arena, self.mappings, incarnation, announce)
 
-    def _announce(self, segment: Segment, incarnation: str, address: str) -> bool:
-        announced = self._announced[incarnation]
-        if segment.number in announced:
-            return True
-        try:
-            sock, _ = self._connect(address, None, "segment")
-            with sock:
-                socket.send_fds(sock, [_SEGMENT.pack(segment.number)], [segment.fd])
-                if sock.recv(1) != _DONE:
-                    return False
-        except (OSError, ProtocolError) as error:
-            _log.info("a shared-memory segment could not be passed on (%s); using the socket", error)
-            return False
-        announced.add(segment.number)
-        return True
-
-    def _take_segment(self, sock: socket.socket, peer: Introduction) -> None:
-        with sock:
-            data, fds, _, _ = socket.recv_fds(sock, _SEGMENT.size, 1)
-            try:
-                if len(data) != _SEGMENT.size or len(fds) != 1:
-                    raise ProtocolError("a shared-memory segment without its descriptor")
-                self.mappings.add(peer["incarnation"], _SEGMENT.unpack(data)[0], fds[0])
-                sock.sendall(_DONE)
-            finally:
-                for fd in fds:
-                    os.close(fd)
-
     def forget(self, incarnation: str) -> None:
         """A peer is gone: nothing that was shared with it is used again."""
-        self._announced.pop(incarnation, None)
+        self._segments.forget(incarnation)
         self.arena.abandon(incarnation, lost=True)
         self.mappings.forget(incarnation)
 
@@ -369,30 +337,6 @@ class Connections:
         return f"tcp:{host}:{port}"
 
 
-def _converse(near: handshake.Steps, far: handshake.Steps) -> tuple[Introduction, Introduction]:
-    """Run both sides of a handshake against each other; what the far and the near side said of themselves."""
-    results: dict[int, Introduction] = {}
-    inbox = {0: b"", 1: b""}
-    wants = {0: 0, 1: 0}
-    sides = (near, far)
-
-    def step(side: int, advance: Callable[[], tuple[bytes, int]]) -> None:
-        try:
-            sent, wants[side] = advance()
-            inbox[1 - side] += sent
-        except StopIteration as done:
-            results[side] = done.value
-
-    step(0, lambda: next(near))
-    step(1, lambda: next(far))
-    while len(results) < 2:
-        for side in (0, 1):
-            while side not in results and len(inbox[side]) >= wants[side]:
-                data, inbox[side] = inbox[side][: wants[side]], inbox[side][wants[side] :]
-                step(side, lambda side=side, data=data: sides[side].send(data))  # type: ignore[misc]
-    return results[0], results[1]
-
-
 def _unix_address(addresses: tuple[str, ...]) -> str:
     return next((address for address in addresses if address.startswith("unix:")), "")
 
@@ -401,5 +345,7 @@ def _hint(tried: list[str]) -> str:
     if not tried:
         return ": it offers no transport that this worker uses"
     loopback = any(text.startswith(("tcp:127.", "tcp:localhost")) for text in tried)
-    advice = ". It listens on loopback only; if it is on another host, start it with TELEGRAD_LISTEN" if loopback else ""
+    advice = (
+        ". It listens on loopback only; if it is on another host, start it with TELEGRAD_LISTEN" if loopback else ""
+    )
     return f"; tried {', '.join(tried)}{advice}"

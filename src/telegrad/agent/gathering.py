@@ -78,7 +78,7 @@ class Gathering:
         for leader in names:
             try:
                 arrival = (key, names, self._agent.name, value, timeout)
-                outcome = self._ask(leader, _arrive, arrival, patience).wait()
+                outcome: Outcome = self._ask(leader, _arrive, arrival, patience).wait()
             except PeerLost:
                 lost.append(leader)
                 continue
@@ -124,7 +124,7 @@ class Gathering:
                 self._check(meeting)
 
     def _watch(self, key: str, meeting: _Meeting) -> None:
-        """Look after those who are missing: connect to each, and ask whether it has the outcome from an earlier leader."""
+        """Look after those who are missing: connect to each, and ask if it knows the outcome from an earlier leader."""
         asked: set[str] = set()
 
         def heard(name: str, done: Any) -> None:
@@ -159,12 +159,16 @@ class Gathering:
 
     def _settle(self, meeting: _Meeting) -> None:
         if not meeting.done.done():
-            self._agent.threads.start(lambda: meeting.done._settle(meeting.outcome(), None) and None)
+            self._agent.threads.start(lambda: _complete(meeting))
 
     def _forget_finished(self) -> None:
         finished = [key for key, meeting in self._meetings.items() if meeting.done.done()]
         for key in itertools.islice(finished, max(len(finished) - 8, 0)):
             del self._meetings[key]
+
+
+def _complete(meeting: _Meeting) -> None:
+    meeting.done._settle(meeting.outcome(), None)
 
 
 def broken(what: str, outcome: Outcome, timeout: float | None) -> GroupBroken:

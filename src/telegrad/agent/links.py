@@ -1,7 +1,7 @@
 """The caller's side: a `Link` to one peer holds a pipe for asynchronous calls and lanes for synchronous ones.
 
-A synchronous caller owns a lane for the length of its call and reads the reply itself; nothing is handed between threads.
-Asynchronous calls share the pipe; the thread that reads it completes their futures.
+A synchronous caller owns a lane for the length of its call and reads the reply itself; nothing is handed between
+threads. Asynchronous calls share the pipe; the thread that reads it completes their futures.
 
 State: `Link._idle` (lanes nobody uses; list operations are atomic), `Link._error` (set once when the peer is lost,
 under `_lock`; never cleared: a new incarnation gets a new link) and `Pipe.pending` (calls by id; whoever pops an entry
@@ -320,7 +320,7 @@ class Pipe:
         self.channel.shut()
 
     def _handle(self, frame: Frame) -> None:
-        if frame.kind == _REPLY or frame.kind == _FAILURE:
+        if frame.kind in (_REPLY, _FAILURE):
             pending = self.pending.pop(frame.call, None)
             if pending is None:
                 return  # timed out or cancelled

@@ -32,7 +32,9 @@ def _from_key_file(path: Path) -> str:
         _make(path)
     status = path.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise UsageError(f"{path} must belong to you and be readable by you alone: chmod 600 it, or set TELEGRAD_SECRET")
+        raise UsageError(
+            f"{path} must belong to you and be readable by you alone: chmod 600 it, or set TELEGRAD_SECRET"
+        )
     return path.read_text()
 
 

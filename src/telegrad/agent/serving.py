@@ -1,18 +1,18 @@
 """The callee's side of a connection: read a call, run it, send the reply.
 
-A *lane* carries one call at a time: its thread runs each call where it read it. A *pipe* carries many: its `ReadLoop` runs
-short calls where it read them and gathers their replies; a function that was seen to block or run long goes to the
+A *lane* carries one call at a time: its thread runs each call where it read it. A *pipe* carries many: its `ReadLoop`
+runs short calls where it read them and gathers their replies; a function that was seen to block or run long goes to the
 executor instead (`Target` remembers), so it never delays the calls behind it.
 
-State of an `Inbound`: `_functions` and `_reading` belong to the reading thread; `_waiting` (calls whose function returned a future) and
-`_cancelled` are changed by single dict/set operations only. `Target` figures are statistics: races lose a sample.
+State of an `Inbound`: `_functions` and `_reading` belong to the reading thread; `_active` (calls of users that are not
+answered), `_waiting` (calls whose function returned a future) and `_cancelled` are changed by single dict and set
+operations only. `Target` figures are statistics: races lose a sample.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch.futures
@@ -88,7 +88,7 @@ class Inbound:
         self._host = host
         self._functions: dict[int, Target] = {}
         self._reading: Target | None = None  # what the reader of a pipe is running
-        self._waiting: dict[int, torch.futures.Future[Any]] = {}
+        self._waiting: dict[int, Any] = {}
         self._cancelled: set[int] = set()
 
     def __repr__(self) -> str:
@@ -265,7 +265,7 @@ class Inbound:
 
     def _answer_later(self, call: int, target: Target, value: Any) -> None:
         """The function returned a future: reply when it completes."""
-        if not isinstance(value, torch._C.Future):
+        if not isinstance(value, torch._C.Future):  # what torch's own `then` returns is only that
             raise UsageError(
                 f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
                 f"but {target.name} returned {type(value).__name__}"

@@ -11,15 +11,35 @@ from telegrad.futures import Future
 from telegrad.rpc import api, backend_registry, constants, functions, options
 from telegrad.rpc.api import (
     AllGatherStates as AllGatherStates,
+)
+from telegrad.rpc.api import (
     _all_gather as _all_gather,
+)
+from telegrad.rpc.api import (
     _barrier as _barrier,
+)
+from telegrad.rpc.api import (
     _get_current_rpc_agent as _get_current_rpc_agent,
+)
+from telegrad.rpc.api import (
     _init_rpc_backend as _init_rpc_backend,
+)
+from telegrad.rpc.api import (
     _is_current_rpc_agent_set as _is_current_rpc_agent_set,
+)
+from telegrad.rpc.api import (
     _require_initialized as _require_initialized,
+)
+from telegrad.rpc.api import (
     _set_rpc_timeout as _set_rpc_timeout,
+)
+from telegrad.rpc.api import (
     _wait_all as _wait_all,
+)
+from telegrad.rpc.api import (
     _wait_all_workers as _wait_all_workers,
+)
+from telegrad.rpc.api import (
     get_rpc_timeout,
     get_worker_info,
     init_rpc,

@@ -81,8 +81,8 @@ def init_rpc(
 def _rendezvous(url: str, rank: int, world_size: int | None) -> tuple[Any, int, int | None]:
     """The store of the group, and the rank and size, which may come from the environment. No size: a dynamic group."""
     if world_size is None:
-        size = int(os.environ.get("WORLD_SIZE", -1)) if url.startswith("env:") else -1
-        rank = int(os.environ.get("RANK", rank)) if url.startswith("env:") else rank
+        size = int(os.environ.get("WORLD_SIZE", "-1")) if url.startswith("env:") else -1
+        rank = int(os.environ.get("RANK", str(rank))) if url.startswith("env:") else rank
         url += f"{'&' if '?' in url else '?'}world_size={size}" + (f"&rank={rank}" if rank >= 0 else "")
         meeting = dist.rendezvous(url)
     else:
@@ -126,7 +126,10 @@ def _init_rpc_backend(
 def _start_agent(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
 ) -> Agent:
-    if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions) and type(rpc_backend_options) is not RpcBackendOptions:
+    if (
+        not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions)
+        and type(rpc_backend_options) is not RpcBackendOptions
+    ):
         kind = type(rpc_backend_options).__name__
         raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, not a `{kind}`")
     config = rpc_backend_options.to_config()
@@ -278,4 +281,3 @@ def _wait_all() -> Iterator[None]:
 
 if not backend_registry.backend_registered("TENSORPIPE"):
     backend_registry.register_backend("TENSORPIPE", backend_registry.tensorpipe_options, _start_agent)
-

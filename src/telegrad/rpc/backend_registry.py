@@ -26,11 +26,16 @@ class BackendValue(NamedTuple):
     init_backend_handler: Callable[..., Any]
 
 
+def _enum(members: dict[str, BackendValue]) -> Any:
+    make: Any = enum.Enum
+    return make("BackendType", members)
+
+
 class _Names:
     """Stands for `BackendType`, an enum that grows: looking a member up always sees the newest."""
 
     def __init__(self) -> None:
-        self.enum: Any = enum.Enum("BackendType", {})
+        self.enum = _enum({})
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("enum", {}).__members__:
@@ -68,7 +73,7 @@ def register_backend(
         raise UsageError(f"RPC backend {backend_name}: already registered")
     members = {name: member.value for name, member in BackendType.__members__.items()}
     members[backend_name] = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
-    BackendType.enum = enum.Enum("BackendType", members)
+    BackendType.enum = _enum(members)
     return BackendType[backend_name]
 
 

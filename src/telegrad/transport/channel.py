@@ -4,8 +4,8 @@ Rules for all implementations (one test suite checks them all):
 - `send` may be called from any thread; a frame goes out whole or the channel is closed. It returns once the bytes and
   buffers belong to the transport, so the caller may change its tensors.
 - `recv` is called by one thread at a time. `TimeoutError` leaves the channel usable; `ChannelClosed` is final.
-- `shut` may be called from any thread: it wakes whoever is inside `recv` or `send`. `close` frees what the channel holds
-  and is called by the thread that reads, or when nobody does.
+- `shut` may be called from any thread: it wakes whoever is inside `recv` or `send`. `close` frees what the channel
+  holds and is called by the thread that reads, or when nobody does.
 - `cork` gathers small frames; the next `send` or `flush` takes them along, in order.
 """
 

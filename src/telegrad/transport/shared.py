@@ -11,8 +11,8 @@ store to memory, safe inside the garbage collector; the sender notices when it n
 of a segment once, over a connection of its own that passes the memfd.
 
 State: the arena's segments and their free lists, under `Arena._lock`; the receiver's `Mappings`, under its lock.
-A block whose fate is unknown (the connection broke while it was SENT, or its receiver was lost) is never used again: its
-segment is retired, which only means that no new block is taken from it. The kernel frees it with the last mapping.
+A block whose fate is unknown (the connection broke while it was SENT, or its receiver was lost) is never used again:
+its segment is retired, which only means that no new block is taken from it. The kernel frees it with the last mapping.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Mappings:
         if mapped is None:
             raise ProtocolError(f"a buffer in shared-memory segment {place.segment}, which is unknown")
         memory, slot, live, key = mapped.memory, place.slot, self._live, (peer, place.segment, place.slot)
-        fits = _PAGE <= place.offset and place.offset + place.nbytes <= len(memory) and slot < SLOTS
+        fits = place.offset >= _PAGE and place.offset + place.nbytes <= len(memory) and slot < SLOTS
         if not fits or memory[slot] != SENT:
             raise ProtocolError(f"a buffer in shared memory that does not exist: {place}")
         memory[slot] = TAKEN

@@ -1,8 +1,8 @@
 """Python objects to bytes and back: pickle protocol 5 with tensors as out-of-band buffers.
 
 `encode` tries the fast C pickler first; what that cannot pickle by reference (lambdas, closures, local classes) goes by
-cloudpickle. Buffers of at least `OUT_OF_BAND` bytes leave the pickle and travel beside it, so they are never copied here.
-A failure names the part of the value that cannot travel.
+cloudpickle. Buffers of at least `OUT_OF_BAND` bytes leave the pickle and travel beside it, so they are never copied
+here. A failure names the part of the value that cannot travel.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -43,7 +42,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
-    dispatch_table = ChainMap(REDUCERS, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = ChainMap(REDUCERS, cloudpickle.Pickler.dispatch_table)
 
 
 def register(kind: type, reducer: Callable[[Any], Any]) -> None:
@@ -88,19 +87,6 @@ def _dump(pickler: Any, value: Any) -> Encoded:
     file = _BytesIO()
     pickler(file, _PROTOCOL, buffer_callback=keep_inside).dump(value)
     return file.getvalue(), buffers
-
-
-def main_identity() -> str:
-    """What `__main__` is in this process. Two workers with the same answer may refer to its functions by name."""
-    import hashlib  # only needed once per process
-    import os
-
-    main = sys.modules.get("__main__")
-    path = getattr(main, "__file__", None)
-    if path is not None and os.path.isfile(path):
-        with open(path, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()
-    return f"process {os.getpid()} of {os.uname().nodename}"
 
 
 def _blame(value: Any) -> tuple[str, Any]:

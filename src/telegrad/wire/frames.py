@@ -1,7 +1,8 @@
 """The frame: how one message looks on a connection, and a decoder that never does I/O.
 
-    header (32 bytes)   body length u64 | call id u64 | function u32 | milliseconds left u32 | buffers u32 | kind u8 | flags u8 | 0 u16
-    buffer table        per buffer: length u64 | offset u64 | segment u32 | slot u32   (segment 0: its bytes follow the body)
+    header (32 bytes)   body length u64, call id u64, function u32, milliseconds left u32, buffers u32, kind u8, flags u8,
+                        zero u16
+    buffer table        per buffer: length u64, offset u64, segment u32, slot u32 (segment 0: its bytes follow the body)
     body                pickle, or whatever the kind says
     buffers             the bytes of every buffer that is not in shared memory
 
@@ -111,7 +112,8 @@ class FrameDecoder:
         self._direct = False  # the last `space()` was memory of a part, not of the scratch buffer
 
     def __repr__(self) -> str:
-        return f"<FrameDecoder {self._hi - self._lo} bytes waiting, {'inside a frame' if self._header else 'between frames'}>"
+        state = "inside a frame" if self._header else "between frames"
+        return f"<FrameDecoder {self._hi - self._lo} bytes waiting, {state}>"
 
     @property
     def between_frames(self) -> bool:
@@ -162,7 +164,7 @@ class FrameDecoder:
         if self._header is not None or waiting < _SIZE:
             return False
         start = _unpack_from(self._scratch, self._lo)
-        return start[4] == 0 and start[0] <= waiting - _SIZE
+        return bool(start[4] == 0 and start[0] <= waiting - _SIZE)
 
     def _begin(self, length: int, count: int, kind: int, zero: int) -> bool:
         """Check the header, read the buffer table and reserve memory. False if the table is not all here."""

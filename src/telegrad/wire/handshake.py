@@ -6,8 +6,8 @@
     server -> client   1, length, introduction (JSON), proof   or   0, length, reason
 
 Proofs are HMAC-SHA256 over a label, both nonces and the introduction, so nothing that was recorded can be replayed.
-Everything before a valid proof has a fixed or bounded size. No I/O here: `client` and `server` are generators that yield
-`(bytes to send, number of bytes to read next)` and are resumed with those bytes; they return the peer's introduction.
+Everything before a valid proof has a fixed or bounded size. No I/O here: `client` and `server` are generators that
+yield `(bytes to send, number of bytes to read next)`, are resumed with those bytes, and return the peer's introduction.
 """
 
 from __future__ import annotations
@@ -74,6 +74,30 @@ def server(secret: bytes, introduction: Introduction, refuse: Callable[[Introduc
     text = _pack_json(introduction)
     yield _ANSWER.pack(1, len(text)) + text + _proof(secret, b"welcome", theirs + mine + text), 0
     return peer
+
+
+def converse(near: Steps, far: Steps) -> tuple[Introduction, Introduction]:
+    """Run both sides of a handshake against each other; what the far and the near side said of themselves."""
+    results: dict[int, Introduction] = {}
+    inbox = {0: b"", 1: b""}
+    wants = {0: 0, 1: 0}
+    sides = (near, far)
+
+    def step(side: int, advance: Callable[[], tuple[bytes, int]]) -> None:
+        try:
+            sent, wants[side] = advance()
+            inbox[1 - side] += sent
+        except StopIteration as done:
+            results[side] = done.value
+
+    step(0, lambda: next(near))
+    step(1, lambda: next(far))
+    while len(results) < 2:
+        for side in (0, 1):
+            while side not in results and len(inbox[side]) >= wants[side]:
+                data, inbox[side] = inbox[side][: wants[side]], inbox[side][wants[side] :]
+                step(side, lambda side=side, data=data: sides[side].send(data))  # type: ignore[misc]
+    return results[0], results[1]
 
 
 def _proof(secret: bytes, label: bytes, data: bytes) -> bytes:

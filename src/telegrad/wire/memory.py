@@ -3,7 +3,8 @@
 Fresh memory costs a page fault every 4 KB, which is slower than the copy itself. The pool keeps arrays that were used
 before and hands one out again once nothing but the pool refers to it: the tensor on it keeps a reference to the array.
 
-State: `_kept`, by size, under `_lock`. An array is free exactly when its reference count says that only the pool has it.
+State: `_kept`, by size, under `_lock`. An array is free exactly when its reference count says that only the pool has
+it.
 """
 
 from __future__ import annotations

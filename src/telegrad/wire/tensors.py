@@ -2,8 +2,8 @@
 
 Only the bytes a tensor uses travel. A dense tensor keeps its strides: as it is if it fills its memory without gaps
 (transposed, channels-last), packed for the way if it has gaps; only a view of a small part of its memory arrives
-contiguous. An expanded tensor travels unexpanded. The receiver builds the tensor on the memory that the bytes arrived in, so
-nothing is copied again and the tensor is the receiver's own. `REDUCERS` is what the codec registers with its pickler.
+contiguous. An expanded tensor travels unexpanded. The receiver builds the tensor on the memory that the bytes arrived
+in, so nothing is copied again and the tensor is the receiver's own. `REDUCERS` is what the codec gives its pickler.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
 # The position in this list is what travels, so it may only grow at its end.
-_DTYPE_NAMES = (
-    "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 complex32 uint16 uint32 uint64 "
-    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 "
-    "uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7"
-).split()
+_DTYPE_NAMES = """
+    float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128
+    complex32 uint16 uint32 uint64
+    float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
+    uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7
+""".split()  # noqa: SIM905  # one row per family reads better than a list
 _DTYPES: list[Any] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 _NUMPY = frozenset(_CODES[getattr(torch, name)] for name in _DTYPE_NAMES[:12] if name != "bfloat16")
@@ -36,13 +37,12 @@ _strided = torch.strided
 def reduce_tensor(tensor: Tensor) -> Reduced:
     """A plain `torch.Tensor` of any dtype, layout and device."""
     code = _CODES.get(tensor.dtype)
-    if code in _NUMPY and tensor.is_cpu and tensor.layout is _strided and not tensor.__dict__:
-        if not tensor.requires_grad and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-            data = tensor.numpy()
-            shape = tensor.shape
-            if len(shape) == 1 and data.nbytes:
-                return _flat, (code, PickleBuffer(data))
-            return _shaped, (code, tuple(shape), PickleBuffer(data) if data.nbytes else b"")
+    plain = code in _NUMPY and tensor.is_cpu and tensor.layout is _strided and not tensor.__dict__
+    if plain and not tensor.requires_grad and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        data = tensor.numpy()
+        if data.ndim == 1 and data.nbytes:
+            return _flat, (code, PickleBuffer(data))
+        return _shaped, (code, tuple(tensor.shape), PickleBuffer(data) if data.nbytes else b"")
     if tensor.__dict__:
         return _with_state, (tensor.detach().requires_grad_(tensor.requires_grad), tensor.__dict__)
     if tensor.requires_grad:
@@ -114,7 +114,7 @@ def _reduce_quantized(tensor: Tensor) -> Reduced:
             return _quantized, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
         scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
         return _quantized_by_channel, (tensor.int_repr(), scales, zeros, tensor.q_per_channel_axis())
-    reduced = tensor.__reduce_ex__(2)
+    reduced = tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
     return reduced[0], reduced[1]
 
 
@@ -165,11 +165,11 @@ def _on_device(tensor: Tensor, device: str) -> Tensor:
     return tensor.to(device)
 
 
-def _coo(indices: Tensor, values: Tensor, shape: Sequence[int], coalesced: bool) -> Tensor:
+def _coo(indices: Tensor, values: Tensor, shape: tuple[int, ...], coalesced: bool) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
 
 
-def _compressed(compressed: Tensor, plain: Tensor, values: Tensor, shape: Sequence[int], layout: str) -> Tensor:
+def _compressed(compressed: Tensor, plain: Tensor, values: Tensor, shape: tuple[int, ...], layout: str) -> Tensor:
     kind = getattr(torch, layout.removeprefix("torch."))
     return torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=kind, check_invariants=False)
 
