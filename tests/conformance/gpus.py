@@ -1,15 +1,20 @@
 """CUDA, once started, does not survive a fork, and importing the suites may start it.
 
-So `run.py` and the ranks that are forked see no GPU. A test that needs one spawns its ranks, and these see them again.
+So `run.py`, which forks, sees no GPU. On a machine that has one, tests spawn their ranks, and these see it again.
 """
 
 import os
+from pathlib import Path
 
 VISIBLE, SHOWN_BEFORE = "CUDA_VISIBLE_DEVICES", "CONFORMANCE_SHOWN_BEFORE"
 
 
+def present() -> bool:
+    return Path("/dev/nvidia0").exists()
+
+
 def hide() -> None:
-    """For this process and those it forks. Comes before the import of torch."""
+    """From this process and those it forks. Comes before the import of torch."""
     if VISIBLE in os.environ:
         os.environ[SHOWN_BEFORE] = os.environ[VISIBLE]
     os.environ[VISIBLE] = ""
@@ -17,7 +22,7 @@ def hide() -> None:
 
 
 def show() -> None:
-    """For the processes that this one spawns."""
+    """To the processes that this one spawns."""
     del os.environ[VISIBLE]
     if SHOWN_BEFORE in os.environ:
         os.environ[VISIBLE] = os.environ[SHOWN_BEFORE]

@@ -17,6 +17,7 @@ from results import Result
 from torch.testing._internal import common_distributed
 
 RANK_FAILED = re.compile(r"Process (\d+) exited with error code 10 and exception:")
+RANK_DIED = re.compile(r"Expected exit code 0 but got (-?\d+)")
 ERROR_LINE = re.compile(r"^(?!Exception raised from)[\w.]*(Error|Exception|Failure|Exit|Interrupt)\b.*", re.M)
 LOST_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|eof \(|(Wait|Socket|Application) [Tt]imeout|peer"
@@ -25,11 +26,9 @@ LOST_PEER = re.compile(
 
 def run(test: Test) -> Result:
     """Run the test. When its time is up, PyTorch's own watchdog gives up."""
-    if test.gpus:
-        os.environ[fixtures.START] = "spawn"
     if os.environ[fixtures.START] == "spawn":
         gpus.show()
-    if test.gpus and torch.cuda.device_count() < test.gpus:
+    if torch.cuda.device_count() < test.gpus:
         return Result(test.id, "skip", message=f"needs {test.gpus} GPU")
     common_distributed.TIMEOUT_DEFAULT = int(os.environ[fixtures.LIMIT])
     result, start = Result(test.id), time.monotonic()
@@ -57,6 +56,8 @@ def _verdict(outcome: unittest.TestResult) -> tuple[str, str]:
 
 def _first_error(text: str) -> str:
     """One line: the error of the lowest rank that failed, passing over ranks that merely lost a peer."""
+    if died := RANK_DIED.search(text):
+        return f"rank 0: ended with code {died[1]}"
     _, *parts = RANK_FAILED.split(text)
     ranks = [(f"rank {rank}: ", body) for rank, body in zip(parts[::2], parts[1::2], strict=True)] or [("", text)]
     lines = [rank + match[0] for rank, body in ranks if (match := ERROR_LINE.search(body))]

@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
     add("--one", metavar="SUITE.TEST", help="run one test, whatever its label, and show its output")
     add("--list", action="store_true", help="list the tests and stop")
     add("--against", choices=["telegrad", "torch"], default="telegrad")
-    add("--start", choices=["fork", "spawn"], default="fork", help="how ranks start; PyTorch itself spawns them")
+    add("--start", choices=["fork", "spawn"], help="how ranks start (default: spawn if there is a GPU, else fork)")
     add("-j", dest="at_once", type=int, default=1, metavar="N", help="tests at a time")
     add("--limit", type=int, default=100, metavar="SECONDS", help="for one test (default: 100)")
     add("--out", type=Path, metavar="RESULTS", help="write the results here (JSON), logs of failed tests beside it")
@@ -70,7 +70,8 @@ def select(tests: list[Test], args: argparse.Namespace) -> list[Test]:
 
 def prepare(args: argparse.Namespace) -> None:
     """Everything that must be settled before torch is imported."""
-    os.environ.update(CONFORMANCE_AGAINST=args.against, CONFORMANCE_START=args.start, CONFORMANCE_LIMIT=str(args.limit))
+    start = args.start or ("spawn" if gpus.present() else "fork")
+    os.environ.update(CONFORMANCE_AGAINST=args.against, CONFORMANCE_START=start, CONFORMANCE_LIMIT=str(args.limit))
     os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
     os.environ.update(dict.fromkeys(["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"], "1"))
     gpus.hide()

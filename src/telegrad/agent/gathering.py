@@ -59,7 +59,6 @@ class Gathering:
         self._outcomes: dict[str, tuple[int, Outcome]] = {}
         self._sequence: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self.calls = 0  # made by gathers, not by users
 
     def __repr__(self) -> str:
         waits = {key: meeting.missing for key, meeting in self._meetings.items() if not meeting.done.done()}
@@ -89,7 +88,6 @@ class Gathering:
         raise InternalError("a gather without a living participant")
 
     def _ask(self, name: str, function: Any, args: tuple[Any, ...], timeout: float | None) -> Future[Any]:
-        self.calls += 1
         return self._agent.start(name, function, args, None, timeout, internal=True)
 
     def arrive(self, key: str, names: tuple[str, ...], name: str, value: Any, timeout: float | None) -> Future[Outcome]:

@@ -295,7 +295,8 @@ class Pipe:
         self.pending[call] = Pending(future, until, timeout, describe(function), internal)
         if until < self._next_look:
             self._look_at(until)
-        self._agent.calls_made += 1
+        if not internal:
+            self._agent.calls_made += 1
         try:
             self.channel.send(_CALL, call, body, buffers, number, to_wire(timeout), flags, timeout)
         except TimeoutError:

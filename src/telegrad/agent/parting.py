@@ -22,8 +22,7 @@ def wait_for_everybody(agent: Agent, names: list[str], until: float | None) -> s
     while True:
         drain(agent, until)
         left = None if until is None else max(until - time.monotonic(), _AT_LEAST)
-        made = agent.calls_made - agent.gathering.calls
-        outcome = agent.gathering.gather(made, names, left, "shutdown")
+        outcome = agent.gathering.gather(agent.calls_made, names, left, "shutdown")
         gone |= {*outcome.lost, *outcome.late}
         if outcome.late or outcome.values == before:
             return gone

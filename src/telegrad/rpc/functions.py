@@ -26,7 +26,7 @@ def async_execution(function: F) -> F:
     ...     return future
     """
     if isinstance(function, staticmethod | classmethod):
-        return type(function)(async_execution(function.__func__))  # type: ignore[return-value]
+        return type(function)(async_execution(function.__func__))
     try:
         setattr(function, ASYNC_MARK, function)
     except AttributeError:  # a builtin: it takes no marks

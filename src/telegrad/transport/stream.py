@@ -1,7 +1,8 @@
 """A channel over a stream socket, unix or TCP. Large buffers may go through shared memory instead (see `shared`).
 
-State: `_send_lock` guards the sending side (`_corked`, `_owed`); the decoder belongs to the reading thread. Time limits are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): they cost nothing on the fast path, where settimeout would
-add a poll to every call.
+State: `_send_lock` guards the sending side (`_corked`, `_owed`); the decoder belongs to the reading thread. Time limits
+are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): they cost nothing on the fast path, where settimeout would add a poll to
+every call.
 
 A frame that is cut short by a time limit must not break the stream: what is left of it is copied to `_owed` and goes
 out before the next frame.

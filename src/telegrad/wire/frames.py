@@ -1,7 +1,7 @@
 """The frame: how one message looks on a connection, and a decoder that never does I/O.
 
-    header (32 bytes)   body length u64, call id u64, function u32, milliseconds left u32, buffers u32, kind u8, flags u8,
-                        zero u16
+    header (32 bytes)   body length u64, call id u64, function u32, milliseconds left u32, buffers u32, kind u8,
+                        flags u8, zero u16
     buffer table        per buffer: length u64, offset u64, segment u32, slot u32 (segment 0: its bytes follow the body)
     body                pickle, or whatever the kind says
     buffers             the bytes of every buffer that is not in shared memory

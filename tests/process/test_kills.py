@@ -1,0 +1,205 @@
+"""Workers that are really killed, frozen or cut off."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import telegrad.rpc as rpc
+from telegrad import Config
+from telegrad.errors import GroupBroken, PeerLost
+from telegrad.futures import Future
+from tests.process.fleet import Fleet, Worker
+
+pytestmark = pytest.mark.process
+
+_pending: list[Future[Any]] = []
+_forever = threading.Event()
+
+
+def join(rank: int, size: int, path: str, settings: dict[str, Any]) -> None:
+    config = Config(secret="for the tests of kills", **settings)
+    options = rpc.RpcBackendOptions(init_method=f"file://{path}", config=config)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+
+
+def block() -> None:
+    _forever.wait()
+
+
+def start_blocked_calls(to: str, count: int) -> None:
+    _pending[:] = [rpc.rpc_async(to, block) for _ in range(count)]
+    assert rpc.rpc_sync(to, os.getpid) != os.getpid()  # they are all on their way
+
+
+def how_they_failed() -> set[tuple[str, str | None]]:
+    errors = [future.exception(timeout=30) for future in _pending]
+    return {(type(error).__name__, getattr(error, "peer", None)) for error in errors}
+
+
+def call(to: str) -> int:
+    return rpc.rpc_sync(to, abs, args=(-7,))
+
+
+def call_error(to: str) -> tuple[str, str]:
+    try:
+        call(to)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def barrier_error() -> tuple[str, ...]:
+    with pytest.raises(GroupBroken) as caught:
+        rpc._barrier(set())
+    return caught.value.missing
+
+
+def shut_down() -> tuple[str, ...]:
+    return rpc._get_current_rpc_agent().shutdown(timeout=30)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_killed_worker_fails_every_call_at_once_and_can_come_back(tmp_path: Path, transport: str) -> None:
+    with Fleet(3, join, str(tmp_path / "store"), {"transports": (transport,)}) as fleet:
+        fleet[0].do(start_blocked_calls, "w1", 100)
+        fleet[1].kill()
+        assert fleet[0].do(how_they_failed) == {("PeerLost", "w1")}
+        assert fleet[0].do(call, "w2") == 7
+        kind, text = fleet[0].do(call_error, "w1")
+        assert kind == "PeerLost" and "'w1'" in text
+        for worker in (fleet[0], fleet[2]):
+            worker.begin(barrier_error)
+        assert [fleet[0].result(), fleet[2].result()] == [("w1",), ("w1",)]
+        fleet.restart(1)
+        assert fleet[0].do(call, "w1") == 7
+        assert fleet[1].do(call, "w0") == 7
+
+
+def test_shutdown_returns_with_the_names_of_the_dead(tmp_path: Path) -> None:
+    with Fleet(4, join, str(tmp_path / "store"), {}) as fleet:
+        assert fleet[2].do(call, "w0") == 7
+        fleet[1].kill()
+        fleet[3].kill()
+        for rank in (0, 2):
+            fleet[rank].begin(shut_down)
+        assert [fleet[rank].result() for rank in (0, 2)] == [("w1", "w3")] * 2
+
+
+def test_the_death_of_rank_0_is_survived(tmp_path: Path) -> None:
+    with Fleet(3, join, str(tmp_path / "store"), {}) as fleet:
+        fleet[0].kill()
+        assert fleet[1].do(call, "w2") == 7
+        for rank in (1, 2):
+            fleet[rank].begin(shut_down)
+        assert [fleet[rank].result() for rank in (1, 2)] == [("w0",)] * 2
+
+
+def test_a_frozen_worker_is_found_by_its_silence(tmp_path: Path) -> None:
+    settings = {"heartbeat_interval": 0.1, "heartbeat_timeout": 1.0}
+    with Fleet(2, join, str(tmp_path / "store"), settings) as fleet:
+        fleet[0].do(start_blocked_calls, "w1", 10)
+        fleet[1].signal(signal.SIGSTOP)
+        try:
+            assert fleet[0].do(how_they_failed) == {("PeerLost", "w1")}
+        finally:
+            fleet[1].signal(signal.SIGKILL)
+
+
+def send_tensor_and_drop(to: str, count: int) -> int:
+    for _ in range(count):
+        rpc.rpc_sync(to, torch.sum, args=(torch.ones(1 << 20),))
+    return rpc._get_current_rpc_agent().statistics()["calls made"]
+
+
+def test_a_killed_receiver_of_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:
+    with Fleet(2, join, str(tmp_path / "store"), {"transports": ("unix",)}) as fleet:
+        fleet[0].do(send_tensor_and_drop, "w1", 20)
+        fleet[1].kill()
+        fleet.restart(1)
+        fleet[0].do(send_tensor_and_drop, "w1", 20)
+
+
+# A silent partition: two network namespaces, joined by a virtual cable that is then unplugged.
+
+_numbers = itertools.count(1)
+
+
+def in_namespace(rank: int, size: int, namespaces: list[str], addresses: list[str], port: int) -> None:
+    with open(f"/var/run/netns/{namespaces[rank]}") as file:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(file.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), "setns")
+    config = Config(
+        secret="for the test of a partition",
+        transports=("tcp",),
+        listen=addresses[rank],
+        heartbeat_interval=0.2,
+        heartbeat_timeout=1.5,
+    )
+    options = rpc.RpcBackendOptions(init_method=f"tcp://{addresses[0]}:{port}", config=config)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[list[str], list[str]]]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and the ip command")
+    tag = f"tg{os.getpid()}x{next(_numbers)}"
+    names = [f"{tag}a", f"{tag}b"]
+    addresses = ["10.77.0.1", "10.77.0.2"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable1", "netns", names[1])
+        for number, (name, address) in enumerate(zip(names, addresses, strict=True)):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", f"cable{number}")
+            ip("-n", name, "link", "set", f"cable{number}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names, addresses
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@pytest.mark.netns
+def test_a_silent_partition_is_found_within_the_configured_time(namespaces: tuple[list[str], list[str]]) -> None:
+    names, addresses = namespaces
+    with Fleet(2, in_namespace, names, addresses, 29777) as fleet:
+        fleet[0].do(start_blocked_calls, "w1", 10)
+        fleet[1].do(start_blocked_calls, "w0", 10)
+        subprocess.run(["ip", "-n", names[0], "link", "set", "cable0", "down"], check=True)
+        assert fleet[0].do(how_they_failed) == {("PeerLost", "w1")}
+        assert fleet[1].do(how_they_failed) == {("PeerLost", "w0")}
+
+
+def test_workers_do_not_inherit_each_other(tmp_path: Path) -> None:
+    """A worker process is its own: what a test leaves in one is not seen in the next."""
+    worker = Worker(len, "abc")
+    try:
+        assert worker.result() == 3
+        assert worker.do(dist.is_available) is True
+        with pytest.raises(AssertionError, match="PeerLost"):
+            worker.do(raise_lost)
+    finally:
+        worker.close()
+
+
+def raise_lost() -> None:
+    raise PeerLost("for the test")
