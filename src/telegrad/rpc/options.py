@@ -77,14 +77,11 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
         """Tensors on a device of this worker arrive on the mapped device of worker `to`."""
-        known = self.device_maps.get(to, {})
+        known = dict(self.device_maps.get(to, {}))
         for source, target in device_map.items():
             near, far = torch.device(source), torch.device(target)
-            for device in (near, far):
-                if device.type == "cpu":
-                    raise ValueError("`set_device_map` only supports CUDA devices, but got the device cpu")
             if known.get(near, far) != far:
-                raise ValueError(f"`set_device_map` only supports 1-to-1 mapping, trying to map {near} and {far}")
+                raise ValueError(f"`set_device_map` only supports 1-to-1 mapping, trying to map {near} to {far} too")
             known[near] = far
         if len(set(known.values())) != len(known):
             raise ValueError(f"`set_device_map` only supports 1-to-1 mapping, but {known} is not")
@@ -95,4 +92,4 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices = [torch.device(device) for device in devices]
         for device in self.devices:
             if device.type == "cpu":
-                raise ValueError("`set_devices` only supports CUDA devices, but got the device cpu")
+                raise ValueError("`set_devices` expects CUDA devices, but got the device cpu")
