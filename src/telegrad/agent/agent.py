@@ -30,6 +30,7 @@ from telegrad.agent.current import local
 from telegrad.agent.gathering import Gathering, broken
 from telegrad.agent.links import Link
 from telegrad.agent.membership import Directory, Member, Store, WorkerInfo, check_name
+from telegrad.agent.packing import Envelope
 from telegrad.agent.secret import group_secret
 from telegrad.agent.serving import Inbound, Target
 from telegrad.agent.threads import Executor, Threads
@@ -40,6 +41,7 @@ from telegrad.transport.channel import Channel
 from telegrad.wire.callables import LIMIT, Function, Numbers
 
 P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
 To = str | int | WorkerInfo
 
@@ -95,6 +97,9 @@ class Agent:
         self._by_key: dict[str | int, Link] = {}
         self._targets: dict[Function, Target] = {}
         self._loss_listeners: list[Callable[[str, str], None]] = []
+        self._close_listeners: list[Callable[[], None]] = []
+        self._services: dict[Callable[[Agent], Any], Any] = {}
+        self._making = threading.Lock()
         self._gone: set[str] = set()
         self._lock = threading.Lock()
         self._dialing: defaultdict[str | int, threading.Lock] = defaultdict(threading.Lock)
@@ -197,6 +202,12 @@ class Agent:
         with self._lock:
             if self.closing or not self._opened:
                 return
+            listeners, self._close_listeners = self._close_listeners, []
+        for listener in listeners:
+            listener()
+        with self._lock:
+            if self.closing:
+                return
             self.closing = True
         _agents.discard(self)
         for link in self.links():
@@ -292,6 +303,18 @@ class Agent:
         """Call `listener(name, incarnation)` when a worker is found to be gone. It must be short and not block."""
         self._loss_listeners.append(listener)
 
+    def on_close(self, listener: Callable[[], None]) -> None:
+        """Call `listener()` when this agent starts to close, while it can still call others."""
+        self._close_listeners.append(listener)
+
+    def service(self, make: Callable[[Agent], S]) -> S:
+        """This agent's one `make(agent)`: how layers above keep what they know of an agent with it."""
+        with self._making:
+            if make not in self._services:
+                self._services[make] = make(self)
+            found: S = self._services[make]
+            return found
+
     def statistics(self) -> dict[str, int]:
         """Counters for people and monitors."""
         return {
@@ -303,6 +326,9 @@ class Agent:
         }
 
     # What links, connections and serving need (see their protocols)
+
+    def envelope(self, peer: str, incarnation: str) -> Envelope:
+        return Envelope(self, peer, incarnation)
 
     def dial(self, member: Member, purpose: str) -> tuple[Channel, bool]:
         if self.closing:

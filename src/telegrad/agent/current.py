@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
 
+class _Process:
+    """The agent of a process that has just one, as `init_rpc` makes it."""
+
+    agent: Agent | None = None
+
+
 class _Local(threading.local):
     agent: Agent | None = None
     caller: str | None = None
@@ -18,6 +24,13 @@ class _Local(threading.local):
 
 
 local = _Local()
+process = _Process()
+
+
+def active_agent() -> Agent | None:
+    """The agent that runs the current remote function, else the process's own; None if there is none or it is closed."""
+    agent = local.agent or process.agent
+    return None if agent is None or agent.closing else agent
 
 
 def current_agent() -> Agent | None:

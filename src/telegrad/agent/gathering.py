@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.agent.current import current_agent
+from telegrad.agent.serving import ASYNC_MARK, internal
 from telegrad.errors import CallTimeout, GroupBroken, InternalError, PeerLost, TelegradError
 from telegrad.futures import Future
 
@@ -186,12 +187,14 @@ def _leader() -> Gathering:
     return agent.gathering
 
 
+@internal
 def _arrive(key: str, names: tuple[str, ...], name: str, value: Any, timeout: float | None) -> Future[Outcome]:
     return _leader().arrive(key, names, name, value, timeout)
 
 
+@internal
 def _outcome_of(key: str) -> Outcome | None:
     return _leader().outcome_of(key)
 
 
-_arrive._wrapped_async_rpc_function = _arrive  # type: ignore[attr-defined]
+setattr(_arrive, ASYNC_MARK, _arrive)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from telegrad import waiting
 from telegrad.agent.clock import Clock
 from telegrad.agent.membership import Member
+from telegrad.agent.packing import Envelope, pack, unpack
 from telegrad.agent.reading import ReadLoop
 from telegrad.agent.threads import Threads
 from telegrad.config import Config
@@ -27,7 +28,6 @@ from telegrad.deadline import to_wire
 from telegrad.errors import CallTimeout, PeerLost, ProtocolError, SerializationError
 from telegrad.futures import Future
 from telegrad.transport.channel import Channel, ChannelClosed, say_goodbye
-from telegrad.wire import codec
 from telegrad.wire.callables import Function, Numbers, defined_in_main, describe
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, Frame, Kind
@@ -48,6 +48,7 @@ class Dialer(Protocol):
     numbers: Numbers
     calls_made: int
 
+    def envelope(self, peer: str, incarnation: str) -> Envelope: ...
     def dial(self, member: Member, purpose: str) -> tuple[Channel, bool]: ...
     def link_lost(self, link: Link) -> None: ...
 
@@ -77,6 +78,7 @@ class Link:
     def __init__(self, agent: Dialer, member: Member) -> None:
         self.member = member
         self._agent = agent
+        self._envelope = agent.envelope(member.name, member.incarnation)
         self._ids = itertools.count(1)
         self._idle: list[Lane] = []
         self._busy: set[Lane] = set()
@@ -148,15 +150,15 @@ class Link:
             entry = self._agent.numbers.find(function)
             by_value = not self._same_main
             if entry is None or (by_value and defined_in_main(function)):
-                body, buffers = codec.encode((function, args, kwargs or {}), by_value=by_value)
+                body, buffers = pack(self._envelope, (function, args, kwargs or {}), by_value=by_value)
                 return 0, INLINE_FUNCTION, body, buffers
             number, definition = entry
             flags = 0
             if kwargs:
                 flags = KEYWORDS
-                body, buffers = codec.encode((args, kwargs), by_value=by_value)
+                body, buffers = pack(self._envelope, (args, kwargs), by_value=by_value)
             else:
-                body, buffers = codec.encode(args, by_value=by_value)
+                body, buffers = pack(self._envelope, args, by_value=by_value)
             if number not in heard:
                 flags |= DEFINES
                 body = len(definition).to_bytes(4, "little") + definition + body
@@ -170,7 +172,7 @@ class Link:
 
     def decode(self, frame: Frame, call: str | Function) -> Any:
         try:
-            return codec.decode(frame.body, frame.buffers)
+            return unpack(self._envelope, frame.body, frame.buffers)
         except Exception as error:
             name = call if isinstance(call, str) else describe(call)
             raise SerializationError(

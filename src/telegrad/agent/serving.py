@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch.futures
 
 from telegrad.agent.clock import Clock
 from telegrad.agent.current import local
+from telegrad.agent.packing import Envelope, pack, unpack
 from telegrad.agent.reading import ReadLoop
 from telegrad.agent.threads import Executor, Threads
 from telegrad.deadline import Deadline
@@ -30,7 +32,10 @@ from telegrad.wire.callables import LIMIT, Function, describe
 from telegrad.wire.failures import encode_failure, remote_traceback
 from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, Frame, Kind
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 ASYNC_MARK = "_wrapped_async_rpc_function"
+_INTERNAL_MARK = "_internal_to_telegrad"
 
 _SLOW = 0.002  # seconds: a function that takes longer is run by the executor
 _FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
@@ -39,6 +44,21 @@ _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
 
 _log = logging.getLogger("telegrad")
 _now = time.perf_counter
+
+
+class Later:
+    """What a function returns whose value is that of a future: like `async_execution`, decided call by call."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        self.future = future
+
+
+def internal(function: F) -> F:
+    """A decorator for functions of Telegrad itself: their calls do not count as work of the user."""
+    setattr(function, _INTERNAL_MARK, True)
+    return function
 
 
 class Target:
@@ -50,7 +70,7 @@ class Target:
         self.function = function
         self.name = describe(function)
         self.answers_later = getattr(function, ASYNC_MARK, None) is not None
-        self.internal = str(getattr(function, "__module__", "")).startswith("telegrad.agent.")
+        self.internal = hasattr(function, _INTERNAL_MARK)
         self.seconds = -1.0  # a moving average; negative: never run
 
     def __repr__(self) -> str:
@@ -70,6 +90,7 @@ class Host(Protocol):
     clock: Clock
     calls_served: int
 
+    def envelope(self, peer: str, incarnation: str) -> Envelope: ...
     def target(self, function: Function) -> Target: ...
     def allowed(self, function: Function) -> bool: ...
     def inbound_ended(self, inbound: Inbound, error: Exception) -> None: ...
@@ -86,6 +107,7 @@ class Inbound:
         self.loop: ReadLoop | None = None
         self._active: set[int] = set()  # calls of users that have not been answered
         self._host = host
+        self._envelope = host.envelope(self.peer_name, self.incarnation)
         self._functions: dict[int, Target] = {}
         self._reading: Target | None = None  # what the reader of a pipe is running
         self._waiting: dict[int, Any] = {}
@@ -212,8 +234,8 @@ class Inbound:
             value = target.function(*args, **kwargs)
             target.took(_now() - started)
             del args, kwargs
-            if target.answers_later:
-                self._answer_later(frame.call, target, value)
+            if target.answers_later or type(value) is Later:
+                self._answer_later(frame.call, target, value.future if type(value) is Later else value)
                 return
         except BaseException as error:
             self._fail(frame.call, target, error)
@@ -226,7 +248,7 @@ class Inbound:
         if flags & DEFINES:
             body = memoryview(body)[4 + int.from_bytes(body[:4], "little") :]
         try:
-            value = codec.decode(body, frame.buffers)
+            value = unpack(self._envelope, body, frame.buffers)
         except Exception as error:
             raise SerializationError(
                 f"worker {self._host.name!r} could not unpickle the arguments: {type(error).__name__}: {error}. "
@@ -247,7 +269,7 @@ class Inbound:
 
     def _answer(self, call: int, target: Target, value: Any, loop: ReadLoop | None = None, epoch: int = 0) -> None:
         try:
-            body, buffers = codec.encode(value)
+            body, buffers = pack(self._envelope, value)
         except Exception as error:
             self._fail(call, target, error)
             return

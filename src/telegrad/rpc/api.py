@@ -1,7 +1,7 @@
 """The calls of `torch.distributed.rpc` over this process's default agent.
 
-State: `_process` holds the default agent and how often `init_rpc` ran. Inside a remote function, the agent that runs it
-counts, so several agents in one process do not mix.
+State: the default agent (`agent.current.process`) and how often `init_rpc` ran. Inside a remote function, the agent
+that runs it counts, so several agents in one process do not mix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from telegrad.agent.agent import Agent
-from telegrad.agent.current import current_agent
+from telegrad.agent.current import active_agent, process
 from telegrad.agent.membership import WorkerInfo
 from telegrad.errors import UsageError
 from telegrad.futures import Future
@@ -33,14 +33,15 @@ To = str | int | WorkerInfo
 __all__ = ["get_rpc_timeout", "get_worker_info", "init_rpc", "is_available", "rpc_async", "rpc_sync", "shutdown"]
 
 
-class _Process:
+class _Inits:
+    """How often `init_rpc` ran in this process: each run has its own prefix in the store."""
+
     def __init__(self) -> None:
-        self.agent: Agent | None = None
-        self.inits = 0
+        self.count = 0
         self.lock = threading.Lock()
 
 
-_process = _Process()
+_inits = _Inits()
 _thread_local_var = threading.local()
 
 
@@ -69,12 +70,12 @@ def init_rpc(
         backend = _infer_backend(rpc_backend_options)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
-    with _process.lock:
-        if _process.agent is not None and not _process.agent.closing:
+    with _inits.lock:
+        if active_agent() is not None:
             raise UsageError("RPC is already initialized; call shutdown first")
         store, rank, world_size = _rendezvous(rpc_backend_options.init_method, rank, world_size)
-        store = dist.PrefixStore(f"telegrad_{_process.inits}", store)
-        _process.inits += 1
+        store = dist.PrefixStore(f"telegrad_{_inits.count}", store)
+        _inits.count += 1
         _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
 
 
@@ -113,7 +114,7 @@ def _init_rpc_backend(
     for value, kind in ((name, str), (rank, int), (rpc_backend_options, RpcBackendOptions)):
         if not isinstance(value, kind):
             raise UsageError(f"Argument {value} must be of type {kind} but got type {type(value)}")
-    _process.agent = backend_registry.init_backend(
+    process.agent = backend_registry.init_backend(
         BackendType.TENSORPIPE if backend is None else backend,
         store=store,
         name=name,
@@ -148,9 +149,7 @@ def rpc_sync(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> T:
     """Run `func(*args, **kwargs)` on worker `to` and return its result. `timeout` in seconds; 0 means no limit."""
-    agent = current_agent() or _process.agent
-    if agent is None or agent.closing:
-        agent = _require_agent()
+    agent = active_agent() or _require_agent()
     if timeout == UNSET_RPC_TIMEOUT:
         limit = agent.timeout
     else:
@@ -190,8 +189,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             agent.shutdown(timeout or None)
     finally:
         agent.close()
-        if _process.agent is agent:
-            _process.agent = None
+        if process.agent is agent:
+            process.agent = None
 
 
 def get_rpc_timeout() -> float:
@@ -213,8 +212,8 @@ def _check(func: object, timeout: float) -> None:
 
 
 def _require_agent() -> Agent:
-    agent = current_agent() or _process.agent
-    if agent is None or agent.closing:
+    agent = active_agent()
+    if agent is None:
         raise UsageError("RPC has not been initialized. Call telegrad.rpc.init_rpc first.")
     return agent
 
@@ -231,8 +230,7 @@ def _require_initialized(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _is_current_rpc_agent_set() -> bool:
-    agent = current_agent() or _process.agent
-    return agent is not None and not agent.closing
+    return active_agent() is not None
 
 
 def _get_current_rpc_agent() -> Agent:

@@ -15,6 +15,7 @@ from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, Modul
 from typing import Any
 
 LIMIT = 1 << 14
+BY_REFERENCE = "pickles_by_reference"  # a class with this attribute makes hashable callables that never change
 Function = Callable[..., Any]
 
 
@@ -49,7 +50,7 @@ class Numbers:
 def _by_reference(function: Function) -> bool:
     if isinstance(function, BuiltinFunctionType):
         return isinstance(function.__self__, ModuleType | type | None)
-    return isinstance(function, FunctionType | MethodDescriptorType | type)
+    return isinstance(function, FunctionType | MethodDescriptorType | type) or hasattr(type(function), BY_REFERENCE)
 
 
 def defined_in_main(function: Function) -> bool:
