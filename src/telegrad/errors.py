@@ -11,6 +11,7 @@
     ├── ProtocolError        a peer sent bytes that break the protocol
     │   └── AuthenticationError   a peer does not know the secret
     ├── SerializationError   a value cannot travel; says which one, by its path
+    ├── StaleReference       a reference to an object that is gone, or to an earlier life of its owner
     └── InternalError        this should never happen: please report it
 
 Where `torch.distributed.rpc` raises `RuntimeError`, ours is a `RuntimeError` too, so all of them are.
@@ -117,6 +118,10 @@ class SerializationError(TelegradError, TypeError):
     def __init__(self, message: str = "", *, path: str = "", peer: str | None = None, call: str | None = None) -> None:
         super().__init__(message, peer=peer, call=call)
         self.path = path
+
+
+class StaleReference(TelegradError, LookupError):
+    """A reference whose object no longer exists."""
 
 
 class InternalError(TelegradError):

@@ -279,6 +279,17 @@ class Agent:
         """The worker with this name or rank; this one if none is named."""
         return self.me.info if to is None else self.directory.find(_key(to)).info
 
+    def member(self, to: To) -> Member:
+        """What the directory knows of a worker: the incarnation that a call would reach."""
+        key = _key(to)
+        link = self._by_key.get(key)
+        if link is not None and not link.lost:
+            return link.member
+        try:
+            return self.directory.find(key, refresh=link is not None or self.world_size is None)
+        except JoinError:  # the store is gone; what it said last still helps
+            return self.directory.find(key)
+
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers that have not left, by rank."""
         return [member.info for member in self.directory.members(refresh=self.world_size is None)]

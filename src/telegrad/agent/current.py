@@ -28,7 +28,7 @@ process = _Process()
 
 
 def active_agent() -> Agent | None:
-    """The agent that runs the current remote function, else the process's own; None if there is none or it is closed."""
+    """The agent that runs the current remote function, else the process's own; None if there is none in use."""
     agent = local.agent or process.agent
     return None if agent is None or agent.closing else agent
 

@@ -103,10 +103,7 @@ class Link:
 
     def call(self, function: Function, args: Args, kwargs: dict[str, Any] | None, timeout: float | None) -> Any:
         """Call and wait for the result."""
-        try:
-            lane = self._idle.pop()
-        except IndexError:
-            lane = self._open_lane()
+        lane = self._take_lane() or self._open_lane()
         message = self.encode(lane.heard, function, args, kwargs, lane)
         self._busy.add(lane)
         role = waiting.pause()
@@ -236,6 +233,12 @@ class Link:
             lane.channel.shut()
         self.pipe.fail_all()
         self.pipe.close(last_words)
+
+    def _take_lane(self) -> Lane | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
 
     def _open_lane(self) -> Lane:
         if self._error is not None:

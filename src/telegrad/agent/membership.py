@@ -87,6 +87,7 @@ class Directory:
         self._store = store
         self._lock = threading.Lock()
         self._seen: dict[int, Member] = {}
+        self._names: dict[str, str] = {}  # of every incarnation ever seen
         self.group = self._agree_on_group(fixed_size)
 
     def __repr__(self) -> str:
@@ -155,6 +156,12 @@ class Directory:
         member = self._known(name)
         return member is not None and member.incarnation == incarnation
 
+    def name_of(self, incarnation: str) -> str:
+        """The name of a worker by its incarnation, living or dead."""
+        if incarnation not in self._names:
+            self.members(refresh=True)
+        return self._names.get(incarnation, f"unknown worker {incarnation}")
+
     def leave(self, member: Member) -> None:
         """Mark this worker as gone, unless a newer incarnation has taken its place."""
         now = self._read(member.rank)
@@ -186,7 +193,7 @@ class Directory:
 
     def _write(self, member: Member) -> None:
         self._store.set(f"rank/{member.rank}", json.dumps(asdict(member)))
-        self._seen[member.rank] = member
+        self._remember(member)
 
     def _read(self, rank: int) -> Member | None:
         text = self._get(f"rank/{rank}")
@@ -200,8 +207,12 @@ class Directory:
             tuple(map(str, entry["addresses"])),
             bool(entry["left"]),
         )
-        self._seen[rank] = member
+        self._remember(member)
         return member
+
+    def _remember(self, member: Member) -> None:
+        self._seen[member.rank] = member
+        self._names[member.incarnation] = member.name
 
     def _get(self, key: str) -> str | None:
         try:

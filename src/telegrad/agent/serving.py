@@ -64,13 +64,14 @@ def internal(function: F) -> F:
 class Target:
     """A function that peers call here, and how long it takes."""
 
-    __slots__ = ("answers_later", "function", "internal", "name", "seconds")
+    __slots__ = ("answers_later", "function", "internal", "must_run", "name", "seconds")
 
     def __init__(self, function: Function) -> None:
         self.function = function
         self.name = describe(function)
         self.answers_later = getattr(function, ASYNC_MARK, None) is not None
         self.internal = hasattr(function, _INTERNAL_MARK)
+        self.must_run = bool(getattr(function, "must_run", False))  # even if its caller no longer waits
         self.seconds = -1.0  # a moving average; negative: never run
 
     def __repr__(self) -> str:
@@ -175,8 +176,9 @@ class Inbound:
         deadline = Deadline.from_wire(frame.left_ms)
 
         def job() -> None:
-            if frame.call in self._cancelled or (deadline is not None and deadline.passed()):
-                self._cancelled.discard(frame.call)  # nobody waits for it any more
+            unwanted = frame.call in self._cancelled or (deadline is not None and deadline.passed())
+            self._cancelled.discard(frame.call)
+            if unwanted and not target.must_run:
                 self._active.discard(frame.call)
             else:
                 self._execute(frame, target)

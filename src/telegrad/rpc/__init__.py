@@ -8,7 +8,8 @@ True
 from telegrad.agent.agent import Agent
 from telegrad.agent.membership import WorkerInfo
 from telegrad.futures import Future
-from telegrad.rpc import api, backend_registry, constants, functions, options
+from telegrad.refs import RRef
+from telegrad.rpc import api, backend_registry, constants, functions, internal, options
 from telegrad.rpc.api import (
     AllGatherStates as AllGatherStates,
 )
@@ -31,6 +32,9 @@ from telegrad.rpc.api import (
     _require_initialized as _require_initialized,
 )
 from telegrad.rpc.api import (
+    _rref_context_get_debug_info as _rref_context_get_debug_info,
+)
+from telegrad.rpc.api import (
     _set_rpc_timeout as _set_rpc_timeout,
 )
 from telegrad.rpc.api import (
@@ -44,6 +48,7 @@ from telegrad.rpc.api import (
     get_worker_info,
     init_rpc,
     is_available,
+    remote,
     rpc_async,
     rpc_sync,
     shutdown,
@@ -57,6 +62,7 @@ __all__ = [
     "Agent",
     "BackendType",
     "Future",
+    "RRef",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
@@ -67,8 +73,10 @@ __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "internal",
     "is_available",
     "options",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",

@@ -16,11 +16,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from telegrad import refs
 from telegrad.agent.agent import Agent
 from telegrad.agent.current import active_agent, process
 from telegrad.agent.membership import WorkerInfo
 from telegrad.errors import UsageError
 from telegrad.futures import Future
+from telegrad.refs import RRef
+from telegrad.refs.keeper import Keeper
 from telegrad.rpc import backend_registry
 from telegrad.rpc.backend_registry import BackendType
 from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -30,7 +33,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 To = str | int | WorkerInfo
 
-__all__ = ["get_rpc_timeout", "get_worker_info", "init_rpc", "is_available", "rpc_async", "rpc_sync", "shutdown"]
+__all__ = [
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
 
 
 class _Inits:
@@ -176,6 +188,20 @@ def rpc_async(
     return future
 
 
+def remote(
+    to: To,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]:
+    """Run `func(*args, **kwargs)` on worker `to` and leave the result there; returns a reference to it at once."""
+    agent = _require_agent()
+    _check(func, timeout)
+    limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
+    return refs.remote(to, func, args or (), kwargs, limit, agent=agent)
+
+
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
     """The worker with this name; this one without an argument."""
     return _require_agent().get_worker_info(worker_name)
@@ -235,6 +261,17 @@ def _is_current_rpc_agent_set() -> bool:
 
 def _get_current_rpc_agent() -> Agent:
     return _require_agent()
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """Torch's counters of references, from ours."""
+    figures = Keeper.of(_require_agent()).statistics()
+    return {
+        "num_owner_rrefs": str(figures["owned objects"]),
+        "num_forks": str(figures["references of others"]),
+        "num_pending_futures": str(figures["notes not acknowledged"]),
+        "num_pending_users": str(figures["unconfirmed creations"]),
+    }
 
 
 class AllGatherStates:

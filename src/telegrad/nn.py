@@ -1,0 +1,267 @@
+"""`RemoteModule`: an `nn.Module` whose parameters and computation live on another worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from telegrad.agent.current import active_agent
+from telegrad.agent.packing import current_envelope
+from telegrad.agent.serving import Later
+from telegrad.errors import SerializationError, UsageError
+from telegrad.futures import Future
+from telegrad.refs import RRef, remote
+from telegrad.refs.keeper import owner_keeper
+from telegrad.refs.ownership import Key
+
+__all__ = ["RemoteModule"]
+
+Self = TypeVar("Self", bound="RemoteModule")
+
+_TRAVELS = ("on", "device", "module_rref", "training")
+
+
+class RemoteModule(nn.Module):
+    """`module_cls(*args, **kwargs)`, made on `remote_device`: ``"worker/cuda:0"``, ``"worker"`` or ``"rank:1/cpu"``.
+
+    Calling it runs `forward` there. It can stand inside a local `nn.Sequential` and travels over RPC. What would only
+    make sense with the parameters at hand (`parameters`, `register_buffer`, hooks) says so; `train`, `eval`, `to`,
+    `state_dict`, `load_state_dict`, `zero_grad` and `requires_grad_` act on the module where it is.
+
+    >>> from telegrad.testing import LocalCluster
+    >>> with LocalCluster(2) as cluster:
+    ...     layer = RemoteModule("w1/cpu", nn.Linear, (3, 2), agent=cluster["w0"])
+    ...     layer(torch.ones(4, 3)).shape
+    torch.Size([4, 2])
+    """
+
+    module_rref: RRef[nn.Module]
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        *,
+        agent: Any = None,
+    ) -> None:
+        super().__init__()
+        agent = agent or active_agent()
+        if agent is None:
+            raise UsageError("RemoteModule requires RPC: call init_rpc first, or pass agent=")
+        to, device = parse_device(remote_device)
+        rref = remote(to, _make, (module_cls, args or (), kwargs or {}, device), agent=agent)
+        self._place(rref, device)
+
+    def _place(self, rref: RRef[nn.Module], device: str) -> None:
+        self.on = rref.owner_name()
+        self.device = device
+        self.module_rref = rref
+
+    @staticmethod
+    def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
+        """A `RemoteModule` for a module that is already there. Its worker is the owner of the reference."""
+        _, device = parse_device(remote_device)
+        module = RemoteModule.__new__(RemoteModule)
+        nn.Module.__init__(module)
+        module._place(module_rref, device)
+        return module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `forward` where it lives."""
+        return self.module_rref._call(_forward, -1.0, (self.device, *args), kwargs)
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """A future for `forward`."""
+        return self.module_rref._start(_forward, -1.0, (self.device, *args), kwargs)
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
+        """References to the parameters, for a `DistributedOptimizer`."""
+        found: list[RRef[nn.Parameter]] = self.module_rref._call(_parameters, -1.0, (recurse,), {})
+        return found
+
+    def get_module_rref(self) -> RRef[nn.Module]:
+        return self.module_rref
+
+    # What happens where the module lives
+
+    def train(self: Self, mode: bool = True) -> Self:
+        self.training = mode
+        self.module_rref.rpc_sync().train(mode)
+        return self
+
+    def to(self: Self, *args: Any, **kwargs: Any) -> Self:  # type: ignore[override]
+        """Move or convert the module on its worker."""
+        self.device = self.module_rref._call(_convert, -1.0, args, kwargs)
+        return self
+
+    def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
+        self.module_rref.rpc_sync().requires_grad_(requires_grad)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.module_rref.rpc_sync().zero_grad(set_to_none)
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """A copy of the module's state, here."""
+        target: dict[str, Any] = {} if destination is None else destination
+        target.update((prefix + name, value) for name, value in self.module_rref.rpc_sync().state_dict().items())
+        return target
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Give the module a state from here."""
+        return self.module_rref._call(_load, -1.0, (dict(state_dict), strict, assign), {})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Part of loading a module that contains this one."""
+        mine = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        try:
+            missing, unexpected = self.load_state_dict(mine, strict=False)
+        except RuntimeError as error:
+            error_msgs.append(str(error))
+            return
+        if strict:
+            missing_keys.extend(prefix + name for name in missing)
+            unexpected_keys.extend(prefix + name for name in unexpected)
+
+    def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
+        """A module that contains this one is moved or converted: what lives elsewhere stays as it is."""
+        return self
+
+    # A leaf among local modules
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        if self not in memo:
+            memo.add(self)
+            yield prefix, self
+
+    def extra_repr(self) -> str:
+        return f"on={self.on!r}, device={self.device!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        if current_envelope() is None:
+            raise SerializationError(
+                "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
+            )
+        return {name: getattr(self, name) for name in _TRAVELS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(state)
+
+
+def _not_here(name: str, advice: str = "") -> Callable[..., NoReturn]:
+    def raise_unsupported(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(f"Method ``{name}`` not supported for RemoteModule{advice}")
+
+    raise_unsupported.__name__ = name
+    return raise_unsupported
+
+
+for _name in (
+    "register_buffer",
+    "register_parameter",
+    "add_module",
+    "apply",
+    "register_backward_hook",
+    "register_full_backward_hook",
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "named_parameters",
+    "buffers",
+    "named_buffers",
+    "share_memory",
+):
+    setattr(RemoteModule, _name, _not_here(_name))
+RemoteModule.parameters = _not_here(  # type: ignore[method-assign, assignment]
+    "parameters", ". Please use ``remote_parameters`` instead."
+)
+
+
+def parse_device(text: str) -> tuple[str | int, str]:
+    """Worker and device of ``worker/device``, ``rank:n/device`` or ``worker``."""
+    worker, _, device = text.partition("/")
+    if not worker:
+        raise ValueError(f"{text!r} names no worker; write it like 'worker1/cuda:0' or 'rank:1/cpu'")
+    device = str(torch.device(device or "cpu"))
+    if worker.startswith("rank:"):
+        number = worker.removeprefix("rank:")
+        if not number.isdigit():
+            raise ValueError(f"{text!r} has no rank after 'rank:'")
+        return int(number), device
+    return worker, device
+
+
+# What the owner runs. Each gets the owner and key of the module first, as `RRef` sends them.
+
+
+def _make(
+    module_cls: Callable[..., nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
+) -> nn.Module:
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
+            f"but it returns an instance of {type(module)}."
+        )
+    return module.to(device)
+
+
+def _with_module(owner: str, key: Key, run: Callable[[nn.Module], Any]) -> Any:
+    """Run something with the module, as soon as it is made."""
+    value = owner_keeper(owner).books.find(key).value
+    return run(value.wait()) if value.done() else Later(value.then(lambda done: run(done.wait())))
+
+
+def _forward(owner: str, key: Key, device: str, /, *args: Any, **kwargs: Any) -> Any:
+    def run(module: nn.Module) -> Any:
+        if device == "cpu":
+            return module(*args, **kwargs)
+        moved = [_to(value, device) for value in args]
+        result = module(*moved, **{name: _to(value, device) for name, value in kwargs.items()})
+        return [_to(part, "cpu") for part in result] if isinstance(result, list) else _back(result)
+
+    return _with_module(owner, key, run)
+
+
+def _back(result: Any) -> Any:
+    return tuple(_to(part, "cpu") for part in result) if isinstance(result, tuple) else _to(result, "cpu")
+
+
+def _to(value: Any, device: str) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _parameters(owner: str, key: Key, recurse: bool) -> Any:
+    return _with_module(owner, key, lambda module: [RRef(parameter) for parameter in module.parameters(recurse)])
+
+
+def _convert(owner: str, key: Key, /, *args: Any, **kwargs: Any) -> Any:
+    def run(module: nn.Module) -> str:
+        module.to(*args, **kwargs)
+        first = next(iter([*module.parameters(), *module.buffers()]), None)
+        return "cpu" if first is None else str(first.device)
+
+    return _with_module(owner, key, run)
+
+
+def _load(owner: str, key: Key, state: dict[str, Any], strict: bool, assign: bool) -> Any:
+    return _with_module(owner, key, lambda module: tuple(module.load_state_dict(state, strict=strict, assign=assign)))

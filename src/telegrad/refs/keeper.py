@@ -1,0 +1,163 @@
+"""`Keeper`: everything an agent has to do with references. One per agent, made on first use.
+
+It joins the books (`ownership`) with the agent: notes go out and come in, dropped references are swept on the clock,
+lost workers are written off, balances that look wrong are audited, and the functions at the end of this file are what
+other workers call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from telegrad.agent.current import active_agent
+from telegrad.agent.serving import Later, internal
+from telegrad.errors import InternalError, StaleReference, TelegradError
+from telegrad.refs.notes import Inbox, Note, Outbox
+from telegrad.refs.ownership import Books, Key
+
+if TYPE_CHECKING:
+    from telegrad.agent.agent import Agent
+
+_SWEEP_EVERY = 0.05
+_SWEEP_AT = 1000
+_AUDIT_EVERY = 5.0
+_PATIENCE = 30.0
+
+
+class Keeper:
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.books = Books(agent)
+        self.inbox = Inbox(self._apply)
+        self._outboxes: dict[str, Outbox] = {}
+        self._lock = threading.Lock()
+        self._suspected: dict[tuple[str, Key], float] = {}
+        self.pending = 0  # creations that their owners have not confirmed
+        agent.on_loss(self._lost)
+        agent.clock.every(_SWEEP_EVERY, self._tick)
+        agent.clock.every(_AUDIT_EVERY, lambda: agent.threads.start(self.audit))
+
+    @classmethod
+    def of(cls, agent: Agent | None) -> Keeper:
+        if agent is None:
+            raise InternalError("references need an agent")
+        return agent.service(cls)
+
+    def __repr__(self) -> str:
+        return f"<Keeper of {self.agent.name}: {self.books!r}, {self.inbox!r}, {list(self._outboxes.values())}>"
+
+    def note(self, owner_name: str, owner: str, *notes: Note) -> None:
+        """Tell an owner something; our own books are told directly."""
+        if owner == self.agent.me.incarnation:
+            for note in notes:
+                self._apply(note)
+            return
+        with self._lock:
+            outbox = self._outboxes.get(owner)
+            if outbox is None:
+                outbox = self._outboxes[owner] = Outbox(self.agent, owner_name, owner, _deliver)
+        outbox.send(list(notes))
+
+    def export(self, owner_name: str, owner: str, key: Key, holder: str) -> None:
+        """A reference is about to be sent to `holder`: its owner must know before it leaves."""
+        self.note(owner_name, owner, ("lend", key, holder))
+
+    def sweep(self) -> None:
+        """Give back what died here since the last time."""
+        me = self.agent.me.incarnation
+        by_owner: dict[str, list[Note]] = {}
+        for owner, key, count in self.books.sweep():
+            by_owner.setdefault(owner, []).append(("release", key, me, count))
+        for owner, notes in by_owner.items():
+            self.note(self._name_of(owner), owner, *notes)
+
+    def sweep_if_many(self) -> None:
+        if self.books.dropped > _SWEEP_AT:
+            self.sweep()
+
+    def audit(self) -> None:
+        """Ask holders whose balance has not moved for a while whether they really hold; twice, then write off."""
+        if self.agent.closing:
+            return
+        suspected: dict[tuple[str, Key], float] = {}
+        for holder, keys in self.books.suspects(time.monotonic()).items():
+            known = self._ask(holder, [key for key, _ in keys])
+            for (key, moved), is_known in zip(keys, known, strict=True):
+                if is_known:
+                    continue
+                if self._suspected.get((holder, key)) == moved:
+                    self.books.write_off(key, holder, moved)
+                else:
+                    suspected[holder, key] = moved
+        self._suspected = suspected
+
+    def statistics(self) -> dict[str, int]:
+        unacknowledged = sum(outbox.unacknowledged for outbox in list(self._outboxes.values()))
+        return {
+            **self.books.statistics(),
+            "unconfirmed creations": self.pending,
+            "notes not acknowledged": unacknowledged,
+        }
+
+    def _ask(self, holder: str, keys: list[Key]) -> list[bool]:
+        me = self.agent.me.incarnation
+        if holder == me:  # a message to ourselves that never arrived
+            return [False] * len(keys)
+        try:
+            question = self.agent.start(self._name_of(holder), _known, (me, keys), None, _PATIENCE, internal=True)
+            answer: list[bool] = question.wait()
+        except TelegradError:
+            return [True] * len(keys)  # no answer is no evidence; if it is lost, that is found elsewhere
+        return answer
+
+    def _name_of(self, incarnation: str) -> str:
+        return self.agent.directory.name_of(incarnation)
+
+    def _tick(self) -> None:
+        if self.books.dropped:
+            self.agent.threads.start(self.sweep)
+
+    def _lost(self, name: str, incarnation: str) -> None:
+        self._outboxes.pop(incarnation, None)
+        self.inbox.forget(incarnation)
+        self.books.lost(incarnation)
+
+    def _apply(self, note: Note) -> None:
+        kind, key, *rest = note
+        if kind == "lend":
+            self.books.lend(key, *rest)
+        elif kind == "release":
+            self.books.release(key, *rest)
+        elif kind == "void":
+            self.books.void(key)
+        else:
+            raise InternalError(f"an unknown note {note}")
+
+
+def owner_keeper(owner: str) -> Keeper:
+    """Inside a call that is meant for the owner of a reference: its keeper, if this still is that owner."""
+    keeper = Keeper.of(active_agent())
+    if keeper.agent.me.incarnation != owner:
+        raise StaleReference(
+            f"the reference belongs to an earlier life of worker {keeper.agent.name!r}, which has restarted since; "
+            "its objects are gone"
+        )
+    return keeper
+
+
+@internal
+def _deliver(owner: str, sender: str, number: int, notes: list[Note]) -> None:
+    owner_keeper(owner).inbox.receive(sender, number, notes)
+
+
+@internal
+def _known(owner: str, keys: list[Key]) -> list[bool]:
+    return Keeper.of(active_agent()).books.known(owner, keys)
+
+
+def fetch(owner: str, key: Key) -> Any:
+    """The value of an object, as soon as there is one."""
+    value = owner_keeper(owner).books.find(key).value
+    return value.wait() if value.done() else Later(value)

@@ -1,0 +1,167 @@
+"""Calls of an object's methods through a reference: one round trip each, whatever the object's type.
+
+`method("act")` is what travels: a callable that is numbered per connection like a function, so that its cost is learned
+by name. At the owner it finds the object (waiting, without a thread, for one that is still being made) and calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from telegrad.agent.serving import ASYNC_MARK, Later
+from telegrad.errors import UsageError
+from telegrad.futures import Future
+from telegrad.refs.keeper import Keeper, owner_keeper
+from telegrad.refs.ownership import Key
+
+if TYPE_CHECKING:
+    from telegrad.refs.rref import RRef
+
+Send = Callable[[Any, float, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Method:
+    """Calls the method of this name on an object of the worker that it runs on."""
+
+    pickles_by_reference = True
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.__qualname__ = f"method {name}"
+
+    def __call__(self, owner: str, key: Key, /, *args: Any, **kwargs: Any) -> Any:
+        keeper = owner_keeper(owner)
+        value = keeper.books.find(key).value
+        if value.done():
+            return self._invoke(keeper, value.wait(), args, kwargs)
+        result: Future[Any] = Future()
+        value.add_done_callback(lambda _: keeper.agent.threads.start(run))
+
+        def run() -> None:
+            try:
+                outcome = self._invoke(keeper, value.wait(), args, kwargs)
+            except Exception as error:
+                result._settle(None, error)
+                return
+            if type(outcome) is Later:
+                outcome.future.add_done_callback(functools.partial(_copy, result))
+            else:
+                result._settle(outcome, None)
+
+        return Later(result)
+
+    def _invoke(self, keeper: Keeper, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        function = getattr(target, self._name)
+        if not keeper.agent.allowed(getattr(function, "__func__", function)):
+            raise UsageError(f"worker {keeper.agent.name!r} serves only registered functions; {self._name} is not one")
+        outcome = function(*args, **kwargs)
+        return Later(outcome) if getattr(function, ASYNC_MARK, None) is not None else outcome
+
+    def __reduce__(self) -> tuple[Callable[[str], Method], tuple[str]]:
+        return method, (self._name,)
+
+
+@functools.lru_cache(maxsize=4096)
+def method(name: str) -> Method:
+    """The one `Method` of this name."""
+    return Method(name)
+
+
+def _copy(target: Future[Any], done: Any) -> None:
+    try:
+        target._settle(done.value(), None)
+    except Exception as error:
+        target._settle(None, error)
+
+
+class Proxy:
+    """Stands for the object: what is called on it is sent to the owner."""
+
+    def __init__(self, send: Send, timeout: float) -> None:
+        self._send = send
+        self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {getattr(self._send, '__self__', None)!r}>"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        send, timeout, called = self._send, self._timeout, method(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return send(called, timeout, args, kwargs)
+
+        return call
+
+
+class SyncProxy(Proxy):
+    """Methods return their results."""
+
+
+class AsyncProxy(Proxy):
+    """Methods return futures."""
+
+
+class RemoteProxy(Proxy):
+    """Methods return references to their results."""
+
+
+class StreamProxy(Proxy):
+    """Methods return streams of what they yield."""
+
+    def __init__(self, send: Send, timeout: float, chunk: int) -> None:
+        if chunk < 1:
+            raise UsageError(f"a stream brings at least one item at a time, not {chunk}")
+        super().__init__(send, timeout)
+        self._chunk = chunk
+
+    def __getattr__(self, name: str) -> Callable[..., Stream]:
+        create = super().__getattr__(name)
+
+        def call(*args: Any, **kwargs: Any) -> Stream:
+            return Stream(create(*args, **kwargs), self._timeout, self._chunk)
+
+        return call
+
+
+class Stream:
+    """What a generator on another worker yields. While one chunk is used, the next is under way; no more than that."""
+
+    def __init__(self, generator: RRef[Any], timeout: float, chunk: int) -> None:
+        self._generator = generator
+        self._timeout = timeout
+        self._chunk = chunk
+        self._next: Future[tuple[list[Any], bool]] | None = self._pull()
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._next is not None:
+            items, ended = self._next.wait()
+            self._next = None if ended else self._pull()
+            yield from items
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while self._next is not None:
+            items, ended = await self._next
+            self._next = None if ended else self._pull()
+            for item in items:
+                yield item
+
+    def _pull(self) -> Future[tuple[list[Any], bool]]:
+        future: Future[tuple[list[Any], bool]] = self._generator._start(_pull, self._timeout, (self._chunk,), {})
+        return future
+
+
+def _pull(owner: str, key: Key, count: int) -> Any:
+    """At the owner: the next items, and whether they are the last."""
+    value = owner_keeper(owner).books.find(key).value
+    return Later(value.then(lambda done: _advance(done.wait(), count)))
+
+
+def _advance(generator: Any, count: int) -> tuple[list[Any], bool]:
+    items: list[Any] = []
+    for item in generator:
+        items.append(item)
+        if len(items) == count:
+            return items, False
+    return items, True

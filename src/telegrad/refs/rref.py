@@ -1,0 +1,243 @@
+"""`RRef`: a reference to an object that lives on one worker, its owner, and can be used from any.
+
+A reference is tied to the agent that holds it. It travels only inside calls; packing it tells the owner who gets it
+(see `ownership`). When it dies, its books are told through a queue, never from inside the garbage collector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+from telegrad.agent.agent import DEFAULT
+from telegrad.agent.current import active_agent
+from telegrad.agent.membership import WorkerInfo
+from telegrad.agent.packing import Envelope, before_sending, current_envelope
+from telegrad.errors import CallTimeout, SerializationError, UsageError
+from telegrad.futures import Future
+from telegrad.refs import proxy
+from telegrad.refs.creation import creating
+from telegrad.refs.keeper import Keeper, fetch
+from telegrad.refs.ownership import Entry, Key
+from telegrad.wire import codec
+
+if TYPE_CHECKING:
+    from telegrad.agent.agent import Agent, To
+
+T = TypeVar("T")
+
+
+class RRef(Generic[T]):
+    """A reference to `value`, which stays on this worker.
+
+    >>> from telegrad.testing import LocalCluster
+    >>> with LocalCluster(2) as cluster:
+    ...     numbers = remote("w1", list, ((1, 2),), agent=cluster["w0"])
+    ...     numbers.rpc_sync().append(3)
+    ...     numbers.to_here()
+    [1, 2, 3]
+    """
+
+    __slots__ = ("__weakref__", "_creation", "_keeper", "_key", "_owner", "_owner_info")
+
+    def __init__(self, value: T, type_hint: Any = None, *, agent: Agent | None = None) -> None:
+        agent = agent or active_agent()
+        if agent is None:
+            raise UsageError(
+                "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+            )
+        keeper = Keeper.of(agent)
+        self._fill(keeper, agent.me.info, agent.me.incarnation, keeper.books.own(value), None)
+
+    def _fill(self, keeper: Keeper, info: WorkerInfo, owner: str, key: Key, creation: Future[Any] | None) -> RRef[T]:
+        self._keeper = keeper
+        self._owner_info = info
+        self._owner = owner
+        self._key = key
+        self._creation = creation
+        return self
+
+    def __del__(self) -> None:
+        try:
+            books = self._keeper.books
+        except AttributeError:
+            return  # it was never filled
+        books.drop(self._owner, self._key)
+
+    def __repr__(self) -> str:
+        kind = "OwnerRRef" if self.is_owner() else "UserRRef"
+        state = "" if self.confirmed_by_owner() else ", not confirmed yet"
+        return f"{kind}(owner={self._owner_info.name!r}, object {self._key.number} of {self._key.creator}{state})"
+
+    def is_owner(self) -> bool:
+        """Does the object live on this worker?"""
+        return self._owner == self._keeper.agent.me.incarnation
+
+    def owner(self) -> WorkerInfo:
+        """The worker that the object lives on."""
+        return self._owner_info
+
+    def owner_name(self) -> str:
+        return self._owner_info.name
+
+    def confirmed_by_owner(self) -> bool:
+        """Does the owner have the object? True from the start except for what `remote` is still creating."""
+        return self._creation is None or (self._creation.done() and self._creation.exception() is None)
+
+    def local_value(self) -> T:
+        """The object itself, on its owner."""
+        if not self.is_owner():
+            raise UsageError(
+                f"For {self!r}, can't call localValue() on user {self._keeper.agent.me.info}. "
+                "Call it on owner " + str(self._owner_info)
+            )
+        value: T = self._entry().value.wait()
+        return value
+
+    def to_here(self, timeout: float = -1.0) -> T:
+        """A copy of the object; on its owner, the object itself. Raises what its creation raised."""
+        self._raise_failed_creation()
+        if self.is_owner():
+            return self._entry().value.result(None if timeout <= 0 else timeout)  # type: ignore[no-any-return]
+        here: T = self._agent.invoke(self._owner_info.name, fetch, (self._owner, self._key), None, limit(timeout))
+        return here
+
+    def fetch_async(self, timeout: float = -1.0) -> Future[T]:
+        """A future for `to_here`."""
+        return self._agent.start(self._owner_info.name, fetch, (self._owner, self._key), None, limit(timeout))
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.fetch_async().__await__()
+
+    def rpc_sync(self, timeout: float = -1.0) -> Any:
+        """`rref.rpc_sync().method(...)` runs the method on the owner and returns its result."""
+        return proxy.SyncProxy(self._call, timeout)
+
+    def rpc_async(self, timeout: float = -1.0) -> Any:
+        """`rref.rpc_async().method(...)` returns a future, which can be awaited."""
+        return proxy.AsyncProxy(self._start, timeout)
+
+    def remote(self, timeout: float = -1.0) -> Any:
+        """`rref.remote().method(...)` returns a reference to the result, which stays on the owner."""
+        return proxy.RemoteProxy(self._create, timeout)
+
+    def stream(self, timeout: float = -1.0, chunk: int = 1) -> Any:
+        """`for x in rref.stream().method(...)`, or `async for`: what a generator on the owner yields, as it is used."""
+        return proxy.StreamProxy(self._create, timeout, chunk)
+
+    def _get_future(self) -> Future[Any]:
+        """A future that completes when the owner has the object, or fails as its creation did."""
+        if self._creation is not None:
+            return self._creation
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+    @property
+    def _agent(self) -> Agent:
+        return self._keeper.agent
+
+    def _entry(self) -> Entry:
+        return self._keeper.books.find(self._key)
+
+    def _raise_failed_creation(self) -> None:
+        if self._creation is not None and self._creation.done():
+            error = self._creation.exception()
+            if isinstance(error, CallTimeout):
+                raise CallTimeout(f"RRef creation timed out: {error}", peer=error.peer, call=error.call) from error
+            if error is not None:
+                raise error
+
+    def _call(self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._raise_failed_creation()
+        args = (self._owner, self._key, *args)
+        return self._agent.invoke(self._owner_info.name, method, args, kwargs, limit(timeout))
+
+    def _start(self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        self._raise_failed_creation()
+        args = (self._owner, self._key, *args)
+        return self._agent.start(self._owner_info.name, method, args, kwargs, limit(timeout))
+
+    def _create(self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RRef[Any]:
+        self._raise_failed_creation()
+        args = (self._owner, self._key, *args)
+        return remote(self._owner_info, method, args, kwargs, limit(timeout), agent=self._agent)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise SerializationError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC: send it as an argument "
+            "or result of a call"
+        )
+
+
+def limit(timeout: float) -> Any:
+    """A timeout of the torch-shaped API: negative for the default, 0 for none."""
+    return DEFAULT if timeout < 0 else timeout or None
+
+
+def remote(
+    to: To,
+    function: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: Any = DEFAULT,
+    *,
+    agent: Agent | None = None,
+) -> RRef[T]:
+    """Run `function(*args, **kwargs)` on worker `to`; the result stays there, and a reference to it returns at once."""
+    agent = agent or active_agent()
+    if agent is None:
+        raise UsageError("RPC has not been initialized. Call telegrad.rpc.init_rpc first.")
+    keeper = Keeper.of(agent)
+    keeper.sweep_if_many()
+    member = agent.member(to)
+    owner, here = member.incarnation, member.incarnation == agent.me.incarnation
+    key = keeper.books.next_key(owner)
+    if here:
+        keeper.books.create(key)
+    else:
+        keeper.books.receive(owner, key)
+    keeper.pending += 1
+    try:
+        creation = agent.start(member.name, creating(function), (owner, key, *args), kwargs, timeout)
+    except BaseException:
+        keeper.pending -= 1
+        keeper.books.cancel(owner, key)
+        keeper.note(member.name, owner, ("void", key))
+        raise
+    creation.add_done_callback(lambda _: _confirmed(keeper))
+    rref: RRef[T] = RRef.__new__(RRef)
+    return rref._fill(keeper, member.info, owner, key, creation)
+
+
+def _confirmed(keeper: Keeper) -> None:
+    keeper.pending -= 1
+
+
+def _reduce(rref: RRef[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """How a reference travels: who owns it, and its key. Before the message leaves, the owner learns who gets it."""
+    envelope = current_envelope()
+    if envelope is None:
+        rref.__reduce_ex__(5)
+    if envelope is not None and envelope.agent is not rref._keeper.agent:
+        raise SerializationError(f"{rref!r} belongs to another agent of this process than the one that sends it")
+    info = rref._owner_info
+
+    def tell(where: Envelope) -> None:
+        rref._keeper.export(info.name, rref._owner, rref._key, where.incarnation)
+
+    before_sending(rref, tell)
+    return _rebuild, (info.name, info.id, rref._owner, *rref._key)
+
+
+def _rebuild(name: str, rank: int, owner: str, creator: str, number: int) -> RRef[Any]:
+    envelope = current_envelope()
+    if envelope is None:
+        raise SerializationError("a reference arrived outside a call")
+    keeper, key = Keeper.of(envelope.agent), Key(creator, number)
+    keeper.books.receive(owner, key)
+    rref: RRef[Any] = RRef.__new__(RRef)
+    return rref._fill(keeper, WorkerInfo(name, rank), owner, key, None)
+
+
+codec.register(RRef, _reduce)

@@ -1,0 +1,45 @@
+"""Names of `torch.distributed.rpc.internal` that clients and PyTorch's own tests reach for."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from telegrad.wire import codec
+
+__all__ = ["PythonUDF", "RPCExecMode"]
+
+
+class RPCExecMode(enum.Enum):
+    """How a call is made."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    ASYNC_JIT = "async_jit"
+    REMOTE = "remote"
+
+
+class PythonUDF(NamedTuple):
+    """A call before it is made."""
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+
+class _Pickler:
+    """The codec under torch's names."""
+
+    def serialize(self, value: Any) -> tuple[bytes, list[memoryview]]:
+        return codec.encode(value)
+
+    def deserialize(self, data: bytes, buffers: Sequence[memoryview]) -> Any:
+        return codec.decode(data, buffers)
+
+
+_internal_rpc_pickler = _Pickler()
+
+
+def _build_rpc_profiling_key(mode: RPCExecMode, function: str, source: str, target: str) -> str:
+    return f"rpc_{mode.value}#{function}({source} -> {target})"
