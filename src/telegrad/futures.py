@@ -36,6 +36,7 @@ class Future(torch.futures.Future[T]):
     _settled = False
     _cancelled = False
     _on_cancel: Callable[[], None] | None = None
+    _event: threading.Event | None = None
 
     def wait(self) -> T:
         """Block until the result is there; raises what the call raised."""
@@ -66,6 +67,11 @@ class Future(torch.futures.Future[T]):
         if self._on_cancel is not None:
             self._on_cancel()
         return True
+
+    @property
+    def is_call(self) -> bool:
+        """Is this the result of one call, so that cancelling it stops that call and nothing else?"""
+        return self._on_cancel is not None
 
     def cancelled(self) -> bool:
         return self._cancelled
@@ -142,13 +148,20 @@ class Future(torch.futures.Future[T]):
             super().set_exception(error)  # type: ignore[arg-type]
         return True
 
+    def _arrival(self) -> threading.Event:
+        """Set when the result is there; made once, however often somebody waits."""
+        with _settling:
+            event = self._event
+            if event is not None:
+                return event
+            event = self._event = threading.Event()
+        self.add_done_callback(lambda _: event.set())
+        return event
+
     def _block(self, timeout: float | None) -> bool:
         role = waiting.pause()
         try:
-            arrived = threading.Lock()
-            arrived.acquire()
-            self.add_done_callback(lambda _: arrived.release())
-            return arrived.acquire(timeout=-1 if timeout is None else max(timeout, 0))
+            return self._arrival().wait(timeout)
         finally:
             waiting.resume(role)
 

@@ -35,7 +35,7 @@ from telegrad.agent.secret import group_secret
 from telegrad.agent.serving import Inbound, Target
 from telegrad.agent.threads import Executor, Threads
 from telegrad.config import Config
-from telegrad.errors import JoinError, PeerLost, UsageError
+from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
 from telegrad.futures import Future
 from telegrad.transport.channel import Channel
 from telegrad.wire.callables import LIMIT, Function, Numbers
@@ -241,8 +241,8 @@ class Agent:
         timeout: Any = DEFAULT,
     ) -> Any:
         """`call` with the arguments in containers and a time limit in seconds (None: no limit)."""
-        link = self._by_key.get(to)  # type: ignore[arg-type]  # a WorkerInfo is simply not found
-        if link is None or link.lost:
+        link = self._find_link(to)
+        if link is None:
             link = self._link(to)
         if timeout is DEFAULT:
             timeout = self.timeout
@@ -261,8 +261,8 @@ class Agent:
 
         `internal` calls are not waited for by `shutdown`.
         """
-        link = self._by_key.get(to)  # type: ignore[arg-type]
-        if link is None or link.lost:
+        link = self._find_link(to)
+        if link is None:
             try:
                 link = self._link(to)
             except PeerLost as error:
@@ -314,6 +314,20 @@ class Agent:
         """Call `listener(name, incarnation)` when a worker is found to be gone. It must be short and not block."""
         self._loss_listeners.append(listener)
 
+    def watch(self, incarnation: str) -> None:
+        """Make sure that the loss of a worker is noticed even if it never calls this one: connect to it."""
+
+        def look() -> None:
+            name = self.directory.name_of(incarnation)
+            try:
+                alive = self._link(name).member.incarnation == incarnation
+            except TelegradError:
+                alive = False
+            if not alive:
+                self.peer_gone(name, incarnation)
+
+        self.threads.start(look)
+
     def on_close(self, listener: Callable[[], None]) -> None:
         """Call `listener()` when this agent starts to close, while it can still call others."""
         self._close_listeners.append(listener)
@@ -352,11 +366,11 @@ class Agent:
     def inbound_ended(self, inbound: Inbound, error: Exception) -> None:
         self.connections.ended(inbound, error)
 
-    def peer_gone(self, name: str, incarnation: str) -> None:
+    def peer_gone(self, name: str, incarnation: str, last_words: str = "") -> None:
         """A connection says that this incarnation of a peer is no more."""
         link = self._by_key.get(name)
         if link is not None and link.member.incarnation == incarnation and not link.lost:
-            link.lose("it closed its connections")
+            link.lose("it closed its connections", last_words)
             return  # which comes back here
         with self._lock:
             if self.closing or incarnation in self._gone:
@@ -366,7 +380,10 @@ class Agent:
         if self.directory.is_current(name, incarnation):
             self.gathering.lost(name)
         for listener in self._loss_listeners:
-            listener(name, incarnation)
+            try:
+                listener(name, incarnation)
+            except Exception:
+                _log.exception("a listener failed when worker %r was lost", name)
 
     def target(self, function: Function) -> Target:
         target = self._targets.get(function)
@@ -396,6 +413,14 @@ class Agent:
             self._rank = occupant.rank if self._rank is None else self._rank
             return
         raise JoinError(f"a worker named {self.name!r} is already in the group and alive (rank {occupant.rank})")
+
+    def _find_link(self, to: To) -> Link | None:
+        """The link to use, if there is one already."""
+        try:
+            link = self._by_key.get(to)  # type: ignore[arg-type]  # a WorkerInfo is simply not found
+        except TypeError:  # not hashable, so no worker; `_link` says so
+            return None
+        return None if link is None or link.lost else link
 
     def _link(self, to: To) -> Link:
         """A link to a peer, new if there is none or the peer was lost."""

@@ -29,7 +29,7 @@ from telegrad.agent.threads import Threads
 from telegrad.config import Config
 from telegrad.errors import AuthenticationError, PeerLost, ProtocolError
 from telegrad.transport import memory, sockets
-from telegrad.transport.channel import Channel, ChannelClosed, say_goodbye
+from telegrad.transport.channel import Channel, ChannelClosed, SaidGoodbye, say_goodbye
 from telegrad.transport.shared import Arena, Mappings, Segment, Sharing
 from telegrad.transport.stream import StreamChannel
 from telegrad.wire import handshake
@@ -52,7 +52,7 @@ class Owner(Host, Protocol):
     me: Member
     group: str
 
-    def peer_gone(self, name: str, incarnation: str) -> None: ...
+    def peer_gone(self, name: str, incarnation: str, last_words: str = "") -> None: ...
 
 
 class Connections:
@@ -70,6 +70,7 @@ class Connections:
         self._listeners: list[socket.socket] = []
         self._strangers: set[socket.socket] = set()
         self._inbounds: set[Inbound] = set()
+        self._last_words: dict[str, str] = {}
         self._segments = Segments(self._connect)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -249,11 +250,13 @@ class Connections:
             self.counters["closed: protocol"] += 1
             _log.warning("worker %r closed the connection from %r: %s", self._owner.name, inbound.peer_name, error)
         with self._lock:
+            if isinstance(error, SaidGoodbye):
+                self._last_words[inbound.incarnation] = error.words
             self._inbounds.discard(inbound)
             gone = not any(each.incarnation == inbound.incarnation for each in self._inbounds)
             self._changed.notify_all()
         if gone:
-            self._owner.peer_gone(inbound.peer_name, inbound.incarnation)
+            self._owner.peer_gone(inbound.peer_name, inbound.incarnation, self._last_words.pop(inbound.incarnation, ""))
 
     def wait_until_alone(self, timeout: float) -> bool:
         """Wait until every other worker has closed its connections to this one."""

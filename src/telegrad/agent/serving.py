@@ -26,7 +26,7 @@ from telegrad.agent.threads import Executor, Threads
 from telegrad.deadline import Deadline
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError
 from telegrad.futures import Future
-from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.transport.channel import Channel, ChannelClosed, SaidGoodbye
 from telegrad.wire import codec
 from telegrad.wire.callables import LIMIT, Function, describe
 from telegrad.wire.failures import encode_failure, remote_traceback
@@ -131,7 +131,7 @@ class Inbound:
                 if frame.kind == _CALL:
                     self._execute(frame, self._target(frame))
                 elif frame.kind == Kind.BYE:
-                    raise ChannelClosed("the peer said good-bye")
+                    raise SaidGoodbye(frame)
                 del frame
         except (ChannelClosed, ProtocolError) as error:
             self.ended(error)
@@ -146,7 +146,10 @@ class Inbound:
         self.loop.start()
 
     def ended(self, error: Exception) -> None:
+        """The peer is gone, or this connection to it: nobody waits for what its calls would still answer."""
         self.channel.close()
+        for call in list(self._waiting):
+            self._cancel(call)
         self._host.inbound_ended(self, error)
 
     def _handle(self, frame: Frame) -> None:
@@ -162,7 +165,7 @@ class Inbound:
         elif frame.kind == Kind.CANCEL:
             self._cancel(frame.call)
         elif frame.kind == Kind.BYE:
-            raise ChannelClosed("the peer said good-bye")
+            raise SaidGoodbye(frame)
         elif frame.kind != Kind.ALIVE:
             raise ProtocolError(f"a frame of kind {frame.kind} where a call was due")
 
@@ -177,9 +180,8 @@ class Inbound:
 
         def job() -> None:
             unwanted = frame.call in self._cancelled or (deadline is not None and deadline.passed())
-            self._cancelled.discard(frame.call)
             if unwanted and not target.must_run:
-                self._active.discard(frame.call)
+                self._answered(frame.call)
             else:
                 self._execute(frame, target)
 
@@ -196,7 +198,7 @@ class Inbound:
                 self._cancelled.add(call)
             return
         self._active.discard(call)
-        if isinstance(future, Future):
+        if isinstance(future, Future) and future.is_call:  # others may wait for any other future
             future.cancel()
 
     def _target(self, frame: Frame) -> Target | None:
@@ -285,7 +287,7 @@ class Inbound:
                     channel.flush()
         except ChannelClosed as error:
             _log.debug("nobody is left to take the result of %s: %s", target.name, error)
-        self._active.discard(call)
+        self._answered(call)
 
     def _answer_later(self, call: int, target: Target, value: Any) -> None:
         """The function returned a future: reply when it completes."""
@@ -316,7 +318,11 @@ class Inbound:
             self.channel.send(_FAILURE, call, encode_failure(error, self._host.name, name))
         except ChannelClosed as closed:
             _log.debug("nobody is left to hear that %s failed: %s", name, closed)
+        self._answered(call)
+
+    def _answered(self, call: int) -> None:
         self._active.discard(call)
+        self._cancelled.discard(call)
 
 
 class _Unknown:

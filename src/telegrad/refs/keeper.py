@@ -34,6 +34,7 @@ class Keeper:
         self._outboxes: dict[str, Outbox] = {}
         self._lock = threading.Lock()
         self._suspected: dict[tuple[str, Key], float] = {}
+        self._watched: set[str] = set()
         self.pending = 0  # creations that their owners have not confirmed
         agent.on_loss(self._lost)
         agent.clock.every(_SWEEP_EVERY, self._tick)
@@ -124,10 +125,17 @@ class Keeper:
         self.inbox.forget(incarnation)
         self.books.lost(incarnation)
 
+    def _watch(self, holder: str) -> None:
+        """Somebody else gave this worker a reference to an object of ours: its death must not go unnoticed."""
+        if holder not in self._watched and holder != self.agent.me.incarnation:
+            self._watched.add(holder)
+            self.agent.watch(holder)
+
     def _apply(self, note: Note) -> None:
         kind, key, *rest = note
         if kind == "lend":
             self.books.lend(key, *rest)
+            self._watch(rest[0])
         elif kind == "release":
             self.books.release(key, *rest)
         elif kind == "void":

@@ -37,7 +37,6 @@ class Method:
         if value.done():
             return self._invoke(keeper, value.wait(), args, kwargs)
         result: Future[Any] = Future()
-        value.add_done_callback(lambda _: keeper.agent.threads.start(run))
 
         def run() -> None:
             try:
@@ -50,6 +49,7 @@ class Method:
             else:
                 result._settle(outcome, None)
 
+        value.add_done_callback(lambda _: keeper.agent.threads.start(run))
         return Later(result)
 
     def _invoke(self, keeper: Keeper, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -24,6 +24,14 @@ class ChannelClosed(Exception):
     """The channel is closed, by this side or the other."""
 
 
+class SaidGoodbye(ChannelClosed):
+    """The peer left on its own account. `words` is what it said."""
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__("the peer said good-bye")
+        self.words = bytes(frame.body).decode("utf-8", "replace")
+
+
 class Channel(ABC):
     """A connection to one peer."""
 

@@ -56,7 +56,7 @@ def encode(value: Any, *, by_value: bool = False) -> Encoded:
     if not by_value:
         try:
             return _dump(_Pickler, value)
-        except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError):
+        except Exception:
             pass  # a lambda, a closure, a local class: cloudpickle below either sends it or says why not
     try:
         return _dump(_ByValue, value)

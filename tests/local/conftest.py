@@ -1,0 +1,52 @@
+"""Fixtures of the local ring."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tests.local.gates import PATIENCE, Gate, Log
+
+Background = Callable[..., Future[Any]]
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """A gate that opens at the end of the test at the latest. Name it after the cluster, so that it opens first."""
+    gate = Gate()
+    yield gate
+    gate.open()
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture
+def in_background() -> Iterator[Background]:
+    """Runs `function(*args)` on a thread of its own; the future it returns tells how that ended."""
+    threads = []
+
+    def start(function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        thread = threading.Thread(target=run, name=f"background {function.__name__}", daemon=True)
+        threads.append(thread)
+        thread.start()
+        return future
+
+    yield start
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads), "something in the background does not end"

@@ -1,0 +1,198 @@
+"""Every call ends by its deadline, whatever the callee does, and what comes after it is unharmed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import Deadline, Future, current_deadline
+from telegrad.agent.agent import Agent
+from telegrad.errors import CallTimeout, UsageError
+from telegrad.rpc.functions import async_execution
+from telegrad.testing import LocalCluster
+from tests.conftest import Clusters
+from tests.local.gates import PATIENCE, Gate, Log, hold_at, until
+
+SHORT = 0.05
+
+Invoke = Callable[..., Any]
+
+
+class Promises(Log):
+    """The futures that a remote function handed out."""
+
+
+@async_execution
+def promise(promises: Promises) -> Future[Any]:
+    future: Future[Any] = Future()
+    promises.note(future)
+    return future
+
+
+def hold_then_return_tensor(gate: Gate, elements: int) -> torch.Tensor:
+    gate.hold()
+    return torch.zeros(elements)
+
+
+def hold_then_note(gate: Gate, log: Log, entry: str) -> None:
+    gate.hold()
+    log.note(entry)
+
+
+def seconds_left() -> float | None:
+    deadline = current_deadline()
+    return None if deadline is None else deadline.left()
+
+
+@pytest.fixture
+def pair(cluster: Clusters) -> LocalCluster:
+    return cluster(2)
+
+
+@pytest.fixture
+def w0(pair: LocalCluster) -> Agent:
+    return pair["w0"]
+
+
+@pytest.fixture(params=["synchronous", "asynchronous"])
+def invoke(request: pytest.FixtureRequest, w0: Agent) -> Invoke:
+    """Call and wait, by either way."""
+    if request.param == "synchronous":
+        return w0.invoke
+    return lambda *args: w0.start(*args).wait()
+
+
+def test_a_callee_that_blocks_is_given_up(w0: Agent, invoke: Invoke, gate: Gate) -> None:
+    with pytest.raises(CallTimeout, match=r"hold_at on worker 'w1'.*50 ms") as caught:
+        invoke("w1", hold_at, (gate,), None, SHORT)
+    assert isinstance(caught.value, TimeoutError)
+    assert (caught.value.peer, caught.value.call) == ("w1", "hold_at")
+
+
+def test_a_callee_that_never_completes_its_future_is_given_up(w0: Agent, invoke: Invoke) -> None:
+    promises = Promises()
+    with pytest.raises(CallTimeout):
+        invoke("w1", promise, (promises,), None, SHORT)
+
+
+def test_the_callee_hears_that_nobody_waits_for_its_future(w0: Agent, invoke: Invoke) -> None:
+    promises = Promises()
+    with pytest.raises(CallTimeout):
+        invoke("w1", promise, (promises,), None, SHORT)
+    (promised,) = promises.wait_for(1)
+    until(promised.cancelled)
+
+
+def test_calls_after_a_timeout_get_their_own_answers(w0: Agent, invoke: Invoke, gate: Gate) -> None:
+    for _ in range(3):
+        with pytest.raises(CallTimeout):
+            invoke("w1", hold_at, (gate, "late"), None, SHORT)
+    gate.open()
+    assert [invoke("w1", operator.add, (1, i)) for i in range(20)] == list(range(1, 21))
+
+
+def test_a_late_reply_with_a_big_tensor_harms_nobody(w0: Agent, invoke: Invoke, gate: Gate) -> None:
+    with pytest.raises(CallTimeout):
+        invoke("w1", hold_then_return_tensor, (gate, 500_000), None, SHORT)
+    gate.open()
+    for _ in range(3):
+        assert invoke("w1", torch.ones, (500_000,)).sum() == 500_000
+
+
+def test_none_means_no_limit(w0: Agent, invoke: Invoke) -> None:
+    assert invoke("w1", seconds_left, (), None, None) is None
+
+
+def test_the_default_is_the_configs_and_can_be_changed(cluster: Clusters, gate: Gate) -> None:
+    w0 = cluster(2, timeout=SHORT)["w0"]
+    for attempt in (w0.call, lambda *args: w0.submit(*args).wait()):
+        with pytest.raises(CallTimeout, match="50 ms"):
+            attempt("w1", hold_at, gate)
+    w0.timeout = None
+    assert w0.call("w1", seconds_left) is None
+    assert w0.submit("w1", seconds_left).wait() is None
+
+
+def test_the_callee_sees_the_time_that_is_left(w0: Agent, invoke: Invoke) -> None:
+    left = invoke("w1", seconds_left, (), None, 10)
+    assert 9 < left <= 10
+
+
+def test_a_timeout_that_is_not_positive_has_passed_already(w0: Agent, invoke: Invoke, gate: Gate) -> None:
+    with pytest.raises((CallTimeout, UsageError)):
+        invoke("w1", hold_at, (gate,), None, 0)
+
+
+def test_an_expired_call_in_the_queue_never_runs(cluster: Clusters, gate: Gate, log: Log) -> None:
+    w0 = cluster(2, threads=2, max_threads=2)["w0"]
+    running = [w0.submit("w1", hold_then_note, gate, log, "running") for _ in range(3)]  # one of them by the reader
+    gate.wait_for(3)
+    expired = w0.start("w1", hold_then_note, (gate, log, "expired"), None, SHORT)
+    wanted = w0.submit("w1", hold_then_note, gate, log, "wanted")
+    with pytest.raises(CallTimeout):
+        expired.wait()
+    assert w0.submit("w1", abs, -1).wait() == 1  # what was sent before it has been read
+    gate.open()
+    for future in (*running, wanted):
+        future.result(PATIENCE)
+    assert sorted(log.entries) == ["running", "running", "running", "wanted"]
+
+
+def test_thousands_of_deadlines_pass(w0: Agent, pair: LocalCluster) -> None:
+    promises = Promises()
+    futures = [w0.start("w1", promise, (promises,), None, 0.01 + i % 100 / 500) for i in range(2000)]
+    assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)
+    assert w0.statistics()["calls pending"] == 0
+    until(lambda: all(promised.cancelled() for promised in promises.wait_for(2000)))
+    assert not any(inbound._waiting or inbound.under_way for inbound in pair["w1"].connections.inbounds)
+
+
+def test_a_call_that_outlives_its_deadline_leaves_nothing_at_the_callee(w0: Agent, pair: LocalCluster, gate: Gate) -> None:
+    futures = [w0.start("w1", hold_at, (gate,), None, SHORT) for _ in range(5)]
+    gate.wait_for(5)
+    assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)
+    assert w0.submit("w1", abs, -1).wait() == 1  # the cancellations have been read
+    gate.open()
+    inbounds = pair["w1"].connections.inbounds
+    until(lambda: not any(inbound.under_way for inbound in inbounds))
+    assert [inbound._cancelled for inbound in inbounds] == [set() for _ in inbounds]
+
+
+def test_early_replies_win_over_later_deadlines(w0: Agent) -> None:
+    futures = [w0.start("w1", operator.add, (i, 1), None, PATIENCE - i / 100) for i in range(500)]
+    assert [future.wait() for future in futures] == list(range(1, 501))
+
+
+def test_a_short_deadline_behind_a_long_one_is_kept(w0: Agent, gate: Gate) -> None:
+    patient = w0.start("w1", hold_at, (gate, "done"), None, PATIENCE)
+    hasty = w0.start("w1", hold_at, (gate,), None, SHORT)
+    assert isinstance(hasty.exception(PATIENCE / 2), CallTimeout)
+    assert not patient.done()
+    gate.open()
+    assert patient.wait() == "done"
+
+
+@pytest.mark.parametrize("transport", ["unix"])
+def test_callbacks_of_expired_calls_may_block(w0: Agent, gate: Gate, transport: str) -> None:
+    promises, blocking = Promises(), Gate()
+    first = w0.start("w1", promise, (promises,), None, SHORT)
+    first.add_done_callback(lambda _: blocking.hold())
+    blocking.wait_for()
+    second = w0.start("w1", promise, (promises,), None, SHORT)
+    assert isinstance(second.exception(PATIENCE / 2), CallTimeout)
+    blocking.open()
+
+
+def test_deadlines_compare_and_tell_what_is_left() -> None:
+    soon, late = Deadline.after(1), Deadline.after(100)
+    assert soon is not None
+    assert late is not None
+    assert soon < late
+    assert 0 < soon.left() <= 1
+    assert not soon.passed()
+    assert Deadline(0.0).passed()
+    assert Deadline.after(None) is None

@@ -1,0 +1,445 @@
+"""Futures: wait, await, cancel, chain."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import operator
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import Future
+from telegrad.agent.agent import Agent
+from telegrad.errors import CallCancelled, CallTimeout, RemoteTraceback
+from telegrad.testing import LocalCluster
+from tests.conftest import Clusters
+from tests.local.gates import PATIENCE, Gate, Log, hold_at, until
+
+flavour = contextvars.ContextVar("flavour", default="none")
+
+
+class Odd(Exception):
+    pass
+
+
+def fail(message: str) -> None:
+    raise Odd(message)
+
+
+@pytest.fixture
+def transport() -> str:
+    return "unix"
+
+
+@pytest.fixture
+def pair(cluster: Clusters) -> LocalCluster:
+    return cluster(2)
+
+
+@pytest.fixture
+def w0(pair: LocalCluster) -> Agent:
+    return pair["w0"]
+
+
+# Waiting
+
+
+def test_wait_value_and_result_agree(w0: Agent) -> None:
+    future = w0.submit("w1", operator.add, 1, 2)
+    assert isinstance(future, Future)
+    assert isinstance(future, torch.futures.Future)
+    assert future.wait() == future.result() == future.result(timeout=1) == future.value() == 3
+    assert future.done()
+    assert future.exception() is None
+
+
+def test_a_failed_call_raises_wherever_it_is_looked_at(w0: Agent) -> None:
+    future = w0.submit("w1", fail, "no")
+    for look in (future.wait, future.result, future.value):
+        with pytest.raises(Odd, match="no"):
+            look()
+    error = future.exception()
+    assert isinstance(error, Odd)
+    assert isinstance(error.__cause__, RemoteTraceback)
+
+
+def test_result_with_a_time_limit_leaves_the_call_alone(w0: Agent, gate: Gate) -> None:
+    future = w0.submit("w1", hold_at, gate, "late")
+    for wait in (future.result, future.exception):
+        with pytest.raises(TimeoutError, match="still under way"):
+            wait(timeout=0.01)
+    assert not future.done()
+    gate.open()
+    assert future.result(timeout=PATIENCE) == "late"
+
+
+def test_a_time_limit_of_zero_only_looks(w0: Agent, gate: Gate) -> None:
+    future = w0.submit("w1", hold_at, gate)
+    with pytest.raises(CallTimeout):
+        future.result(0)
+    with pytest.raises(CallTimeout):
+        future.exception(-1)
+
+
+def test_many_threads_wait_for_one_future(w0: Agent, gate: Gate) -> None:
+    future = w0.submit("w1", hold_at, gate, 5)
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+        waiters = [pool.submit(future.wait) for _ in range(20)]
+        gate.wait_for()
+        gate.open()
+        assert [waiter.result(PATIENCE) for waiter in waiters] == [5] * 20
+
+
+def test_looking_again_and_again_leaves_nothing_on_the_future(
+    w0: Agent, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: list[Any] = []
+    add = Future.add_done_callback
+    monkeypatch.setattr(Future, "add_done_callback", lambda self, run: (added.append(run), add(self, run))[1])
+    future = w0.submit("w1", hold_at, gate, 5)
+    for _ in range(50):
+        with pytest.raises(CallTimeout):
+            future.result(0.0001)
+    assert len(added) <= 1
+    gate.open()
+    assert future.result(PATIENCE) == 5
+
+
+# Ctrl-C
+
+
+@pytest.mark.parametrize("wait", [Future.wait, lambda future: future.result(PATIENCE), Future.exception])
+def test_ctrl_c_interrupts_a_waiting_future(w0: Agent, gate: Gate, wait: Callable[[Future[Any]], Any]) -> None:
+    future = w0.submit("w1", hold_at, gate, 5)
+    with pytest.raises(KeyboardInterrupt):
+        _interrupted_at(gate, lambda: wait(future))
+    gate.open()
+    assert future.wait() == 5
+
+
+@pytest.mark.parametrize("transport", ["memory", "unix", "tcp"])
+def test_ctrl_c_interrupts_a_synchronous_call(w0: Agent, gate: Gate, transport: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        _interrupted_at(gate, lambda: w0.call("w1", hold_at, gate))
+    gate.open()
+    assert w0.call("w1", abs, -1) == 1
+
+
+def _interrupted_at(gate: Gate, block: Callable[[], Any]) -> None:
+    """Run `block` and interrupt this thread once the remote function is at the gate and this thread sleeps."""
+    main = threading.main_thread()
+    assert main.ident == threading.get_ident()
+
+    def interrupt() -> None:
+        gate.wait_for()
+        until(lambda: _is_asleep(f"/proc/self/task/{main.native_id}/stat"))
+        signal.pthread_kill(main.ident or 0, signal.SIGINT)
+
+    helper = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        helper.start()
+        block()
+    finally:
+        helper.join()
+        signal.signal(signal.SIGINT, before)
+
+
+def _is_asleep(path: str) -> bool:
+    with open(path) as file:
+        return file.read().rpartition(")")[2].split()[0] == "S"
+
+
+# Chaining
+
+
+def test_then_gets_the_finished_future(w0: Agent) -> None:
+    chained = w0.submit("w1", operator.add, 1, 2).then(lambda done: done.wait() * 10)
+    assert isinstance(chained, Future)
+    assert chained.wait() == 30
+
+
+def test_then_chains(w0: Agent) -> None:
+    future: Future[int] = w0.submit("w1", abs, -1)
+    for _ in range(50):
+        future = future.then(lambda done: done.wait() + 1)
+    assert future.wait() == 51
+
+
+def test_then_after_completion_runs_too(w0: Agent) -> None:
+    future = w0.submit("w1", abs, -1)
+    future.wait()
+    assert future.then(lambda done: done.value() + 1).wait() == 2
+
+
+def test_then_runs_in_the_context_of_whoever_chained(w0: Agent, gate: Gate) -> None:
+    token = flavour.set("vanilla")
+    chained = w0.submit("w1", hold_at, gate).then(lambda _: flavour.get())
+    flavour.reset(token)
+    gate.open()
+    assert chained.wait() == "vanilla"
+
+
+def test_an_error_in_then_is_a_runtime_error_with_the_original_as_its_cause(w0: Agent) -> None:
+    chained = w0.submit("w1", abs, -1).then(lambda _: fail("chained"))
+    with pytest.raises(RuntimeError, match="Odd: chained") as caught:
+        chained.wait()
+    assert isinstance(caught.value.__cause__, Odd)
+
+
+def test_an_error_of_the_call_goes_through_then_that_waits(w0: Agent) -> None:
+    chained = w0.submit("w1", fail, "first").then(lambda done: done.wait())
+    with pytest.raises(RuntimeError, match="first") as caught:
+        chained.wait()
+    assert isinstance(caught.value.__cause__, Odd)
+
+
+def test_then_wants_a_callable(w0: Agent) -> None:
+    with pytest.raises(TypeError, match="callable"):
+        w0.submit("w1", abs, -1).then(3)  # type: ignore[arg-type]
+
+
+def test_callbacks_run_once_each_in_order(w0: Agent, gate: Gate) -> None:
+    future = w0.submit("w1", hold_at, gate)
+    order: list[int] = []
+    for number in range(10):
+        future.add_done_callback(lambda _, number=number: order.append(number))
+    gate.open()
+    future.wait()
+    until(lambda: len(order) == 10)
+    assert order == list(range(10))
+
+
+def test_a_callback_may_make_calls(w0: Agent) -> None:
+    made: Future[list[int]] = Future()
+
+    def call_on(done: torch.futures.Future[int]) -> None:
+        number = done.value()
+        made.set_result([w0.call("w1", operator.neg, number), w0.submit("w1", operator.pos, number).wait()])
+
+    w0.submit("w1", abs, -3).add_done_callback(call_on)
+    assert made.result(PATIENCE) == [-3, 3]
+
+
+def test_a_callback_that_raises_harms_nobody(w0: Agent) -> None:
+    future = w0.submit("w1", abs, -3)
+    future.add_done_callback(lambda _: fail("in a callback"))
+    assert future.wait() == 3
+    assert w0.submit("w1", abs, -4).wait() == 4
+
+
+# torch's own functions
+
+
+def test_torch_waits_for_all(w0: Agent) -> None:
+    futures = [w0.submit("w1", abs, -i) for i in range(10)]
+    assert torch.futures.wait_all(futures) == list(range(10))
+
+
+def test_torch_wait_all_raises_what_a_call_raised(w0: Agent) -> None:
+    with pytest.raises(Odd, match="no"):
+        torch.futures.wait_all([w0.submit("w1", abs, -1), w0.submit("w1", fail, "no")])
+
+
+def test_torch_collects_all(w0: Agent, gate: Gate) -> None:
+    futures = [w0.submit("w1", hold_at, gate, i) for i in range(5)]
+    collected = torch.futures.collect_all(futures).then(lambda done: [each.value() for each in done.value()])
+    assert not collected.done()
+    gate.open()
+    assert collected.wait() == list(range(5))
+
+
+# Made by hand
+
+
+def test_a_future_is_completed_once() -> None:
+    future: Future[int] = Future()
+    future.set_result(1)
+    with pytest.raises(RuntimeError):
+        future.set_exception(ValueError("too late"))
+    assert future.wait() == 1
+    assert not future.cancel()
+
+
+def test_a_future_can_be_given_an_error() -> None:
+    future: Future[int] = Future()
+    future.set_exception(ValueError("mine"))
+    with pytest.raises(ValueError, match="mine"):
+        future.wait()
+    assert not future.cancelled()
+
+
+def test_completions_race_and_one_wins() -> None:
+    for _ in range(20):
+        future: Future[int] = Future()
+        start = threading.Barrier(4)
+
+        def settle(number: int, future: Future[int] = future, start: threading.Barrier = start) -> bool:
+            start.wait(PATIENCE)
+            return future._settle(number, None)
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            won = list(pool.map(settle, range(4)))
+        assert won.count(True) == 1
+        assert future.wait() == won.index(True)
+
+
+# Cancelling
+
+
+def test_a_cancelled_call_ends_at_once(w0: Agent, gate: Gate) -> None:
+    future = w0.submit("w1", hold_at, gate)
+    gate.wait_for()
+    assert future.cancel()
+    assert future.cancelled()
+    assert future.done()
+    assert not future.cancel()
+    for look in (future.wait, future.result):
+        with pytest.raises(CallCancelled):
+            look()
+    assert w0.statistics()["calls pending"] == 0
+
+
+def test_a_cancelled_call_is_a_cancelled_future_of_the_standard_library(w0: Agent, gate: Gate) -> None:
+    future = w0.submit("w1", hold_at, gate)
+    future.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.wait()
+
+
+def test_a_finished_call_cannot_be_cancelled(w0: Agent) -> None:
+    future = w0.submit("w1", abs, -1)
+    future.wait()
+    assert not future.cancel()
+    assert not future.cancelled()
+    assert future.wait() == 1
+
+
+def test_a_call_that_was_cancelled_in_the_queue_never_runs(cluster: Clusters, gate: Gate, log: Log) -> None:
+    w0 = cluster(2, threads=2, max_threads=2)["w0"]
+    running = [w0.submit("w1", hold_at_then_note, gate, log, "running") for _ in range(3)]  # one of them by the reader
+    gate.wait_for(3)
+    unwanted = w0.submit("w1", hold_at_then_note, gate, log, "unwanted")
+    wanted = w0.submit("w1", hold_at_then_note, gate, log, "wanted")
+    assert unwanted.cancel()
+    assert w0.submit("w1", abs, -1).wait() == 1  # what was sent before it has been read
+    gate.open()
+    for future in (*running, wanted):
+        future.result(PATIENCE)
+    assert sorted(log.entries) == ["running", "running", "running", "wanted"]
+
+
+def hold_at_then_note(gate: Gate, log: Log, entry: str) -> None:
+    gate.hold()
+    log.note(entry)
+
+
+def test_callbacks_of_a_cancelled_call_run(w0: Agent, gate: Gate) -> None:
+    future = w0.submit("w1", hold_at, gate)
+    chained = future.then(lambda done: isinstance(_error_of(done), CallCancelled))
+    future.cancel()
+    assert chained.wait()
+
+
+def _error_of(future: torch.futures.Future[Any]) -> Exception | None:
+    try:
+        future.value()
+    except Exception as error:
+        return error
+    return None
+
+
+def test_waiting_threads_hear_of_a_cancellation(w0: Agent, gate: Gate) -> None:
+    future = w0.submit("w1", hold_at, gate)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiter = pool.submit(future.exception)
+        gate.wait_for()
+        future.cancel()
+        assert isinstance(waiter.result(PATIENCE), CallCancelled)
+
+
+# asyncio
+
+
+def test_a_future_can_be_awaited(w0: Agent) -> None:
+    async def main() -> list[int]:
+        first = await w0.submit("w1", abs, -1)
+        rest = await asyncio.gather(*(_await(w0.submit("w1", abs, -i)) for i in range(2, 20)))
+        return [first, *rest]
+
+    assert asyncio.run(main()) == list(range(1, 20))
+
+
+async def _await(future: Future[Any]) -> Any:
+    return await future
+
+
+def test_a_finished_future_can_be_awaited_again(w0: Agent) -> None:
+    async def main() -> tuple[int, int]:
+        future = w0.submit("w1", abs, -1)
+        return await future, await future
+
+    assert asyncio.run(main()) == (1, 1)
+
+
+def test_awaiting_does_not_block_the_loop(w0: Agent, gate: Gate) -> None:
+    async def main() -> str:
+        held = asyncio.ensure_future(_await(w0.submit("w1", hold_at, gate, "held")))
+        assert await w0.submit("w1", abs, -1) == 1
+        assert not held.done()
+        gate.open()
+        return str(await held)
+
+    assert asyncio.run(main()) == "held"
+
+
+def test_await_raises_what_the_call_raised(w0: Agent) -> None:
+    with pytest.raises(Odd, match="no"):
+        asyncio.run(_await(w0.submit("w1", fail, "no")))
+
+
+def test_cancelling_the_task_cancels_the_call(w0: Agent, gate: Gate) -> None:
+    async def main() -> Future[Any]:
+        future = w0.submit("w1", hold_at, gate)
+        task = asyncio.ensure_future(_await(future))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return future
+
+    assert asyncio.run(main()).cancelled()
+    assert w0.statistics()["calls pending"] == 0
+
+
+def test_asyncio_time_limits_cancel_the_call(w0: Agent, gate: Gate) -> None:
+    future = w0.submit("w1", hold_at, gate)
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(_await(future), 0.01))
+    assert future.cancelled()
+
+
+def test_a_reply_after_the_loop_has_closed_is_no_problem(w0: Agent, gate: Gate) -> None:
+    future = w0.submit("w1", hold_at, gate, 5)
+
+    async def look() -> None:
+        future._as_asyncio()
+
+    asyncio.run(look())
+    gate.open()
+    assert future.result(PATIENCE) == 5
+
+
+def test_one_future_serves_two_loops(w0: Agent, gate: Gate) -> None:
+    future = w0.submit("w1", hold_at, gate, 5)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        waiters = [pool.submit(lambda: asyncio.run(_await(future))) for _ in range(2)]
+        gate.wait_for()
+        gate.open()
+        assert [waiter.result(PATIENCE) for waiter in waiters] == [5, 5]

@@ -1,0 +1,479 @@
+"""Workers die, leave, fall silent or come late; the others hear of it at once and go on."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from telegrad import Agent, current_agent
+from telegrad.agent import upkeep
+from telegrad.errors import GroupBroken, PeerLost, UsageError
+from telegrad.testing import LocalCluster
+from tests.conftest import Clusters
+from tests.local.conftest import Background
+from tests.local.gates import PATIENCE, Gate, Log, hold_at, until
+
+QUICK = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.25}
+
+
+def here() -> Agent:
+    agent = current_agent()
+    assert agent is not None
+    return agent
+
+
+def close_here(last_words: str) -> None:
+    here().close(last_words)
+
+
+def abort_here() -> None:
+    here().abort()
+
+
+def travel(stops: list[str], gate: Gate) -> list[str]:
+    """Goes from worker to worker, the first stop held at the gate."""
+    gate.hold()
+    agent = here()
+    return [agent.name] if not stops else [agent.name, *agent.call(stops[0], travel, stops[1:], gate)]
+
+
+@pytest.fixture
+def trio(cluster: Clusters) -> LocalCluster:
+    return cluster(3)
+
+
+def everywhere(in_background: Background, agents: list[Agent], act: Callable[[Agent], Any]) -> list[Any]:
+    """What `act` returned or raised on each agent, all at once."""
+
+    def attempt(agent: Agent) -> Any:
+        try:
+            return act(agent)
+        except Exception as error:
+            return error
+
+    return [done.result(PATIENCE) for done in [in_background(attempt, agent) for agent in agents]]
+
+
+# Death
+
+
+def test_a_death_fails_every_call_to_that_worker_at_once(
+    cluster: Clusters, gate: Gate, in_background: Background
+) -> None:
+    workers = cluster(4)
+    callers = [workers["w0"], workers["w2"], workers["w3"]]
+    futures = [caller.submit("w1", hold_at, gate) for caller in callers for _ in range(20)]
+    waiting = [in_background(caller.call, "w1", hold_at, gate) for caller in callers]
+    spared = [caller.submit("w0", hold_at, gate, "spared") for caller in callers]
+    gate.wait_for(66)
+    dying = in_background(workers.kill, "w1")
+    errors = [future.exception(PATIENCE) for future in [*futures, *waiting]]
+    for error in errors:
+        assert isinstance(error, PeerLost)
+        assert (error.peer, error.call) == ("w1", "hold_at")
+        assert "worker 'w1' was lost" in str(error)
+    assert len({id(error) for error in errors}) == 63  # each call has an error of its own
+    assert [caller.call("w0", abs, -1) for caller in callers] == [1, 1, 1]
+    assert not any(future.done() for future in spared)
+    gate.open()
+    dying.result(PATIENCE)
+    assert [future.result(PATIENCE) for future in spared] == ["spared"] * 3
+
+
+def test_calls_to_the_dead_fail_without_waiting(trio: LocalCluster) -> None:
+    w0 = trio["w0"]
+    w0.call("w1", abs, -1)
+    trio.kill("w1")
+    for target in ("w1", 1):
+        with pytest.raises(PeerLost, match="'w1'"):
+            w0.invoke(target, abs, (-1,), None, None)
+        assert isinstance(w0.start(target, abs, (-1,), None, None).exception(PATIENCE), PeerLost)
+    assert w0.call("w2", abs, -1) == 1
+
+
+def test_who_never_called_the_dead_hears_it_too(trio: LocalCluster) -> None:
+    trio.kill("w1")
+    with pytest.raises(PeerLost, match="'w1'"):
+        trio["w0"].call("w1", abs, -1)
+    assert isinstance(trio["w0"].submit("w1", abs, -1).exception(PATIENCE), PeerLost)
+
+
+def test_a_connection_error_catches_it(trio: LocalCluster) -> None:
+    trio.kill("w1")
+    with pytest.raises(ConnectionError):
+        trio["w0"].call("w1", abs, -1)
+
+
+def test_a_death_in_the_middle_of_many_calls(trio: LocalCluster) -> None:
+    w0 = trio["w0"]
+    futures = [w0.submit("w1", operator.add, i, 1) for i in range(200)]
+    trio.kill("w1")
+    for i, future in enumerate(futures):
+        error = future.exception(PATIENCE)
+        assert isinstance(error, PeerLost) or (error is None and future.wait() == i + 1)
+    assert w0.statistics()["calls pending"] == 0
+
+
+def test_a_worker_that_aborts_inside_a_call(trio: LocalCluster) -> None:
+    with pytest.raises(PeerLost, match="'w1'"):
+        trio["w0"].call("w1", abort_here)
+    assert isinstance(trio["w0"].submit("w2", abort_here).exception(PATIENCE), PeerLost)
+
+
+# Leaving
+
+
+def test_last_words_reach_those_who_wait(trio: LocalCluster, gate: Gate, in_background: Background) -> None:
+    future = trio["w0"].submit("w1", hold_at, gate)
+    waiting = in_background(trio["w2"].call, "w1", hold_at, gate)
+    gate.wait_for(2)
+    leaving = in_background(trio["w1"].close, "out of memory")
+    for error in (future.exception(PATIENCE), waiting.exception(PATIENCE)):
+        assert isinstance(error, PeerLost)
+        assert error.last_words == "out of memory"
+        assert "out of memory" in str(error)
+    gate.open()
+    leaving.result(PATIENCE)
+    with pytest.raises(PeerLost, match="out of memory"):
+        trio["w0"].call("w1", abs, -1)
+
+
+def test_last_words_reach_those_who_were_called_too(transport: str) -> None:
+    """Both workers have called each other, so several connections end at once; whichever ends first, the words count."""
+    for _ in range(10):
+        with LocalCluster(2, transports=(transport,)) as pair:
+            pair["w0"].call("w1", abs, -1)
+            pair["w1"].call("w0", abs, -1)
+            held: Gate = Gate()
+            future = pair["w0"].submit("w1", hold_at, held)
+            held.wait_for()
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(pair["w1"].close, "out of memory")
+                error = future.exception(PATIENCE)
+                held.open()
+            assert isinstance(error, PeerLost)
+            assert error.last_words == "out of memory"
+
+
+def test_an_exception_that_ends_the_agents_block_is_its_last_words(cluster: Clusters) -> None:
+    workers = cluster(1, fixed_size=False)
+    w0 = workers["w0"]
+    with pytest.raises(ZeroDivisionError):
+        with workers.agent("short-lived", rank=7):
+            w0.call("short-lived", abs, -1)
+            raise ZeroDivisionError("of the loss")
+    with pytest.raises(PeerLost, match="ZeroDivisionError: of the loss"):
+        w0.call("short-lived", abs, -1)
+
+
+def test_closing_ends_the_workers_own_calls(trio: LocalCluster, gate: Gate, in_background: Background) -> None:
+    future = trio["w0"].submit("w1", hold_at, gate)
+    waiting = in_background(trio["w0"].call, "w1", hold_at, gate)
+    gate.wait_for(2)
+    trio["w0"].close()
+    for error in (future.exception(PATIENCE), waiting.exception(PATIENCE)):
+        assert isinstance(error, PeerLost)
+        assert "this worker has left the group" in str(error)
+
+
+def test_closing_from_inside_a_call(trio: LocalCluster) -> None:
+    for callee in ("w1", "w2"):
+        trio["w0"].submit(callee, abs, -1).wait()
+    with pytest.raises(PeerLost, match="enough of this"):
+        trio["w0"].call("w1", close_here, "enough of this")
+    error = trio["w0"].submit("w2", close_here, "me too").exception(PATIENCE)
+    assert isinstance(error, PeerLost)
+    assert error.last_words == "me too"
+    assert trio["w1"].closing
+    assert trio["w0"].call("w0", abs, -1) == 1
+
+
+def test_closing_in_a_callback(trio: LocalCluster) -> None:
+    w0 = trio["w0"]
+    closed = threading.Event()
+    w0.submit("w1", abs, -1).add_done_callback(lambda _: (w0.close(), closed.set()))
+    assert closed.wait(PATIENCE)
+    with pytest.raises(UsageError, match="closed"):
+        w0.call("w1", abs, -1)
+
+
+# Listeners
+
+
+def test_listeners_hear_of_a_loss_once(trio: LocalCluster) -> None:
+    log = Log()
+    w0 = trio["w0"]
+    w0.on_loss(lambda name, incarnation: log.note((name, incarnation)))
+    lost = trio["w1"].me.incarnation
+    for _ in range(3):
+        w0.call("w1", abs, -1)
+        w0.submit("w1", abs, -1).wait()
+    trio["w1"].call("w0", abs, -1)
+    trio.kill("w1")
+    assert log.wait_for(1) == [("w1", lost)]
+    for _ in range(3):
+        with pytest.raises(PeerLost):
+            w0.call("w1", abs, -1)
+    trio["w2"].call("w0", abs, -1)
+    trio["w2"].close("bye")
+    assert [name for name, _ in log.wait_for(2)] == ["w1", "w2"]
+
+
+def test_who_was_only_called_hears_of_a_loss(trio: LocalCluster) -> None:
+    log = Log()
+    trio["w0"].on_loss(lambda name, _: log.note(name))
+    trio["w1"].call("w0", abs, -1)
+    trio.kill("w1")
+    assert log.wait_for(1) == ["w1"]
+
+
+def test_a_listener_that_raises_silences_no_other(trio: LocalCluster) -> None:
+    log = Log()
+    w0 = trio["w0"]
+    w0.on_loss(lambda name, _: [].pop())
+    w0.on_loss(lambda name, _: log.note(name))
+    w0.call("w1", abs, -1)
+    trio.kill("w1")
+    assert log.wait_for(1) == ["w1"]
+    assert w0.call("w2", abs, -1) == 1
+
+
+def test_each_incarnation_is_lost_for_itself(cluster: Clusters) -> None:
+    workers, log = cluster(2), Log()
+    workers["w0"].on_loss(lambda name, incarnation: log.note(incarnation))
+    incarnations = []
+    for number in range(3):
+        until(lambda: _answers(workers["w0"], "w1"))
+        incarnations.append(workers["w1"].me.incarnation)
+        workers.kill("w1")
+        assert log.wait_for(number + 1) == incarnations
+        workers.join("w1", 1)
+
+
+def _answers(agent: Agent, to: str) -> bool:
+    try:
+        return bool(agent.call(to, abs, -1))
+    except PeerLost:
+        return False
+
+
+# Barriers and gathers
+
+
+def test_everybody_meets(trio: LocalCluster, in_background: Background) -> None:
+    for _ in range(3):
+        assert everywhere(in_background, trio.agents, lambda agent: agent.barrier(timeout=PATIENCE)) == [None] * 3
+
+
+def test_everybody_gets_everything(trio: LocalCluster, in_background: Background) -> None:
+    for _ in range(3):
+        gathered = everywhere(in_background, trio.agents, lambda agent: agent.all_gather(agent.name * 2))
+        assert gathered == [{"w0": "w0w0", "w1": "w1w1", "w2": "w2w2"}] * 3
+
+
+def test_some_meet_without_the_others(trio: LocalCluster, in_background: Background) -> None:
+    gathered = everywhere(in_background, trio.agents[1:], lambda agent: agent.all_gather(agent.me.rank, ["w2", "w1"]))
+    assert gathered == [{"w1": 1, "w2": 2}] * 2
+
+
+def test_a_barrier_does_not_open_early(trio: LocalCluster, in_background: Background) -> None:
+    early = [in_background(agent.barrier) for agent in trio.agents[:2]]
+    until(lambda: "leading" in repr(trio["w0"]) and "['w2']" in repr(trio["w0"].gathering))
+    assert not any(each.done() for each in early)
+    trio["w2"].barrier()
+    assert [each.result(PATIENCE) for each in early] == [None, None]
+
+
+@pytest.mark.parametrize("act", [Agent.barrier, lambda agent: agent.all_gather(1)], ids=["barrier", "all_gather"])
+@pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
+def test_the_dead_are_named(
+    trio: LocalCluster, in_background: Background, act: Callable[[Agent], Any], victim: str
+) -> None:
+    everywhere(in_background, trio.agents, Agent.barrier)
+    trio.kill(victim)
+    alive = [agent for agent in trio if agent.name != victim]
+    for error in everywhere(in_background, alive, act):
+        assert isinstance(error, GroupBroken)
+        assert error.missing == (victim,)
+        assert f"lost: {victim}" in str(error)
+
+
+@pytest.mark.parametrize("victim", ["w0", "w2"])
+def test_a_death_during_the_barrier_is_named(trio: LocalCluster, in_background: Background, victim: str) -> None:
+    """w0 leads; whether it or another dies while the rest waits, the rest hears who is missing."""
+    alive = [agent for agent in trio if agent.name != victim]
+    leader = trio["w0"]
+    waiting = [in_background(agent.barrier) for agent in alive]
+    until(lambda: f"['{victim}']" in repr(leader.gathering))
+    trio.kill(victim)
+    for each in waiting:
+        error = each.exception(PATIENCE)
+        assert isinstance(error, GroupBroken)
+        assert error.missing == (victim,)
+
+
+def test_the_leader_dies_after_it_has_come_itself(trio: LocalCluster, in_background: Background) -> None:
+    leading = in_background(trio["w0"].all_gather, "from w0")
+    follower = in_background(trio["w1"].all_gather, "from w1")
+    until(lambda: "['w2']" in repr(trio["w0"].gathering))
+    trio.kill("w0")
+    assert isinstance(leading.exception(PATIENCE), (PeerLost, UsageError))
+    latecomer = in_background(trio["w2"].all_gather, "from w2")
+    for error in (follower.exception(PATIENCE), latecomer.exception(PATIENCE)):
+        assert isinstance(error, GroupBroken)
+        assert error.missing == ("w0",)
+
+
+@pytest.mark.parametrize("late", ["w0", "w2"])
+def test_the_late_are_named(trio: LocalCluster, in_background: Background, late: str) -> None:
+    present = [agent for agent in trio if agent.name != late]
+    for error in everywhere(in_background, present, lambda agent: agent.barrier(timeout=0.1)):
+        assert isinstance(error, GroupBroken)
+        assert error.missing == (late,)
+        assert f"not there within 0.1 s: {late}" in str(error)
+
+
+def test_a_barrier_after_a_failed_one(trio: LocalCluster, in_background: Background) -> None:
+    everywhere(in_background, trio.agents[:2], lambda agent: agent.barrier(["w0", "w1", "w2"], 0.05))
+    everywhere(in_background, trio.agents[2:], lambda agent: agent.barrier(["w0", "w1", "w2"], 0.05))
+    assert everywhere(in_background, trio.agents, lambda agent: agent.barrier(timeout=PATIENCE)) == [None] * 3
+
+
+# Shutdown
+
+
+def test_everybody_leaves(trio: LocalCluster, in_background: Background) -> None:
+    trio["w0"].call("w1", abs, -1)
+    assert everywhere(in_background, trio.agents, Agent.shutdown) == [()] * 3
+    assert all(agent.closing for agent in trio)
+
+
+def test_shutdown_names_the_dead(trio: LocalCluster, in_background: Background) -> None:
+    trio["w0"].call("w1", abs, -1)
+    trio.kill("w1")
+    assert everywhere(in_background, [trio["w0"], trio["w2"]], Agent.shutdown) == [("w1",)] * 2
+
+
+def test_shutdown_without_the_leader(trio: LocalCluster, in_background: Background) -> None:
+    trio.kill("w0")
+    assert everywhere(in_background, [trio["w1"], trio["w2"]], Agent.shutdown) == [("w0",)] * 2
+
+
+def test_shutdown_names_those_who_do_not_come(trio: LocalCluster, in_background: Background) -> None:
+    present = [trio["w0"], trio["w1"]]
+    assert everywhere(in_background, present, lambda agent: agent.shutdown(timeout=0.2)) == [("w2",)] * 2
+
+
+def test_a_death_during_shutdown(trio: LocalCluster, in_background: Background) -> None:
+    leaving = [in_background(agent.shutdown) for agent in trio.agents[:2]]
+    until(lambda: "['w2']" in repr(trio["w0"].gathering))
+    trio.kill("w2")
+    assert [each.result(PATIENCE) for each in leaving] == [("w2",)] * 2
+
+
+def test_shutdown_waits_for_calls_under_way(trio: LocalCluster, gate: Gate, in_background: Background) -> None:
+    future = trio["w0"].submit("w1", hold_at, gate, "done")
+    waiting = in_background(trio["w2"].call, "w1", hold_at, gate, "done")
+    gate.wait_for(2)
+    leaving = [in_background(agent.shutdown) for agent in trio]
+    assert not any(agent.closing for agent in trio)
+    gate.open()
+    assert [each.result(PATIENCE) for each in leaving] == [()] * 3
+    assert future.wait() == waiting.result(PATIENCE) == "done"
+
+
+def test_shutdown_waits_for_calls_that_make_calls(trio: LocalCluster, gate: Gate, in_background: Background) -> None:
+    stops = ["w2", "w0", "w1", "w2", "w1"]
+    future = trio["w0"].submit("w1", travel, stops, gate)
+    gate.wait_for()
+    leaving = [in_background(agent.shutdown) for agent in trio]
+    gate.open()
+    assert future.result(PATIENCE) == ["w1", *stops]
+    assert [each.result(PATIENCE) for each in leaving] == [()] * 3
+
+
+def test_shutdown_gives_calls_up_when_its_time_is_over(trio: LocalCluster, gate: Gate, in_background: Background) -> None:
+    future = trio["w0"].submit("w1", hold_at, gate)
+    gate.wait_for()
+    leaving = [in_background(agent.shutdown, 0.2) for agent in trio]
+    assert isinstance(future.exception(PATIENCE), PeerLost)
+    gate.open()
+    for each in leaving:
+        each.result(PATIENCE)
+
+
+# Silence
+
+
+class Beats:
+    """The heartbeats of all agents, in the hands of the test."""
+
+    def __init__(self) -> None:
+        self.silent: set[str] = set()
+        self._given = threading.Semaphore(0)
+        self._beat = upkeep.beat
+
+    def beat(self, agent: Agent) -> None:
+        if agent.name not in self.silent:
+            self._beat(agent)
+            self._given.release()
+
+    def wait_for(self, count: int) -> None:
+        for _ in range(count):
+            assert self._given.acquire(timeout=PATIENCE)
+
+
+@pytest.fixture
+def beats(monkeypatch: pytest.MonkeyPatch) -> Beats:
+    beats = Beats()
+    monkeypatch.setattr(upkeep, "beat", beats.beat)
+    return beats
+
+
+def test_silence_is_a_loss(cluster: Clusters, beats: Beats, gate: Gate, in_background: Background) -> None:
+    beats.silent.add("w1")
+    workers = cluster(3, **QUICK)
+    w0 = workers["w0"]
+    future = w0.start("w1", hold_at, (gate,), None, None)
+    waiting = in_background(w0.invoke, "w1", hold_at, (gate,), None, None)
+    other = w0.submit("w2", hold_at, gate, "alive")
+    for error in (future.exception(PATIENCE), waiting.exception(PATIENCE)):
+        assert isinstance(error, PeerLost)
+        assert error.peer == "w1"
+        assert "silent for 0.25 s" in str(error)
+    assert not other.done()
+    gate.open()
+    assert other.wait() == "alive"
+
+
+def test_the_silence_of_a_caller_is_a_loss(cluster: Clusters, beats: Beats) -> None:
+    beats.silent.add("w1")
+    workers, log = cluster(3, **QUICK), Log()
+    workers["w0"].on_loss(lambda name, _: log.note(name))
+    workers["w1"].call("w0", abs, -1)
+    assert log.wait_for(1) == ["w1"]
+    assert workers["w0"].call("w2", abs, -1) == 1
+
+
+def test_who_computes_for_long_is_not_silent(cluster: Clusters, beats: Beats, gate: Gate) -> None:
+    w0 = cluster(2, **QUICK)["w0"]
+    future = w0.start("w1", hold_at, (gate, "done"), None, None)
+    beats.wait_for(20)
+    assert not future.done()
+    gate.open()
+    assert future.wait() == "done"
+
+
+def test_a_peer_that_beats_more_slowly_is_not_silent(cluster: Clusters, beats: Beats, gate: Gate) -> None:
+    workers = cluster(1, fixed_size=False)  # beats every 5 seconds
+    with Agent("hasty", store=workers.store, rank=9, config=replace(workers.config, **QUICK)) as hasty:
+        future = hasty.submit("w0", hold_at, gate, "done")
+        beats.wait_for(10)
+        gate.open()
+        assert future.result(PATIENCE) == "done"

@@ -1,0 +1,423 @@
+"""Nobody gets in who does not know the secret, and whatever strangers send, the agent goes on."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from telegrad import Agent, Config, expose
+from telegrad.agent.secret import group_secret, key_file
+from telegrad.errors import TelegradError, UsageError
+from telegrad.testing import LocalCluster
+from telegrad.transport import sockets
+from telegrad.wire import handshake
+from telegrad.wire.frames import HEADER, INLINE_FUNCTION, PLACE, Kind
+from tests.conftest import Clusters
+from tests.local.gates import PATIENCE, Log, until
+from tests.local.strangers import Recorder, introduction, is_closed, shake_hands, stranger, trickle
+
+HELLO = struct.pack("<4sH32s", handshake.MAGIC, handshake.VERSION, os.urandom(32))
+
+
+class Bomb:
+    """Notes when it is unpickled."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._log.note, ("unpickled",)
+
+
+@expose
+def exposed(x: int, *, y: int = 0) -> int:
+    return x + y
+
+
+def hidden(*args: Any) -> str:
+    return "should not run"
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pair(cluster: Clusters) -> LocalCluster:
+    return cluster(2)
+
+
+@pytest.fixture
+def agent(pair: LocalCluster) -> Iterator[Agent]:
+    """An agent that must be unharmed at the end of the test."""
+    yield pair["w1"]
+    assert pair["w0"].call("w1", abs, -1) == 1
+    assert pair["w0"].submit("w1", abs, -1).wait() == 1
+
+
+def turned_away(agent: Agent) -> int:
+    return sum(count for name, count in agent.statistics().items() if name.startswith(("refused", "closed")))
+
+
+# Where it listens
+
+
+def test_only_abstract_unix_sockets_and_loopback_by_default() -> None:
+    with Agent("w", store=dist.HashStore(), config=Config()) as agent:
+        mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
+        tcp = [fields[1] for fields in _table("tcp", "tcp6") if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine]
+        unix = [fields[7] for fields in _table("unix") if f"socket:[{fields[6]}]" in mine and len(fields) > 7]
+        assert [address.partition(":")[0] for address in tcp] == ["0100007F"]  # 127.0.0.1
+        assert {name.partition("-")[0] for name in unix} == {"@telegrad"}
+        assert [address.partition(":")[0] for address in agent.me.addresses] == ["memory", "unix", "tcp"]
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def _table(*names: str) -> Iterator[list[str]]:
+    for name in names:
+        path = Path("/proc/net", name)
+        if path.exists():
+            yield from (line.split() for line in path.read_text().splitlines()[1:])
+
+
+def test_the_secret_is_never_shown(pair: LocalCluster) -> None:
+    secret = pair.config.secret
+    assert secret is not None
+    for text in (repr(pair.config), repr(pair["w0"]), str(pair["w0"].statistics())):
+        assert secret not in text
+
+
+# Before the handshake
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n", id="http"),
+        pytest.param(os.urandom(4096), id="garbage"),
+        pytest.param(b"\0" * 4096, id="zeros"),
+        pytest.param(pickle.dumps([1, 2, 3] * 20, 5), id="pickle"),
+        pytest.param(handshake.MAGIC + b"\xff\xff" + b"v" * 64, id="other version"),
+        pytest.param(HELLO + b"\xff\xff" + b"x" * 70000, id="oversized introduction"),
+        pytest.param(HELLO + struct.pack("<H", 20) + b"{" + b"x" * 51, id="wrong proof"),
+        pytest.param(HELLO + struct.pack("<H", 0) + b"x" * 32, id="empty introduction"),
+    ],
+)
+def test_what_is_no_handshake_is_closed_and_counted(agent: Agent, transport: str, data: bytes) -> None:
+    with stranger(agent, transport) as sock:
+        sock.sendall(data)
+        assert is_closed(sock)
+    until(lambda: turned_away(agent) == 1)
+
+
+@pytest.mark.parametrize("length", [0, 1, 4, len(HELLO) - 1, len(HELLO), len(HELLO) + 1])
+def test_a_truncated_handshake_is_closed_and_counted(agent: Agent, transport: str, length: int) -> None:
+    with stranger(agent, transport) as sock:
+        sock.sendall((HELLO + b"\x10\x00")[:length])
+        sock.shutdown(socket.SHUT_WR)
+        assert is_closed(sock)
+    until(lambda: turned_away(agent) == 1)
+
+
+def test_a_recorded_handshake_cannot_be_replayed(agent: Agent, transport: str) -> None:
+    with stranger(agent, transport) as sock:
+        recorder = Recorder(sock)
+        steps = handshake.client(group_secret(agent.config.secret), introduction(agent))
+        sockets.shake_hands(recorder, steps, PATIENCE)  # type: ignore[arg-type]
+    with stranger(agent, transport) as sock:
+        for data in recorder.sent:
+            sock.sendall(data)
+        assert is_closed(sock)
+    until(lambda: agent.statistics().get("refused: wrong secret or user") == 1)
+
+
+def test_the_agents_own_proof_cannot_be_reflected(agent: Agent, transport: str) -> None:
+    """Its proof as a server, sent back as if it were a client's, opens no door."""
+    with stranger(agent, transport) as sock:
+        sock.sendall(HELLO)
+        answer = b""
+        while len(answer) < len(HELLO) + 32:
+            answer += sock.recv(4096)
+        sock.sendall(struct.pack("<H", 0) + answer[len(HELLO) :])
+        assert is_closed(sock)
+    until(lambda: turned_away(agent) == 1)
+
+
+def test_nothing_is_unpickled_before_the_handshake(agent: Agent, transport: str, log: Log) -> None:
+    bomb = pickle.dumps(Bomb(log), 5)
+    call = HEADER.pack(len(bomb), 1, 0, 0, 0, Kind.CALL, INLINE_FUNCTION, 0) + bomb
+    openings = [bomb, call, HELLO + call, HELLO + struct.pack("<H", len(bomb)) + bomb + b"x" * 32]
+    for opening in openings:
+        with stranger(agent, transport) as sock:
+            sock.sendall(opening + b"\0" * 4096)
+            assert is_closed(sock)
+    assert log.entries == []
+    pickle.loads(bomb)
+    assert log.entries == ["unpickled"]  # it would have gone off
+
+
+def test_a_silent_stranger_is_closed_in_time(cluster: Clusters, transport: str) -> None:
+    agent = cluster(1, connect_timeout=0.1)["w0"]
+    with stranger(agent, transport) as sock:
+        assert is_closed(sock)
+    until(lambda: turned_away(agent) == 1)
+
+
+def test_a_stranger_that_trickles_is_closed_in_time(cluster: Clusters, transport: str) -> None:
+    """The limit is for the whole handshake, or a few patient strangers could keep everybody else out."""
+    agent = cluster(1, connect_timeout=0.2)["w0"]
+    with stranger(agent, transport) as sock:
+        assert trickle(sock, HELLO, pause=0.05) < 10
+
+
+def test_a_crowd_of_strangers_is_bounded_and_goes_by(cluster: Clusters, transport: str) -> None:
+    workers = cluster(2, connect_timeout=1.0)
+    agent = workers["w1"]
+    workers["w0"].call("w1", abs, -1)
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(stranger(agent, transport)) for _ in range(300)]
+        until(lambda: agent.statistics().get("refused: too many strangers", 0) > 0)
+        assert workers["w0"].call("w1", abs, -1) == 1  # who is in already is not disturbed
+        assert all(is_closed(sock) for sock in crowd)
+    until(lambda: turned_away(agent) == 300)
+
+
+def test_closing_an_agent_ends_its_strangers(cluster: Clusters, transport: str) -> None:
+    agent = cluster(1)["w0"]
+    with stranger(agent, transport) as sock:
+        sock.sendall(HELLO[:10])
+        agent.close()
+        assert is_closed(sock)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("transport", ["unix"])
+def test_another_user_is_refused_on_a_unix_socket(agent: Agent, transport: str) -> None:
+    name = agent.me.addresses[0].removeprefix("unix:@")
+    program = (
+        "import socket, sys; sock = socket.socket(socket.AF_UNIX); "
+        "sock.connect(chr(0) + sys.argv[1]); sys.exit(sock.recv(1) != b'')"
+    )
+    subprocess.run([sys.executable, "-S", "-c", program, name], user=65534, check=True, timeout=PATIENCE, cwd="/")
+    until(lambda: agent.statistics().get("refused: wrong secret or user") == 1)
+
+
+# After the handshake: a member that breaks the protocol
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(HEADER.pack(1 << 50, 1, 1, 0, 0, Kind.CALL, 0, 0), id="oversized body"),
+        pytest.param(HEADER.pack(1 << 39, 1, 1, 0, 0, Kind.CALL, 0, 0), id="body beyond all memory"),
+        pytest.param(HEADER.pack(0, 1, 1, 0, 1 << 20, Kind.CALL, 0, 0), id="too many buffers"),
+        pytest.param(
+            HEADER.pack(0, 1, 1, 0, 1, Kind.CALL, 0, 0) + PLACE.pack(1 << 50, 0, 0, 0), id="oversized buffer"
+        ),
+        pytest.param(
+            HEADER.pack(0, 1, 1, 0, 1, Kind.CALL, 0, 0) + PLACE.pack(1 << 39, 0, 0, 0), id="buffer beyond all memory"
+        ),
+        pytest.param(
+            HEADER.pack(0, 1, 1, 0, 1, Kind.CALL, 0, 0) + PLACE.pack(8, 4096, 77, 0), id="unknown segment"
+        ),
+        pytest.param(HEADER.pack(0, 1, 1, 0, 0, 77, 0, 0), id="unknown kind"),
+        pytest.param(HEADER.pack(0, 1, 1, 0, 0, Kind.REPLY, 0, 0), id="reply to a callee"),
+        pytest.param(HEADER.pack(0, 1, 9, 0, 0, Kind.CALL, 0, 0), id="undefined function"),
+        pytest.param(HEADER.pack(8, 1, 9, 0, 0, Kind.CALL, 1, 0) + b"\xff" * 8, id="definition beyond the body"),
+    ],
+)
+@pytest.mark.parametrize("purpose", ["pipe", "lane"])
+def test_a_member_that_breaks_the_protocol_is_closed_and_counted(
+    agent: Agent, transport: str, frame: bytes, purpose: str
+) -> None:
+    if purpose == "lane" and frame[28] == Kind.REPLY:
+        pytest.skip("a lane takes calls and drops the rest")
+    with stranger(agent, transport) as sock:
+        shake_hands(sock, agent, purpose=purpose)
+        sock.sendall(frame)
+        assert is_closed(sock)
+    until(lambda: agent.statistics().get("closed: protocol") == 1)
+
+
+def test_a_member_that_claims_much_and_sends_little_costs_little(agent: Agent, transport: str) -> None:
+    before = _resident()
+    with ExitStack() as stack:
+        for _ in range(8):
+            sock = stack.enter_context(stranger(agent, transport))
+            shake_hands(sock, agent)
+            sock.sendall(HEADER.pack(1 << 30, 1, 1, 0, 0, Kind.CALL, 0, 0) + b"x" * 100)
+        until(lambda: repr(agent.connections.inbounds).count("inside a frame") == 8)
+        assert _resident() - before < 1 << 29
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"purpose": "mischief"}, {"group": "another"}, {"heartbeat": "soon"}, {"incarnation": None}, {"name": 3}]
+)
+def test_a_member_with_a_strange_introduction_is_closed_and_counted(
+    agent: Agent, transport: str, changes: dict[str, Any]
+) -> None:
+    with stranger(agent, transport) as sock:
+        try:
+            shake_hands(sock, agent, **changes)
+        except TelegradError as refused:
+            assert "refused" in str(refused)
+        assert is_closed(sock)
+    until(lambda: turned_away(agent) == 1)
+
+
+@pytest.mark.parametrize("direction", ["argument", "result"])
+def test_a_message_beyond_the_limit_fails_alone(cluster: Clusters, transport: str, direction: str) -> None:
+    w0 = cluster(2, max_frame=1 << 20)["w0"]
+    function, args = (torch.numel, (torch.zeros(1 << 20),)) if direction == "argument" else (torch.zeros, (1 << 20,))
+    for attempt in (w0.call, lambda *args: w0.submit(*args).wait()):
+        with pytest.raises(TelegradError, match="limit"):
+            attempt("w1", function, *args)
+        assert w0.call("w1", abs, -1) == 1
+
+
+# Only what was registered
+
+
+@pytest.fixture
+def strict(cluster: Clusters) -> LocalCluster:
+    return cluster(2, only_registered=True)
+
+
+def test_an_exposed_function_is_served(strict: LocalCluster) -> None:
+    assert strict["w0"].call("w1", exposed, 1, y=2) == 3
+    assert strict["w0"].submit("w1", exposed, 1, y=2).wait() == 3
+
+
+@pytest.mark.parametrize(
+    "function", [hidden, eval, os.getpid, lambda: hidden(), "text".upper, type("Local", (), {}), subprocess.Popen]
+)
+def test_anything_else_is_refused(strict: LocalCluster, function: Any) -> None:
+    w0 = strict["w0"]
+    for attempt in (lambda: w0.call("w1", function), lambda: w0.submit("w1", function).wait()):
+        with pytest.raises(UsageError, match="serves only registered functions"):
+            attempt()
+    assert w0.call("w1", exposed, 1) == 1
+
+
+def test_a_function_cannot_claim_to_be_ours(strict: LocalCluster) -> None:
+    def impostor() -> str:
+        return "should not run"
+
+    impostor.__module__ = "telegrad.agent.gathering"
+    with pytest.raises(UsageError, match="serves only registered functions"):
+        strict["w0"].call("w1", impostor)
+
+
+def test_the_arguments_of_a_refused_call_are_not_unpickled(strict: LocalCluster, log: Log) -> None:
+    w0 = strict["w0"]
+    for attempt in (lambda: w0.call("w1", hidden, Bomb(log)), lambda: w0.submit("w1", hidden, Bomb(log)).wait()):
+        with pytest.raises(UsageError, match="serves only registered functions"):
+            attempt()
+    assert log.entries == []
+
+
+def test_barriers_and_shutdown_still_work(strict: LocalCluster) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda agent: agent.all_gather(agent.name), strict)) == [{"w0": "w0", "w1": "w1"}] * 2
+        assert list(pool.map(Agent.shutdown, strict)) == [(), ()]
+
+
+def test_a_function_is_exposed_without_being_changed() -> None:
+    assert exposed(1, y=2) == 3
+    assert expose(exposed) is exposed
+
+
+# The key file
+
+
+@pytest.fixture
+def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return key_file()
+
+
+def test_a_key_is_made_once_and_for_its_user_alone(key: Path, tmp_path: Path) -> None:
+    assert key == tmp_path / "state" / "telegrad" / "secret"
+    made = group_secret(None)
+    assert group_secret(None) == made
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert stat.S_IMODE(key.parent.stat().st_mode) == 0o700
+    assert len(key.read_text()) == 64
+    assert os.listdir(key.parent) == ["secret"]
+
+
+def test_many_who_make_the_key_at_once_agree(key: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(lambda _: group_secret(None), range(32)))) == 1
+
+
+def test_another_key_is_another_secret(key: Path) -> None:
+    first = group_secret(None)
+    key.unlink()
+    assert group_secret(None) != first
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
+def test_a_key_that_others_can_read_is_refused(key: Path, mode: int) -> None:
+    group_secret(None)
+    key.chmod(mode)
+    with pytest.raises(UsageError, match="readable by you alone"):
+        group_secret(None)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_a_key_of_another_user_is_refused(key: Path) -> None:
+    group_secret(None)
+    os.chown(key, 65534, -1)
+    with pytest.raises(UsageError, match="belong to you"):
+        group_secret(None)
+
+
+@pytest.mark.parametrize("text", ["", " \n", "short"])
+def test_a_key_that_anybody_can_guess_is_refused(key: Path, text: str) -> None:
+    group_secret(None)
+    key.write_text(text)
+    with pytest.raises(UsageError, match=str(key)):
+        group_secret(None)
+
+
+def test_a_place_where_no_key_can_be_written_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match=r"TELEGRAD_SECRET or Config.secret"):
+        group_secret(None)
+
+
+def test_a_given_secret_needs_no_file(key: Path) -> None:
+    assert group_secret("a secret of our own") == group_secret("a secret of our own") != group_secret("another secret")
+    assert not key.exists()
+
+
+def test_agents_without_any_setting_find_each_other(key: Path) -> None:
+    store = dist.HashStore()
+    with Agent("a", store=store, config=Config()) as a, Agent("b", store=store, config=Config()):
+        assert a.call("b", abs, -1) == 1
+    assert key.exists()

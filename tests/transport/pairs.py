@@ -1,0 +1,108 @@
+"""Pairs of channels that are each other's peer, by any transport."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from telegrad.transport import memory
+from telegrad.transport.channel import Channel
+from telegrad.transport.shared import Arena, Mappings, Segment, Sharing
+from telegrad.transport.stream import StreamChannel
+from telegrad.wire.frames import Kind, head
+from telegrad.wire.memory import Pool
+
+STREAMS = ["unix", "unix+shared", "tcp"]
+MAX_FRAME = 64 << 20
+FLOOR = 8192  # smallest buffer that goes through shared memory here
+KERNEL_BUFFER = 64 << 10  # small, so that a socket is soon full
+
+Background = Callable[..., "Future[Any]"]
+
+
+@dataclass
+class End:
+    """What one side of a pair has."""
+
+    name: str
+    arena: Arena = field(default_factory=lambda: Arena(FLOOR, 1 << 30))
+    mappings: Mappings = field(default_factory=Mappings)
+
+    def sharing_with(self, other: End) -> Sharing:
+        """Shared memory with the other side; segments are passed on by mapping them there at once."""
+        announced: set[int] = set()
+
+        def announce(segment: Segment) -> bool:
+            if segment.number not in announced:
+                other.mappings.add(self.name, segment.number, segment.fd)
+                announced.add(segment.number)
+            return True
+
+        return Sharing(self.arena, self.mappings, other.name, announce)
+
+    def close(self) -> None:
+        self.arena.close()
+        self.mappings.close()
+
+
+@dataclass
+class Pair:
+    """Two channels that are each other's peer. Where there are sockets, `near_socket` and `far_socket` are theirs."""
+
+    near: Channel
+    far: Channel
+    near_end: End
+    far_end: End
+    near_socket: socket.socket
+    far_socket: socket.socket
+
+
+def connected_sockets(family: str) -> tuple[socket.socket, socket.socket]:
+    """Two sockets that are each other's peer."""
+    if family == "unix":
+        return socket.socketpair(socket.AF_UNIX)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BUFFER)  # the accepted socket inherits it
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    return near, far
+
+
+def fill_with_frames(sock: socket.socket) -> None:
+    """Fill a unix socket with whole frames, behind the back of its channel, which so owes nothing."""
+    alive = head(Kind.ALIVE, 0, b"")
+    while True:
+        try:
+            assert sock.send(alive, socket.MSG_DONTWAIT) == len(alive)
+        except BlockingIOError:
+            return
+
+
+def connected(kind: str) -> Iterator[Pair]:
+    near_end, far_end = End("near"), End("far")
+    family, _, shares = kind.partition("+")
+    near_socket, far_socket = connected_sockets("unix" if family == "memory" else family)
+    near: Channel
+    far: Channel
+    if family == "memory":
+        near, far = memory.pair(Pool())
+    else:
+        for sock in (near_socket, far_socket):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BUFFER)
+        pool = Pool()
+        near = StreamChannel(near_socket, pool, MAX_FRAME, near_end.sharing_with(far_end) if shares else None)
+        far = StreamChannel(far_socket, pool, MAX_FRAME, far_end.sharing_with(near_end) if shares else None)
+    try:
+        yield Pair(near, far, near_end, far_end, near_socket, far_socket)
+    finally:
+        near.shut()
+        far.shut()
+        near.close()
+        far.close()
+        near_socket.close()
+        far_socket.close()
+        near_end.close()
+        far_end.close()

@@ -1,0 +1,533 @@
+"""Shared memory: blocks go out, come back, are never given out twice, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telegrad.errors import ProtocolError
+from telegrad.transport import shared as shared_memory
+from telegrad.transport.shared import SLOTS, Arena, Mappings, Segment, Sharing
+from telegrad.wire import codec
+from telegrad.wire.frames import Kind, Place, head
+from tests.transport.pairs import FLOOR, Background, End, Pair, fill_with_frames
+
+LATE = 20.0
+PAGE = 4096
+MEGABYTE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_SMALLEST", MEGABYTE)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(FLOOR, 4 * MEGABYTE)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[End, End]]:
+    """A sender and a receiver."""
+    sender, receiver = (End(name, Arena(FLOOR, 4 * MEGABYTE)) for name in ("sender", "receiver"))
+    yield sender, receiver
+    sender.close()
+    receiver.close()
+
+
+def taken(arena: Arena, nbytes: int, peer: str = "receiver") -> tuple[Segment, Place]:
+    found = arena.take(nbytes, peer)
+    assert found is not None
+    return found
+
+
+def memfds() -> int:
+    """Descriptors and mappings of segments in this process."""
+    targets = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:
+            continue  # the listing itself
+    with open("/proc/self/maps") as maps:
+        mapped = sum("/memfd:telegrad" in line for line in maps)
+    return mapped + sum(target.startswith("/memfd:telegrad") for target in targets)
+
+
+def send(sender: End, receiver: End, data: bytes) -> memoryview:
+    """Through shared memory, without a channel."""
+    [place], rest = sender.sharing_with(receiver).place([memoryview(data)])
+    assert rest == []
+    return receiver.sharing_with(sender).locate(place)
+
+
+# A block's way
+
+
+def test_what_the_sender_wrote_is_what_the_receiver_reads(ends: tuple[End, End]) -> None:
+    data = os.urandom(100_000)
+    assert bytes(send(*ends, data)) == data
+
+
+def test_the_receiver_sits_on_the_senders_pages(ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    segment, place = taken(sender.arena, 10_000)
+    receiver.mappings.add("sender", segment.number, segment.fd)
+    memory = receiver.mappings.locate("sender", place)
+    memory[5] = 77
+    assert segment.bytes[place.offset + 5] == 77
+
+
+def test_a_block_goes_back_when_its_last_holder_dies(ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    memory = send(sender, receiver, bytes(100_000))
+    assert receiver.mappings.live == 1
+    part = memory[10:20]
+    del memory
+    assert receiver.mappings.live == 1
+    del part
+    assert receiver.mappings.live == 0
+    sender.arena.trim()
+    assert repr(sender.arena) == "<Arena []>"
+
+
+@pytest.mark.parametrize("kind", ["tensor", "view", "numpy", "parameter"])
+def test_a_tensor_or_a_view_of_it_holds_the_block(ends: tuple[End, End], kind: str) -> None:
+    sender, receiver = ends
+    body, [buffer] = codec.encode(torch.arange(10_000))
+    memory = send(sender, receiver, bytes(buffer))
+    tensor = codec.decode(body, [memory])
+    del memory
+    holder: Any = {
+        "tensor": tensor,
+        "view": tensor.view(100, 100)[3:7, ::2],
+        "numpy": tensor.numpy()[5:],
+        "parameter": torch.nn.Parameter(tensor, requires_grad=False),
+    }[kind]
+    del tensor
+    assert receiver.mappings.live == 1
+    sender.arena.trim()
+    assert repr(sender.arena) != "<Arena []>"
+    assert holder.reshape(-1)[-1] in (9999, 698)
+    del holder
+    assert receiver.mappings.live == 0
+
+
+def test_a_block_that_came_back_is_the_first_to_go_out_again(ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    places = []
+    for size in (100_000, 99_000, 98_000):
+        segment, place = taken(sender.arena, size)
+        receiver.mappings.add("sender", segment.number, segment.fd)
+        receiver.mappings.locate("sender", place)
+        places.append((place.segment, place.offset))
+    assert places == [(1, PAGE)] * 3
+
+
+def test_blocks_in_use_are_never_given_out_again(ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    held = {value: send(sender, receiver, bytes([value]) * 60_000) for value in range(20)}
+    for value in (3, 4, 11, 19):
+        del held[value]
+    for value in range(100, 110):
+        held[value] = send(sender, receiver, bytes([value]) * 60_000)
+    assert all(bytes(memory) == bytes([value]) * 60_000 for value, memory in held.items())
+    assert receiver.mappings.live == len(held) == 26
+
+
+def test_a_block_nobody_was_told_of_can_be_returned(arena: Arena) -> None:
+    segment, place = taken(arena, 10_000)
+    arena.give_back(segment, place)
+    assert taken(arena, 10_000)[1] == place
+
+
+def test_neighbours_that_are_free_become_one_block(arena: Arena) -> None:
+    found = [taken(arena, 200_000) for _ in range(4)]
+    for index in (1, 3, 0, 2):
+        arena.give_back(*found[index])
+    assert taken(arena, 900_000)[1].segment == 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 300_000) | st.just(0), max_size=40), st.randoms(use_true_random=False))
+def test_blocks_never_overlap(sizes: list[int], random: Any) -> None:
+    """A size is taken; 0 returns one that was."""
+    segment = Segment(1, MEGABYTE)
+    try:
+        held: list[Place] = []
+        for size in sizes:
+            if size:
+                place = segment.take(size, "receiver")
+                held += [place] if place else []
+            elif held:
+                segment.give_back(held.pop(random.randrange(len(held))).slot)
+            spans = sorted((place.offset, place.offset + place.nbytes) for place in held)
+            assert all(start >= PAGE and end <= MEGABYTE for start, end in spans)
+            assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+            assert len({place.slot for place in held}) == len(held)
+        for place in held:
+            segment.give_back(place.slot)
+        assert segment.take(MEGABYTE - PAGE, "receiver") is not None
+    finally:
+        segment.retire()
+
+
+def test_a_segment_has_so_many_slots_and_no_more() -> None:
+    segment = Segment(1, 32 * MEGABYTE)
+    try:
+        places = [segment.take(1, "receiver") for _ in range(SLOTS)]
+        assert len({place.slot for place in places if place}) == SLOTS
+        assert segment.take(1, "receiver") is None
+        segment.give_back(7)
+        assert segment.take(1, "receiver") is not None
+    finally:
+        segment.retire()
+
+
+# Limits
+
+
+def test_beyond_the_limit_there_is_no_room(arena: Arena) -> None:
+    assert taken(arena, 3_000_000)[0].size == 4 * MEGABYTE
+    assert arena.take(3_000_000, "receiver") is None
+    assert taken(arena, 1_000_000)[1].segment == 1
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE, MEGABYTE - PAGE, MEGABYTE - PAGE + 1, MEGABYTE, 2 * MEGABYTE - PAGE])
+def test_a_new_segment_is_always_large_enough(arena: Arena, nbytes: int) -> None:
+    segment, place = taken(arena, nbytes)
+    assert place.offset + nbytes <= segment.size
+
+
+def test_small_buffers_and_those_without_room_stay_in_the_stream(ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    buffers = [memoryview(bytes(size)) for size in (FLOOR - 1, FLOOR, 5 * MEGABYTE, 0)]
+    places, inside = sender.sharing_with(receiver).place(buffers)
+    assert [place.segment for place in places] == [0, 1, 0, 0]
+    assert [place.nbytes for place in places] == [FLOOR - 1, FLOOR, 5 * MEGABYTE, 0]
+    assert inside == [buffers[0], buffers[2], buffers[3]]
+
+
+def test_a_segment_that_cannot_be_passed_on_is_not_used(arena: Arena) -> None:
+    sharing = Sharing(arena, Mappings(), "receiver", lambda segment: False)
+    places, inside = sharing.place([memoryview(bytes(FLOOR))])
+    assert ([place.segment for place in places], len(inside)) == ([0], 1)
+    arena.trim()
+    assert repr(arena) == "<Arena []>"
+
+
+def test_without_descriptors_everything_stays_in_the_stream(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(*_: Any) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", no_more)
+    assert arena.take(FLOOR, "receiver") is None
+
+
+def test_a_closed_arena_has_no_room(arena: Arena) -> None:
+    arena.close()
+    assert arena.take(FLOOR, "receiver") is None
+
+
+# When a connection or a peer is lost
+
+
+def test_a_block_on_its_way_through_a_broken_connection_is_never_used_again(ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    segment, place = taken(sender.arena, 10_000)
+    receiver.mappings.add("sender", segment.number, segment.fd)
+    sender.arena.abandon("receiver", lost=False)
+    assert taken(sender.arena, 10_000)[1].segment == 2
+    memory = receiver.mappings.locate("sender", place)  # it may still arrive
+    memory[:] = b"x" * 10_000
+
+
+def test_blocks_that_arrived_or_came_back_survive_a_broken_connection(ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    held = send(sender, receiver, bytes(10_000))
+    send(sender, receiver, bytes(10_000))
+    sender.arena.abandon("receiver", lost=False)
+    assert taken(sender.arena, 10_000)[1].segment == 1
+    del held
+
+
+def test_the_blocks_of_a_lost_receiver_are_never_used_again(ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    held = send(sender, receiver, b"y" * 10_000)
+    sender.arena.abandon("receiver", lost=True)
+    assert taken(sender.arena, 10_000, "another")[1].segment == 2
+    assert bytes(held) == b"y" * 10_000
+
+
+def test_another_peers_loss_changes_nothing(arena: Arena) -> None:
+    taken(arena, 10_000)
+    arena.abandon("stranger", lost=True)
+    assert taken(arena, 10_000)[1].segment == 1
+
+
+def test_a_retired_segment_is_forgotten_but_its_tensors_live_on(ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    held = send(sender, receiver, b"z" * 10_000)
+    receiver.mappings.forget()
+    assert "1 segments" in repr(receiver.mappings)
+    sender.arena.abandon("receiver", lost=True)
+    receiver.mappings.forget()
+    assert "0 segments" in repr(receiver.mappings)
+    assert bytes(held) == b"z" * 10_000
+    held[0] = 1
+    del held
+    assert receiver.mappings.live == 0
+
+
+def test_the_segments_of_a_lost_sender_are_forgotten(ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    send(sender, receiver, bytes(10_000))
+    receiver.mappings.forget("somebody else")
+    assert "1 segments" in repr(receiver.mappings)
+    receiver.mappings.forget("sender")
+    assert "0 segments" in repr(receiver.mappings)
+
+
+def test_a_segment_that_is_retired_while_it_is_being_passed_on_keeps_its_descriptor(arena: Arena) -> None:
+    """Another thread may close a connection between `take` and `announce`; the number must not go to another file."""
+    receiver = Mappings()
+
+    def announce(segment: Segment) -> bool:
+        arena.abandon("receiver", lost=False)
+        taken(arena, 50_000, "another")  # a new segment, which would get the number of a closed descriptor
+        receiver.add("sender", segment.number, segment.fd)
+        return True
+
+    [place], _ = Sharing(arena, Mappings(), "receiver", announce).place([memoryview(b"m" * 20_000)])
+    if place.segment:
+        assert bytes(receiver.locate("sender", place)) == b"m" * 20_000
+    receiver.close()
+
+
+# Peers that break the rules
+
+
+def bogus(place: Place, **changes: int) -> Place:
+    return place._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"segment": 9},
+        {"slot": 1},
+        {"slot": SLOTS},
+        {"slot": 2**32 - 1},
+        {"offset": 0},
+        {"offset": PAGE - 1},
+        {"offset": MEGABYTE},
+        {"offset": 2**64 - 1},
+        {"nbytes": MEGABYTE},
+        {"nbytes": 2**64 - 1},
+    ],
+    ids=str,
+)
+def test_a_place_that_does_not_exist_breaks_the_protocol(ends: tuple[End, End], changes: dict[str, int]) -> None:
+    sender, receiver = ends
+    segment, place = taken(sender.arena, 10_000)
+    receiver.mappings.add("sender", segment.number, segment.fd)
+    with pytest.raises(ProtocolError, match="shared"):
+        receiver.mappings.locate("sender", bogus(place, **changes))
+    assert receiver.mappings.live == 0
+
+
+def test_a_block_can_be_taken_once(ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    segment, place = taken(sender.arena, 10_000)
+    receiver.mappings.add("sender", segment.number, segment.fd)
+    memory = receiver.mappings.locate("sender", place)
+    with pytest.raises(ProtocolError):
+        receiver.mappings.locate("sender", place)
+    del memory
+    with pytest.raises(ProtocolError):
+        receiver.mappings.locate("sender", place)
+
+
+def test_a_peer_cannot_point_into_the_segments_of_another(ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    segment, place = taken(sender.arena, 10_000)
+    receiver.mappings.add("sender", segment.number, segment.fd)
+    with pytest.raises(ProtocolError, match="unknown"):
+        receiver.mappings.locate("mallory", place)
+
+
+def memfd(size: int, *, sealed: bool) -> int:
+    fd = os.memfd_create("telegrad-bogus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if sealed:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("size", "sealed"),
+    [(MEGABYTE, False), (0, True), (100, True), (PAGE - 1, True)],
+    ids=["not sealed", "empty", "tiny", "less than a page"],
+)
+def test_a_segment_that_could_hurt_us_is_refused(size: int, sealed: bool) -> None:
+    fd = memfd(size, sealed=sealed)
+    mappings = Mappings()
+    try:
+        with pytest.raises(ProtocolError, match="segment"):
+            mappings.add("mallory", 1, fd)
+    finally:
+        os.close(fd)
+    mappings.forget()
+
+
+def test_a_descriptor_that_is_no_memory_at_all_is_refused() -> None:
+    mappings = Mappings()
+    near, far = socket.socketpair()
+    with near, far, open("/dev/null") as null:
+        for fd in (near.fileno(), null.fileno()):
+            with pytest.raises(ProtocolError, match="segment"):
+                mappings.add("mallory", 1, fd)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.builds(
+        Place,
+        nbytes=st.integers(0, 2 * MEGABYTE) | st.integers(0, 2**64 - 1),
+        offset=st.integers(0, 2 * MEGABYTE) | st.integers(0, 2**64 - 1),
+        segment=st.integers(0, 2),
+        slot=st.integers(0, 3) | st.integers(0, 2**32 - 1),
+    )
+)
+def test_any_place_is_inside_a_sent_block_of_a_known_segment_or_refused(place: Place) -> None:
+    sender, receiver = End("sender", Arena(FLOOR, 4 * MEGABYTE)), End("receiver")
+    try:
+        segment, _ = taken(sender.arena, 10_000)
+        receiver.mappings.add("sender", segment.number, segment.fd)
+        try:
+            memory = receiver.mappings.locate("sender", place)
+        except ProtocolError:
+            return
+        assert memory.nbytes == place.nbytes
+        assert (place.segment, place.slot) == (1, 0)
+        assert PAGE <= place.offset <= MEGABYTE - place.nbytes
+    finally:
+        sender.close()
+        receiver.close()
+
+
+# Nothing is left behind
+
+
+def test_no_descriptor_or_mapping_outlives_its_owners() -> None:
+    before = memfds()
+    sender, receiver = End("sender", Arena(FLOOR, 64 * MEGABYTE)), End("receiver")
+    held = [send(sender, receiver, bytes(900_000)) for _ in range(5)]
+    assert memfds() > before
+    sender.arena.abandon("receiver", lost=True)
+    send(sender, receiver, bytes(900_000))
+    sender.close()
+    receiver.close()
+    del held, sender, receiver
+    assert memfds() == before
+
+
+def test_trim_returns_what_nobody_uses_and_nothing_else(ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    held = [send(sender, receiver, bytes(900_000)) for _ in range(3)]
+    assert repr(sender.arena).count("1 blocks") == 3
+    del held[0]
+    before = memfds()
+    sender.arena.trim()
+    receiver.mappings.forget()
+    assert repr(sender.arena).count("Segment") == 2
+    assert memfds() < before
+    del held
+    sender.arena.trim()
+    assert repr(sender.arena) == "<Arena []>"
+
+
+def test_a_sender_may_close_while_its_blocks_are_in_use(ends: tuple[End, End]) -> None:
+    sender, receiver = ends
+    held = send(sender, receiver, b"w" * 10_000)
+    sender.close()
+    assert bytes(held) == b"w" * 10_000
+
+
+# Through a channel
+
+
+def test_large_buffers_take_the_short_way_and_small_ones_the_stream(shared: Pair) -> None:
+    sizes = [FLOOR, FLOOR - 1, 10 * FLOOR]
+    shared.near.send(Kind.CALL, 1, b"body", [memoryview(os.urandom(size)) for size in sizes])
+    frame = shared.far.recv(LATE)
+    assert [buffer.nbytes for buffer in frame.buffers] == sizes
+    assert shared.far_end.mappings.live == 2
+    del frame
+    assert shared.far_end.mappings.live == 0
+
+
+def test_without_room_a_large_buffer_goes_through_the_stream(shared: Pair, background: Background) -> None:
+    shared.near_end.arena.close()
+    data = os.urandom(3 * MEGABYTE)
+    received = background(shared.far.recv, LATE)
+    shared.near.send(Kind.CALL, 1, b"", [memoryview(data)])
+    assert bytes(received.result(LATE).buffers[0]) == data
+    assert shared.far_end.mappings.live == 0
+
+
+def test_a_thousand_sends_reuse_the_same_memory(shared: Pair) -> None:
+    for value in range(1000):
+        shared.near.send(Kind.CALL, value, b"", [memoryview(np.full(100_000, value % 256, np.uint8))])
+        frame = shared.far.recv(LATE)
+        assert frame.buffers[0][0] == frame.buffers[0][-1] == value % 256
+        del frame
+    assert repr(shared.near_end.arena).count("Segment") == 1
+
+
+def test_a_closed_channel_abandons_what_was_on_its_way(shared: Pair) -> None:
+    shared.near.send(Kind.CALL, 1, b"", [memoryview(bytes(10_000))])
+    shared.near.close()
+    assert repr(shared.near_end.arena) == "<Arena []>"
+
+
+def test_a_frame_that_was_never_sent_gives_its_blocks_back(shared: Pair) -> None:
+    fill_with_frames(shared.near_socket)
+    with pytest.raises(TimeoutError):
+        shared.near.send(Kind.CALL, 1, b"", [memoryview(bytes(10_000))], timeout=0.05)
+    shared.near_end.arena.trim()
+    assert repr(shared.near_end.arena) == "<Arena []>"
+
+
+def test_a_frame_that_is_sent_later_keeps_its_blocks(shared: Pair, background: Background) -> None:
+    with pytest.raises(TimeoutError):
+        shared.near.send(Kind.CALL, 1, bytes(8 * MEGABYTE), timeout=0.05)
+    with pytest.raises(TimeoutError):
+        shared.near.send(Kind.CALL, 2, b"", [memoryview(b"k" * 10_000)], timeout=0.05)
+    received = background(lambda: [shared.far.recv(LATE) for _ in range(3)])
+    shared.near.send(Kind.CALL, 3, b"")
+    frames = received.result(LATE)
+    assert bytes(frames[1].buffers[0]) == b"k" * 10_000
+
+
+def test_a_bogus_place_on_a_channel_breaks_the_protocol(shared: Pair) -> None:
+    shared.near.send(Kind.CALL, 1, b"", [memoryview(bytes(10_000))])
+    place = Place(10_000, PAGE, 1, 0)
+    shared.near_socket.sendall(head(Kind.CALL, 2, b"", places=[place]))
+    first = shared.far.recv(LATE)
+    with pytest.raises(ProtocolError, match="shared"):
+        shared.far.recv(LATE)
+    del first
