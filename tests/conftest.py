@@ -76,9 +76,11 @@ class _Belongings(NamedTuple):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = _belongings()
     yield
+    if request.node.stash.get(_failed, False):
+        return  # its traceback holds on to whatever the test had
     left = _belongings().beyond(before)
     until = time.monotonic() + _MOMENT
     while left and time.monotonic() < until:
@@ -135,6 +137,7 @@ def _shared_mappings() -> Iterator[str]:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     report = yield
     if report.when == "call" and report.failed:
+        item.stash[_failed] = True
         report.sections.append(("live agents and stacks", _state()))
     return report
 
@@ -175,6 +178,7 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> Any:
 
 
 _timer = pytest.StashKey[threading.Timer]()
+_failed = pytest.StashKey[bool]()
 
 
 def _state() -> str:

@@ -183,6 +183,7 @@ def test_an_object_lives_while_somebody_refers_to_it(trio: LocalCluster, w0: Age
     w1 = trio["w1"]
     thing = remote("w1", Thing, ("watched",), agent=w0)
     w0.call("w2", objects.keep, "a", thing)
+    thing.to_here()
     assert owned(w1) == 1
     del thing
     until(lambda: objects.figures(w0)["held objects"] == 0)

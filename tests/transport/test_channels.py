@@ -276,6 +276,16 @@ def test_what_was_sent_before_the_end_arrives_before_it(pair: Pair) -> None:
             pair.far.recv(LATE)
 
 
+def test_a_flush_of_nothing_after_the_end_does_not_hide_what_arrived(pair: Pair) -> None:
+    pair.near.send(Kind.CALL, 1, b"")
+    pair.near.send(Kind.CALL, 2, b"")
+    pair.near.shut()
+    for call in (1, 2):
+        pair.far.flush()
+        assert pair.far.recv(LATE).call == call
+    pair.far.flush()
+
+
 def test_the_end_is_final_for_the_one_who_shut(pair: Pair) -> None:
     pair.near.shut()
     for _ in range(3):

@@ -1,0 +1,154 @@
+"""Random lives of references, checked against a model that knows who refers to what.
+
+Several agents live in this process. Steps make objects, pass references on, drop them, and kill a worker. The notes that
+users send to owners are caught on the way, so that the machine decides when each is delivered: late, out of order,
+or twice. After every step nothing that a live worker refers to may be gone (`nothing_is_lost`); once everything is
+delivered, nothing that nobody refers to may be left (`nothing_is_left`).
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from telegrad.agent.agent import Agent
+from telegrad.refs import RRef, remote
+from telegrad.refs.keeper import Keeper
+from telegrad.refs.notes import Note, Outbox
+from telegrad.testing import LocalCluster
+from tests.refs import objects
+from tests.refs.objects import Thing, until
+
+NAMES = ["w0", "w1", "w2", "w3"]
+_transmit = Outbox._transmit
+
+
+class Lives(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.cluster = LocalCluster(len(NAMES), transports=("memory",))
+        self.cluster.__enter__()
+        self.dead: set[str] = set()
+        self.made = 0
+        self.holders: dict[int, tuple[str, int, str]] = {}  # slot -> (holder, object, owner)
+        self.under_way: list[tuple[Outbox, int, list[Note]]] = []
+        under_way = self.under_way
+        Outbox._transmit = lambda *batch: under_way.append(batch)  # type: ignore[method-assign]
+
+    def teardown(self) -> None:
+        Outbox._transmit = _transmit  # type: ignore[method-assign]
+        objects.kept.clear()
+        gc.collect()
+        if hasattr(self, "cluster"):
+            self.cluster.close()
+
+    def living(self) -> list[str]:
+        return [name for name in NAMES if name not in self.dead]
+
+    def agent(self, name: str) -> Agent:
+        return self.cluster[name]
+
+    def put(self, slot: int, holder: str, rref: RRef[Any], thing: int, owner: str) -> None:
+        objects.kept[holder, slot] = rref
+        self.holders[slot] = holder, thing, owner
+
+    @rule(data=st.data(), by_remote=st.booleans())
+    def make(self, data: st.DataObject, by_remote: bool) -> None:
+        holder = data.draw(st.sampled_from(self.living()))
+        owner = data.draw(st.sampled_from(self.living())) if by_remote else holder
+        self.made += 1
+        if by_remote:
+            rref = remote(owner, Thing, (self.made,), agent=self.agent(holder))
+        else:
+            rref = RRef(Thing(self.made), agent=self.agent(holder))
+        self.put(self.made, holder, rref, self.made, owner)
+
+    def choose(self, data: st.DataObject) -> int:
+        """A reference that somebody holds."""
+        return data.draw(st.sampled_from(sorted(self.holders)))
+
+    @rule(data=st.data(), moves=st.booleans())
+    @precondition(lambda self: self.holders)
+    def pass_on(self, data: st.DataObject, moves: bool) -> None:
+        """Give a reference to somebody; if it `moves`, the giver keeps none."""
+        slot = self.choose(data)
+        holder, thing, owner = self.holders[slot]
+        if owner in self.dead:
+            return
+        to = data.draw(st.sampled_from(self.living()))
+        self.made += 1
+        self.agent(holder).call(to, objects.keep, self.made, objects.kept[holder, slot])
+        self.holders[self.made] = to, thing, owner
+        if moves:
+            self.forget(slot)
+            Keeper.of(self.agent(holder)).sweep()
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.holders)
+    def drop(self, data: st.DataObject) -> None:
+        self.forget(self.choose(data))
+
+    def forget(self, slot: int) -> None:
+        holder, _, _ = self.holders.pop(slot)
+        objects.kept.pop((holder, slot), None)
+
+    @rule(data=st.data())
+    @precondition(lambda self: len(self.dead) < 2)
+    def kill(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.living()))
+        for outbox, number, notes in list(self.under_way):
+            if outbox._agent.name == name:  # what a worker has sent arrives before the end of its connection does
+                self.deliver_one((outbox, number, notes))
+        self.dead.add(name)
+        self.cluster.kill(name)
+        for slot, (holder, _, _) in list(self.holders.items()):
+            if holder == name:
+                self.forget(slot)
+
+    def sweep(self) -> None:
+        for name in self.living():
+            Keeper.of(self.agent(name)).sweep()
+
+    @rule(data=st.data(), twice=st.booleans())
+    @precondition(lambda self: len(self.under_way) > 2)
+    def deliver(self, data: st.DataObject, twice: bool) -> None:
+        batch = data.draw(st.sampled_from(self.under_way[::-1]))  # the simplest choice is the newest: out of order
+        if twice:
+            _transmit(*batch)
+        self.deliver_one(batch)
+
+    def deliver_one(self, batch: tuple[Outbox, int, list[Note]]) -> None:
+        self.under_way.remove(batch)
+        _transmit(*batch)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if not hasattr(self, "cluster"):
+            return
+        for slot, (holder, thing, owner) in self.holders.items():
+            if owner not in self.dead:
+                rref = objects.kept[holder, slot]
+                assert rref.rpc_sync().get() == thing, f"{holder} lost object {thing} of {owner}"
+
+    @rule()
+    @precondition(lambda self: self.made % 8 == 0)  # seldom enough that notes pile up
+    def nothing_is_left(self) -> None:
+        wanted = {name: {thing for _, thing, owner in self.holders.values() if owner == name} for name in self.living()}
+
+        def settled() -> bool:
+            self.sweep()
+            for batch in list(self.under_way):
+                self.deliver_one(batch)
+            return all(objects.owned(self.agent(name)) == len(wanted[name]) for name in wanted)
+
+        until(settled)
+
+
+Lives.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+TestLives = Lives.TestCase
