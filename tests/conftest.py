@@ -162,7 +162,9 @@ def _give_up(test: str) -> None:
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Any:
     """Shortly before the time is up, say in which state the agents are; the stacks follow from the plugin."""
-    timer = threading.Timer(max(settings.timeout - _BEFORE_TIMEOUT, 0.1), lambda: print(_agent_lines(), file=sys.stderr))
+    timer = threading.Timer(
+        max(settings.timeout - _BEFORE_TIMEOUT, 0.1), lambda: print(_agent_lines(), file=sys.stderr)
+    )
     timer.daemon = True
     timer.start()
     item.stash[_timer] = timer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -57,9 +58,15 @@ class Config:
             if not good:
                 raise UsageError(f"Config: {message}")
 
-        require(self.timeout is None or self.timeout > 0, f"timeout must be positive or None, not {self.timeout!r}")
+        require(
+            self.timeout is None or 0 < self.timeout < math.inf,
+            f"timeout must be positive or None, not {self.timeout!r}",
+        )
         for name in ("join_timeout", "connect_timeout", "heartbeat_interval", "heartbeat_timeout"):
-            require(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)!r}")
+            require(0 < getattr(self, name) < math.inf, f"{name} must be positive, not {getattr(self, name)!r}")
+        require(self.max_frame > 0, f"max_frame must be positive, not {self.max_frame}")
+        for name in ("shared_memory_floor", "shared_memory_limit", "idle_lanes"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative, not {getattr(self, name)!r}")
         require(
             self.heartbeat_timeout > self.heartbeat_interval,
             f"heartbeat_timeout ({self.heartbeat_timeout}) must exceed heartbeat_interval ({self.heartbeat_interval})",
@@ -87,7 +94,7 @@ def _parse(name: str, kind: str, text: str) -> object:
         if name == "transports":
             return tuple(part.strip() for part in text.split(","))
         if kind.startswith("float"):
-            return None if text.lower() == "none" else float(text)
+            return None if text.lower() == "none" and kind.endswith("None") else float(text)
         if kind == "int":
             return int(text)
         if kind == "bool":

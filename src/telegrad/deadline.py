@@ -34,4 +34,4 @@ class Deadline:
 
 def to_wire(timeout: float | None) -> int:
     """A timeout as whole milliseconds for a frame header; 0 stands for none, so anything positive is at least 1."""
-    return _NEVER_MS if timeout is None else min(max(int(timeout * 1000), 1), 0xFFFFFFFF)
+    return _NEVER_MS if timeout is None else int(min(max(timeout * 1000, 1), 0xFFFFFFFF))

@@ -39,7 +39,8 @@ class TelegradError(RuntimeError):
 
 
 def _rebuild(cls: type[TelegradError], args: tuple[Any, ...], state: dict[str, Any]) -> TelegradError:
-    error = cls.__new__(cls)
+    # RuntimeError comes first in the MRO, but its __new__ refuses classes that are laid out as an OSError.
+    error: TelegradError = OSError.__new__(cls) if issubclass(cls, OSError) else cls.__new__(cls)
     error.args = args
     error.__dict__.update(state)
     return error

@@ -37,6 +37,7 @@ class Future(torch.futures.Future[T]):
     _cancelled = False
     _on_cancel: Callable[[], None] | None = None
     _event: threading.Event | None = None
+    _callers = 0
 
     def wait(self) -> T:
         """Block until the result is there; raises what the call raised."""
@@ -68,10 +69,16 @@ class Future(torch.futures.Future[T]):
             self._on_cancel()
         return True
 
-    @property
-    def is_call(self) -> bool:
-        """Is this the result of one call, so that cancelling it stops that call and nothing else?"""
-        return self._on_cancel is not None
+    def join(self) -> None:
+        """One more caller waits for this future, which a function answered with."""
+        with _settling:
+            self._callers += 1
+
+    def leave(self) -> bool:
+        """A caller gave up. True if it was the last, so that nobody waits any more."""
+        with _settling:
+            self._callers -= 1
+            return self._callers == 0
 
     def cancelled(self) -> bool:
         return self._cancelled

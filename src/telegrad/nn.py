@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from telegrad.agent.current import active_agent
 from telegrad.agent.packing import current_envelope
-from telegrad.agent.serving import Later
+from telegrad.agent.serving import Later, trusted
 from telegrad.errors import SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.refs import RRef, remote
@@ -231,6 +231,7 @@ def _with_module(owner: str, key: Key, run: Callable[[nn.Module], Any]) -> Any:
     return run(value.wait()) if value.done() else Later(value.then(lambda done: run(done.wait())))
 
 
+@trusted
 def _forward(owner: str, key: Key, device: str, /, *args: Any, **kwargs: Any) -> Any:
     def run(module: nn.Module) -> Any:
         if device == "cpu":
@@ -250,10 +251,12 @@ def _to(value: Any, device: str) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
+@trusted
 def _parameters(owner: str, key: Key, recurse: bool) -> Any:
     return _with_module(owner, key, lambda module: [RRef(parameter) for parameter in module.parameters(recurse)])
 
 
+@trusted
 def _convert(owner: str, key: Key, /, *args: Any, **kwargs: Any) -> Any:
     def run(module: nn.Module) -> str:
         module.to(*args, **kwargs)
@@ -263,5 +266,6 @@ def _convert(owner: str, key: Key, /, *args: Any, **kwargs: Any) -> Any:
     return _with_module(owner, key, run)
 
 
+@trusted
 def _load(owner: str, key: Key, state: dict[str, Any], strict: bool, assign: bool) -> Any:
     return _with_module(owner, key, lambda module: tuple(module.load_state_dict(state, strict=strict, assign=assign)))

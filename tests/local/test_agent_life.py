@@ -84,7 +84,7 @@ def test_an_error_inside_the_block_closes_the_agent(solo: Agent) -> None:
     assert solo.closing
 
 
-def test_closing_twice_is_harmless(solo: Agent, in_background: Background) -> None:
+def test_closing_twice_is_harmless(solo: Agent) -> None:
     with solo:
         solo.close()
         solo.close("again")
@@ -130,9 +130,7 @@ def test_a_cluster_comes_and_goes_quickly_and_often(cluster: Clusters, transport
             assert workers["w0"].call("w1", abs, -1) == 1
 
 
-def test_an_agent_that_cannot_open_is_closed_and_can_be_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_that_cannot_open_is_closed_and_can_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     group_secret(None)
     key_file().chmod(0o644)
@@ -154,7 +152,7 @@ def test_an_address_that_cannot_be_listened_on_is_said_so() -> None:
 # States
 
 
-def test_repr_in_every_state(cluster: Clusters, gate: Gate) -> None:
+def test_repr_in_every_state(cluster: Clusters, gate: Gate, in_background: Background) -> None:
     workers = cluster(2)
     assert repr(Agent("fresh", store=workers.store)) == "<Agent 'fresh' not open>"
     w0 = workers["w0"]
@@ -163,8 +161,10 @@ def test_repr_in_every_state(cluster: Clusters, gate: Gate) -> None:
     gate.wait_for()
     assert "1 pending" in repr(w0)
     assert "<Inbound from 'w0'" in repr(workers["w1"].connections.inbounds)
-    workers["w1"].close()
+    leaving = in_background(workers["w1"].close)
     assert future.exception(PATIENCE) is not None
+    gate.open()
+    leaving.result(PATIENCE)
     assert "lost: worker 'w1' was lost" in repr(w0)
     w0.close()
     assert repr(w0) == "<Agent 'w0' closed>"

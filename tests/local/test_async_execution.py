@@ -14,7 +14,7 @@ from telegrad.errors import RemoteTraceback, UsageError
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
-from tests.local.gates import PATIENCE, Log, until
+from tests.local.gates import PATIENCE, Gate, Log, hold_at, until
 
 
 class Odd(Exception):
@@ -75,6 +75,13 @@ def torch_future(value: Any) -> torch.futures.Future[Any]:
 @async_execution
 def promise(promises: Promises) -> Future[Any]:
     future: Future[Any] = Future()
+    promises.note(future)
+    return future
+
+
+@async_execution
+def hold_elsewhere(promises: Promises, to: str, gate: Gate) -> Future[Any]:
+    future = forward(to, hold_at, gate)
     promises.note(future)
     return future
 
@@ -221,10 +228,10 @@ def test_a_local_function_and_a_lambda(call: Any) -> None:
 
 def test_a_builtin_may_be_marked_without_touching_it(call: Any) -> None:
     marked = async_execution(operator.itemgetter(0))
-    assert call("w1", marked, [finished_when_unpickled(4)]) == 4
+    assert call("w1", marked, [FinishedWhenUnpickled(4)]) == 4
 
 
-class finished_when_unpickled:  # noqa: N801  # reads as a value
+class FinishedWhenUnpickled:
     def __init__(self, value: Any) -> None:
         self._value = value
 
@@ -283,12 +290,12 @@ def test_thousands_wait_without_a_thread_each(w0: Agent, workers: LocalCluster) 
     assert sorted(future.result(PATIENCE) for future in futures) == list(range(1000))
 
 
-def test_cancelling_the_call_cancels_the_future_at_the_callee(w0: Agent) -> None:
+def test_cancelling_the_call_cancels_the_call_that_it_waits_for(w0: Agent, gate: Gate) -> None:
     promises = Promises()
-    future = w0.submit("w1", promise, promises)
-    (promised,) = promises.wait_for(1)
+    future = w0.submit("w1", hold_elsewhere, promises, "w2", gate)
+    (passed_on,) = promises.wait_for(1)
     future.cancel()
-    until(promised.cancelled)
+    until(passed_on.cancelled)
     assert w0.submit("w1", at_once, 1).wait() == 1
 
 
@@ -309,13 +316,13 @@ def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(workers: L
     assert patient.result(PATIENCE) == "for all who are left"
 
 
-def test_the_death_of_the_caller_cancels_the_future_at_the_callee(w0: Agent, workers: LocalCluster) -> None:
+def test_the_death_of_the_caller_cancels_the_call_that_it_waits_for(workers: LocalCluster, gate: Gate) -> None:
     promises = Promises()
-    lost = w0.submit("w1", promise, promises)
-    (promised,) = promises.wait_for(1)
+    lost = workers["w0"].submit("w1", hold_elsewhere, promises, "w2", gate)
+    (passed_on,) = promises.wait_for(1)
     workers.kill("w0")
     assert lost.exception(PATIENCE) is not None
-    until(promised.cancelled)
+    until(passed_on.cancelled)
 
 
 def test_completing_a_future_whose_caller_gave_up_is_no_problem(w0: Agent) -> None:
@@ -323,5 +330,5 @@ def test_completing_a_future_whose_caller_gave_up_is_no_problem(w0: Agent) -> No
     future = w0.start("w1", promise, (promises,), None, 0.02)
     (promised,) = promises.wait_for(1)
     assert future.exception(PATIENCE) is not None
-    promised._settle("late", None)
+    promised.set_result("late")
     assert w0.submit("w1", at_once, 1).wait() == 1

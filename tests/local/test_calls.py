@@ -403,7 +403,10 @@ def test_a_result_of_a_type_that_is_missing_here(w0: Agent) -> None:
 
 
 def test_an_argument_of_a_type_that_is_missing_there(w0: Agent) -> None:
-    for attempt in (lambda: w0.call("w1", describe, OnlyThere()), lambda: w0.submit("w1", describe, OnlyThere()).wait()):
+    for attempt in (
+        lambda: w0.call("w1", describe, OnlyThere()),
+        lambda: w0.submit("w1", describe, OnlyThere()).wait(),
+    ):
         with pytest.raises(SerializationError, match="only_there") as caught:
             attempt()
         assert caught.value.peer == "w1"

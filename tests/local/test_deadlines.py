@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad import Deadline, Future, current_deadline
+from telegrad import Deadline, Future, current_agent, current_deadline
 from telegrad.agent.agent import Agent
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.rpc.functions import async_execution
@@ -29,6 +29,15 @@ class Promises(Log):
 @async_execution
 def promise(promises: Promises) -> Future[Any]:
     future: Future[Any] = Future()
+    promises.note(future)
+    return future
+
+
+@async_execution
+def hold_elsewhere(promises: Promises, gate: Gate) -> Future[Any]:
+    agent = current_agent()
+    assert agent is not None
+    future = agent.submit(agent.name, hold_at, gate)
     promises.note(future)
     return future
 
@@ -79,12 +88,12 @@ def test_a_callee_that_never_completes_its_future_is_given_up(w0: Agent, invoke:
         invoke("w1", promise, (promises,), None, SHORT)
 
 
-def test_the_callee_hears_that_nobody_waits_for_its_future(w0: Agent, invoke: Invoke) -> None:
+def test_a_call_that_a_given_up_call_waits_for_is_given_up_too(w0: Agent, invoke: Invoke, gate: Gate) -> None:
     promises = Promises()
     with pytest.raises(CallTimeout):
-        invoke("w1", promise, (promises,), None, SHORT)
-    (promised,) = promises.wait_for(1)
-    until(promised.cancelled)
+        invoke("w1", hold_elsewhere, (promises, gate), None, SHORT)
+    (passed_on,) = promises.wait_for(1)
+    until(passed_on.cancelled)
 
 
 def test_calls_after_a_timeout_get_their_own_answers(w0: Agent, invoke: Invoke, gate: Gate) -> None:
@@ -147,11 +156,13 @@ def test_thousands_of_deadlines_pass(w0: Agent, pair: LocalCluster) -> None:
     futures = [w0.start("w1", promise, (promises,), None, 0.01 + i % 100 / 500) for i in range(2000)]
     assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)
     assert w0.statistics()["calls pending"] == 0
-    until(lambda: all(promised.cancelled() for promised in promises.wait_for(2000)))
-    assert not any(inbound._waiting or inbound.under_way for inbound in pair["w1"].connections.inbounds)
+    inbounds = pair["w1"].connections.inbounds
+    until(lambda: not any(inbound._waiting or inbound.under_way for inbound in inbounds))
 
 
-def test_a_call_that_outlives_its_deadline_leaves_nothing_at_the_callee(w0: Agent, pair: LocalCluster, gate: Gate) -> None:
+def test_a_call_that_outlives_its_deadline_leaves_nothing_at_the_callee(
+    w0: Agent, pair: LocalCluster, gate: Gate
+) -> None:
     futures = [w0.start("w1", hold_at, (gate,), None, SHORT) for _ in range(5)]
     gate.wait_for(5)
     assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)

@@ -145,7 +145,7 @@ def test_last_words_reach_those_who_wait(trio: LocalCluster, gate: Gate, in_back
 
 
 def test_last_words_reach_those_who_were_called_too(transport: str) -> None:
-    """Both workers have called each other, so several connections end at once; whichever ends first, the words count."""
+    """Both workers have called each other, so several connections end at once; whichever is first, the words count."""
     for _ in range(10):
         with LocalCluster(2, transports=(transport,)) as pair:
             pair["w0"].call("w1", abs, -1)
@@ -164,10 +164,14 @@ def test_last_words_reach_those_who_were_called_too(transport: str) -> None:
 def test_an_exception_that_ends_the_agents_block_is_its_last_words(cluster: Clusters) -> None:
     workers = cluster(1, fixed_size=False)
     w0 = workers["w0"]
-    with pytest.raises(ZeroDivisionError):
+
+    def live_shortly() -> None:
         with workers.agent("short-lived", rank=7):
             w0.call("short-lived", abs, -1)
             raise ZeroDivisionError("of the loss")
+
+    with pytest.raises(ZeroDivisionError):
+        live_shortly()
     with pytest.raises(PeerLost, match="ZeroDivisionError: of the loss"):
         w0.call("short-lived", abs, -1)
 
@@ -398,7 +402,9 @@ def test_shutdown_waits_for_calls_that_make_calls(trio: LocalCluster, gate: Gate
     assert [each.result(PATIENCE) for each in leaving] == [()] * 3
 
 
-def test_shutdown_gives_calls_up_when_its_time_is_over(trio: LocalCluster, gate: Gate, in_background: Background) -> None:
+def test_shutdown_gives_calls_up_when_its_time_is_over(
+    trio: LocalCluster, gate: Gate, in_background: Background
+) -> None:
     future = trio["w0"].submit("w1", hold_at, gate)
     gate.wait_for()
     leaving = [in_background(agent.shutdown, 0.2) for agent in trio]

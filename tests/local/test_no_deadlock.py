@@ -254,8 +254,10 @@ def _directions(pair: LocalCluster) -> list[tuple[Agent, str]]:
 
 
 def test_a_callback_that_blocks_delays_no_other_call(w0: Agent, gate: Gate) -> None:
-    future = w0.submit("w1", abs, -1)
+    replies = Gate()
+    future = w0.submit("w1", hold_at, replies)  # the reply comes after the callback is in place
     future.add_done_callback(lambda _: gate.hold())
+    replies.open()
     gate.wait_for()
     assert [w0.submit("w1", abs, -i).result(PATIENCE) for i in range(20)] == list(range(20))
 
@@ -266,7 +268,8 @@ def test_a_callback_may_wait_for_another_call(w0: Agent) -> None:
     assert chained.result(PATIENCE) == 6
 
 
-def test_callbacks_that_wait_for_each_other(w0: Agent) -> None:
+def test_callbacks_that_wait_for_each_other(w0: Agent, gate: Gate) -> None:
     meeting = threading.Barrier(10)
-    chained = [w0.submit("w1", abs, -1).then(lambda _: meeting.wait(PATIENCE)) for _ in range(10)]
+    chained = [w0.submit("w1", hold_at, gate).then(lambda _: meeting.wait(PATIENCE)) for _ in range(10)]
+    gate.open()
     assert sorted(future.result(PATIENCE) for future in chained) == list(range(10))

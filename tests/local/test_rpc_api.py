@@ -165,14 +165,14 @@ def test_shutdown_at_once(fellow: Agent, gate: Gate) -> None:
         lambda: rpc.rpc_sync("w0", abs, args=(1,)),
         lambda: rpc.rpc_sync("w0", abs, args=(1,), timeout=1),
         lambda: rpc.rpc_async("w0", abs, args=(1,)),
-        lambda: rpc.get_worker_info(),
-        lambda: rpc.get_rpc_timeout(),
-        lambda: rpc.shutdown(),
+        rpc.get_worker_info,
+        rpc.get_rpc_timeout,
+        rpc.shutdown,
         lambda: api._set_rpc_timeout(1),
         lambda: api._all_gather(1),
         lambda: api._barrier(set()),
-        lambda: api._wait_all_workers(),
-        lambda: api._get_current_rpc_agent(),
+        api._wait_all_workers,
+        api._get_current_rpc_agent,
         api._require_initialized(lambda: None),
     ],
 )
@@ -312,9 +312,13 @@ def test_wait_all_waits_for_what_was_started_inside(alone: None) -> None:
 
 
 def test_wait_all_raises_what_a_call_raised(alone: None) -> None:
-    with pytest.raises(KeyError, match="mine"), api._wait_all():
-        rpc.rpc_async("w0", fail, args=("mine",))
-        rpc.rpc_async("w0", abs, args=(1,))
+    def start_some() -> None:
+        with api._wait_all():
+            rpc.rpc_async("w0", fail, args=("mine",))
+            rpc.rpc_async("w0", abs, args=(1,))
+
+    with pytest.raises(KeyError, match="mine"):
+        start_some()
 
 
 # Options and backends
@@ -378,9 +382,7 @@ def test_device_maps_are_one_to_one() -> None:
     for broken in ({0: 2}, {2: 1}, {2: 2, 3: 2}):
         with pytest.raises(ValueError, match="1-to-1"):
             made.set_device_map("w1", broken)
-    with pytest.raises(ValueError, match="only supports CUDA"):
-        made.set_device_map("w1", {"cpu": 0})
-    with pytest.raises(ValueError, match="only supports CUDA"):
+    with pytest.raises(ValueError, match="CUDA devices"):
         made.set_devices(["cpu"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from telegrad import Agent, Config, expose
 from telegrad.agent.secret import group_secret, key_file
-from telegrad.errors import TelegradError, UsageError
+from telegrad.errors import ProtocolError, TelegradError, UsageError
 from telegrad.testing import LocalCluster
 from telegrad.transport import sockets
 from telegrad.wire import handshake
@@ -202,11 +203,12 @@ def test_a_crowd_of_strangers_is_bounded_and_goes_by(cluster: Clusters, transpor
 
 
 def test_closing_an_agent_ends_its_strangers(cluster: Clusters, transport: str) -> None:
-    agent = cluster(1)["w0"]
-    with stranger(agent, transport) as sock:
-        sock.sendall(HELLO[:10])
-        agent.close()
-        assert is_closed(sock)
+    for _ in range(10):  # at the door, just let in, or in the middle of the handshake
+        agent = cluster(1)["w0"]
+        with stranger(agent, transport) as sock:
+            sock.sendall(HELLO[:10])
+            agent.close()
+            assert is_closed(sock)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -297,10 +299,8 @@ def test_a_member_with_a_strange_introduction_is_closed_and_counted(
     agent: Agent, transport: str, changes: dict[str, Any]
 ) -> None:
     with stranger(agent, transport) as sock:
-        try:
+        with contextlib.suppress(ProtocolError):  # some are refused during the handshake, some right after it
             shake_hands(sock, agent, **changes)
-        except TelegradError as refused:
-            assert "refused" in str(refused)
         assert is_closed(sock)
     until(lambda: turned_away(agent) == 1)
 
@@ -329,7 +329,7 @@ def test_an_exposed_function_is_served(strict: LocalCluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [hidden, eval, os.getpid, lambda: hidden(), "text".upper, type("Local", (), {}), subprocess.Popen]
+    "function", [hidden, eval, os.getpid, lambda: hidden(1), "text".upper, type("Local", (), {}), subprocess.Popen]
 )
 def test_anything_else_is_refused(strict: LocalCluster, function: Any) -> None:
     w0 = strict["w0"]

@@ -28,16 +28,15 @@ from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections
 from telegrad.agent.current import local
 from telegrad.agent.gathering import Gathering, broken
-from telegrad.agent.links import Link
+from telegrad.agent.links import Dialled, Link
 from telegrad.agent.membership import Directory, Member, Store, WorkerInfo, check_name
 from telegrad.agent.packing import Envelope
 from telegrad.agent.secret import group_secret
-from telegrad.agent.serving import Inbound, Target
+from telegrad.agent.serving import Inbound, Target, is_trusted
 from telegrad.agent.threads import Executor, Threads
 from telegrad.config import Config
 from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
 from telegrad.futures import Future
-from telegrad.transport.channel import Channel
 from telegrad.wire.callables import LIMIT, Function, Numbers
 
 P = ParamSpec("P")
@@ -123,27 +122,31 @@ class Agent:
         if self._opened:
             raise UsageError(f"agent {self.name!r} was opened before; make a new one")
         self._opened = True
+        try:
+            self._set_up()
+        except BaseException:
+            self.closing = True
+            if hasattr(self, "connections"):
+                self.connections.close(None)
+                self.clock.close()
+            raise
+        self.connections.accept()
+        self.clock.watch(self.executor)
+        upkeep.start(self)
+        _agents.add(self)
+
+    def _set_up(self) -> None:
         secret = group_secret(self.config.secret)
         self.threads = Threads(f"telegrad-{self.name}", self._enter_thread)
         self.executor = Executor(self.threads, self.config.threads, self.config.max_threads)
         self.clock = Clock(f"telegrad-{self.name}")
         self.connections = Connections(self, self.config, secret)
         self.gathering = Gathering(self)
-        try:
-            self.directory = Directory(self._store, self.world_size is not None)
-            self.group = self.directory.group
-            self._check_free()
-            self.connections.listen()
-            self.me = self.directory.register(self.name, self._rank, self.connections.addresses)
-        except BaseException:
-            self.closing = True
-            self.connections.close(None)
-            self.clock.close()
-            raise
-        self.connections.accept()
-        self.clock.watch(self.executor)
-        upkeep.start(self)
-        _agents.add(self)
+        self.directory = Directory(self._store, self.world_size is not None)
+        self.group = self.directory.group
+        self._check_free()
+        self.connections.listen()
+        self.me = self.directory.register(self.name, self._rank, self.connections.addresses)
 
     def meet(self) -> None:
         """Wait for the rest of a group of fixed size."""
@@ -175,6 +178,7 @@ class Agent:
 
         Returns the names of workers that died or did not come in time; it never hangs on them.
         """
+        self._require_open()
         gone: set[str] = set()
         until = None if timeout is None else time.monotonic() + timeout
         if self.world_size is not None:
@@ -277,6 +281,8 @@ class Agent:
 
     def get_worker_info(self, to: To | None = None) -> WorkerInfo:
         """The worker with this name or rank; this one if none is named."""
+        if to is not None and not self._opened:
+            self._require_open()
         return self.me.info if to is None else self.directory.find(_key(to)).info
 
     def member(self, to: To) -> Member:
@@ -292,10 +298,12 @@ class Agent:
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers that have not left, by rank."""
-        return [member.info for member in self.directory.members(refresh=self.world_size is None)]
+        refresh = self.world_size is None and not self.closing
+        return [member.info for member in self.directory.members(refresh=refresh)]
 
     def barrier(self, names: Sequence[str] | None = None, timeout: float | None = None) -> None:
         """Wait until every worker (or every one of `names`) is here. Raises `GroupBroken`, naming who was missing."""
+        self._require_open()
         participants = self._participants(names)
         outcome = self.gathering.gather(None, participants, timeout, "barrier")
         if outcome.lost or outcome.late:
@@ -305,6 +313,7 @@ class Agent:
         self, value: Any, names: Sequence[str] | None = None, timeout: float | None = None
     ) -> dict[str, Any]:
         """Everybody's value, by name. Raises `GroupBroken` if somebody is missing."""
+        self._require_open()
         outcome = self.gathering.gather(value, self._participants(names), timeout)
         if outcome.lost or outcome.late:
             raise broken("the gather", outcome, timeout)
@@ -355,7 +364,7 @@ class Agent:
     def envelope(self, peer: str, incarnation: str) -> Envelope:
         return Envelope(self, peer, incarnation)
 
-    def dial(self, member: Member, purpose: str) -> tuple[Channel, bool]:
+    def dial(self, member: Member, purpose: str) -> Dialled:
         if self.closing:
             raise PeerLost(f"worker {self.name!r} has left the group and cannot call {member.name!r}", peer=member.name)
         return self.connections.dial(member, purpose)
@@ -393,10 +402,13 @@ class Agent:
                 self._targets[function] = target
         return target
 
-    def allowed(self, function: Function) -> bool:
+    def allowed(self, function: Function | None) -> bool:
         if not self.config.only_registered:
             return True
-        return function in _exposed or str(getattr(function, "__module__", "")).startswith("telegrad.")
+        try:
+            return function in _exposed or is_trusted(function)
+        except TypeError:  # not hashable, so nobody exposed it
+            return False
 
     # Inside
 
@@ -405,14 +417,25 @@ class Agent:
 
     def _check_free(self) -> None:
         """A name is free if nobody has it, or if whoever had it no longer answers."""
-        occupant = self.directory.occupant(self.name)
-        if occupant is None or occupant.left or (self.world_size is not None and occupant.rank != self._rank):
-            return  # two ranks of a fixed group with one name: `meet` tells both
-        self.me = Member(self.name, occupant.rank, "newcomer", ())
-        if not self.connections.answers(occupant):
-            self._rank = occupant.rank if self._rank is None else self._rank
-            return
-        raise JoinError(f"a worker named {self.name!r} is already in the group and alive (rank {occupant.rank})")
+        self.me = Member(self.name, -1 if self._rank is None else self._rank, "newcomer", ())
+        named = self.directory.occupant(self.name)
+        if named is not None and self.world_size is not None and named.rank != self._rank:
+            named = None  # two ranks of a fixed group with one name: `meet` tells both
+        ranked = None if self._rank is None else self.directory.at_rank(self._rank)
+        for occupant in (named, ranked):
+            if occupant is None or occupant.left:
+                continue
+            if self.connections.answers(occupant):
+                raise JoinError(
+                    f"a worker named {occupant.name!r} is already in the group and alive (rank {occupant.rank}); "
+                    f"{self.name!r} needs a name and a rank of its own"
+                )
+            if self._rank is None:
+                self._rank = occupant.rank  # it comes back
+
+    def _require_open(self) -> None:
+        if self.closing or not self._opened:
+            raise UsageError(f"agent {self.name!r} is {'closed' if self.closing else 'not open yet'}")
 
     def _find_link(self, to: To) -> Link | None:
         """The link to use, if there is one already."""
@@ -424,18 +447,36 @@ class Agent:
 
     def _link(self, to: To) -> Link:
         """A link to a peer, new if there is none or the peer was lost."""
-        if self.closing or not self._opened:
-            raise UsageError(f"agent {self.name!r} is {'closed' if self.closing else 'not open yet'}")
+        self._require_open()
         key = _key(to)
-        with self._dialing[key]:  # one thread dials a peer; the others wait for its link
-            known = self._by_key.get(key)
+        name = self._name_of(key)
+        with self._dialing[name]:  # one thread dials a peer; the others wait for its link
+            known = self._by_key.get(name)
             if known is not None and not known.lost:
                 return known
-            member = self._find_again(key, known)
-            link = Link(self, member)
+            member = self._find_again(name, known)
+            try:
+                link = Link(self, member)
+            except PeerLost:
+                newer = self._newer_than(member)
+                if newer is None:
+                    raise
+                link = Link(self, newer)
             with self._lock:
-                self._by_key[member.name] = self._by_key[member.rank] = link
+                self._by_key[name] = self._by_key[member.rank] = link
             return link
+
+    def _newer_than(self, member: Member) -> Member | None:
+        """A later incarnation of a worker that cannot be reached, if it has come back."""
+        try:
+            newer = self.directory.find(member.name, refresh=True)
+        except TelegradError:
+            return None
+        return None if newer.incarnation == member.incarnation else newer
+
+    def _name_of(self, key: str | int) -> str:
+        """The name behind a name or rank; in an open group, the newest."""
+        return key if isinstance(key, str) else self.directory.find(key, refresh=self.world_size is None).name
 
     def _find_again(self, key: str | int, known: Link | None) -> Member:
         """Who is to be dialled: a member that has not left and is not known to be dead."""

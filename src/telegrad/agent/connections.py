@@ -21,6 +21,7 @@ from typing import Protocol
 
 from telegrad.agent import segments
 from telegrad.agent.clock import Clock
+from telegrad.agent.links import Dialled
 from telegrad.agent.membership import Member
 from telegrad.agent.program import main_identity
 from telegrad.agent.segments import Segments
@@ -36,6 +37,13 @@ from telegrad.wire import handshake
 from telegrad.wire.handshake import Introduction
 from telegrad.wire.memory import Pool
 
+_INTRODUCTION: dict[str, type | tuple[type, ...]] = {
+    "name": str,
+    "incarnation": str,
+    "main": str,
+    "unix": str,
+    "heartbeat": (int, float),
+}
 _MAX_STRANGERS = 256  # connections that have not proven themselves yet
 
 _log = logging.getLogger("telegrad")
@@ -106,7 +114,7 @@ class Connections:
 
     # Outbound
 
-    def dial(self, member: Member, purpose: str) -> tuple[Channel, bool]:
+    def dial(self, member: Member, purpose: str) -> Dialled:
         """A channel to a member by the best transport that works, and whether its `__main__` is the same as ours."""
         tried = []
         for transport in self._config.transports:
@@ -138,7 +146,7 @@ class Connections:
                 return True
         return False
 
-    def _dial_memory(self, address: str, member: Member, purpose: str) -> tuple[Channel, bool]:
+    def _dial_memory(self, address: str, member: Member, purpose: str) -> Dialled:
         other = _in_process.get(address)
         if other is None:
             raise ProtocolError("another process")
@@ -147,13 +155,14 @@ class Connections:
         self._verify(peer, member)
         mine, theirs = memory.pair(self._pool)
         other._welcome(theirs, client_said)
-        return mine, True
+        return Dialled(mine, True, float(peer["heartbeat"]))
 
-    def _dial_socket(self, address: str, member: Member, purpose: str) -> tuple[Channel, bool]:
+    def _dial_socket(self, address: str, member: Member, purpose: str) -> Dialled:
         sock, peer = self._connect(address, member, purpose)
         unix = _unix_address(member.addresses)
         sharing = self._sharing(member.incarnation, unix) if sock.family == socket.AF_UNIX else None
-        return StreamChannel(sock, self._pool, self._config.max_frame, sharing), peer["main"] == self._main
+        channel = StreamChannel(sock, self._pool, self._config.max_frame, sharing, self._peer_limit(peer))
+        return Dialled(channel, peer["main"] == self._main, float(peer["heartbeat"]))
 
     def _connect(self, address: str, member: Member | None, purpose: str) -> tuple[socket.socket, Introduction]:
         timeout = self._config.connect_timeout
@@ -203,7 +212,7 @@ class Connections:
             sharing = None
             if sock.family == socket.AF_UNIX and peer["unix"]:
                 sharing = self._sharing(peer["incarnation"], peer["unix"])
-            channel = StreamChannel(sock, self._pool, self._config.max_frame, sharing)
+            channel = StreamChannel(sock, self._pool, self._config.max_frame, sharing, self._peer_limit(peer))
         except AuthenticationError as error:
             self._turn_away(sock, "refused: wrong secret or user", error)
         except ProtocolError as error:
@@ -215,6 +224,11 @@ class Connections:
         finally:
             with self._lock:
                 self._strangers.discard(sock)
+
+    def _peer_limit(self, peer: Introduction) -> int:
+        """The largest message that a peer accepts."""
+        limit = peer.get("max_frame")
+        return limit if isinstance(limit, int) else self._config.max_frame
 
     def _turn_away(self, sock: socket.socket, why: str, error: Exception) -> None:
         self.counters[why] += 1
@@ -229,6 +243,8 @@ class Connections:
             return "this worker is shutting down"
         if peer.get("group") != self._owner.group:
             return "this worker belongs to another group"
+        if not all(isinstance(peer.get(name), kind) for name, kind in _INTRODUCTION.items()):
+            return "the introduction makes no sense"
         if peer.get("purpose") not in ("lane", "pipe", "segment", "probe"):
             return f"unknown purpose {peer.get('purpose')!r}"
         return None
@@ -307,8 +323,8 @@ class Connections:
 
     def drop(self) -> None:
         """After a fork, in the child: close the parent's sockets without a word, so that they end with the parent."""
-        for listener in self._listeners:
-            listener.close()
+        for sock in (*self._listeners, *self._strangers):
+            sock.close()
         for inbound in self._inbounds:
             inbound.channel.drop()
 
@@ -328,6 +344,7 @@ class Connections:
             "purpose": purpose,
             "main": self._main,
             "heartbeat": self._config.heartbeat_interval,
+            "max_frame": self._config.max_frame,
             "unix": _unix_address(self.addresses),
         }
 

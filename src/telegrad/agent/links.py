@@ -39,6 +39,14 @@ Args = tuple[Any, ...]
 Message = tuple[int, int, bytes, list[memoryview]]  # function number, flags, body, buffers
 
 
+class Dialled(NamedTuple):
+    """A new connection and what its other end said of itself."""
+
+    channel: Channel
+    same_main: bool
+    heartbeat: float
+
+
 class Dialer(Protocol):
     """What links need of their agent."""
 
@@ -49,7 +57,7 @@ class Dialer(Protocol):
     calls_made: int
 
     def envelope(self, peer: str, incarnation: str) -> Envelope: ...
-    def dial(self, member: Member, purpose: str) -> tuple[Channel, bool]: ...
+    def dial(self, member: Member, purpose: str) -> Dialled: ...
     def link_lost(self, link: Link) -> None: ...
 
 
@@ -85,8 +93,10 @@ class Link:
         self._error: PeerLost | None = None
         self.may_retry = False  # lost although the peer may be alive: one of its answers made no sense, say
         self._lock = threading.Lock()
-        channel, self._same_main = agent.dial(member, "pipe")
-        self.pipe = Pipe(self, channel, agent)
+        dialled = agent.dial(member, "pipe")
+        self._same_main = dialled.same_main
+        self.heartbeat = dialled.heartbeat
+        self.pipe = Pipe(self, dialled.channel, agent)
 
     def __repr__(self) -> str:
         state = f"lost: {self._error}" if self._error else f"{len(self._idle)} idle lanes, {self.pipe!r}"
@@ -243,7 +253,7 @@ class Link:
     def _open_lane(self) -> Lane:
         if self._error is not None:
             raise self.error_for()
-        return Lane(self._agent.dial(self.member, "lane")[0])
+        return Lane(self._agent.dial(self.member, "lane").channel)
 
     def _exchange(self, lane: Lane, message: Message, timeout: float | None) -> Frame:
         number, flags, body, buffers = message
@@ -309,6 +319,9 @@ class Pipe:
         except ChannelClosed as error:
             link.lose(f"the connection ended ({error})")
             self.fail_all()
+        except BaseException:
+            self.pending.pop(call, None)
+            raise
         else:
             if flags & DEFINES:
                 self._heard.add(number)

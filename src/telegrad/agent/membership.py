@@ -94,14 +94,19 @@ class Directory:
         return f"<Directory of group {self.group}: {sorted(member.name for member in self._seen.values())}>"
 
     def register(self, name: str, rank: int | None, addresses: tuple[str, ...]) -> Member:
-        """Put this worker into the directory."""
-        if rank is None:
-            rank = int(self._store.add("next_rank", 1)) - 1
+        """Put this worker into the directory. Without a rank, it gets the next one that nobody has."""
+        given = False
+        while rank is None or (given and self._get(f"rank/{rank}") is not None):
+            rank, given = int(self._store.add("next_rank", 1)) - 1, True
         member = Member(name, rank, secrets.token_hex(8), addresses)
         self._write(member)
         self._store.set(f"name/{name}", str(rank))
         self._store.set(f"slot/{self._store.add('arrivals', 1)}", str(rank))
         return member
+
+    def at_rank(self, rank: int) -> Member | None:
+        """Who is registered with this rank right now, if anybody."""
+        return self._read(rank)
 
     def occupant(self, name: str) -> Member | None:
         """Who is registered under this name right now, if anybody."""

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from telegrad.errors import UsageError
 
+_SHORTEST = 16
+
 
 def group_secret(given: str | None) -> bytes:
     text = given if given is not None else _from_key_file(key_file())
@@ -35,7 +37,10 @@ def _from_key_file(path: Path) -> str:
         raise UsageError(
             f"{path} must belong to you and be readable by you alone: chmod 600 it, or set TELEGRAD_SECRET"
         )
-    return path.read_text()
+    text = path.read_text().strip()
+    if len(text) < _SHORTEST:
+        raise UsageError(f"{path} holds no key of at least {_SHORTEST} characters: delete it, and a new one is made")
+    return text
 
 
 def _make(path: Path) -> None:

@@ -55,10 +55,26 @@ class Later:
         self.future = future
 
 
+_trusted: set[Any] = set()
+
+
+def trusted(function: F) -> F:
+    """A decorator for functions and classes of Telegrad that serve even those who may call only what is registered.
+
+    They are known by identity, so nobody can send one of their own that claims to be ours.
+    """
+    _trusted.add(function)
+    return function
+
+
+def is_trusted(function: Any) -> bool:
+    return function in _trusted or type(function) in _trusted
+
+
 def internal(function: F) -> F:
     """A decorator for functions of Telegrad itself: their calls do not count as work of the user."""
     setattr(function, _INTERNAL_MARK, True)
-    return function
+    return trusted(function)
 
 
 class Target:
@@ -93,7 +109,7 @@ class Host(Protocol):
 
     def envelope(self, peer: str, incarnation: str) -> Envelope: ...
     def target(self, function: Function) -> Target: ...
-    def allowed(self, function: Function) -> bool: ...
+    def allowed(self, function: Function | None) -> bool: ...
     def inbound_ended(self, inbound: Inbound, error: Exception) -> None: ...
 
 
@@ -161,7 +177,7 @@ class Inbound:
             if target is None or not 0 <= target.seconds < _FAST:
                 self.channel.flush()
             self._reading = target
-            self._execute(frame, target)
+            self._execute(frame, target, self.loop)
         elif frame.kind == Kind.CANCEL:
             self._cancel(frame.call)
         elif frame.kind == Kind.BYE:
@@ -183,7 +199,7 @@ class Inbound:
             if unwanted and not target.must_run:
                 self._answered(frame.call)
             else:
-                self._execute(frame, target)
+                self._execute(frame, target)  # not the reader: it must not cork a reply, for nobody may flush it
 
         if not target.internal:
             self._active.add(frame.call)
@@ -192,14 +208,14 @@ class Inbound:
         self.loop.pinned = False
 
     def _cancel(self, call: int) -> None:
-        future = self._waiting.pop(call, None)
-        if future is None:
+        waiting = self._waiting.pop(call, None)
+        if waiting is None:
             if call in self._active:
                 self._cancelled.add(call)
             return
         self._active.discard(call)
-        if isinstance(future, Future) and future.is_call:  # others may wait for any other future
-            future.cancel()
+        if isinstance(waiting, Future) and waiting.leave():
+            waiting.cancel()
 
     def _target(self, frame: Frame) -> Target | None:
         """The numbered function of a call; None if the function is inside the pickle."""
@@ -223,14 +239,13 @@ class Inbound:
             function = _Unknown(definition, error)
         self._functions[frame.function] = self._host.target(function)
 
-    def _execute(self, frame: Frame, target: Target | None) -> None:
+    def _execute(self, frame: Frame, target: Target | None, loop: ReadLoop | None = None) -> None:
         """Run a call and send its reply, or arrange for it to be sent."""
         self._host.calls_served += 1
         if target is None or not target.internal:
             self._active.add(frame.call)
         local.caller = self.peer_name
         local.deadline = Deadline.from_wire(frame.left_ms)
-        loop = self.loop
         epoch = loop.epoch if loop is not None else 0
         try:
             target, args, kwargs = self._open(frame, target)
@@ -239,7 +254,7 @@ class Inbound:
             target.took(_now() - started)
             del args, kwargs
             if target.answers_later or type(value) is Later:
-                self._answer_later(frame.call, target, value.future if type(value) is Later else value)
+                self._answer_later(frame.call, target, value)
                 return
         except BaseException as error:
             self._fail(frame.call, target, error)
@@ -249,6 +264,7 @@ class Inbound:
     def _open(self, frame: Frame, target: Target | None) -> tuple[Target, tuple[Any, ...], dict[str, Any]]:
         """The function and arguments of a call."""
         flags, body = frame.flags, frame.body
+        self._check_allowed(target)  # before the arguments are unpickled
         if flags & DEFINES:
             body = memoryview(body)[4 + int.from_bytes(body[:4], "little") :]
         try:
@@ -264,12 +280,16 @@ class Inbound:
             target = Target(function)
         elif flags & KEYWORDS:
             value, kwargs = value
-        if not self._host.allowed(target.function):
+        return target, value, kwargs
+
+    def _check_allowed(self, target: Target | None) -> None:
+        """A function that is sent by value (no target yet) was never registered."""
+        if not self._host.allowed(None if target is None else target.function):
+            name = "a function sent by value" if target is None else target.name
             raise UsageError(
-                f"worker {self._host.name!r} serves only registered functions, and {target.name} is not one: "
+                f"worker {self._host.name!r} serves only registered functions, and {name} is not one: "
                 "mark it with @telegrad.expose there"
             )
-        return target, value, kwargs
 
     def _answer(self, call: int, target: Target, value: Any, loop: ReadLoop | None = None, epoch: int = 0) -> None:
         try:
@@ -285,18 +305,23 @@ class Inbound:
                 channel.cork(_REPLY, call, body)
                 if loop.epoch != epoch:  # somebody else reads now and may be asleep
                     channel.flush()
+        except SerializationError as error:  # too large for the caller
+            self._fail(call, target, error)
         except ChannelClosed as error:
             _log.debug("nobody is left to take the result of %s: %s", target.name, error)
         self._answered(call)
 
     def _answer_later(self, call: int, target: Target, value: Any) -> None:
-        """The function returned a future: reply when it completes."""
-        if not isinstance(value, torch._C.Future):  # what torch's own `then` returns is only that
+        """The function returned a future: reply when it completes. If all its callers give up, it is cancelled."""
+        future = value.future if type(value) is Later else value
+        if not isinstance(future, torch._C.Future):  # what torch's own `then` returns is only that
             raise UsageError(
                 f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
                 f"but {target.name} returned {type(value).__name__}"
             )
-        self._waiting[call] = value
+        if isinstance(value, Future):
+            value.join()
+        self._waiting[call] = value  # a `Later` belongs to others too, whether or not they wait for it right now
 
         def reply(done: torch.futures.Future[Any]) -> None:
             if self._waiting.pop(call, None) is None:
@@ -308,7 +333,7 @@ class Inbound:
             else:
                 self._answer(call, target, result)
 
-        value.add_done_callback(reply)
+        future.add_done_callback(reply)
 
     def _fail(self, call: int, target: Target | None, error: BaseException) -> None:
         name = target.name if target is not None else "a function sent by value"

@@ -29,8 +29,10 @@ def beat(agent: Agent) -> None:
     """Give a sign of life to every peer, and find those that have gone silent."""
     interval, patience = agent.config.heartbeat_interval, agent.config.heartbeat_timeout
     for link in agent.links():
-        if not link.lost and not link.pipe.loop.beat(interval, patience):
-            agent.threads.start(lambda link=link: link.lose(f"it was silent for {patience} s"))  # type: ignore[misc]
+        longest = max(patience, _MISSED_BEATS * link.heartbeat)
+        if not link.lost and not link.pipe.loop.beat(interval, longest):
+            reason = f"it was silent for {longest} s"
+            agent.threads.start(lambda link=link, reason=reason: link.lose(reason))  # type: ignore[misc]
     for inbound in agent.connections.inbounds:
         longest = max(patience, _MISSED_BEATS * inbound.heartbeat)
         if inbound.loop is not None and not inbound.loop.beat(interval, longest):

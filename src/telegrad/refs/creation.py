@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from telegrad.agent.serving import ASYNC_MARK, Later
+from telegrad.agent.serving import ASYNC_MARK, Later, trusted
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.refs.keeper import Keeper, owner_keeper
@@ -22,6 +22,7 @@ _known: dict[Callable[..., Any], Creating] = {}
 _lock = threading.Lock()
 
 
+@trusted
 class Creating:
     """Runs a function at the owner of a new object."""
 

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from telegrad.agent.current import active_agent
-from telegrad.agent.serving import Later, internal
+from telegrad.agent.serving import Later, internal, trusted
 from telegrad.errors import InternalError, StaleReference, TelegradError
 from telegrad.refs.notes import Inbox, Note, Outbox
 from telegrad.refs.ownership import Books, Key
@@ -165,6 +165,7 @@ def _known(owner: str, keys: list[Key]) -> list[bool]:
     return Keeper.of(active_agent()).books.known(owner, keys)
 
 
+@trusted
 def fetch(owner: str, key: Key) -> Any:
     """The value of an object, as soon as there is one."""
     value = owner_keeper(owner).books.find(key).value

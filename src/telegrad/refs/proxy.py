@@ -10,7 +10,7 @@ import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from telegrad.agent.serving import ASYNC_MARK, Later
+from telegrad.agent.serving import ASYNC_MARK, Later, trusted
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.refs.keeper import Keeper, owner_keeper
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Send = Callable[[Any, float, tuple[Any, ...], dict[str, Any]], Any]
 
 
+@trusted
 class Method:
     """Calls the method of this name on an object of the worker that it runs on."""
 
@@ -152,6 +153,7 @@ class Stream:
         return future
 
 
+@trusted
 def _pull(owner: str, key: Key, count: int) -> Any:
     """At the owner: the next items, and whether they are the last."""
     value = owner_keeper(owner).books.find(key).value

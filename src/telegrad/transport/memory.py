@@ -1,6 +1,7 @@
 """A channel between two agents of one process: frames are handed over, buffers are copied once into pooled memory.
 
-State: each end has an inbox (a queue of frames, None for the end). `_shut` only ever becomes true.
+State: each end has an inbox (a queue of frames, None for the end). The `_Line` between them says whether it is over,
+which it only ever becomes; nothing is put into an inbox after the end, by neither side. Its lock guards that.
 """
 
 from __future__ import annotations
@@ -16,19 +17,26 @@ from telegrad.wire.memory import Pool
 Inbox = queue.SimpleQueue[Frame | None]
 
 
+class _Line:
+    """What the two ends share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.over = False
+
+
 class MemoryChannel(Channel):
     kind = "memory"
 
-    def __init__(self, inbox: Inbox, outbox: Inbox, pool: Pool) -> None:
+    def __init__(self, inbox: Inbox, outbox: Inbox, pool: Pool, line: _Line) -> None:
         self._inbox = inbox
         self._outbox = outbox
         self._pool = pool
-        self._shut = False
+        self._line = line
         self._corked: list[Frame] = []
-        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<MemoryChannel {self._inbox.qsize()} frames waiting{' shut' if self._shut else ''}>"
+        return f"<MemoryChannel {self._inbox.qsize()} frames waiting{' shut' if self._line.over else ''}>"
 
     def send(
         self,
@@ -42,9 +50,7 @@ class MemoryChannel(Channel):
         timeout: float | None = None,
     ) -> None:
         copies = [self._copy(buffer) for buffer in buffers]
-        with self._lock:
-            if self._shut:
-                raise ChannelClosed("the channel is shut")
+        with self._line.lock:
             self._flush()
             self._outbox.put(Frame(kind, flags, call, function, left_ms, body, copies))
 
@@ -52,21 +58,24 @@ class MemoryChannel(Channel):
         self.send(kind, 0, b"")
 
     def cork(self, kind: int, call: int, body: bytes) -> None:
-        with self._lock:
+        with self._line.lock:
             self._corked.append(Frame(kind, 0, call, 0, 0, body, ()))
 
     def flush(self) -> None:
-        with self._lock:
-            self._flush()
+        if self._corked:
+            with self._line.lock:
+                self._flush()
 
     def _flush(self) -> None:
+        if self._line.over:
+            raise ChannelClosed("the channel is shut")
         for frame in self._corked:
             self._outbox.put(frame)
         self._corked.clear()
 
     def recv(self, timeout: float | None = None) -> Frame:
         try:
-            frame = self._inbox.get(timeout=timeout)
+            frame = self._inbox.get(timeout=None if timeout is None else max(timeout, 0.0))
         except queue.Empty:
             raise TimeoutError("nothing arrived in time") from None
         if frame is None:
@@ -78,9 +87,9 @@ class MemoryChannel(Channel):
         return not self._inbox.empty()
 
     def shut(self) -> None:
-        with self._lock:
-            if not self._shut:
-                self._shut = True
+        with self._line.lock:
+            if not self._line.over:
+                self._line.over = True
                 self._inbox.put(None)
                 self._outbox.put(None)
 
@@ -100,4 +109,5 @@ def pair(pool: Pool) -> tuple[MemoryChannel, MemoryChannel]:
     """Two channels that are each other's peer."""
     left: Inbox = queue.SimpleQueue()
     right: Inbox = queue.SimpleQueue()
-    return MemoryChannel(left, right, pool), MemoryChannel(right, left, pool)
+    line = _Line()
+    return MemoryChannel(left, right, pool, line), MemoryChannel(right, left, pool, line)

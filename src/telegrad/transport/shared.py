@@ -59,6 +59,9 @@ class Segment:
         self.number = number
         self.size = size
         self.fd = os.memfd_create(f"telegrad-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # Whoever holds a segment may be passing its descriptor on, so it is closed with the last holder, not before:
+        # its number could belong to another file by then.
+        weakref.finalize(self, os.close, self.fd).atexit = False
         os.ftruncate(self.fd, size)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._map = mmap.mmap(self.fd, size)
@@ -106,7 +109,6 @@ class Segment:
 
     def retire(self) -> None:
         self.bytes[_RETIRED_AT] = 1
-        os.close(self.fd)
 
     def _warm(self, end: int) -> None:
         """Fault new pages in at once instead of one by one during the copy."""
@@ -140,7 +142,10 @@ class Arena:
             size = max(_SMALLEST, 1 << (nbytes + _PAGE - 1).bit_length())
             if self._closed or sum(each.size for each in self._segments) + size > self._limit:
                 return None
-            segment = Segment(next(self._numbers), size)
+            try:
+                segment = Segment(next(self._numbers), size)
+            except OSError:
+                return None  # no descriptor or no memory left: the stream still works
             self._segments.append(segment)
             place = segment.take(nbytes, peer)
             return None if place is None else (segment, place)
@@ -149,6 +154,14 @@ class Arena:
         """Return a block that no receiver was told of."""
         with self._lock:
             segment.give_back(place.slot)
+
+    def take_back(self, places: Sequence[Place]) -> None:
+        """Return the blocks of a frame that was never sent."""
+        with self._lock:
+            segments = {segment.number: segment for segment in self._segments}
+            for place in places:
+                if place.segment in segments:
+                    segments[place.segment].give_back(place.slot)
 
     def abandon(self, peer: str, *, lost: bool) -> None:
         """A connection to `peer` ended, or (`lost`) all of them: retire the segments with blocks of unknown fate."""
@@ -209,9 +222,13 @@ class Mappings:
 
     def add(self, peer: str, number: int, fd: int) -> None:
         """Map a segment that `peer` passed. A segment that could shrink under us is refused."""
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK == 0:
-            raise ProtocolError("a shared-memory segment that is not sealed")
-        mapped = Mapped(fd)
+        try:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not sealed or os.fstat(fd).st_size < _PAGE:
+                raise ProtocolError("a shared-memory segment that is not sealed or has no first page")
+            mapped = Mapped(fd)
+        except (OSError, ValueError) as error:
+            raise ProtocolError(f"a shared-memory segment that cannot be mapped: {error}") from None
         with self._lock:
             self._maps[peer, number] = mapped
 
@@ -227,9 +244,12 @@ class Mappings:
         memory[slot] = TAKEN
         array = mapped.view(place)
 
+        process = os.getpid()
+
         def gone(_: weakref.ref[Bytes]) -> None:  # runs inside the garbage collector: no locks here
-            live.pop(key, None)
-            memory[slot] = FREE
+            if os.getpid() == process:  # a fork may drop its copy; the block still belongs to the parent
+                live.pop(key, None)
+                memory[slot] = FREE
 
         live[key] = weakref.ref(array, gone)
         return memoryview(array)
@@ -276,6 +296,10 @@ class Sharing:
             return None
         _copy(segment.bytes[place.offset : place.offset + place.nbytes], buffer)
         return place
+
+    def take_back(self, places: Sequence[Place]) -> None:
+        """The frame with these buffers was not sent."""
+        self._arena.take_back(places)
 
     def locate(self, place: Place) -> memoryview:
         return self._mappings.locate(self._peer, place)

@@ -7,6 +7,7 @@ import secrets
 import socket
 import struct
 import sys
+import time
 
 from telegrad.errors import AuthenticationError, ProtocolError, UsageError
 from telegrad.wire.handshake import Introduction, Steps
@@ -64,13 +65,14 @@ def check_user(sock: socket.socket) -> None:
 
 def shake_hands(sock: socket.socket, steps: Steps, timeout: float) -> Introduction:
     """Run one side of the handshake over a fresh connection. What the peer says about itself."""
-    sock.settimeout(timeout)
+    until = time.monotonic() + timeout  # for all of it: a peer that sends drop by drop gains nothing
     try:
         send, count = next(steps)
         while True:
             if send:
+                _hurry(sock, until)
                 sock.sendall(send)
-            send, count = steps.send(_read(sock, count))
+            send, count = steps.send(_read(sock, count, until))
     except StopIteration as done:
         introduction: Introduction = done.value
         return introduction
@@ -78,11 +80,19 @@ def shake_hands(sock: socket.socket, steps: Steps, timeout: float) -> Introducti
         raise ProtocolError(f"the peer did not finish its handshake within {timeout} s") from None
 
 
-def _read(sock: socket.socket, count: int) -> bytes:
+def _read(sock: socket.socket, count: int, until: float) -> bytes:
     data = b""
     while len(data) < count:
+        _hurry(sock, until)
         part = sock.recv(count - len(data))
         if not part:
             raise ProtocolError("the peer closed the connection during the handshake")
         data += part
     return data
+
+
+def _hurry(sock: socket.socket, until: float) -> None:
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    sock.settimeout(left)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from telegrad.errors import ProtocolError
+from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.channel import Channel, ChannelClosed
 from telegrad.transport.shared import Sharing
 from telegrad.wire.frames import HEADER, Frame, FrameDecoder, Place, head
@@ -31,10 +31,18 @@ _pack = HEADER.pack
 
 
 class StreamChannel(Channel):
-    def __init__(self, sock: socket.socket, pool: Pool, max_frame: int, sharing: Sharing | None = None) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        pool: Pool,
+        max_frame: int,
+        sharing: Sharing | None = None,
+        peer_max_frame: int | None = None,
+    ) -> None:
         self.kind = "unix" if sock.family == socket.AF_UNIX else "tcp"
         self._sock = sock
         self._sharing = sharing
+        self._peer_max_frame = max_frame if peer_max_frame is None else peer_max_frame
         locate = sharing.locate if sharing is not None else _no_segments
         self._decoder = FrameDecoder(pool.reserve, locate, max_frame)
         self._send_lock = threading.Lock()
@@ -81,6 +89,12 @@ class StreamChannel(Channel):
                     data = data[sent:]
                 self._write([memoryview(data)], timeout, started=True)
             return
+        total = size + sum(buffer.nbytes for buffer in buffers)
+        if total > self._peer_max_frame:
+            raise SerializationError(
+                f"a message of {total} bytes exceeds the limit of {self._peer_max_frame} that its receiver accepts; "
+                "raise Config.max_frame there"
+            )
         if self._sharing is None:
             places, inside = [Place(buffer.nbytes) for buffer in buffers], list(buffers)
         else:
@@ -89,7 +103,12 @@ class StreamChannel(Channel):
         with self._send_lock:
             corked = b"".join(self._corked)
             self._corked.clear()
-            self._write([memoryview(corked + start), memoryview(body), *inside], timeout, started=bool(corked))
+            try:
+                self._write([memoryview(corked + start), memoryview(body), *inside], timeout, started=bool(corked))
+            except TimeoutError:
+                if self._sharing is not None and not self._owed:  # nothing of it went out, and nothing will
+                    self._sharing.take_back(places)
+                raise
 
     def try_send(self, kind: int) -> None:
         if not self._send_lock.acquire(blocking=False):

@@ -33,8 +33,10 @@ class Numbers:
         """Number and definition of a function that may be numbered, else None."""
         try:
             return self._known[function]
-        except (KeyError, TypeError):
+        except KeyError:
             return self._add(function) if _by_reference(function) else None
+        except TypeError:
+            return None  # not hashable
 
     def _add(self, function: Function) -> tuple[int, bytes] | None:
         try:

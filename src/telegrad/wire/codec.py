@@ -18,7 +18,7 @@ import cloudpickle
 
 from telegrad.errors import SerializationError
 from telegrad.wire.frames import MAX_BUFFERS
-from telegrad.wire.tensors import REDUCERS
+from telegrad.wire.tensors import REDUCERS, leaves_pickling_to_torch, reduce_subclass
 
 OUT_OF_BAND = 2048
 Encoded = tuple[bytes, list[memoryview]]
@@ -31,7 +31,12 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
     """Our reducers first, then whatever users registered with `copyreg`, looked up at the time of use."""
 
     def __missing__(self, key: type) -> Callable[[Any], Any]:
-        return copyreg.dispatch_table[key]
+        reducer = copyreg.dispatch_table.get(key)
+        if reducer is None:
+            if not leaves_pickling_to_torch(key):
+                raise KeyError(key)
+            reducer = reduce_subclass
+        return reducer
 
 
 _reducers = _Reducers(REDUCERS)
@@ -42,7 +47,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
-    dispatch_table: ClassVar[Any] = ChainMap(REDUCERS, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = ChainMap(_reducers, cloudpickle.Pickler.dispatch_table)
 
 
 def register(kind: type, reducer: Callable[[Any], Any]) -> None:
@@ -60,9 +65,9 @@ def encode(value: Any, *, by_value: bool = False) -> Encoded:
             pass  # a lambda, a closure, a local class: cloudpickle below either sends it or says why not
     try:
         return _dump(_ByValue, value)
-    except RecursionError as error:
-        raise SerializationError("the value is nested too deeply to be sent") from error
     except Exception as error:
+        if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
+            raise SerializationError("the value is nested too deeply to be sent") from error
         path, culprit = _blame(value)
         raise SerializationError(
             f"{path or 'the value'} of type {type(culprit).__qualname__} cannot be sent: {error}", path=path
@@ -93,12 +98,11 @@ def _blame(value: Any) -> tuple[str, Any]:
     """The innermost part of `value` that cannot be pickled, and the path to it."""
     path, depth = "", 0
     while depth < 20:
-        for step, part in _parts(value):
-            if not _travels(part):
-                path, value, depth = path + step, part, depth + 1
-                break
-        else:
-            break
+        try:
+            step, part = next((step, part) for step, part in _parts(value) if not _travels(part))
+        except Exception:
+            break  # no part of it is to blame, or it does not even let us look
+        path, value, depth = path + step, part, depth + 1
     return path, value
 
 

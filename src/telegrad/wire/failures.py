@@ -49,7 +49,7 @@ def _is_ours(trace: TracebackType) -> bool:
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
+        return "".join(str(error))  # exactly a str, whatever `__str__` returned
     except Exception as failure:
         return f"<str() of the exception failed: {failure!r}>"
 

@@ -150,7 +150,13 @@ class FrameDecoder:
             if self._hi - lo < _SIZE:
                 return None
             length, call, function, left_ms, count, kind, flags, zero = _unpack_from(self._scratch, lo)
-            if count == 0 and length <= self._hi - lo - _SIZE and kind in _KINDS and not zero:
+            if (
+                count == 0
+                and length <= self._hi - lo - _SIZE
+                and kind in _KINDS
+                and not zero
+                and length <= self._max_frame
+            ):
                 start = lo + _SIZE
                 self._lo = end = start + length
                 return Frame(kind, flags, call, function, left_ms, bytes(self._scratch[start:end]), ())
@@ -182,8 +188,12 @@ class FrameDecoder:
             raise ProtocolError(f"a frame of {total} bytes exceeds the limit of {self._max_frame}")
         self._header = _unpack_from(self._scratch, self._lo)
         self._lo = start + table
-        self._found = [self._reserve(place.nbytes) if not place.segment else self._locate(place) for place in places]
-        body = memoryview(bytearray(length)) if length < _DIRECT else self._reserve(length)
+        try:
+            found = [self._reserve(place.nbytes) if not place.segment else self._locate(place) for place in places]
+            body = memoryview(bytearray(length)) if length < _DIRECT else self._reserve(length)
+        except MemoryError as error:
+            raise ProtocolError(f"a frame of {total} bytes, which this machine has no memory for: {error}") from None
+        self._found = found
         inside = [found for found, place in zip(self._found, places, strict=True) if not place.segment and place.nbytes]
         self._parts = [body, *inside] if length else inside
         if not length:

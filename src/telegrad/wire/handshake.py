@@ -44,6 +44,8 @@ def client(secret: bytes, introduction: Introduction) -> Steps:
     text = _pack_json(introduction)
     answer = yield _LENGTH.pack(len(text)) + text + _proof(secret, b"client", mine + theirs + text), _ANSWER.size
     accepted, length = _ANSWER.unpack(answer)
+    if accepted > 1:
+        raise ProtocolError(f"an answer that is neither yes nor no: {accepted}")
     if not accepted:
         reason = yield b"", min(length, MAX_INTRODUCTION)
         raise ProtocolError(f"the connection was refused: {reason.decode('utf-8', 'replace')}")
@@ -138,7 +140,7 @@ def _pack_json(introduction: Introduction) -> bytes:
 def _parse_json(text: bytes) -> Introduction:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"an introduction that is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ProtocolError("an introduction that is not an object")

@@ -24,6 +24,7 @@ _DTYPE_NAMES = """
     complex32 uint16 uint32 uint64
     float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
     uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7
+    bcomplex32 bits1x8 bits2x4 bits4x2 bits8 bits16
 """.split()  # noqa: SIM905  # one row per family reads better than a list
 _DTYPES: list[Any] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
@@ -62,38 +63,42 @@ def reduce_parameter(parameter: nn.Parameter) -> Reduced:
     return _parameter, (parameter.detach(), parameter.requires_grad, parameter.__dict__ or None)
 
 
+def reduce_subclass(tensor: Tensor) -> Reduced:
+    """A tensor of a subclass that leaves pickling to torch, which would send all the memory that a view belongs to."""
+    with torch._C.DisableTorchFunctionSubclass():
+        data = tensor.detach().as_subclass(Tensor)
+    return _subclass, (type(tensor), data, tensor.requires_grad, tensor.__dict__)
+
+
+def leaves_pickling_to_torch(kind: type) -> bool:
+    if not issubclass(kind, Tensor) or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    names = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
+    return all(getattr(kind, name, None) is getattr(Tensor, name, None) for name in names)
+
+
 def _reduce_dense(tensor: Tensor, code: int) -> Reduced:
     tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.numel() == 0:
-        return _shaped, (code, tuple(tensor.shape), b"")
-    stride = None
+    shape, stride, numel = tuple(tensor.shape), tensor.stride(), tensor.numel()
+    if numel == 0:
+        return _shaped, (code, shape, b"")
     if not tensor.is_contiguous():
-        if 0 in tensor.stride():
-            seed = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-            return _expanded, (tensor.as_strided(seed, tensor.stride()), tuple(tensor.shape))
-        if not _fills_its_memory(tensor):
-            span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-            if span <= _GAPS_KEPT * tensor.numel():
-                return _with_gaps, (tensor.contiguous(), tensor.stride())
-            tensor = tensor.contiguous()
-        else:
-            stride = tensor.stride()
-    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    shape = tuple(tensor.shape)
-    if stride is None:
-        return _shaped, (code, shape, PickleBuffer(flat.numpy()))
-    return _restrided, (code, shape, stride, PickleBuffer(flat.numpy()))
+        if any(size > 1 and step == 0 for size, step in zip(shape, stride, strict=True)):
+            seed = [size if step else 1 for size, step in zip(shape, stride, strict=True)]
+            return _expanded, (tensor.as_strided(seed, stride), shape)
+        span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        if span <= numel:  # no gaps, in whatever order of dimensions; or windows that overlap
+            return _restrided, (code, shape, stride, _bytes(tensor.as_strided((span,), (1,))))
+        if tensor.itemsize == 1 and code not in _NUMPY:  # torch cannot copy tensors of most of these dtypes
+            return _reinterpreted, (code, tensor.view(torch.uint8))
+        if span <= _GAPS_KEPT * numel:
+            return _with_gaps, (tensor.contiguous(), stride)
+        tensor = tensor.contiguous()
+    return _shaped, (code, shape, _bytes(tensor.as_strided((numel,), (1,))))
 
 
-def _fills_its_memory(tensor: Tensor) -> bool:
-    """Do the elements lie without gaps or overlaps, in whatever order of dimensions?"""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+def _bytes(flat: Tensor) -> PickleBuffer:
+    return PickleBuffer(flat.view(torch.uint8).numpy())
 
 
 def _reduce_sparse(tensor: Tensor) -> Reduced:
@@ -133,6 +138,10 @@ def _restrided(code: int, shape: Sequence[int], stride: Sequence[int], data: Any
     return _frombuffer(data, dtype=torch.uint8).view(_DTYPES[code]).as_strided(shape, stride)
 
 
+def _reinterpreted(code: int, tensor: Tensor) -> Tensor:
+    return tensor.view(_DTYPES[code])
+
+
 def _expanded(seed: Tensor, shape: Sequence[int]) -> Tensor:
     return seed.expand(shape)
 
@@ -146,6 +155,12 @@ def _requiring_grad(tensor: Tensor) -> Tensor:
 
 
 def _with_state(tensor: Tensor, state: dict[str, Any]) -> Tensor:
+    tensor.__dict__.update(state)
+    return tensor
+
+
+def _subclass(kind: type[Tensor], data: Tensor, requires_grad: bool, state: dict[str, Any]) -> Tensor:
+    tensor = data.as_subclass(kind).requires_grad_(requires_grad)
     tensor.__dict__.update(state)
     return tensor
 

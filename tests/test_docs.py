@@ -1,0 +1,80 @@
+"""What the documentation shows works: doctests, the blocks of the README, the examples."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import telegrad
+
+ROOT = Path(__file__).parent.parent
+PAGES = [page for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md") if (ROOT / page).exists()]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+MODULES = ["telegrad", *(module.name for module in pkgutil.walk_packages(telegrad.__path__, "telegrad."))]
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    runs: bool
+    code: str
+
+
+def _blocks() -> Iterator[Block]:
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for match in re.finditer(r"^```python( no-run)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            yield Block(page, text.count("\n", 0, match.start(2)), match[1] is None, match[2])
+
+
+BLOCKS = list(_blocks())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_doctests(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert results.failed == 0
+
+
+def test_some_modules_have_doctests() -> None:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    examples = sum(len(test.examples) for name in MODULES for test in finder.find(importlib.import_module(name)))
+    assert examples > 5
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
+def test_blocks_of_the_pages(block: Block) -> None:
+    """Each runs by itself; one that is marked `no-run`, because it needs several processes, at least compiles."""
+    code = compile("\n" * block.line + block.code, str(ROOT / block.page), "exec")
+    if block.runs:
+        exec(code, {"__name__": "page"})
+
+
+def test_the_readme_shows_code_that_runs() -> None:
+    assert any(block.page == "README.md" and block.runs for block in BLOCKS)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_examples(example: Path) -> None:
+    path = os.pathsep.join([str(Path(telegrad.__path__[0]).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", str(example)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
