@@ -53,7 +53,7 @@ class RemoteModule(nn.Module):
         agent = agent or active_agent()
         if agent is None:
             raise UsageError("RemoteModule requires RPC: call init_rpc first, or pass agent=")
-        to, device = parse_device(remote_device)
+        to, device = _parse_device(remote_device)
         rref = remote(to, _make, (module_cls, args or (), kwargs or {}, device), agent=agent)
         self._place(rref, device)
 
@@ -65,7 +65,7 @@ class RemoteModule(nn.Module):
     @staticmethod
     def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
         """A `RemoteModule` for a module that is already there. Its worker is the owner of the reference."""
-        _, device = parse_device(remote_device)
+        _, device = _parse_device(remote_device)
         module = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(module)
         module._place(module_rref, device)
@@ -196,7 +196,7 @@ RemoteModule.parameters = _not_here(  # type: ignore[method-assign, assignment]
 )
 
 
-def parse_device(text: str) -> tuple[str | int, str]:
+def _parse_device(text: str) -> tuple[str | int, str]:
     """Worker and device of ``worker/device``, ``rank:n/device`` or ``worker``."""
     worker, _, device = text.partition("/")
     if not worker:

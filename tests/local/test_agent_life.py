@@ -98,6 +98,27 @@ def test_closing_from_many_threads_at_once(cluster: Clusters, in_background: Bac
         closing.result(PATIENCE)
 
 
+def test_closing_while_a_connection_is_being_made(
+    cluster: Clusters, in_background: Background, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = cluster(2)
+    w0, w1 = workers["w0"], workers["w1"]
+    dial = w0.connections.dial
+
+    def dial_slowly(member: Any, purpose: str) -> Any:
+        dialled = dial(member, purpose)
+        gate.hold()
+        return dialled
+
+    monkeypatch.setattr(w0.connections, "dial", dial_slowly)
+    calling = in_background(w0.call, "w1", abs, -1)
+    gate.wait_for()
+    w0.close()
+    gate.open()
+    assert isinstance(calling.exception(PATIENCE), TelegradError)
+    until(lambda: w1.connections.inbounds == [])
+
+
 def test_closing_what_was_never_opened_is_harmless(solo: Agent) -> None:
     solo.close()
     with solo:

@@ -327,8 +327,20 @@ def test_the_death_of_the_caller_cancels_the_call_that_it_waits_for(workers: Loc
 
 def test_completing_a_future_whose_caller_gave_up_is_no_problem(w0: Agent) -> None:
     promises = Promises()
-    future = w0.start("w1", promise, (promises,), None, 0.02)
-    (promised,) = promises.wait_for(1)
-    assert future.exception(PATIENCE) is not None
-    promised.set_result("late")
+    futures = [w0.start("w1", promise, (promises,), None, 0.02) for _ in range(2)]
+    first, second = promises.wait_for(2)
+    assert all(future.exception(PATIENCE) is not None for future in futures)
     assert w0.submit("w1", at_once, 1).wait() == 1
+    first.set_result("late")
+    second.set_exception(Odd("late"))
+
+
+def test_a_future_that_a_caller_gave_up_on_still_serves_the_next(w0: Agent) -> None:
+    """The first trainer of a batch times out; those who come later wait for the very same future."""
+    promises = Promises()
+    promises.note(Future())
+    assert w0.start("w1", same_promise, (promises,), None, 0.02).exception(PATIENCE) is not None
+    later = w0.submit("w1", same_promise, promises)
+    assert w0.submit("w1", at_once, 1).wait() == 1  # what was sent before has been read
+    promises.entries[0].set_result("for all who are left")
+    assert later.result(PATIENCE) == "for all who are left"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.agent.current import current_agent
-from telegrad.agent.serving import ASYNC_MARK, internal
+from telegrad.agent.serving import Later, internal
 from telegrad.errors import CallTimeout, GroupBroken, InternalError, PeerLost, TelegradError
 from telegrad.futures import Future
 
@@ -188,13 +188,10 @@ def _leader() -> Gathering:
 
 
 @internal
-def _arrive(key: str, names: tuple[str, ...], name: str, value: Any, timeout: float | None) -> Future[Outcome]:
-    return _leader().arrive(key, names, name, value, timeout)
+def _arrive(key: str, names: tuple[str, ...], name: str, value: Any, timeout: float | None) -> Later:
+    return Later(_leader().arrive(key, names, name, value, timeout))  # everybody's, so nobody may cancel it
 
 
 @internal
 def _outcome_of(key: str) -> Outcome | None:
     return _leader().outcome_of(key)
-
-
-setattr(_arrive, ASYNC_MARK, _arrive)

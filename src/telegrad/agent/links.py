@@ -33,6 +33,7 @@ from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, Frame, Kind
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
+_LAST_WORDS = 0.2  # seconds that the good-bye of a peer may take to be read when another connection to it broke
 _COARSEST = 0.01  # seconds between two looks at the deadlines of a pipe
 
 Args = tuple[Any, ...]
@@ -91,6 +92,7 @@ class Link:
         self._idle: list[Lane] = []
         self._busy: set[Lane] = set()
         self._error: PeerLost | None = None
+        self._is_lost = threading.Event()
         self.may_retry = False  # lost although the peer may be alive: one of its answers made no sense, say
         self._lock = threading.Lock()
         dialled = agent.dial(member, "pipe")
@@ -197,12 +199,18 @@ class Link:
             said = f" Its last words: {last_words}" if last_words else ""
             name = self.member.name
             self._error = PeerLost(f"worker {name!r} was lost: {reason}.{said}", peer=name, last_words=last_words)
+        self._is_lost.set()
         for lane in list(self._busy):
             lane.channel.shut()
         while self._idle:
             self._idle.pop().channel.close()
         self.pipe.fail_all()
         self._agent.link_lost(self)
+
+    def broke(self, error: Exception) -> None:
+        """A connection broke under a sender or caller. The reader of the pipe may know better why, so it goes first."""
+        if not self._is_lost.wait(_LAST_WORDS):
+            self.lose(f"the connection ended ({error})")
 
     def lose_to(self, frame: Frame) -> None:
         """The peer said good-bye."""
@@ -237,6 +245,7 @@ class Link:
             if self._error is None:
                 name = self.member.name
                 self._error = PeerLost(f"this worker has left the group and cannot call {name!r}", peer=name)
+        self._is_lost.set()
         while self._idle:
             self._idle.pop().channel.close()
         for lane in list(self._busy):
@@ -272,7 +281,7 @@ class Link:
         if isinstance(error, TimeoutError):
             return timed_out(self.member.name, describe(function), timeout)
         if isinstance(error, ChannelClosed | ProtocolError):
-            self.lose(f"the connection ended ({error})")
+            self.broke(error)
             return self.error_for(describe(function))
         return error
 
@@ -317,7 +326,7 @@ class Pipe:
         except TimeoutError:
             self._complete(call, lambda pending: timed_out(link.member.name, pending.call, timeout))
         except ChannelClosed as error:
-            link.lose(f"the connection ended ({error})")
+            link.broke(error)
             self.fail_all()
         except BaseException:
             self.pending.pop(call, None)

@@ -60,6 +60,7 @@ from telegrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 __all__ = [
     "UNSET_RPC_TIMEOUT",
     "Agent",
+    "AllGatherStates",
     "BackendType",
     "Future",
     "RRef",

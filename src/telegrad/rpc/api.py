@@ -34,6 +34,7 @@ T = TypeVar("T")
 To = str | int | WorkerInfo
 
 __all__ = [
+    "AllGatherStates",
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
@@ -314,5 +315,9 @@ def _wait_all() -> Iterator[None]:
             raise failures[0]
 
 
+def _tensorpipe_options(rpc_timeout: float, init_method: str, **options: Any) -> RpcBackendOptions:
+    return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **options)
+
+
 if not backend_registry.backend_registered("TENSORPIPE"):
-    backend_registry.register_backend("TENSORPIPE", backend_registry.tensorpipe_options, _start_agent)
+    backend_registry.register_backend("TENSORPIPE", _tensorpipe_options, _start_agent)

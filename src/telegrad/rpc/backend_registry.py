@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from telegrad.errors import UsageError
-from telegrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from telegrad.rpc.options import RpcBackendOptions
 
 __all__ = [
     "BackendType",
@@ -86,7 +86,3 @@ def construct_rpc_backend_options(
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
     return backend.value.init_backend_handler(*args, **kwargs)
-
-
-def tensorpipe_options(rpc_timeout: float, init_method: str, **options: Any) -> RpcBackendOptions:
-    return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **options)
