@@ -1,7 +1,7 @@
 """Random lives of references, checked against a model that knows who refers to what.
 
-Several agents live in this process. Steps make objects, pass references on, drop them, and kill a worker. The notes that
-users send to owners are caught on the way, so that the machine decides when each is delivered: late, out of order,
+Several agents live in this process. Steps make objects, pass references on, drop them, and kill a worker. The notes
+that users send to owners are caught on the way, so that the machine decides when each is delivered: late, out of order,
 or twice. After every step nothing that a live worker refers to may be gone (`nothing_is_lost`); once everything is
 delivered, nothing that nobody refers to may be left (`nothing_is_left`).
 """

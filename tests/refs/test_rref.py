@@ -49,11 +49,14 @@ def test_what_a_reference_says_of_itself(w0: Agent) -> None:
     thing = remote("w1", Thing, agent=w0)
     thing.to_here()
     assert not thing.is_owner()
-    assert thing.owner_name() == "w1" and thing.owner().id == 1
+    assert thing.owner_name() == "w1"
+    assert thing.owner().id == 1
     until(thing.confirmed_by_owner)
     assert "UserRRef(owner='w1'" in repr(thing)
     mine = RRef(3, agent=w0)
-    assert mine.is_owner() and mine.local_value() == 3 and mine.to_here() == 3
+    assert mine.is_owner()
+    assert mine.local_value() == 3
+    assert mine.to_here() == 3
     assert "OwnerRRef(owner='w0'" in repr(mine)
     with pytest.raises(UsageError, match="can't call localValue"):
         thing.local_value()
@@ -63,7 +66,8 @@ def test_an_object_of_our_own_is_not_copied(w0: Agent) -> None:
     thing = Thing()
     assert RRef(thing, agent=w0).to_here() is thing
     made = remote("w0", Thing, (4,), agent=w0)
-    assert made.is_owner() and made.to_here() is made.local_value()
+    assert made.is_owner()
+    assert made.to_here() is made.local_value()
     assert made.rpc_sync().get() == 4
 
 
@@ -77,9 +81,11 @@ def test_references_travel_anywhere(trio: LocalCluster, w0: Agent) -> None:
     assert back.rpc_sync().get() == 5
     assert w0.call("w2", objects.give_back, {"deep": [(thing,)]})["deep"][0][0].rpc_sync().get() == 5
     made = w0.call("w2", objects.make_thing, 8)
-    assert made.owner_name() == "w2" and made.rpc_sync().get() == 8
+    assert made.owner_name() == "w2"
+    assert made.rpc_sync().get() == 8
     elsewhere = w0.call("w2", objects.make_elsewhere, "w1", 9)
-    assert elsewhere.owner_name() == "w1" and elsewhere.rpc_sync().get() == 9
+    assert elsewhere.owner_name() == "w1"
+    assert elsewhere.rpc_sync().get() == 9
     mine = RRef(Thing(3), agent=w0)
     assert trio["w0"].call("w1", objects.use, mine) == 3
 
@@ -187,7 +193,8 @@ def test_an_object_lives_while_somebody_refers_to_it(trio: LocalCluster, w0: Age
     assert owned(w1) == 1
     del thing
     until(lambda: objects.figures(w0)["held objects"] == 0)
-    assert owned(w1) == 1 and objects.count_alive("watched") == 1
+    assert owned(w1) == 1
+    assert objects.count_alive("watched") == 1
     w0.call("w2", objects.release, "a")
     until(lambda: owned(w1) == 0)
     until(lambda: objects.count_alive("watched") == 0)

@@ -114,7 +114,9 @@ class Gathering:
         return outcome if known == int(number) else None
 
     def lost(self, name: str) -> None:
-        """A worker is gone: no round waits for it any longer."""
+        """A worker is gone: no round waits for it any longer. (When we leave, it is not the others who are gone.)"""
+        if self._agent.closing:
+            return
         with self._lock:
             meetings = list(self._meetings.values())
         for meeting in meetings:
