@@ -80,6 +80,8 @@ class Gathering:
                 arrival = (key, names, self._agent.name, value, timeout)
                 outcome: Outcome = self._ask(leader, _arrive, arrival, patience).wait()
             except PeerLost:
+                if self._agent.closing:
+                    raise  # it is this worker that leaves
                 lost.append(leader)
                 continue
             except CallTimeout:
