@@ -164,7 +164,7 @@ def test_a_call_that_outlives_its_deadline_leaves_nothing_at_the_callee(
     w0: Agent, pair: LocalCluster, gate: Gate
 ) -> None:
     futures = [w0.start("w1", hold_at, (gate,), None, SHORT) for _ in range(5)]
-    gate.wait_for(5)
+    gate.wait_for(1)  # the others run too, or have expired before they could
     assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)
     assert w0.submit("w1", abs, -1).wait() == 1  # the cancellations have been read
     gate.open()
@@ -190,7 +190,7 @@ def test_a_short_deadline_behind_a_long_one_is_kept(w0: Agent, gate: Gate) -> No
 @pytest.mark.parametrize("transport", ["unix"])
 def test_callbacks_of_expired_calls_may_block(w0: Agent, gate: Gate, transport: str) -> None:
     promises, blocking = Promises(), Gate()
-    first = w0.start("w1", promise, (promises,), None, SHORT)
+    first = w0.start("w1", promise, (promises,), None, 6 * SHORT)  # time enough to put the callback in place
     first.add_done_callback(lambda _: blocking.hold())
     blocking.wait_for()
     second = w0.start("w1", promise, (promises,), None, SHORT)

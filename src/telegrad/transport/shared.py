@@ -24,11 +24,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from telegrad.errors import ProtocolError
 from telegrad.wire.frames import Place
@@ -38,7 +38,8 @@ SLOTS = 4096 - 1
 _RETIRED_AT = SLOTS  # the last byte of the first page: 1 when the sender is done with the segment
 _PAGE = 4096
 _SMALLEST = 64 << 20
-_PARALLEL_COPY = 4 << 20
+_PART = 4 << 20  # bytes that are worth a thread of their own in a copy
+_MOST_COPIERS = 8
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SHRINK") else 0
 
@@ -310,11 +311,40 @@ class Sharing:
 
 
 def _copy(target: Bytes, source: memoryview) -> None:
+    """Copy a buffer, a large one in parts on several cores.
+
+    Not with torch's own threads: after each piece of work they spin for a while, on the cores that the peer needs now.
+    """
     array = np.frombuffer(source, np.uint8)
-    if array.nbytes < _PARALLEL_COPY or not array.flags.writeable:
+    parts = min(array.nbytes // _PART, _copiers.count)
+    if parts < 2:
         np.copyto(target, array)
-    else:
-        torch.from_numpy(target).copy_(torch.from_numpy(array))  # several threads where there are several cores
+        return
+    step = -(-array.nbytes // parts)
+    others = [
+        _copiers.pool().submit(np.copyto, target[start : start + step], array[start : start + step])
+        for start in range(step, array.nbytes, step)
+    ]
+    np.copyto(target[:step], array[:step])
+    for other in others:
+        other.result()
+
+
+class _Copiers:
+    """Threads that copy, made when they are first needed; a forked child makes its own."""
+
+    def __init__(self) -> None:
+        self.count = min(len(os.sched_getaffinity(0)) // 2, _MOST_COPIERS)
+        self._pool: ThreadPoolExecutor | None = None
+        self._process = 0
+
+    def pool(self) -> ThreadPoolExecutor:
+        if self._pool is None or self._process != os.getpid():
+            self._pool, self._process = ThreadPoolExecutor(self.count, "copier"), os.getpid()
+        return self._pool
+
+
+_copiers = _Copiers()
 
 
 def _populate(mapped: mmap.mmap, offset: int, nbytes: int) -> None:
