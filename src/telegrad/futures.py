@@ -69,6 +69,11 @@ class Future(torch.futures.Future[T]):
             self._on_cancel()
         return True
 
+    @property
+    def is_call(self) -> bool:
+        """Is this the result of a call, which cancelling stops?"""
+        return self._on_cancel is not None
+
     def join(self) -> None:
         """One more caller waits for this future, which a function answered with."""
         with _settling:
@@ -132,15 +137,20 @@ class Future(torch.futures.Future[T]):
         return waiter
 
     def set_result(self, result: T) -> None:
-        """Complete the future. Torch's `set_exception` ends here as well, with `_settled` already set."""
-        if self._settled:
-            super().set_result(result)
-        else:
-            self._settle(result, None)
+        """Complete the future. If everybody who waited has given up and it was cancelled, nothing happens."""
+        self._complete(result, None)
 
     def set_exception(self, result: Exception) -> None:  # type: ignore[override]
-        if not self._settle(None, result):
-            raise RuntimeError("the future is already completed")
+        if not isinstance(result, Exception):
+            raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
+        self._complete(None, result)
+
+    def _complete(self, value: Any, error: Exception | None) -> None:
+        if not self._settle(value, error) and not self._cancelled:
+            raise RuntimeError(
+                "Attempting to mark a completed Future as complete again. "
+                "Note that a Future can only be marked completed once."
+            )
 
     def _settle(self, value: Any, error: Exception | None) -> bool:
         """Complete once; True if this was the completion. The flag is set before the value: races have one winner."""
@@ -149,10 +159,9 @@ class Future(torch.futures.Future[T]):
                 return False
             self._settled = True
             self._cancelled = isinstance(error, CallCancelled)
-        if error is None:
-            super().set_result(value)
-        else:
-            super().set_exception(error)  # type: ignore[arg-type]
+        if error is not None:
+            self._set_unwrap_func(_raise)  # as torch's own `set_exception` does
+        torch._C.Future.set_result(self, value if error is None else error)
         return True
 
     def _arrival(self) -> threading.Event:
@@ -171,6 +180,10 @@ class Future(torch.futures.Future[T]):
             return self._arrival().wait(timeout)
         finally:
             waiting.resume(role)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _as_runtime_error(error: Exception) -> RuntimeError:

@@ -180,15 +180,18 @@ class Agent:
         """
         self._require_open()
         gone: set[str] = set()
+        leads = False
         until = None if timeout is None else time.monotonic() + timeout
         if self.world_size is not None:
-            gone = parting.wait_for_everybody(self, self._participants(None), until)
+            names = self._participants(None)
+            gone = parting.wait_for_everybody(self, names, until)
+            leads = self.name == next((name for name in names if name not in gone), self.name)
         else:
             parting.drain(self, until)
         with contextlib.suppress(JoinError):  # the store went with the worker that hosted it
             self.directory.leave(self.me)
-        if self.world_size is not None and self.me.rank == 0:
-            self.connections.wait_until_alone(_WAIT_FOR_OTHERS)  # rank 0 may host the store that they still use
+        if leads:  # the others may still wait for its answer, and rank 0 may host the store that they use
+            self.connections.wait_until_alone(_WAIT_FOR_OTHERS)
         self.close()
         if gone:
             _log.warning("worker %r shut down without %s", self.name, ", ".join(sorted(gone)))
@@ -217,6 +220,7 @@ class Agent:
         for link in self.links():
             link.close(last_words)
         self.connections.close(last_words)
+        self.gathering.close()
         self.executor.close()
         self.clock.close()
         self.threads.close(_JOIN_THREADS)
@@ -463,7 +467,12 @@ class Agent:
                     raise
                 link = Link(self, newer)
             with self._lock:
-                self._by_key[name] = self._by_key[member.rank] = link
+                closing = self.closing
+                if not closing:
+                    self._by_key[name] = self._by_key[member.rank] = link
+            if closing:  # it was not there yet when the others were closed
+                link.close(None)
+                self._require_open()
             return link
 
     def _newer_than(self, member: Member) -> Member | None:

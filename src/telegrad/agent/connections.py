@@ -190,9 +190,11 @@ class Connections:
                 return  # the listener was closed
             with self._lock:
                 full = len(self._strangers) >= _MAX_STRANGERS
-                if not full:
+                if not full and not self._owner.closing:
                     self._strangers.add(sock)
-            if full:
+            if self._owner.closing:  # `close` has looked at the strangers already, or is about to
+                sock.close()
+            elif full:
                 self.counters["refused: too many strangers"] += 1
                 sock.close()
             else:
@@ -220,10 +222,14 @@ class Connections:
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._turn_away(sock, "refused: broken connection", error)
         else:
+            self._forget_stranger(sock)  # first: `close` is to say good-bye to it from now on
             self._welcome(channel, peer)
         finally:
-            with self._lock:
-                self._strangers.discard(sock)
+            self._forget_stranger(sock)
+
+    def _forget_stranger(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._strangers.discard(sock)
 
     def _peer_limit(self, peer: Introduction) -> int:
         """The largest message that a peer accepts."""

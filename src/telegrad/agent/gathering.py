@@ -90,6 +90,13 @@ class Gathering:
             return outcome
         raise InternalError("a gather without a living participant")
 
+    def close(self) -> None:
+        """The agent leaves: nobody waits here any longer."""
+        with self._lock:
+            meetings = list(self._meetings.values())
+        for meeting in meetings:
+            meeting.done._settle(None, PeerLost(f"worker {self._agent.name!r} left the group", peer=self._agent.name))
+
     def _ask(self, name: str, function: Any, args: tuple[Any, ...], timeout: float | None) -> Future[Any]:
         return self._agent.start(name, function, args, None, timeout, internal=True)
 
@@ -152,7 +159,7 @@ class Gathering:
                 else:
                     known.add_done_callback(lambda done, name=name: heard(name, done))  # type: ignore[misc]
             try:
-                meeting.done.result(_LOOK_AGAIN)
+                meeting.done.exception(_LOOK_AGAIN)
             except CallTimeout:
                 continue
 

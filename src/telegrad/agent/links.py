@@ -120,6 +120,8 @@ class Link:
         self._busy.add(lane)
         role = waiting.pause()
         try:
+            if self._error is not None:  # lost since the lane was taken: nobody else will wake this call
+                raise ChannelClosed("the peer was lost")
             frame = self._exchange(lane, message, timeout)
         except BaseException as error:
             self._busy.discard(lane)

@@ -214,8 +214,8 @@ class Inbound:
                 self._cancelled.add(call)
             return
         self._active.discard(call)
-        if isinstance(waiting, Future) and waiting.leave():
-            waiting.cancel()
+        if isinstance(waiting, Future) and waiting.leave() and waiting.is_call:
+            waiting.cancel()  # not a promise of the user's: the next caller may be given the same one
 
     def _target(self, frame: Frame) -> Target | None:
         """The numbered function of a call; None if the function is inside the pickle."""

@@ -163,11 +163,8 @@ def rpc_sync(
 ) -> T:
     """Run `func(*args, **kwargs)` on worker `to` and return its result. `timeout` in seconds; 0 means no limit."""
     agent = active_agent() or _require_agent()
-    if timeout == UNSET_RPC_TIMEOUT:
-        limit = agent.timeout
-    else:
-        limit = timeout or None
-        _check(func, timeout)
+    _check(func, timeout)
+    limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
     result: T = agent.invoke(to, func, args or (), kwargs, limit)
     return result
 

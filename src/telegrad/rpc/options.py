@@ -89,7 +89,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     def set_devices(self, devices: Sequence[Device]) -> None:
         """The devices of this worker that calls may use."""
-        self.devices = [torch.device(device) for device in devices]
-        for device in self.devices:
+        wanted = [torch.device(device) for device in devices]
+        for device in wanted:
             if device.type == "cpu":
                 raise ValueError("`set_devices` expects CUDA devices, but got the device cpu")
+        self.devices = wanted
