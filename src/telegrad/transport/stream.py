@@ -11,6 +11,7 @@ out before the next frame.
 from __future__ import annotations
 
 import math
+import os
 import socket
 import struct
 import threading
@@ -25,9 +26,12 @@ from telegrad.wire.memory import Pool
 
 _IOV_MAX = 1000
 _JOIN_BELOW = 1 << 15  # smaller frames are joined into one buffer; a system call with many parts costs more
+_SPIN = 0.0001  # seconds
+_CORES = len(os.sched_getaffinity(0))
 _SEND_SLICE = 1.0  # seconds after which a blocked sender looks at its deadline
 
 _pack = HEADER.pack
+_spinning = threading.Lock()  # held by the one thread of this process that waits awake
 
 
 class StreamChannel(Channel):
@@ -50,6 +54,7 @@ class StreamChannel(Channel):
         self._owed = b""
         self._patience: float | None = None
         self._shut = False
+        self._spins = False  # the last frame came so fast that the next is awaited awake
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_SLICE))
         if self.kind == "tcp":
@@ -173,6 +178,10 @@ class StreamChannel(Channel):
             self._set_patience(timeout)
         started = time.monotonic()
         receive = self._sock.recv_into
+        if self._spins and self._spin(started):
+            frame = decoder.next()
+            if frame is not None:
+                return frame
         while True:
             try:
                 count = receive(decoder.space())
@@ -185,12 +194,41 @@ class StreamChannel(Channel):
             decoder.fill(count)
             frame = decoder.next()
             if frame is not None:
+                self._spins = _CORES > 1 and time.monotonic() - started < _SPIN
                 return frame
             if timeout is not None:
                 left = timeout - (time.monotonic() - started)
                 if left <= 0:
                     raise TimeoutError("nothing arrived in time")
                 self._set_patience(left)
+
+    def _spin(self, started: float) -> bool:
+        """Look for bytes for a moment without sleeping; True if some came.
+
+        Waking a core that went to sleep takes longer than a short call. So where the last answer came fast, the next
+        is awaited awake; where it did not, or another thread of this process does so already, we sleep at once.
+        """
+        if not _spinning.acquire(blocking=False):
+            return False
+        try:
+            receive, space, until = self._sock.recv_into, self._decoder.space(), started + _SPIN
+            while True:
+                try:
+                    count = receive(space, 0, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        self._spins = False
+                        return False
+                    os.sched_yield()
+                    continue
+                if not count:
+                    raise ChannelClosed("the peer closed the connection")
+                self._decoder.fill(count)
+                return True
+        except OSError as error:
+            raise ChannelClosed(str(error)) from None
+        finally:
+            _spinning.release()
 
     def has_frame(self) -> bool:
         return self._decoder.has_frame()
