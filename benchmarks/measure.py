@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import remote
-from benchmarks.peers.base import Peer
+from benchmarks.peers.base import CALLEE, Peer
 
 Measured = dict[str, float]
 
@@ -70,6 +70,16 @@ def bandwidth(peer: Peer, seconds: float, way: str, elements: int) -> Measured:
     return {"value": moved / statistics.median(times) / 1e9, "n": len(times)}
 
 
+def reference(peer: Any, seconds: float, use: str) -> Measured:
+    """Objects that stay on the callee: made and fetched, or one that is used again and again."""
+    rpc = peer.rpc
+    if use == "remote":
+        return percentiles(lambda: rpc.remote(CALLEE, remote.add, (1, 2)).to_here(), seconds)
+    counter = rpc.remote(CALLEE, remote.Counter)
+    counter.to_here()
+    return percentiles(lambda: counter.rpc_sync().add(1), seconds)
+
+
 def percentiles(once: Callable[[], object], seconds: float) -> Measured:
     times = sorted(timed(once, seconds, MIN_CALLS))
     p99 = times[min(len(times) - 1, round(len(times) * 0.99))]
@@ -95,4 +105,9 @@ def timed(once: Callable[[], object], seconds: float, at_least: int) -> list[flo
     return times
 
 
-LOOPS: dict[str, Callable[..., Measured]] = {"latency": latency, "rate": rate, "bandwidth": bandwidth}
+LOOPS: dict[str, Callable[..., Measured]] = {
+    "latency": latency,
+    "rate": rate,
+    "bandwidth": bandwidth,
+    "reference": reference,
+}

@@ -14,6 +14,7 @@ PANELS = {
     "latency": "sync call, p50 with p99 as whisker (us, lower is better)",
     "rate": "calls per second (higher is better)",
     "bandwidth": "bandwidth (GB/s, higher is better)",
+    "reference": "remote references, microseconds (lower is better)",
 }
 CURVES = {
     "startup": "seconds until every worker is up",

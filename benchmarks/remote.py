@@ -30,4 +30,15 @@ def source(elements: int) -> torch.Tensor:
     return _source[elements]
 
 
+class Counter:
+    """An object that callers refer to."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, amount: int) -> int:
+        self.count += amount
+        return self.count
+
+
 FUNCTIONS = (add, echo, sink, source)

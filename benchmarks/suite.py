@@ -22,7 +22,7 @@ class Case:
     params: Mapping[str, Any] = field(default_factory=dict)
     higher_is_better: bool = False
     callers: int = 1
-    builtin: bool = False  # calls a torch operator: only peers that can send one take part
+    builtin: bool = False  # torch-shaped (a torch operator, an RRef): only peers that have such things take part
     machine: bool = False  # a limit of the machine: measured without a peer
 
     @property
@@ -41,6 +41,10 @@ def rate(name: str, title: str, window: int, callers: int = 1) -> Case:
 def bandwidth(way: str, megabytes: int, title: str) -> Case:
     params = {"way": way, "elements": megabytes * MB // FLOAT_BYTES}
     return Case(f"bandwidth/{way}-{megabytes}MB", title, "GB/s", "bandwidth", params, higher_is_better=True)
+
+
+def reference(name: str, title: str, use: str) -> Case:
+    return Case(f"reference/{name}", title, "us", "reference", {"use": use}, builtin=True)
 
 
 def limit(name: str, title: str, unit: str, loop: str, **params: Any) -> Case:
@@ -62,6 +66,8 @@ CASES = (
     bandwidth("echo", 100, "100 MB there and back, each way"),
     bandwidth("push", 100, "100 MB to the callee"),
     bandwidth("pull", 100, "100 MB from the callee"),
+    reference("remote-to-here", "remote() + to_here()", "remote"),
+    reference("proxied", "proxied call, rref.rpc_sync().add(1)", "proxied"),
     Case("idle/cpu", "CPU of one idle caller and callee", "cores", "idle"),
     limit("memcpy-warm", "memcpy 100 MB, warm, 1 thread", "GB/s", "memcpy_warm", size=100 * MB),
     limit("memcpy-warm-threads", "memcpy 100 MB, warm, all cores", "GB/s", "memcpy_threads", size=100 * MB),

@@ -26,7 +26,7 @@ from telegrad.wire.memory import Pool
 
 _IOV_MAX = 1000
 _JOIN_BELOW = 1 << 15  # smaller frames are joined into one buffer; a system call with many parts costs more
-_SPIN = 0.0001  # seconds
+_SPIN = 0.0003  # seconds
 _CORES = len(os.sched_getaffinity(0))
 _SEND_SLICE = 1.0  # seconds after which a blocked sender looks at its deadline
 

@@ -1,0 +1,81 @@
+"""A million short-lived references: nothing may be left at the end, and memory must stay flat.
+
+    python -m benchmarks.soak [--count 1000000]
+
+Two worker processes; one makes references to objects on the other and drops them at once. Prints, as it goes, how many
+are made, how fast, the resident memory of the owner and what it still owns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import telegrad.rpc as rpc
+from telegrad.refs.keeper import Keeper
+
+STEPS = 10
+
+
+def resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def owner_figures() -> tuple[float, dict[str, int]]:
+    return resident_mb(), Keeper.of(rpc._get_current_rpc_agent()).statistics()
+
+
+def work(rank: int, path: str, count: int) -> None:
+    options = rpc.RpcBackendOptions(init_method=f"file://{path}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        soak(count)
+    rpc.shutdown()
+
+
+def soak(count: int) -> None:
+    for step in range(STEPS):
+        started = time.perf_counter()
+        for number in range(count // STEPS):
+            rref = rpc.remote("worker1", dict)
+            if number % 64 == 0:
+                rref.to_here()  # do not run ahead of the owner without bound
+        del rref
+        rate = count // STEPS / (time.perf_counter() - started)
+        memory, figures = rpc.rpc_sync("worker1", owner_figures)
+        print(
+            f"{(step + 1) * count // STEPS:>9,} references  {rate:>8,.0f}/s  owner {memory:.0f} MB, "
+            f"caller {resident_mb():.0f} MB, {figures['owned objects']:,} owned",
+            flush=True,
+        )
+    until = time.monotonic() + 30
+    while rpc.rpc_sync("worker1", owner_figures)[1]["owned objects"] and time.monotonic() < until:
+        time.sleep(0.05)
+    memory, figures = rpc.rpc_sync("worker1", owner_figures)
+    print(f"at the end: owner {memory:.0f} MB, {figures}")
+    if figures["owned objects"] or figures["references of others"]:
+        raise SystemExit("objects are left over")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=1_000_000)
+    count = parser.parse_args().count
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        workers = [context.Process(target=work, args=(rank, f"{folder}/store", count)) for rank in range(2)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if any(worker.exitcode for worker in workers):
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
