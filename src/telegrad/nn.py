@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from telegrad.agent.current import active_agent
 from telegrad.agent.packing import current_envelope
-from telegrad.agent.serving import Later, trusted
+from telegrad.agent.serving import trusted
 from telegrad.errors import SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.refs import RRef, remote
-from telegrad.refs.keeper import owner_keeper
+from telegrad.refs.keeper import Keeper, with_object
 from telegrad.refs.ownership import Key
 
 __all__ = ["RemoteModule"]
@@ -225,22 +225,16 @@ def _make(
     return module.to(device)
 
 
-def _with_module(owner: str, key: Key, run: Callable[[nn.Module], Any]) -> Any:
-    """Run something with the module, as soon as it is made."""
-    value = owner_keeper(owner).books.find(key).value
-    return run(value.wait()) if value.done() else Later(value.then(lambda done: run(done.wait())))
-
-
 @trusted
 def _forward(owner: str, key: Key, device: str, /, *args: Any, **kwargs: Any) -> Any:
-    def run(module: nn.Module) -> Any:
+    def run(_: Keeper, module: nn.Module) -> Any:
         if device == "cpu":
             return module(*args, **kwargs)
         moved = [_to(value, device) for value in args]
         result = module(*moved, **{name: _to(value, device) for name, value in kwargs.items()})
         return [_to(part, "cpu") for part in result] if isinstance(result, list) else _back(result)
 
-    return _with_module(owner, key, run)
+    return with_object(owner, key, run)
 
 
 def _back(result: Any) -> Any:
@@ -253,19 +247,19 @@ def _to(value: Any, device: str) -> Any:
 
 @trusted
 def _parameters(owner: str, key: Key, recurse: bool) -> Any:
-    return _with_module(owner, key, lambda module: [RRef(parameter) for parameter in module.parameters(recurse)])
+    return with_object(owner, key, lambda _, module: [RRef(parameter) for parameter in module.parameters(recurse)])
 
 
 @trusted
 def _convert(owner: str, key: Key, /, *args: Any, **kwargs: Any) -> Any:
-    def run(module: nn.Module) -> str:
+    def run(_: Keeper, module: nn.Module) -> str:
         module.to(*args, **kwargs)
         first = next(iter([*module.parameters(), *module.buffers()]), None)
         return "cpu" if first is None else str(first.device)
 
-    return _with_module(owner, key, run)
+    return with_object(owner, key, run)
 
 
 @trusted
 def _load(owner: str, key: Key, state: dict[str, Any], strict: bool, assign: bool) -> Any:
-    return _with_module(owner, key, lambda module: tuple(module.load_state_dict(state, strict=strict, assign=assign)))
+    return with_object(owner, key, lambda _, module: tuple(module.load_state_dict(state, strict, assign)))

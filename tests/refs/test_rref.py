@@ -173,7 +173,7 @@ def test_streams_bring_items_as_they_are_used(w0: Agent) -> None:
 
 
 def test_an_error_inside_a_stream_arrives(w0: Agent) -> None:
-    with pytest.raises(RuntimeError, match="no such thing"):
+    with pytest.raises(KeyError, match="no such thing"):
         list(remote("w1", Thing, agent=w0).stream().fail())
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from telegrad.agent.current import active_agent
 from telegrad.agent.serving import Later, internal, trusted
 from telegrad.errors import InternalError, StaleReference, TelegradError
+from telegrad.futures import Future
 from telegrad.refs.notes import Inbox, Note, Outbox
 from telegrad.refs.ownership import Books, Key
 
@@ -170,3 +172,32 @@ def fetch(owner: str, key: Key) -> Any:
     """The value of an object, as soon as there is one."""
     value = owner_keeper(owner).books.find(key).value
     return value.wait() if value.done() else Later(value)
+
+
+def with_object(owner: str, key: Key, run: Callable[[Keeper, Any], Any]) -> Any:
+    """At the owner: run something with an object. If it is still being made, later, and no thread waits for that."""
+    keeper = owner_keeper(owner)
+    value = keeper.books.find(key).value
+    if value.done():
+        return run(keeper, value.wait())
+    result: Future[Any] = Future()
+
+    def complete(done: Any) -> None:
+        try:
+            result._settle(done.value(), None)
+        except Exception as error:
+            result._settle(None, error)
+
+    def run_now() -> None:
+        try:
+            outcome = run(keeper, value.wait())
+        except Exception as error:
+            result._settle(None, error)
+            return
+        if type(outcome) is Later:
+            outcome.future.add_done_callback(complete)
+        else:
+            result._settle(outcome, None)
+
+    value.add_done_callback(lambda _: keeper.agent.threads.start(run_now))
+    return Later(result)

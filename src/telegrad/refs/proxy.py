@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from telegrad.agent.serving import ASYNC_MARK, Later, trusted
 from telegrad.errors import UsageError
 from telegrad.futures import Future
-from telegrad.refs.keeper import Keeper, owner_keeper
+from telegrad.refs.keeper import Keeper, with_object
 from telegrad.refs.ownership import Key
 
 if TYPE_CHECKING:
@@ -33,25 +33,7 @@ class Method:
         self.__qualname__ = f"method {name}"
 
     def __call__(self, owner: str, key: Key, /, *args: Any, **kwargs: Any) -> Any:
-        keeper = owner_keeper(owner)
-        value = keeper.books.find(key).value
-        if value.done():
-            return self._invoke(keeper, value.wait(), args, kwargs)
-        result: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                outcome = self._invoke(keeper, value.wait(), args, kwargs)
-            except Exception as error:
-                result._settle(None, error)
-                return
-            if type(outcome) is Later:
-                outcome.future.add_done_callback(functools.partial(_copy, result))
-            else:
-                result._settle(outcome, None)
-
-        value.add_done_callback(lambda _: keeper.agent.threads.start(run))
-        return Later(result)
+        return with_object(owner, key, lambda keeper, target: self._invoke(keeper, target, args, kwargs))
 
     def _invoke(self, keeper: Keeper, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function = getattr(target, self._name)
@@ -68,13 +50,6 @@ class Method:
 def method(name: str) -> Method:
     """The one `Method` of this name."""
     return Method(name)
-
-
-def _copy(target: Future[Any], done: Any) -> None:
-    try:
-        target._settle(done.value(), None)
-    except Exception as error:
-        target._settle(None, error)
 
 
 class Proxy:
@@ -156,8 +131,7 @@ class Stream:
 @trusted
 def _pull(owner: str, key: Key, count: int) -> Any:
     """At the owner: the next items, and whether they are the last."""
-    value = owner_keeper(owner).books.find(key).value
-    return Later(value.then(lambda done: _advance(done.wait(), count)))
+    return with_object(owner, key, lambda _, generator: _advance(generator, count))
 
 
 def _advance(generator: Any, count: int) -> tuple[list[Any], bool]:
