@@ -83,5 +83,5 @@ def test_what_makes_no_sense_from_afar_says_so(w0: Agent) -> None:
     with pytest.raises(ValueError, match="register_forward_hook"):
         layer.register_forward_hook(print)
     for _ in range(3):  # whether or not it is made by then
-        with pytest.raises(ValueError, match="returns an instance of <class nn.Module>"):
+        with pytest.raises(ValueError, match=r"returns an instance of <class nn\.Module>"):
             RemoteModule("w1", not_a_module, agent=w0)(1)
