@@ -264,3 +264,16 @@ def test_a_tensor_that_lives_elsewhere(w0: Agent) -> None:
     assert matrix.rpc_sync().sum().item() == 90_000
     matrix.rpc_sync().add_(1)
     assert matrix.to_here().sum().item() == 180_000
+
+
+def test_what_is_left_is_counted_and_reported(
+    cluster: Callable[..., LocalCluster], caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = cluster(2)
+    thing = remote("w1", Thing, agent=pair["w0"])
+    thing.to_here()
+    assert pair["w1"].statistics()["owned objects"] == 1
+    assert pair["w0"].statistics()["held objects"] == 1
+    with caplog.at_level("INFO", logger="telegrad"):
+        pair["w1"].close()
+    assert "worker 'w1' leaves while references are alive: {'owned objects': 1" in caplog.text

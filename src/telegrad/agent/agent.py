@@ -97,6 +97,7 @@ class Agent:
         self._targets: dict[Function, Target] = {}
         self._loss_listeners: list[Callable[[str, str], None]] = []
         self._close_listeners: list[Callable[[], None]] = []
+        self._figures: list[Callable[[], dict[str, int]]] = []
         self._services: dict[Callable[[Agent], Any], Any] = {}
         self._making = threading.Lock()
         self._gone: set[str] = set()
@@ -361,7 +362,12 @@ class Agent:
             "calls pending": sum(len(link.pipe.pending) for link in self.links()),
             "shared blocks in use": self.connections.mappings.live,
             **self.connections.counters,
+            **{name: count for figures in self._figures for name, count in figures().items()},
         }
+
+    def add_figures(self, figures: Callable[[], dict[str, int]]) -> None:
+        """Let `statistics` show what a layer above counts, too."""
+        self._figures.append(figures)
 
     # What links, connections and serving need (see their protocols)
 

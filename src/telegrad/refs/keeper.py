@@ -7,6 +7,7 @@ other workers call.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,8 @@ _SWEEP_AT = 1000
 _AUDIT_EVERY = 5.0
 _PATIENCE = 30.0
 
+_log = logging.getLogger("telegrad")
+
 
 class Keeper:
     def __init__(self, agent: Agent) -> None:
@@ -39,6 +42,8 @@ class Keeper:
         self._watched: set[str] = set()
         self.pending = 0  # creations that their owners have not confirmed
         agent.on_loss(self._lost)
+        agent.on_close(self._report_leftovers)
+        agent.add_figures(self.statistics)
         agent.clock.every(_SWEEP_EVERY, self._tick)
         agent.clock.every(_AUDIT_EVERY, lambda: agent.threads.start(self.audit))
 
@@ -103,6 +108,11 @@ class Keeper:
             "unconfirmed creations": self.pending,
             "notes not acknowledged": unacknowledged,
         }
+
+    def _report_leftovers(self) -> None:
+        left = {name: count for name, count in self.books.statistics().items() if count}
+        if left:
+            _log.info("worker %r leaves while references are alive: %s", self.agent.name, left)
 
     def _ask(self, holder: str, keys: list[Key]) -> list[bool]:
         me = self.agent.me.incarnation
