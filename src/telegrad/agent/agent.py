@@ -503,7 +503,7 @@ class Agent:
             raise known.error_for() from None  # the store died with the peer
         if member.left:
             raise PeerLost(f"worker {member.name!r} has left the group", peer=member.name)
-        if known is not None and known.member.incarnation == member.incarnation and not known.may_retry:
+        if known is not None and known.member.incarnation == member.incarnation:
             raise known.error_for()
         return member
 

@@ -93,7 +93,6 @@ class Link:
         self._busy: set[Lane] = set()
         self._error: PeerLost | None = None
         self._is_lost = threading.Event()
-        self.may_retry = False  # lost although the peer may be alive: one of its answers made no sense, say
         self._lock = threading.Lock()
         dialled = agent.dial(member, "pipe")
         self._same_main = dialled.same_main
