@@ -8,7 +8,7 @@
 6
 """
 
-from telegrad import errors, rpc
+from telegrad import autograd, errors, rpc
 from telegrad.agent.agent import Agent, expose
 from telegrad.agent.current import current_agent, current_caller, current_deadline
 from telegrad.agent.membership import WorkerInfo
@@ -24,6 +24,7 @@ __all__ = [
     "Deadline",
     "Future",
     "WorkerInfo",
+    "autograd",
     "current_agent",
     "current_caller",
     "current_deadline",

@@ -22,6 +22,8 @@ from telegrad.agent.clock import Clock
 from telegrad.agent.membership import Member
 from telegrad.agent.packing import Envelope, pack, unpack
 from telegrad.agent.reading import ReadLoop
+from telegrad.agent.scope import Scope, current_scope
+from telegrad.agent.scope import to_wire as scope_to_wire
 from telegrad.agent.threads import Threads
 from telegrad.config import Config
 from telegrad.deadline import to_wire
@@ -30,7 +32,7 @@ from telegrad.futures import Future
 from telegrad.transport.channel import Channel, ChannelClosed, say_goodbye
 from telegrad.wire.callables import Function, Numbers, defined_in_main, describe
 from telegrad.wire.failures import decode_failure
-from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, Frame, Kind
+from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Frame, Kind
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
 _LAST_WORDS = 0.2  # seconds that the good-bye of a peer may take to be read when another connection to it broke
@@ -79,6 +81,7 @@ class Pending(NamedTuple):
     timeout: float | None
     call: str
     internal: bool
+    scope: Scope | None
 
 
 class Link:
@@ -115,7 +118,7 @@ class Link:
     def call(self, function: Function, args: Args, kwargs: dict[str, Any] | None, timeout: float | None) -> Any:
         """Call and wait for the result."""
         lane = self._take_lane() or self._open_lane()
-        message = self.encode(lane.heard, function, args, kwargs, lane)
+        message = self.encode(lane.heard, function, args, kwargs, current_scope.get(), lane)
         self._busy.add(lane)
         role = waiting.pause()
         try:
@@ -153,25 +156,20 @@ class Link:
         return self.pipe.submit(next(self._ids), function, args, kwargs, timeout, internal)
 
     def encode(
-        self, heard: set[int], function: Function, args: Args, kwargs: dict[str, Any] | None, lane: Lane | None = None
+        self,
+        heard: set[int],
+        function: Function,
+        args: Args,
+        kwargs: dict[str, Any] | None,
+        scope: Scope | None,
+        lane: Lane | None = None,
     ) -> Message:
         """A call as the body of a frame. On failure the lane goes back, unused."""
         try:
-            entry = self._agent.numbers.find(function)
-            by_value = not self._same_main
-            if entry is None or (by_value and defined_in_main(function)):
-                body, buffers = pack(self._envelope, (function, args, kwargs or {}), by_value=by_value)
-                return 0, INLINE_FUNCTION, body, buffers
-            number, definition = entry
-            flags = 0
-            if kwargs:
-                flags = KEYWORDS
-                body, buffers = pack(self._envelope, (args, kwargs), by_value=by_value)
-            else:
-                body, buffers = pack(self._envelope, args, by_value=by_value)
-            if number not in heard:
-                flags |= DEFINES
-                body = len(definition).to_bytes(4, "little") + definition + body
+            number, flags, body, buffers = self._encode(heard, function, args, kwargs)
+            if scope is not None and scope.follow(self._envelope):
+                flags |= SCOPED
+                body += scope_to_wire(scope)
             return number, flags, body, buffers
         except BaseException as error:
             if lane is not None:
@@ -179,6 +177,24 @@ class Link:
             if isinstance(error, SerializationError):
                 error.peer, error.call = self.member.name, describe(function)
             raise
+
+    def _encode(self, heard: set[int], function: Function, args: Args, kwargs: dict[str, Any] | None) -> Message:
+        entry = self._agent.numbers.find(function)
+        by_value = not self._same_main
+        if entry is None or (by_value and defined_in_main(function)):
+            body, buffers = pack(self._envelope, (function, args, kwargs or {}), by_value=by_value)
+            return 0, INLINE_FUNCTION, body, buffers
+        number, definition = entry
+        flags = 0
+        if kwargs:
+            flags = KEYWORDS
+            body, buffers = pack(self._envelope, (args, kwargs), by_value=by_value)
+        else:
+            body, buffers = pack(self._envelope, args, by_value=by_value)
+        if number not in heard:
+            flags |= DEFINES
+            body = len(definition).to_bytes(4, "little") + definition + body
+        return number, flags, body, buffers
 
     def decode(self, frame: Frame, call: str | Function) -> Any:
         try:
@@ -313,11 +329,12 @@ class Pipe:
         internal: bool,
     ) -> Future[Any]:
         link = self._link
-        number, flags, body, buffers = link.encode(self._heard, function, args, kwargs)
+        scope = None if internal else current_scope.get()
+        number, flags, body, buffers = link.encode(self._heard, function, args, kwargs, scope)
         future: Future[Any] = Future()
         future._on_cancel = lambda: self._cancel(call)
         until = math.inf if timeout is None else time.monotonic() + timeout
-        self.pending[call] = Pending(future, until, timeout, describe(function), internal)
+        self.pending[call] = Pending(future, until, timeout, describe(function), internal, scope)
         if until < self._next_look:
             self._look_at(until)
         if not internal:
@@ -356,10 +373,13 @@ class Pipe:
             value: Any = None
             error: Exception | None = None
             if frame.kind == _REPLY:
+                token = current_scope.set(pending.scope)
                 try:
                     value = self._link.decode(frame, pending.call)
                 except SerializationError as failure:
                     error = failure
+                finally:
+                    current_scope.reset(token)
             else:
                 error = decode_failure(frame.body)
             del frame

@@ -18,10 +18,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch.futures
 
+from telegrad.agent import scope as scopes
 from telegrad.agent.clock import Clock
 from telegrad.agent.current import local
 from telegrad.agent.packing import Envelope, pack, unpack
 from telegrad.agent.reading import ReadLoop
+from telegrad.agent.scope import current_scope
 from telegrad.agent.threads import Executor, Threads
 from telegrad.deadline import Deadline
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError
@@ -30,7 +32,7 @@ from telegrad.transport.channel import Channel, ChannelClosed, SaidGoodbye
 from telegrad.wire import codec
 from telegrad.wire.callables import LIMIT, Function, describe
 from telegrad.wire.failures import encode_failure, remote_traceback
-from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, Frame, Kind
+from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Frame, Kind
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -246,6 +248,16 @@ class Inbound:
             self._active.add(frame.call)
         local.caller = self.peer_name
         local.deadline = Deadline.from_wire(frame.left_ms)
+        if not frame.flags & SCOPED:
+            self._run(frame, target, loop)
+            return
+        token = current_scope.set(scopes.from_wire(frame.body, self._envelope))
+        try:
+            self._run(frame, target, loop)
+        finally:
+            current_scope.reset(token)
+
+    def _run(self, frame: Frame, target: Target | None, loop: ReadLoop | None) -> None:
         epoch = loop.epoch if loop is not None else 0
         try:
             target, args, kwargs = self._open(frame, target)
@@ -322,16 +334,18 @@ class Inbound:
         if isinstance(value, Future):
             value.join()
         self._waiting[call] = value  # a `Later` belongs to others too, whether or not they wait for it right now
+        scope = current_scope.get()
 
         def reply(done: torch.futures.Future[Any]) -> None:
             if self._waiting.pop(call, None) is None:
                 return  # cancelled
+            token = current_scope.set(scope)
             try:
-                result = done.value()
+                self._answer(call, target, done.value())
             except BaseException as error:
                 self._fail(call, target, error)
-            else:
-                self._answer(call, target, result)
+            finally:
+                current_scope.reset(token)
 
         future.add_done_callback(reply)
 

@@ -7,6 +7,7 @@ other workers call.
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 import time
@@ -209,5 +210,6 @@ def with_object(owner: str, key: Key, run: Callable[[Keeper, Any], Any]) -> Any:
         else:
             result._settle(outcome, None)
 
-    value.add_done_callback(lambda _: keeper.agent.threads.start(run_now))
+    context = contextvars.copy_context()  # of the call: its scope, for one
+    value.add_done_callback(lambda _: keeper.agent.threads.start(lambda: context.run(run_now)))
     return Later(result)

@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
+from torch import Tensor
+
+from telegrad import autograd
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.current import active_agent
 from telegrad.agent.membership import WorkerInfo
 from telegrad.agent.packing import Envelope, before_sending, current_envelope
+from telegrad.agent.serving import trusted
 from telegrad.errors import CallTimeout, SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.refs import proxy
 from telegrad.refs.creation import creating
-from telegrad.refs.keeper import Keeper, fetch
+from telegrad.refs.keeper import Keeper, fetch, with_object
 from telegrad.refs.ownership import Entry, Key
 from telegrad.wire import codec
 
@@ -127,6 +131,18 @@ class RRef(Generic[T]):
         """`for x in rref.stream().method(...)`, or `async for`: what a generator on the owner yields, as it is used."""
         return proxy.StreamProxy(self._create, timeout, chunk)
 
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run the backward pass from the tensor that this refers to, wherever that lives.
+
+        Without a context, which only the owner may leave out, gradients go to `.grad` as with `Tensor.backward`.
+        """
+        if not self.is_owner() and dist_autograd_ctx_id == -1:
+            raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+        if self.is_owner():
+            _backward_from(self.local_value(), dist_autograd_ctx_id, retain_graph)
+        else:
+            self._call(_backward, -1.0, (dist_autograd_ctx_id, retain_graph), {})
+
     def _get_future(self) -> Future[Any]:
         """A future that completes when the owner has the object, or fails as its creation did."""
         if self._creation is not None:
@@ -170,6 +186,21 @@ class RRef(Generic[T]):
             "Can not pickle rref in python pickler, rref can only be pickled when using RPC: send it as an argument "
             "or result of a call"
         )
+
+
+@trusted
+def _backward(owner: str, key: Key, context_id: int, retain_graph: bool) -> Any:
+    """At the owner of a tensor, for `RRef.backward`."""
+    return with_object(owner, key, lambda _, value: _backward_from(value, context_id, retain_graph))
+
+
+def _backward_from(value: Any, context_id: int, retain_graph: bool) -> None:
+    if not isinstance(value, Tensor):
+        raise UsageError(f"RRef should contain a tensor for .backward(), not {type(value).__name__}")
+    if context_id == -1:
+        value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+    else:
+        autograd.backward(context_id, [value], retain_graph)
 
 
 def limit(timeout: float) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,42 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None
 _NUMPY = frozenset(_CODES[getattr(torch, name)] for name in _DTYPE_NAMES[:12] if name != "bfloat16")
 
 _GAPS_KEPT = 4  # a view keeps its strides if its memory, gaps included, is at most so many times what it uses
+_UNTRACKED = 0
 _frombuffer = torch.frombuffer
 _strided = torch.strided
+
+
+class Tracker(Protocol):
+    """Who wants to know of tensors that need gradients and travel."""
+
+    def leaving(self, tensor: Tensor) -> int:
+        """A ticket for a tensor that is being packed, which travels with it; 0: nobody tracks it."""
+
+    def arriving(self, data: Tensor, ticket: int) -> Tensor:
+        """What a tensor is at the other end."""
+
+
+class _Registry:
+    tracker: Tracker | None = None
+
+
+def track(tracker: Tracker) -> None:
+    _Registry.tracker = tracker
+
+
+def _ticket(tensor: Tensor) -> int | None:
+    """What travels with a tensor for autograd. None: it needs no gradient."""
+    if not tensor.requires_grad:
+        return None
+    return _UNTRACKED if _Registry.tracker is None else _Registry.tracker.leaving(tensor)
+
+
+def _arrived(data: Tensor, ticket: int | None) -> Tensor:
+    if ticket is None:
+        return data
+    if ticket == _UNTRACKED or _Registry.tracker is None:
+        return data.requires_grad_()
+    return _Registry.tracker.arriving(data, ticket)
 
 
 def reduce_tensor(tensor: Tensor) -> Reduced:
@@ -44,10 +78,8 @@ def reduce_tensor(tensor: Tensor) -> Reduced:
         if data.ndim == 1 and data.nbytes:
             return _flat, (code, PickleBuffer(data))
         return _shaped, (code, tuple(tensor.shape), PickleBuffer(data) if data.nbytes else b"")
-    if tensor.__dict__:
-        return _with_state, (tensor.detach().requires_grad_(tensor.requires_grad), tensor.__dict__)
-    if tensor.requires_grad:
-        return _requiring_grad, (tensor.detach(),)
+    if tensor.requires_grad or tensor.__dict__:
+        return _dressed, (tensor.detach(), _ticket(tensor), tensor.__dict__ or None)
     if code is None:
         return _reduce_quantized(tensor)
     if tensor.is_meta:
@@ -60,14 +92,14 @@ def reduce_tensor(tensor: Tensor) -> Reduced:
 
 
 def reduce_parameter(parameter: nn.Parameter) -> Reduced:
-    return _parameter, (parameter.detach(), parameter.requires_grad, parameter.__dict__ or None)
+    return _parameter, (parameter.detach(), _ticket(parameter), parameter.__dict__ or None)
 
 
 def reduce_subclass(tensor: Tensor) -> Reduced:
     """A tensor of a subclass that leaves pickling to torch, which would send all the memory that a view belongs to."""
     with torch._C.DisableTorchFunctionSubclass():
         data = tensor.detach().as_subclass(Tensor)
-    return _subclass, (type(tensor), data, tensor.requires_grad, tensor.__dict__)
+    return _subclass, (type(tensor), data, _ticket(tensor), tensor.__dict__)
 
 
 def leaves_pickling_to_torch(kind: type) -> bool:
@@ -150,26 +182,24 @@ def _with_gaps(packed: Tensor, stride: Sequence[int]) -> Tensor:
     return torch.empty_strided(packed.shape, stride, dtype=packed.dtype).copy_(packed)
 
 
-def _requiring_grad(tensor: Tensor) -> Tensor:
-    return tensor.requires_grad_()
-
-
-def _with_state(tensor: Tensor, state: dict[str, Any]) -> Tensor:
-    tensor.__dict__.update(state)
-    return tensor
-
-
-def _subclass(kind: type[Tensor], data: Tensor, requires_grad: bool, state: dict[str, Any]) -> Tensor:
-    tensor = data.as_subclass(kind).requires_grad_(requires_grad)
-    tensor.__dict__.update(state)
-    return tensor
-
-
-def _parameter(data: Tensor, requires_grad: bool, state: dict[str, Any] | None) -> nn.Parameter:
-    parameter = nn.Parameter(data, requires_grad)
+def _dressed(data: Tensor, ticket: int | None, state: dict[str, Any] | None) -> Tensor:
+    tensor = _arrived(data, ticket)
     if state:
-        parameter.__dict__.update(state)
-    return parameter
+        tensor.__dict__.update(state)
+    return tensor
+
+
+def _subclass(kind: type[Tensor], data: Tensor, ticket: int | None, state: dict[str, Any]) -> Tensor:
+    tensor = _arrived(data, ticket).as_subclass(kind)
+    tensor.__dict__.update(state)
+    return tensor
+
+
+def _parameter(data: Tensor, ticket: int | None, state: dict[str, Any] | None) -> Tensor:
+    tensor = _arrived(data, ticket).as_subclass(nn.Parameter) if ticket else nn.Parameter(data, ticket is not None)
+    if state:
+        tensor.__dict__.update(state)
+    return tensor
 
 
 def _meta(code: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
@@ -201,5 +231,5 @@ REDUCERS: dict[type, Callable[[Any], Reduced]] = {Tensor: reduce_tensor, nn.Para
 
 # A registered extension code makes pickle look a constructor up in a table instead of importing its module each time.
 _EXTENSION_CODE = 0x54474400
-for _number, _constructor in enumerate((_flat, _shaped, _requiring_grad, _parameter)):
+for _number, _constructor in enumerate((_flat, _shaped, _dressed, _parameter)):
     copyreg.add_extension(__name__, _constructor.__name__, _EXTENSION_CODE + _number)

@@ -1,0 +1,354 @@
+"""`Context`: one worker's part of a distributed autograd context. `Contexts`: all those of one agent.
+
+A context starts with `autograd.context()` on one worker and follows every call made under it to others, where a part of
+it appears when the first such call arrives. Each part notes the tensors that need gradients as they leave (`sends`) and
+arrive (`receives`); `engine` walks these backwards. When the context ends where it began, each part tells those whom
+its calls went to, and forgets. A part whose beginning is gone finds out by asking (`audit`), so none outlives it long.
+
+State: of a context, `sends`, `receives`, `peers`, `followers` and `gradients` under its lock until `released` is set,
+which clears them; `broken` is set once. Of an agent, `_open` and `_ended` (numbers of contexts that ended here) under
+`_lock`. No lock is held while another worker is called.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from telegrad.agent import scope
+from telegrad.agent.current import active_agent
+from telegrad.agent.packing import Envelope, before_sending, current_envelope
+from telegrad.agent.scope import current_scope
+from telegrad.agent.serving import internal
+from telegrad.errors import PeerLost, TelegradError, UsageError
+from telegrad.wire import tensors
+
+if TYPE_CHECKING:
+    from telegrad.agent.agent import Agent
+
+NUMBER_BITS = 48  # of a context's number; above them stands the rank of the worker where it began
+_REMEMBERED = 10_000
+_AUDIT_EVERY = 20.0
+_PATIENCE = 30.0
+
+Receive = tuple[str, int]  # the incarnation that sent a tensor, and the ticket it sent it with
+
+_log = logging.getLogger("telegrad")
+_begun: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
+
+
+class Send:
+    """A tensor that left: where its gradient, once it is back, enters the local graph."""
+
+    __slots__ = ("_leaf", "_node", "_output", "peer")
+
+    def __init__(self, tensor: Tensor, peer: str) -> None:
+        self.peer = peer
+        self._node = tensor.grad_fn  # as it is now: an operation in place would change it
+        self._output = tensor.output_nr
+        self._leaf = tensor if self._node is None else None
+
+    def edge(self) -> GradientEdge:
+        if self._leaf is not None:
+            return GradientEdge(accumulator(self._leaf), 0)
+        assert self._node is not None
+        return GradientEdge(self._node, self._output)
+
+
+class Slot:
+    """Takes the gradient of an arrived tensor when the engine of torch runs into it with `catching` on."""
+
+    __slots__ = ("catching", "gradient")
+
+    def __init__(self) -> None:
+        self.catching = False
+        self.gradient: Tensor | None = None
+
+
+class Arrived(torch.autograd.Function):
+    """The node of a tensor that came from another worker."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: tuple[Tensor], slot: Slot) -> Tensor:
+        ctx.slot = slot
+        return tensor[0]  # not a view of an argument, so operations in place are allowed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        if not ctx.slot.catching:
+            raise UsageError(
+                "this graph goes on on another worker: call telegrad.autograd.backward(context_id, [loss]) inside the "
+                "context instead of loss.backward()"
+            )
+        ctx.slot.gradient = gradients[0]
+        return None, None, None
+
+
+ANCHOR = torch.empty(0, requires_grad=True)  # makes torch record `Arrived`
+
+
+class _Pass(torch.autograd.Function):
+    """Does nothing, to tensors of any layout."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return torch.empty(0)
+
+
+def accumulator(leaf: Tensor) -> Node:
+    """The node where gradients of a leaf end."""
+    with torch.enable_grad():
+        passed: Tensor = _Pass.apply(leaf)  # type: ignore[no-untyped-call]
+    assert passed.grad_fn is not None
+    found = passed.grad_fn.next_functions[0][0]
+    assert found is not None
+    return found
+
+
+class Context:
+    """One worker's part of a context."""
+
+    def __init__(self, number: int, agent: Agent) -> None:
+        self.number = number
+        self.agent = agent
+        self.lock = threading.Lock()
+        self.sends: dict[int, Send] = {}
+        self.receives: dict[Node, Receive] = {}
+        self.slots: dict[Node, Slot] = {}
+        self.peers: dict[str, str] = {}  # incarnation to name: who tensors went to or came from
+        self.followers: dict[str, str] = {}  # who calls under this context went to
+        self.gradients: dict[Tensor, Tensor] = {}
+        self.passes: dict[tuple[str, int], Any] = {}  # see `engine`
+        self.broken: PeerLost | None = None
+        self.released = False
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else "broken" if self.broken else "open"
+        return (
+            f"<Context {self.number} on {self.agent.name!r}: {state}, {len(self.sends)} sends, "
+            f"{len(self.receives)} receives, {len(self.gradients)} gradients>"
+        )
+
+    @property
+    def rank(self) -> int:
+        """The rank of the worker where it began."""
+        return self.number >> NUMBER_BITS
+
+    def follow(self, to: Envelope) -> bool:
+        """A call takes the context to a peer."""
+        if self.released:
+            return False
+        self.followers[to.incarnation] = to.peer
+        return True
+
+    def send(self, ticket: int, tensor: Tensor, to: Envelope) -> None:
+        with self.lock:
+            if not self.released:
+                self.sends[ticket] = Send(tensor, to.incarnation)
+                self.peers[to.incarnation] = to.peer
+
+    def receive(self, ticket: int, data: Tensor, sender: Envelope) -> Tensor:
+        slot = Slot()
+        with torch.enable_grad():
+            tensor: Tensor = Arrived.apply(ANCHOR, (data,), slot)  # type: ignore[no-untyped-call]
+        node = tensor.grad_fn
+        assert node is not None
+        with self.lock:
+            if not self.released:
+                self.receives[node] = sender.incarnation, ticket
+                self.slots[node] = slot
+                self.peers[sender.incarnation] = sender.peer
+        return tensor
+
+    def add(self, leaf: Tensor, gradient: Tensor) -> None:
+        """One more gradient of a leaf on this worker."""
+        with self.lock:
+            known = self.gradients.get(leaf)
+            self.gradients[leaf] = gradient if known is None else plus(known, gradient)
+
+    def check(self) -> None:
+        """Raise if a gradient could be missing."""
+        if self.broken is not None:
+            raise PeerLost(str(self.broken), peer=self.broken.peer, last_words=self.broken.last_words)
+
+    def lost(self, name: str, incarnation: str) -> None:
+        if incarnation in self.peers and self.broken is None:
+            self.broken = PeerLost(
+                f"worker {name!r} was lost, and gradients of autograd context {self.number} went through it. "
+                "Start a new context",
+                peer=name,
+            )
+
+    def release(self) -> None:
+        with self.lock:
+            if self.released:
+                return
+            self.released = True
+            followers, self.followers = self.followers, {}
+            kept = self.sends, self.receives, self.slots, self.gradients, self.passes
+            self.sends, self.receives, self.slots, self.gradients, self.passes = {}, {}, {}, {}, {}
+        del kept  # graphs, which may take long to take down: not under the lock
+        agent = self.agent
+        for incarnation, name in followers.items():
+            if incarnation != agent.me.incarnation and not agent.closing:
+                agent.start(name, _release, (incarnation, self.number), None, _PATIENCE, internal=True)
+
+
+def plus(a: Tensor, b: Tensor) -> Tensor:
+    return b + a if a.is_sparse and not b.is_sparse else a + b
+
+
+class Contexts:
+    """The contexts of one agent."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.tickets = itertools.count(1)
+        self.passes = itertools.count(1)
+        self._numbers = itertools.count(secrets.randbits(NUMBER_BITS - 1))
+        self._open: dict[int, Context] = {}
+        self._ended: dict[int, None] = {}
+        self._lock = threading.Lock()
+        agent.on_loss(self._lost)
+        agent.add_figures(self.statistics)
+        agent.clock.every(_AUDIT_EVERY, self._tick)
+
+    @classmethod
+    def of(cls, agent: Agent) -> Contexts:
+        return agent.service(cls)
+
+    def __repr__(self) -> str:
+        return f"<Contexts of {self.agent.name!r}: {list(self._open)}>"
+
+    def begin(self) -> Context:
+        """A new context, which begins here."""
+        number = (max(self.agent.me.rank, 0) << NUMBER_BITS) | (next(self._numbers) & ((1 << NUMBER_BITS) - 1))
+        context = Context(number, self.agent)
+        with self._lock:
+            self._open[number] = context
+        _begun[number] = context
+        return context
+
+    def open(self, number: int) -> Context | None:
+        """This worker's part of a context that a call brought; None if it has ended here."""
+        context = self._open.get(number)
+        if context is None:
+            with self._lock:
+                if number in self._ended:
+                    return None
+                context = self._open.setdefault(number, Context(number, self.agent))
+        return context
+
+    def find(self, number: int) -> Context | None:
+        return self._open.get(number)
+
+    def end(self, number: int) -> None:
+        """Forget a context, here and wherever it went from here."""
+        with self._lock:
+            context = self._open.pop(number, None)
+            self._ended[number] = None
+            if len(self._ended) > _REMEMBERED:
+                del self._ended[next(iter(self._ended))]
+        if context is not None:
+            context.release()
+
+    def statistics(self) -> dict[str, int]:
+        contexts = list(self._open.values())
+        return {
+            "autograd contexts": len(contexts),
+            "tensors sent for autograd": sum(len(context.sends) for context in contexts),
+            "tensors received for autograd": sum(len(context.receives) for context in contexts),
+        }
+
+    def audit(self) -> None:
+        """Forget the contexts that have ended where they began, or whose beginning is gone."""
+        by_rank: dict[int, list[int]] = {}
+        for context in list(self._open.values()):
+            if context.number not in _begun or context.rank != self.agent.me.rank:
+                by_rank.setdefault(context.rank, []).append(context.number)
+        for rank, numbers in by_rank.items():
+            try:
+                alive = self.agent.start(rank, _alive, (numbers,), None, _PATIENCE, internal=True).wait()
+            except PeerLost:
+                alive = [False] * len(numbers)
+            except TelegradError as error:
+                _log.debug("nothing was heard of contexts of rank %s: %s", rank, error)
+                continue
+            for number, is_alive in zip(numbers, alive, strict=True):
+                if not is_alive:
+                    self.end(number)
+
+    def _tick(self) -> None:
+        if self._open and not self.agent.closing:
+            self.agent.threads.start(self.audit)
+
+    def _lost(self, name: str, incarnation: str) -> None:
+        contexts = list(self._open.values())
+        for context in contexts:
+            context.lost(name, incarnation)
+        if contexts and not self.agent.closing:
+            self.agent.threads.start(self.audit)
+
+
+class _Tracker:
+    """Notes tensors that travel under a context."""
+
+    def leaving(self, tensor: Tensor) -> int:
+        context = current_scope.get()
+        if not isinstance(context, Context) or context.released or current_envelope() is None:
+            return 0
+        ticket = next(Contexts.of(context.agent).tickets)
+        before_sending(tensor, lambda envelope: context.send(ticket, tensor, envelope))
+        return ticket
+
+    def arriving(self, data: Tensor, ticket: int) -> Tensor:
+        context, envelope = current_scope.get(), current_envelope()
+        if not isinstance(context, Context) or envelope is None:
+            return data.requires_grad_()
+        return context.receive(ticket, data, envelope)
+
+
+def _open(number: int, envelope: Envelope) -> Context | None:
+    return Contexts.of(envelope.agent).open(number)
+
+
+def current_context() -> Context | None:
+    """The context that this thread runs under."""
+    context = current_scope.get()
+    return context if isinstance(context, Context) else None
+
+
+def find_context(number: int) -> Context:
+    """This worker's part of a context."""
+    agent = active_agent()
+    context = _begun.get(number) if agent is None else Contexts.of(agent).find(number)
+    if context is None or context.released:
+        raise UsageError(
+            f"Could not find autograd context with id: {number}. It ended, or nothing of it has come to this worker"
+        )
+    return context
+
+
+@internal
+def _release(incarnation: str, number: int) -> None:
+    agent = active_agent()
+    if agent is not None and agent.me.incarnation == incarnation:
+        Contexts.of(agent).end(number)
+
+
+@internal
+def _alive(numbers: list[int]) -> list[bool]:
+    agent = active_agent()
+    return [agent is not None and Contexts.of(agent).find(number) is not None for number in numbers]
+
+
+tensors.track(_Tracker())
+scope.register(_open)

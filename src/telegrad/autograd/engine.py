@@ -1,0 +1,295 @@
+"""The backward pass over all workers of a context: `Pass` is one worker's part of it.
+
+Gradients go the way the tensors came. In a pass each worker tells each peer that it exchanged tensors with, once, which
+of the tensors that it has from that peer will be answered later; an answer is a gradient, or None when nothing that the
+loss depends on used the tensor. Whatever is neither answered nor announced then has the answer None. So every tensor
+that was sent is answered exactly once, unused results and dropped replies included, and nobody waits in vain.
+
+A message makes a worker run what it can (`graph`) and send messages of its own. It replies to the message that woke it
+when all of its own have been replied to, and to all others at once (Dijkstra and Scholten's way to notice the end of a
+diffusing computation). When the worker that began has its replies, everybody is done. Replies carry gradients too, so a
+call and its backward pass take one round trip each.
+
+State: `_inbox`, `_busy`, `_under_way` under `_lock`; the thread that set `_busy` alone touches the rest. A pass that
+failed fails everybody who waits for it and takes nothing more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from telegrad.agent.current import active_agent
+from telegrad.agent.scope import current_scope
+from telegrad.agent.serving import Later, trusted
+from telegrad.autograd.contexts import Context, Contexts
+from telegrad.autograd.graph import LocalGraph
+from telegrad.errors import InternalError, PeerLost, TelegradError
+from telegrad.futures import Future
+
+if TYPE_CHECKING:
+    from telegrad.agent.agent import Agent
+
+PassId = tuple[str, int]
+Answer = tuple[int, Tensor | None]  # a ticket and its gradient
+Message = tuple[list[Answer], list[int] | None]  # answers, and tickets to be answered later if this is the first
+
+
+class _Arrival(NamedTuple):
+    peer: str
+    message: Message | Exception | None
+    reply: Future[Message | None] | None  # None: this is itself a reply
+
+
+def run(context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
+    """A backward pass that begins here."""
+    agent = context.agent
+    identity = (agent.me.incarnation, next(Contexts.of(agent).passes))
+    this = Pass(context, identity, retain_graph, roots)
+    with context.lock:
+        context.passes[identity] = this
+    token = current_scope.set(None)  # the messages of a pass do not run under the context themselves
+    try:
+        this.start().wait()
+    finally:
+        current_scope.reset(token)
+    if this.unanswered:
+        raise InternalError(f"the backward pass ended without the gradients of {this.unanswered} tensors; {this!r}")
+
+
+class Pass:
+    def __init__(self, context: Context, identity: PassId, retain_graph: bool, roots: Sequence[Tensor] = ()) -> None:
+        self._context = context
+        self._agent = context.agent
+        self._me = context.agent.me.incarnation
+        self._identity = identity
+        self._retain_graph = retain_graph
+        with context.lock:
+            sends, receives, slots = dict(context.sends), dict(context.receives), dict(context.slots)
+            self._peers = dict(context.peers)
+        sources: list[tuple[Any, GradientEdge]] = [(ticket, send.edge()) for ticket, send in sends.items()]
+        sources += [(("root", number), _edge(root)) for number, root in enumerate(roots)]
+        self._graph = LocalGraph(sources, receives, slots, retain_graph)
+        for number, root in enumerate(roots):
+            self._graph.resolve(("root", number), torch.ones_like(root))
+        self._sent: dict[str, set[int]] = {}  # by peer, the tickets that it has not answered
+        for ticket, send in sends.items():
+            self._sent.setdefault(send.peer, set()).add(ticket)
+        self._owed: dict[str, set[int]] = {}  # by peer, the tickets that it has no answer for
+        for peer, ticket in receives.values():
+            self._owed.setdefault(peer, set()).add(ticket)
+        self._told: set[str] = set()
+        self._heard: set[str] = set()
+        self._outgoing: dict[str, list[Answer]] = {}
+        self._waker: _Arrival | None = None
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._inbox: list[_Arrival] = []
+        self._busy = False
+        self._under_way = 0
+
+    def __repr__(self) -> str:
+        return f"<Pass {self._identity} on {self._agent.name!r}: {self._graph!r}, {self._under_way} messages under way>"
+
+    @property
+    def unanswered(self) -> int:
+        """How many tensors went out whose gradients have not come back."""
+        return sum(len(tickets) for tickets in self._sent.values())
+
+    def start(self) -> Future[Message | None]:
+        """Begin here. The future completes when all workers are done."""
+        done: Future[Message | None] = Future()
+        self._take(_Arrival(self._me, None, done))
+        return done
+
+    def receive(self, peer: str, message: Message) -> Any:
+        """A message of another worker; returns the reply."""
+        reply: Future[Message | None] = Future()
+        self._take(_Arrival(peer, message, reply))
+        return reply.wait() if reply.done() else Later(reply)
+
+    def _take(self, arrival: _Arrival) -> None:
+        if self._put(arrival):
+            self._work()
+
+    def _put(self, arrival: _Arrival) -> bool:
+        """True if the calling thread has to deal with it, since nobody else is busy."""
+        with self._lock:
+            self._inbox.append(arrival)
+            if arrival.reply is None:
+                self._under_way -= 1
+            was_busy, self._busy = self._busy, True
+            return not was_busy
+
+    def _work(self) -> None:
+        """Deal with what arrives until nothing is left to do here."""
+        while True:
+            with self._lock:
+                arrivals, self._inbox = self._inbox, []
+                if not arrivals and (self._under_way or self._waker is None):
+                    self._busy = False
+                    return
+            if not arrivals:
+                self._reply_to_waker()
+                continue
+            try:
+                messages = self._step(arrivals)
+            except Exception as error:
+                self._fail(error, arrivals)
+                continue
+            if not self._send(messages):
+                return
+
+    def _step(self, arrivals: list[_Arrival]) -> list[tuple[str, Message]]:
+        """Apply messages, run, reply to those that need not wait; returns the messages to send."""
+        if self._error is not None:
+            raise self._error
+        self._context.check()
+        for arrival in arrivals:
+            if isinstance(arrival.message, Exception):
+                raise arrival.message
+            if arrival.message is not None:
+                self._apply(arrival.peer, arrival.message)
+        self._run()
+        for arrival in arrivals:
+            if arrival.reply is not None:
+                if self._waker is None:
+                    self._waker = arrival
+                else:
+                    arrival.reply._settle(self._news(arrival.peer), None)
+        return self._messages()
+
+    def _apply(self, peer: str, message: Message) -> None:
+        answers, announced = message
+        waiting = self._sent.get(peer, set())
+        for ticket, gradient in answers:
+            if ticket in waiting:
+                waiting.discard(ticket)
+                self._graph.resolve(ticket, gradient)
+        if announced is not None and peer not in self._heard:
+            self._heard.add(peer)
+            for ticket in waiting.difference(announced):
+                waiting.discard(ticket)
+                self._graph.resolve(ticket, None)
+
+    def _run(self) -> None:
+        """Run until only others can help. Tensors that went from here to here are answered on the spot."""
+        while True:
+            try:
+                outcome = self._graph.run()
+            except Exception as error:
+                raise _located(error, self._agent) from error
+            for leaf, gradient in outcome.leaves:
+                self._context.add(leaf, gradient)
+            for (peer, ticket), answer in outcome.receives:
+                self._owed[peer].discard(ticket)
+                self._outgoing.setdefault(peer, []).append((ticket, answer))
+            to_myself = self._news(self._me) if self._me in self._peers else None
+            if to_myself is None:
+                return
+            self._apply(self._me, to_myself)
+
+    def _messages(self) -> list[tuple[str, Message]]:
+        """What peers have to be told now. The waker can wait for its reply, unless others make that late."""
+        waker = self._waker.peer if self._waker is not None else self._me
+        news = [(peer, self._news(peer)) for peer in self._peers if peer not in (self._me, waker)]
+        messages = [(peer, message) for peer, message in news if message is not None]
+        if (messages or self._under_way) and self._outgoing.get(waker):
+            to_waker = self._news(waker)
+            assert to_waker is not None
+            messages.append((waker, to_waker))
+        return messages
+
+    def _news(self, peer: str) -> Message | None:
+        """What a peer has not been told yet."""
+        answers = self._outgoing.pop(peer, [])
+        if peer not in self._told and peer in self._peers:
+            self._told.add(peer)
+            return answers, list(self._owed.get(peer, ()))
+        return (answers, None) if answers else None
+
+    def _reply_to_waker(self) -> None:
+        waker, self._waker = self._waker, None
+        assert waker is not None and waker.reply is not None  # noqa: PT018
+        waker.reply._settle(None if waker.peer == self._me else self._news(waker.peer), None)
+
+    def _fail(self, error: Exception, arrivals: list[_Arrival]) -> None:
+        """End the pass on this worker: everybody who waits for it learns why."""
+        self._error = error
+        waiting = arrivals if self._waker is None else [self._waker, *arrivals]
+        self._waker = None
+        for arrival in waiting:
+            if arrival.reply is not None:
+                arrival.reply._settle(None, error)
+
+    def _send(self, messages: list[tuple[str, Message]]) -> bool:
+        """Send messages. This thread waits for the last reply, if nothing else is to be done.
+
+        False: somebody else deals with what arrives from now on.
+        """
+        if not messages:
+            return True
+        with self._lock:
+            self._under_way += len(messages)
+        for peer, message in messages[:-1]:
+            self._start(peer, message)
+        peer, message = messages[-1]
+        with self._lock:
+            if not self._inbox:
+                self._busy = False
+        if self._busy:
+            self._start(peer, message)
+            return True
+        try:
+            reply = self._agent.invoke(self._peers[peer], _deliver, self._arguments(peer, message), None, None)
+        except Exception as error:
+            reply = error
+        return self._put(_Arrival(peer, reply, None))
+
+    def _start(self, peer: str, message: Message) -> None:
+        future = self._agent.start(self._peers[peer], _deliver, self._arguments(peer, message), None, None)
+
+        def take() -> None:
+            error = future.exception()
+            self._take(_Arrival(peer, error if isinstance(error, Exception) else future.wait(), None))
+
+        future.add_done_callback(lambda _: self._agent.threads.start(take))
+
+    def _arguments(self, peer: str, message: Message) -> tuple[Any, ...]:
+        return peer, self._context.number, self._identity, self._retain_graph, self._me, message
+
+
+@trusted
+def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender: str, message: Message) -> Any:
+    """A message of a pass arrives."""
+    agent = active_agent()
+    if agent is None or agent.me.incarnation != me:
+        raise PeerLost("a worker restarted since tensors were sent to it under this autograd context; start a new one")
+    context = Contexts.of(agent).find(number)
+    if context is None:
+        return [], []  # nothing of the context has arrived here
+    with context.lock:
+        this = context.passes.get(identity)
+    if this is None:
+        made = Pass(context, identity, retain_graph)
+        with context.lock:
+            this = context.passes.setdefault(identity, made)
+    return this.receive(sender, message)
+
+
+def _edge(root: Tensor) -> GradientEdge:
+    assert root.grad_fn is not None
+    return GradientEdge(root.grad_fn, root.output_nr)
+
+
+def _located(error: Exception, agent: Agent) -> Exception:
+    """An error of the user's own graph, with the worker that it happened on; as torch, always a RuntimeError."""
+    if isinstance(error, TelegradError):
+        return error
+    what = str(error) if isinstance(error, RuntimeError) else f"{error} ({type(error).__name__})"
+    return RuntimeError(f"Error on Node {agent.me.rank}: {what} [worker {agent.name!r}, in the backward pass]")

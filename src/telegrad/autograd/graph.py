@@ -1,0 +1,202 @@
+"""`LocalGraph`: the part of a backward pass that one worker computes, with torch's own engine.
+
+Gradients enter at sources (the roots of the pass; tensors that were sent and whose gradients come back) and are wanted
+at ends: leaves, and tensors that were received. Sources are resolved one after the other, each with a gradient or with
+None. An end is computed once all sources that reach it are resolved, so whatever runs has its whole gradient, and hooks
+see what they would see in one process:
+
+- usually everything is resolved when `run` is called, and one call of the engine computes all ends;
+- otherwise `_reach` finds which sources reach which end, and `run` computes the received tensors that are ready, since
+  other workers wait for them, and the leaves that are. What lies between them and an end that is not ready runs again
+  later, with the same gradients.
+
+Leaves whose accumulation somebody watches (`DistributedDataParallel`, hooks) get their gradients the way these expect,
+through `.grad`, which is put back afterwards.
+
+State belongs to one pass, which lets one thread in at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from telegrad.autograd import watched
+from telegrad.autograd.contexts import ANCHOR, Arrived, Receive, Slot, accumulator, plus
+from telegrad.errors import UsageError
+
+_AccumulateGrad = type(accumulator(ANCHOR))
+_run_backward = torch.autograd.graph._engine_run_backward
+_through_grad = threading.Lock()  # held while gradients pass through `.grad`
+
+
+class Outcome(NamedTuple):
+    """What a run found: gradients of leaves, and of received tensors; None where the loss does not depend on one."""
+
+    leaves: list[tuple[Tensor, Tensor]]
+    receives: list[tuple[Receive, Tensor | None]]
+
+
+class LocalGraph:
+    def __init__(
+        self,
+        sources: Sequence[tuple[Any, GradientEdge]],
+        receives: Mapping[Node, Receive],
+        slots: Mapping[Node, Slot],
+        retain_graph: bool,
+    ) -> None:
+        self._sources = {name: (edge, 1 << number) for number, (name, edge) in enumerate(sources)}
+        self._unresolved = (1 << len(sources)) - 1
+        self._receives = receives
+        self._slots = slots
+        self._unanswered = dict.fromkeys(receives)
+        self._retain_graph = retain_graph
+        self._gradients: dict[tuple[Node, int], Tensor] = {}  # of resolved sources
+        self._reached: dict[Node, int] | None = None  # for each end, the sources that reach it, as bits
+        self._done: set[Node] = set()  # leaves that have their gradient
+        self._replicated = watched.replicated()
+
+    def __repr__(self) -> str:
+        unresolved = bin(self._unresolved).count("1")
+        return f"<LocalGraph {unresolved} of {len(self._sources)} sources open, {len(self._unanswered)} unanswered>"
+
+    def resolve(self, name: Any, gradient: Tensor | None) -> None:
+        """The gradient of a source; None if the loss does not depend on it."""
+        edge, bit = self._sources[name]
+        self._unresolved &= ~bit
+        if gradient is not None:
+            place = edge.node, edge.output_nr
+            known = self._gradients.get(place)
+            self._gradients[place] = gradient if known is None else plus(known, gradient)
+
+    def run(self) -> Outcome:
+        """Compute what is ready, if somebody waits for it."""
+        leaves, receives = self._ready()
+        for node in receives:
+            del self._unanswered[node]
+        if not receives and self._unresolved:
+            return Outcome([], [])
+        if not self._gradients:
+            return Outcome([], [(self._receives[node], None) for node in receives])
+        self._done.update(leaves)
+        if any(watched.is_watched(node, self._replicated) for node in leaves):
+            gradients = self._run_through_grad(leaves, receives)
+        else:
+            ends = [GradientEdge(node, 0) for node in (*leaves, *receives)]
+            gradients = self._execute(ends, accumulate=False)
+        found = [(_leaf(node), gradient) for node, gradient in zip(leaves, gradients, strict=False)]
+        answers = zip(receives, gradients[len(leaves) :], strict=True)
+        return Outcome(
+            [(leaf, gradient) for leaf, gradient in found if gradient is not None],
+            [(self._receives[node], gradient) for node, gradient in answers],
+        )
+
+    def _ready(self) -> tuple[list[Node], list[Node]]:
+        """Leaves and received tensors, not computed yet, that no unresolved source reaches."""
+        if self._unresolved:
+            if self._reached is None:
+                self._reached = self._reach()
+            reached = self._reached
+            leaves = [node for node, mask in reached.items() if not mask & self._unresolved and node not in self._done]
+            leaves = [node for node in leaves if node not in self._receives]
+            return leaves, [node for node in self._unanswered if not reached.get(node, 0) & self._unresolved]
+        leaves = []
+        for node in self._walk(node for node, _ in self._gradients):
+            if type(node) is _AccumulateGrad and node not in self._done:
+                leaves.append(node)
+        return leaves, list(self._unanswered)
+
+    def _walk(self, starts: Iterable[Node]) -> list[Node]:
+        """All nodes behind `starts`, in no order, as far as they are on this worker."""
+        receives = self._receives
+        seen = set(starts)
+        stack = list(seen)
+        for node in stack:
+            if node not in receives:
+                for following, _ in _inputs_of(node):
+                    if following is not None and following not in seen:
+                        seen.add(following)
+                        stack.append(following)
+        return stack
+
+    def _reach(self) -> dict[Node, int]:
+        """For each end, the sources that reach it."""
+        masks: dict[Node, int] = {}
+        order: list[Node] = []
+        stack: list[tuple[Node, bool]] = [(edge.node, False) for edge, _ in self._sources.values()]
+        while stack:
+            node, visited = stack.pop()
+            if visited:
+                order.append(node)
+            elif node not in masks:
+                masks[node] = 0
+                stack.append((node, True))
+                if node not in self._receives:
+                    stack += [(following, False) for following, _ in _inputs_of(node) if following is not None]
+        for edge, bit in self._sources.values():
+            masks[edge.node] |= bit
+        ends: dict[Node, int] = {}
+        for node in reversed(order):
+            mask = masks[node]
+            if node in self._receives:
+                ends[node] = mask
+            elif type(node) is _AccumulateGrad:
+                ends[node] = -1 if id(_leaf(node)) in self._replicated else mask  # -1: all of them
+            else:
+                for following, _ in node.next_functions:
+                    if following is not None:
+                        masks[following] |= mask
+        return ends
+
+    def _run_through_grad(self, nodes: list[Node], receives: list[Node]) -> list[Tensor | None]:
+        """Compute ends with `.grad` as the place where gradients of leaves go, as `loss.backward()` does."""
+        leaves = [_leaf(node) for node in nodes]
+        slots = [self._slots[node] for node in receives]
+        with _through_grad:
+            before = [leaf.grad for leaf in leaves]
+            for leaf in leaves:
+                leaf.grad = None
+            for slot in slots:
+                slot.catching = True
+            try:
+                self._execute([*leaves, *(GradientEdge(node, 0) for node in receives)], accumulate=True)
+                found = [watched.take_gradient(leaf, self._replicated) for leaf in leaves]
+                return found + [slot.gradient for slot in slots]
+            finally:
+                for slot in slots:
+                    slot.catching, slot.gradient = False, None
+                for leaf, gradient in zip(leaves, before, strict=True):
+                    leaf.grad = gradient
+
+    def _execute(self, ends: Sequence[Tensor | GradientEdge], *, accumulate: bool) -> list[Tensor | None]:
+        if not ends:
+            return []
+        gradients = _run_backward(
+            tuple(GradientEdge(node, number) for node, number in self._gradients),
+            tuple(self._gradients.values()),
+            self._retain_graph or bool(self._unresolved),
+            False,
+            tuple(ends),
+            allow_unreachable=True,
+            accumulate_grad=accumulate,
+        )
+        return [] if accumulate else list(gradients)
+
+
+def _leaf(accumulator: Any) -> Tensor:
+    leaf: Tensor = accumulator.variable
+    return leaf
+
+
+def _inputs_of(node: Node) -> tuple[tuple[Node | None, int], ...]:
+    if type(node) is Arrived._backward_cls:
+        raise UsageError(
+            "the loss depends on a tensor that came from another worker under another autograd context, where "
+            "gradients cannot go. Fetch it again under this context, or detach it"
+        )
+    return node.next_functions
