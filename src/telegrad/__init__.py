@@ -8,7 +8,7 @@
 6
 """
 
-from telegrad import autograd, errors, rpc
+from telegrad import autograd, errors, nn, optim, rpc
 from telegrad.agent.agent import Agent, expose
 from telegrad.agent.current import current_agent, current_caller, current_deadline
 from telegrad.agent.membership import WorkerInfo
@@ -30,5 +30,7 @@ __all__ = [
     "current_deadline",
     "errors",
     "expose",
+    "nn",
+    "optim",
     "rpc",
 ]

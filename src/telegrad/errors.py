@@ -3,6 +3,7 @@
     TelegradError
     ├── UsageError           you broke a rule of the API                 (also RuntimeError and ValueError)
     ├── RemoteError          the remote function raised and its exception cannot be rebuilt here
+    ├── WorkersFailed        several workers failed at one thing; `failures` holds all their errors, by name
     ├── CallTimeout          the deadline of a call passed               (also TimeoutError)
     ├── CallCancelled        somebody cancelled the call                 (also concurrent.futures.CancelledError)
     ├── PeerLost             the worker died, left or cannot be reached  (also ConnectionError)
@@ -22,7 +23,7 @@ All errors pickle with their attributes.
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -73,6 +74,19 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return "\n" + self.text
+
+
+class WorkersFailed(TelegradError):
+    """Several workers failed at what was asked of all. `failures` holds their errors, by the workers' names."""
+
+    def __init__(self, message: str = "", *, failures: Mapping[str, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.failures = dict(failures or {})
+
+    @classmethod
+    def of(cls, failures: Mapping[str, BaseException]) -> WorkersFailed:
+        lines = [f"\n  {name}: {type(error).__name__}: {error}" for name, error in failures.items()]
+        return cls(f"{len(failures)} workers failed:{''.join(lines)}", failures=failures)
 
 
 class CallTimeout(TelegradError, TimeoutError):

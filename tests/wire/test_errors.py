@@ -22,6 +22,7 @@ EXAMPLES: list[Exception] = [
     errors.CallCancelled("stopped", peer="w1", call="f"),
     errors.PeerLost("gone", peer="w1", call="f", last_words="out of memory"),
     errors.GroupBroken("incomplete", missing=["w1", "w2"]),
+    errors.WorkersFailed("2 workers failed", failures={}),
     errors.JoinError("nobody there", peer="w1"),
     errors.ProtocolError("nonsense", peer="w1"),
     errors.AuthenticationError("wrong secret", peer="w1"),
@@ -96,6 +97,13 @@ def test_pickling_keeps_type_message_and_attributes(error: Exception, protocol: 
 def test_copying_keeps_type_message_and_attributes(error: Exception) -> None:
     for copied in (copy.copy(error), copy.deepcopy(error)):
         assert (type(copied), copied.args, vars(copied)) == (type(error), error.args, vars(error))
+
+
+def test_all_failures_travel() -> None:
+    error = errors.WorkersFailed.of({"w1": ValueError("no"), "w2": errors.PeerLost("gone", peer="w2")})
+    copied = pickle.loads(pickle.dumps(error))
+    assert [repr(each) for each in copied.failures.values()] == ["ValueError('no')", "PeerLost('gone')"]
+    assert str(copied) == str(error) == "2 workers failed:\n  w1: ValueError: no\n  w2: PeerLost: gone"
 
 
 def test_attributes_that_were_set_later_travel_too() -> None:

@@ -1,0 +1,384 @@
+"""`DistributedOptimizer`: a `torch.optim.Optimizer` whose parameters live on other workers.
+
+Each worker that owns some of the parameters holds a `Part`: an ordinary optimizer over those. What the trainer sets in
+`param_groups` (a learning-rate scheduler, for one) goes to the parts with the next step.
+
+State: of a part, its optimizer and the `.grad` of its parameters, under one lock per worker: steps of several trainers
+on the same worker happen one after the other, each as a whole. Which one comes first is not defined.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from telegrad import autograd
+from telegrad.agent.current import active_agent
+from telegrad.agent.serving import trusted
+from telegrad.autograd.contexts import Context, find_context
+from telegrad.errors import InternalError, UsageError, WorkersFailed
+from telegrad.futures import Future
+from telegrad.refs import RRef
+
+if TYPE_CHECKING:
+    from telegrad.agent.agent import Agent
+
+__all__ = ["DistributedOptimizer"]
+
+Options = dict[str, Any]
+
+
+class _Turn:
+    """One per agent: whose step it is."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.lock = threading.Lock()
+
+
+class _Share(NamedTuple):
+    """The parameters of one group that live on one worker."""
+
+    group: int
+    options: Options
+    numbers: list[int]  # among all parameters of the optimizer
+    parameters: list[RRef[Tensor]]
+
+
+class Part:
+    """The optimizer of those parameters that live on this worker."""
+
+    def __init__(self, agent: Agent, make: Callable[[list[dict[str, Any]]], Optimizer], shares: list[_Share]) -> None:
+        self._turn = agent.service(_Turn)
+        self._numbers: list[int] = []
+        self._groups: list[int] = []
+        self._optimizer = make([self._take(share) for share in shares])
+
+    def __repr__(self) -> str:
+        return f"<Part of a DistributedOptimizer: parameters {self._numbers}, {self._optimizer!r}>"
+
+    def _take(self, share: _Share) -> dict[str, Any]:
+        self._numbers += share.numbers
+        self._groups.append(share.group)
+        return {**share.options, "params": [parameter.local_value() for parameter in share.parameters]}
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    @trusted
+    def add(self, share: _Share) -> None:
+        with self._turn.lock:
+            self._optimizer.add_param_group(self._take(share))
+
+    @trusted
+    def options(self) -> tuple[Options, dict[int, Options]]:
+        """The defaults of the optimizer, and the options of its groups by number."""
+        groups = zip(self._groups, self._optimizer.param_groups, strict=True)
+        return self._optimizer.defaults, {number: _options(group) for number, group in groups}
+
+    @trusted
+    def step(self, context_id: int | None, changed: dict[int, Options]) -> None:
+        with self._turn.lock:
+            self._set(changed)
+            if context_id is None:
+                self._optimizer.step()
+                return
+            parameters, gradients = self._parameters, _gradients(context_id)
+            kept = [parameter.grad for parameter in parameters]
+            try:
+                for parameter in parameters:
+                    parameter.grad = gradients.get(parameter)
+                self._optimizer.step()
+            finally:
+                for parameter, gradient in zip(parameters, kept, strict=True):
+                    parameter.grad = gradient
+
+    @trusted
+    def accumulate(self, context_id: int) -> None:
+        with self._turn.lock:
+            gradients = _gradients(context_id)
+            for parameter in self._parameters:
+                if parameter in gradients:
+                    known, new = parameter.grad, gradients[parameter]
+                    parameter.grad = new if known is None else known + new
+
+    @trusted
+    def zero_grad(self, set_to_none: bool) -> None:
+        with self._turn.lock:
+            self._optimizer.zero_grad(set_to_none)
+
+    @trusted
+    def norms(self, context_id: int | None, norm_type: float) -> list[float]:
+        """The norm of each gradient."""
+        with self._turn.lock:
+            found = [gradient for _, gradient in self._found(context_id)]
+        values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found]
+        return [float(torch.linalg.vector_norm(value, norm_type)) for value in values]
+
+    @trusted
+    def scale(self, context_id: int | None, factor: float) -> None:
+        with self._turn.lock:
+            for parameter, gradient in self._found(context_id):
+                if context_id is None:
+                    parameter.grad = gradient * factor
+                else:
+                    find_context(context_id).replace(parameter, gradient * factor)
+
+    def _found(self, context_id: int | None) -> list[tuple[Tensor, Tensor]]:
+        gradients = {} if context_id is None else _gradients(context_id)
+        found = [(each, each.grad if context_id is None else gradients.get(each)) for each in self._parameters]
+        return [(parameter, gradient) for parameter, gradient in found if gradient is not None]
+
+    @trusted
+    def state(self) -> dict[int, Any]:
+        """The state of each parameter, by number."""
+        with self._turn.lock:
+            state = self._optimizer.state_dict()["state"]
+            return {self._numbers[place]: value for place, value in state.items()}
+
+    @trusted
+    def load(self, state: dict[int, Any], options: dict[int, Options]) -> None:
+        with self._turn.lock:
+            places = {number: place for place, number in enumerate(self._numbers)}
+            groups = self._optimizer.state_dict()["param_groups"]
+            for number, group in zip(self._groups, groups, strict=True):
+                group.update(options[number])
+            local = {places[number]: value for number, value in state.items() if number in places}
+            self._optimizer.load_state_dict({"state": local, "param_groups": groups})
+
+    def _set(self, changed: dict[int, Options]) -> None:
+        for number, group in zip(self._groups, self._optimizer.param_groups, strict=True):
+            group.update(changed.get(number, {}))
+
+
+@trusted
+def _make_part(
+    optimizer_class: Callable[..., Optimizer], shares: list[_Share], args: tuple[Any, ...], kwargs: Options
+) -> RRef[Part]:
+    agent = active_agent()
+    if agent is None:
+        raise InternalError("a part of an optimizer was to be made outside a worker")
+    return RRef(Part(agent, lambda groups: optimizer_class(groups, *args, **kwargs), shares), agent=agent)
+
+
+class DistributedOptimizer(Optimizer):
+    """`optimizer_class(parameters, *args, **kwargs)`, run where the parameters are.
+
+    `params_rref` holds references to parameters, or groups of them as `torch.optim` takes them. Use it like any
+    optimizer; `step(context_id)` takes the gradients from an autograd context. To step on gradients of several
+    contexts, `accumulate(context_id)` them, `step()`, and `zero_grad()`.
+
+    >>> import torch
+    >>> from telegrad import autograd
+    >>> from telegrad.refs import remote
+    >>> from telegrad.testing import LocalCluster
+    >>> with LocalCluster(2) as cluster:
+    ...     weight = remote("w1", torch.nn.Parameter, (torch.zeros(2),), agent=cluster["w0"])
+    ...     optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.5)
+    ...     with autograd.context(agent=cluster["w0"]) as context_id:
+    ...         loss = (weight.to_here() - 1).sum()
+    ...         autograd.backward(context_id, [loss])
+    ...         optimizer.step(context_id)
+    ...     weight.to_here().detach()
+    tensor([-0.5000, -0.5000])
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        params_rref: Iterable[RRef[Any]] | Iterable[dict[str, Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._make = optimizer_class, args, kwargs
+        self._parts: dict[str, RRef[Part]] = {}  # by owner
+        self._count = 0
+        self._known: list[Options] = []  # what the parts know of each group's options
+        groups = list(params_rref)
+        if not groups:
+            raise UsageError("optimizer got an empty parameter list")
+        if not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        self._new_groups = [self._group(group) for group in groups if isinstance(group, dict)]
+        self._agent: Agent = self._new_groups[0]["params"][0]._agent
+        self._distribute(range(len(self._new_groups)), self._new_groups)
+        super().__init__(self._new_groups, self._defaults)  # type: ignore[arg-type]  # which adds the groups
+        del self._new_groups
+
+    def __repr__(self) -> str:
+        owners = ", ".join(part.owner_name() for part in self._parts.values())
+        return f"{type(self).__name__} of {self._make[0].__name__} on {owners}: {super().__repr__()}"  # type: ignore[attr-defined]
+
+    @property
+    def remote_optimizers(self) -> list[RRef[Part]]:
+        """References to the parts, one per worker that owns parameters."""
+        return list(self._parts.values())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """One more group; its parameters may live on workers that had none so far."""
+        if param_group not in getattr(self, "_new_groups", ()):
+            param_group = self._group(param_group)
+            self._distribute([len(self.param_groups)], [param_group])
+        number = len(self.param_groups)
+        self.param_groups.append({**self._options[number], "params": param_group["params"]})
+        self._known.append(_options(self.param_groups[-1]))
+
+    def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
+        """Step on every worker with the gradients of a context, or with those that were accumulated.
+
+        Returns when all have. If some fail, the others have stepped all the same; the error names every failure.
+        """
+        if context_id is not None:
+            if callable(context_id):
+                raise UsageError("a distributed step takes the id of an autograd context, not a closure")
+            find_context(context_id)
+        self._everywhere("step", context_id, self._changes())
+
+    def accumulate(self, context_id: int) -> None:
+        """Add the gradients of a context to the `.grad` of the parameters, for a later `step()`."""
+        find_context(context_id)
+        self._everywhere("accumulate", context_id)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop accumulated gradients. Those of a context end with it and need no zeroing."""
+        self._everywhere("zero_grad", set_to_none)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        context_id: int | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Scale all gradients, on all workers, so that their norm taken together is at most `max_norm`.
+
+        Returns what it was, like `torch.nn.utils.clip_grad_norm_`.
+        """
+        norms = [norm for part in self._everywhere("norms", context_id, norm_type).values() for norm in part]
+        total: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type).float()
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise UsageError(f"the norm of order {norm_type} of the gradients is {total.item()}: it cannot be clipped")
+        factor = max_norm / (float(total) + 1e-6)
+        if not factor >= 1.0:
+            self._everywhere("scale", context_id, factor)
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all parts, fetched here, in the form that `optimizer_class` itself would give."""
+        state = {number: value for part in self._everywhere("state").values() for number, value in part.items()}
+        groups, first = [], 0
+        for group in self.param_groups:
+            count = len(group["params"])
+            groups.append({**_options(group), "params": list(range(first, first + count))})
+            first += count
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give every part its share of a state that `state_dict` returned, here or by `optimizer_class` itself."""
+        groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in self.param_groups]
+        if sizes[0] != sizes[1]:
+            raise UsageError(f"the state is of parameter groups of sizes {sizes[0]}, this optimizer's are {sizes[1]}")
+        places = [place for group in groups for place in group["params"]]
+        state = {places.index(place): value for place, value in state_dict["state"].items()}
+        options = {number: _options(group) for number, group in enumerate(groups)}
+        self._everywhere("load", state, options)
+        for number, group in enumerate(self.param_groups):
+            group.update(options[number])
+            self._known[number] = _options(group)
+
+    # Inside
+
+    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+        parameters = group["params"]
+        parameters = [parameters] if isinstance(parameters, RRef) else list(parameters)
+        for number, parameter in enumerate(parameters):
+            if not isinstance(parameter, RRef):
+                raise UsageError(
+                    f"parameter {number} is a {type(parameter).__name__}; a DistributedOptimizer takes references "
+                    "(RRef) to parameters"
+                )
+        if not parameters:
+            raise UsageError("optimizer got a group without parameters")
+        return {**group, "params": parameters}
+
+    def _distribute(self, numbers: Iterable[int], groups: list[dict[str, Any]]) -> None:
+        """Give the workers that own parameters of new groups their parts of them."""
+        shares: dict[str, list[_Share]] = {}
+        for number, group in zip(numbers, groups, strict=True):
+            for parameter in group["params"]:
+                owned = shares.setdefault(parameter.owner_name(), [])
+                if not owned or owned[-1].group != number:
+                    owned.append(_Share(number, _options(group), [], []))
+                owned[-1].numbers.append(self._count)
+                owned[-1].parameters.append(parameter)
+                self._count += 1
+        made: dict[str, Future[Any]] = {}
+        optimizer_class, args, kwargs = self._make
+        for owner, owned in shares.items():
+            if owner in self._parts:
+                for share in owned:
+                    self._parts[owner].rpc_sync().add(share)
+            else:
+                made[owner] = self._agent.start(owner, _make_part, (optimizer_class, owned, args, kwargs))
+        self._parts.update(_gather(made))
+        self._options: dict[int, Options] = {}
+        for defaults, options in self._everywhere("options").values():
+            self._defaults: Options = defaults
+            self._options.update(options)
+
+    def _changes(self) -> dict[int, Options]:
+        """Options that were set here since the parts last heard of them."""
+        changes: dict[int, Options] = {}
+        for number, (group, known) in enumerate(zip(self.param_groups, self._known, strict=True)):
+            changed = {name: value for name, value in _options(group).items() if not _same(known, name, value)}
+            if changed:
+                changes[number] = changed
+                known.update(changed)
+        return changes
+
+    def _everywhere(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call a method of every part at the same time; all results, or all errors."""
+        calls = {owner: getattr(part.rpc_async(timeout=0), method)(*args) for owner, part in self._parts.items()}
+        return _gather(calls)
+
+
+def _options(group: dict[str, Any]) -> Options:
+    return {name: _copied(value) for name, value in group.items() if name != "params"}
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _same(known: Options, name: str, value: Any) -> bool:
+    if name not in known:
+        return False
+    return bool(torch.equal(known[name], value)) if isinstance(value, Tensor) else bool(known[name] == value)
+
+
+def _gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """What a context holds here; nothing, if its calls never came to this worker."""
+    context = _find(context_id)
+    return {} if context is None else autograd.get_gradients(context_id)
+
+
+def _find(context_id: int) -> Context | None:
+    try:
+        return find_context(context_id)
+    except UsageError:
+        return None
+
+
+def _gather(calls: dict[str, Future[Any]]) -> dict[str, Any]:
+    failures = {owner: error for owner, error in ((owner, call.exception()) for owner, call in calls.items()) if error}
+    if len(failures) == 1:
+        raise next(iter(failures.values()))
+    if failures:
+        raise WorkersFailed.of(failures)
+    return {owner: call.wait() for owner, call in calls.items()}
