@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from telegrad import waiting
+from telegrad.agent import scope as scopes
 from telegrad.agent.clock import Clock
 from telegrad.agent.membership import Member
 from telegrad.agent.packing import Envelope, pack, unpack
 from telegrad.agent.reading import ReadLoop
 from telegrad.agent.scope import Scope, current_scope
-from telegrad.agent.scope import to_wire as scope_to_wire
 from telegrad.agent.threads import Threads
 from telegrad.config import Config
 from telegrad.deadline import to_wire
@@ -167,9 +167,10 @@ class Link:
         """A call as the body of a frame. On failure the lane goes back, unused."""
         try:
             number, flags, body, buffers = self._encode(heard, function, args, kwargs)
-            if scope is not None and scope.follow(self._envelope):
+            said = None if scope is None else scope.follow(self._envelope)
+            if said:
                 flags |= SCOPED
-                body += scope_to_wire(scope)
+                body = scopes.append(body, said)
             return number, flags, body, buffers
         except BaseException as error:
             if lane is not None:

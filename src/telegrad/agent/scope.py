@@ -1,8 +1,8 @@
 """`Scope`: what a call runs under besides its arguments, and takes along to whatever it calls in turn.
 
-The scope of a caller travels with each of its calls as a number. At the callee a function that a layer above registered
-turns the number into that worker's part of the scope, and the call runs under it, replies that come later included.
-Distributed autograd is one: its contexts are scopes.
+The scope of a caller travels with each of its calls as a few bytes. At the callee a function that a layer above
+registered turns them into that worker's part of the scope. The call runs under it, and so does what answers it later.
+Distributed autograd uses this: its contexts are scopes.
 
 State: a context variable, so callbacks (`Future.then`) and coroutines keep the scope that they were made under.
 """
@@ -16,19 +16,15 @@ from typing import Protocol
 from telegrad.agent.packing import Envelope
 from telegrad.errors import InternalError
 
-SIZE = 8  # bytes of a number on the wire
+_LENGTH = 2  # bytes at the end of a body that say how long the scope before them is
 
 
 class Scope(Protocol):
-    @property
-    def number(self) -> int:
-        """What stands for this scope on the wire; the same on every worker."""
-
-    def follow(self, to: Envelope) -> bool:
-        """A call under this scope is about to leave. False if the scope has ended and stays behind."""
+    def follow(self, to: Envelope) -> bytes:
+        """A call under this scope is about to leave: what it takes along. Nothing, if the scope has ended."""
 
 
-Opener = Callable[[int, Envelope], Scope | None]
+Opener = Callable[[bytes, Envelope], Scope | None]
 
 current_scope: ContextVar[Scope | None] = ContextVar("telegrad scope", default=None)
 
@@ -38,16 +34,19 @@ class _Registry:
 
 
 def register(opener: Opener) -> None:
-    """Let `opener(number, envelope)` find or make this worker's part of a scope; None: it has ended here already."""
+    """Let `opener(said, envelope)` find or make this worker's part of a scope; None: it has ended here already."""
     _Registry.opener = staticmethod(opener)  # type: ignore[assignment]
 
 
-def to_wire(scope: Scope) -> bytes:
-    return scope.number.to_bytes(SIZE, "little")
+def append(body: bytes, said: bytes) -> bytes:
+    """A body that ends with what a scope says of itself. Who reads the pickle before it does not notice."""
+    return body + said + len(said).to_bytes(_LENGTH, "little")
 
 
-def from_wire(body: bytes | memoryview, envelope: Envelope) -> Scope | None:
-    """The scope of a call whose body ends with its number."""
+def opened(body: bytes | memoryview, envelope: Envelope) -> Scope | None:
+    """The scope that a call came with."""
     if _Registry.opener is None:
         raise InternalError("a call came with a scope, but nobody here knows scopes")
-    return _Registry.opener(int.from_bytes(body[-SIZE:], "little"), envelope)
+    end = len(body) - _LENGTH
+    length = int.from_bytes(body[end:], "little")
+    return _Registry.opener(bytes(body[end - length : end]), envelope)

@@ -251,7 +251,7 @@ class Inbound:
         if not frame.flags & SCOPED:
             self._run(frame, target, loop)
             return
-        token = current_scope.set(scopes.from_wire(frame.body, self._envelope))
+        token = current_scope.set(scopes.opened(frame.body, self._envelope))
         try:
             self._run(frame, target, loop)
         finally:

@@ -3,7 +3,8 @@
 A context starts with `autograd.context()` on one worker and follows every call made under it to others, where a part of
 it appears when the first such call arrives. Each part notes the tensors that need gradients as they leave (`sends`) and
 arrive (`receives`); `engine` walks these backwards. When the context ends where it began, each part tells those whom
-its calls went to, and forgets. A part whose beginning is gone finds out by asking (`audit`), so none outlives it long.
+its calls went to (with the next call there, or a moment later), and forgets. A part whose beginning is gone finds out
+by asking (`audit`), so none outlives it long.
 
 State: of a context, `sends`, `receives`, `peers`, `followers` and `gradients` under its lock until `released` is set,
 which clears them; `broken` is set once. Of an agent, `_open` and `_ended` (numbers of contexts that ended here) under
@@ -15,7 +16,9 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import struct
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +41,10 @@ NUMBER_BITS = 48  # of a context's number; above them stands the rank of the wor
 _REMEMBERED = 10_000
 _AUDIT_EVERY = 20.0
 _PATIENCE = 30.0
+_TELL_WITHIN = 0.01
+_AT_ONCE = 7  # ended contexts that a call tells of
+_NUMBER = 8  # bytes
+_NUMBERS = [struct.Struct(f"<{count + 1}Q") for count in range(_AT_ONCE + 1)]
 
 Receive = tuple[str, int]  # the incarnation that sent a tensor, and the ticket it sent it with
 
@@ -116,9 +123,10 @@ def accumulator(leaf: Tensor) -> Node:
 class Context:
     """One worker's part of a context."""
 
-    def __init__(self, number: int, agent: Agent) -> None:
+    def __init__(self, number: int, contexts: Contexts) -> None:
         self.number = number
-        self.agent = agent
+        self.agent = contexts.agent
+        self._contexts = contexts
         self.lock = threading.Lock()
         self.sends: dict[int, Send] = {}
         self.receives: dict[Node, Receive] = {}
@@ -142,12 +150,13 @@ class Context:
         """The rank of the worker where it began."""
         return self.number >> NUMBER_BITS
 
-    def follow(self, to: Envelope) -> bool:
-        """A call takes the context to a peer."""
+    def follow(self, to: Envelope) -> bytes:
+        """A call takes the context to a peer, and the numbers of those that have ended."""
         if self.released:
-            return False
+            return b""
         self.followers[to.incarnation] = to.peer
-        return True
+        ended = self._contexts.take_ended(to.incarnation) if self._contexts.has_ended else ()
+        return _NUMBERS[len(ended)].pack(self.number, *ended)
 
     def send(self, ticket: int, tensor: Tensor, to: Envelope) -> None:
         with self.lock:
@@ -201,10 +210,7 @@ class Context:
             kept = self.sends, self.receives, self.slots, self.gradients, self.passes
             self.sends, self.receives, self.slots, self.gradients, self.passes = {}, {}, {}, {}, {}
         del kept  # graphs, which may take long to take down: not under the lock
-        agent = self.agent
-        for incarnation, name in followers.items():
-            if incarnation != agent.me.incarnation and not agent.closing:
-                agent.start(name, _release, (incarnation, self.number), None, _PATIENCE, internal=True)
+        self._contexts.tell_ended(self.number, followers)
 
 
 def plus(a: Tensor, b: Tensor) -> Tensor:
@@ -221,6 +227,7 @@ class Contexts:
         self._numbers = itertools.count(secrets.randbits(NUMBER_BITS - 1))
         self._open: dict[int, Context] = {}
         self._ended: dict[int, None] = {}
+        self._untold: dict[str, tuple[str, list[int]]] = {}  # by incarnation: name, numbers it has not been told ended
         self._lock = threading.Lock()
         agent.on_loss(self._lost)
         agent.add_figures(self.statistics)
@@ -236,7 +243,7 @@ class Contexts:
     def begin(self) -> Context:
         """A new context, which begins here."""
         number = (max(self.agent.me.rank, 0) << NUMBER_BITS) | (next(self._numbers) & ((1 << NUMBER_BITS) - 1))
-        context = Context(number, self.agent)
+        context = Context(number, self)
         with self._lock:
             self._open[number] = context
         _begun[number] = context
@@ -249,7 +256,7 @@ class Contexts:
             with self._lock:
                 if number in self._ended:
                     return None
-                context = self._open.setdefault(number, Context(number, self.agent))
+                context = self._open.setdefault(number, Context(number, self))
         return context
 
     def find(self, number: int) -> Context | None:
@@ -264,6 +271,38 @@ class Contexts:
                 del self._ended[next(iter(self._ended))]
         if context is not None:
             context.release()
+
+    @property
+    def has_ended(self) -> bool:
+        """Is there a peer that does not know yet of contexts that ended?"""
+        return bool(self._untold)
+
+    def tell_ended(self, number: int, followers: dict[str, str]) -> None:
+        """Let peers know soon that a context has ended."""
+        with self._lock:
+            waits = bool(self._untold)
+            for incarnation, name in followers.items():
+                if incarnation != self.agent.me.incarnation:
+                    self._untold.setdefault(incarnation, (name, []))[1].append(number)
+            if waits or not self._untold or self.agent.closing:
+                return
+        self.agent.clock.at(time.monotonic() + _TELL_WITHIN, lambda: self.agent.threads.start(self._tell_all))
+
+    def take_ended(self, incarnation: str) -> list[int]:
+        """What a call that is about to leave can tell a peer."""
+        with self._lock:
+            _, numbers = self._untold.get(incarnation, ("", []))
+            told, numbers[:] = numbers[:_AT_ONCE], numbers[_AT_ONCE:]
+            if not numbers:
+                self._untold.pop(incarnation, None)
+            return told
+
+    def _tell_all(self) -> None:
+        with self._lock:
+            untold, self._untold = self._untold, {}
+        for incarnation, (name, numbers) in untold.items():
+            if not self.agent.closing:
+                self.agent.start(name, _release, (incarnation, numbers), None, _PATIENCE, internal=True)
 
     def statistics(self) -> dict[str, int]:
         contexts = list(self._open.values())
@@ -321,8 +360,13 @@ class _Tracker:
         return context.receive(ticket, data, envelope)
 
 
-def _open(number: int, envelope: Envelope) -> Context | None:
-    return Contexts.of(envelope.agent).open(number)
+def _open(said: bytes, envelope: Envelope) -> Context | None:
+    """The context that a call came with; those that it says have ended are forgotten."""
+    number, *ended = _NUMBERS[len(said) // _NUMBER - 1].unpack(said)
+    contexts = Contexts.of(envelope.agent)
+    for each in ended:
+        contexts.end(each)
+    return contexts.open(number)
 
 
 def current_context() -> Context | None:
@@ -343,10 +387,11 @@ def find_context(number: int) -> Context:
 
 
 @internal
-def _release(incarnation: str, number: int) -> None:
+def _release(incarnation: str, numbers: list[int]) -> None:
     agent = active_agent()
     if agent is not None and agent.me.incarnation == incarnation:
-        Contexts.of(agent).end(number)
+        for number in numbers:
+            Contexts.of(agent).end(number)
 
 
 @internal

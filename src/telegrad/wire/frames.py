@@ -51,7 +51,7 @@ _KINDS = frozenset(int(kind) for kind in Kind)
 DEFINES = 1  # the body starts with the definition of the function that the header numbers
 KEYWORDS = 2  # the pickle holds (args, kwargs), not args alone
 INLINE_FUNCTION = 4  # the pickle holds (function, args, kwargs): a function that is not interned
-SCOPED = 8  # the body ends with the number of the scope that the call runs under
+SCOPED = 8  # the body ends with what the scope that the call runs under says of itself
 
 
 class Place(NamedTuple):
