@@ -20,6 +20,7 @@ import struct
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,11 +178,13 @@ class Context:
                 self.peers[sender.incarnation] = sender.peer
         return tensor
 
-    def add(self, leaf: Tensor, gradient: Tensor) -> None:
-        """One more gradient of a leaf on this worker."""
+    def add(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Further gradients of leaves on this worker."""
         with self.lock:
-            known = self.gradients.get(leaf)
-            self.gradients[leaf] = gradient if known is None else plus(known, gradient)
+            for leaf, gradient in gradients:
+                known = self.gradients.setdefault(leaf, gradient)
+                if known is not gradient:
+                    self.gradients[leaf] = plus(known, gradient)
 
     def replace(self, leaf: Tensor, gradient: Tensor) -> None:
         """Another gradient in place of what a leaf has."""

@@ -40,10 +40,36 @@ Answer = tuple[int, Tensor | None]  # a ticket and its gradient
 Message = tuple[list[Answer], list[int] | None]  # answers, and tickets to be answered later if this is the first
 
 
+class _Reply:
+    """What a message will be answered with. A future is made only if somebody has to wait for it."""
+
+    __slots__ = ("_future", "_outcome")
+
+    def __init__(self) -> None:
+        self._outcome: tuple[Message | None, Exception | None] | None = None
+        self._future: Future[Message | None] | None = None
+
+    def settle(self, message: Message | None, error: Exception | None = None) -> None:
+        self._outcome = message, error
+        if self._future is not None:
+            self._future._settle(message, error)
+
+    def take(self) -> Message | Future[Message | None] | None:
+        """The message if it is there, else a future for it. Raises what the pass failed with."""
+        if self._outcome is None:
+            self._future = Future()
+            if self._outcome is None:  # `settle` writes this first and then looks for the future
+                return self._future
+        message, error = self._outcome
+        if error is not None:
+            raise error
+        return message
+
+
 class _Arrival(NamedTuple):
     peer: str
     message: Message | Exception | None
-    reply: Future[Message | None] | None  # None: this is itself a reply
+    reply: _Reply | None  # None: this is itself a reply
 
 
 def run(context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
@@ -55,7 +81,7 @@ def run(context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
         context.passes[identity] = this
     token = current_scope.set(None)  # the messages of a pass do not run under the context themselves
     try:
-        this.start().wait()
+        this.begin()
     finally:
         current_scope.reset(token)
     if this.unanswered:
@@ -70,11 +96,10 @@ class Pass:
         self._identity = identity
         self._retain_graph = retain_graph
         with context.lock:
-            sends, receives, slots = dict(context.sends), dict(context.receives), dict(context.slots)
-            self._peers = dict(context.peers)
+            sends, receives, self._peers = context.sends.copy(), context.receives.copy(), context.peers.copy()
         sources: list[tuple[Any, GradientEdge]] = [(ticket, send.edge()) for ticket, send in sends.items()]
         sources += [(("root", number), _edge(root)) for number, root in enumerate(roots)]
-        self._graph = LocalGraph(sources, receives, slots, retain_graph)
+        self._graph = LocalGraph(sources, receives, context.slots, retain_graph)
         for number, root in enumerate(roots):
             self._graph.resolve(("root", number), torch.ones_like(root))
         self._sent: dict[str, set[int]] = {}  # by peer, the tickets that it has not answered
@@ -101,17 +126,20 @@ class Pass:
         """How many tensors went out whose gradients have not come back."""
         return sum(len(tickets) for tickets in self._sent.values())
 
-    def start(self) -> Future[Message | None]:
-        """Begin here. The future completes when all workers are done."""
-        done: Future[Message | None] = Future()
+    def begin(self) -> None:
+        """Start here, and return when all workers are done."""
+        done = _Reply()
         self._take(_Arrival(self._me, None, done))
-        return done
+        outcome = done.take()
+        if isinstance(outcome, Future):
+            outcome.wait()
 
     def receive(self, peer: str, message: Message) -> Any:
         """A message of another worker; returns the reply."""
-        reply: Future[Message | None] = Future()
+        reply = _Reply()
         self._take(_Arrival(peer, message, reply))
-        return reply.wait() if reply.done() else Later(reply)
+        outcome = reply.take()
+        return Later(outcome) if isinstance(outcome, Future) else outcome
 
     def _take(self, arrival: _Arrival) -> None:
         if self._put(arrival):
@@ -161,7 +189,7 @@ class Pass:
                 if self._waker is None:
                     self._waker = arrival
                 else:
-                    arrival.reply._settle(self._news(arrival.peer), None)
+                    arrival.reply.settle(self._news(arrival.peer))
         return self._messages()
 
     def _apply(self, peer: str, message: Message) -> None:
@@ -184,8 +212,7 @@ class Pass:
                 outcome = self._graph.run()
             except Exception as error:
                 raise _located(error, self._agent) from error
-            for leaf, gradient in outcome.leaves:
-                self._context.add(leaf, gradient)
+            self._context.add(outcome.leaves)
             for (peer, ticket), answer in outcome.receives:
                 self._owed[peer].discard(ticket)
                 self._outgoing.setdefault(peer, []).append((ticket, answer))
@@ -216,7 +243,7 @@ class Pass:
     def _reply_to_waker(self) -> None:
         waker, self._waker = self._waker, None
         assert waker is not None and waker.reply is not None  # noqa: PT018
-        waker.reply._settle(None if waker.peer == self._me else self._news(waker.peer), None)
+        waker.reply.settle(None if waker.peer == self._me else self._news(waker.peer))
 
     def _fail(self, error: Exception, arrivals: list[_Arrival]) -> None:
         """End the pass on this worker: everybody who waits for it learns why."""
@@ -225,7 +252,7 @@ class Pass:
         self._waker = None
         for arrival in waiting:
             if arrival.reply is not None:
-                arrival.reply._settle(None, error)
+                arrival.reply.settle(None, error)
 
     def _send(self, messages: list[tuple[str, Message]]) -> bool:
         """Send messages. This thread waits for the last reply, if nothing else is to be done.
