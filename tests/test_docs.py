@@ -9,7 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,11 @@ import telegrad
 ROOT = Path(__file__).parent.parent
 PAGES = [page for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md") if (ROOT / page).exists()]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LEARNED: dict[str, tuple[str, Callable[[str], bool]]] = {  # the last of these figures shows that a model learned
+    "pipeline.py": (r"accuracy ([\d.]+)", lambda accuracy: float(accuracy) > 0.85),
+    "language_model.py": (r"perplexity ([\d.]+)", lambda perplexity: float(perplexity) < 9),
+    "ddp_embedding.py": (r"trainers: ([\d.]+)", lambda accuracy: float(accuracy) > 0.8),
+}
 MODULES = ["telegrad", *(module.name for module in pkgutil.walk_packages(telegrad.__path__, "telegrad."))]
 
 
@@ -77,4 +82,5 @@ def test_examples(example: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout
+    pattern, learned = LEARNED.get(example.name, (".", bool))
+    assert learned(re.findall(pattern, done.stdout)[-1]), done.stdout

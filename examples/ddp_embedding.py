@@ -1,0 +1,99 @@
+"""Data parallel and model parallel at once: dense layers replicated by DistributedDataParallel, one table on a server.
+
+Usage:
+
+    python examples/ddp_embedding.py [--epochs 8]
+
+Two trainers share an embedding table on the server and average the gradients of their dense layers with each other.
+Both happen in one backward pass: DDP's hooks run inside distributed autograd.
+"""
+
+import argparse
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import telegrad.autograd as dist_autograd
+import telegrad.rpc as rpc
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer
+
+TRAINERS, SHADES = 2, 17
+
+
+def tokens(pixels: Tensor) -> Tensor:
+    """One word per pixel: which pixel it is and how dark."""
+    return torch.arange(64) * SHADES + pixels
+
+
+class Hybrid(nn.Module):
+    def __init__(self, table: RemoteModule) -> None:
+        super().__init__()
+        self.table = table
+        self.dense = DistributedDataParallel(nn.Sequential(nn.ReLU(), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.dense(self.table(words))
+
+    def parameter_rrefs(self) -> list[Any]:
+        return [*self.table.remote_parameters(), *(rpc.RRef(parameter) for parameter in self.dense.parameters())]
+
+
+def train(table: RemoteModule, epochs: int) -> float:
+    """What each trainer runs. Returns the accuracy on digits that nobody trained on."""
+    digits = load_digits()
+    words, labels = tokens(torch.tensor(digits.data, dtype=torch.long)), torch.tensor(digits.target)
+    order = torch.randperm(len(words), generator=torch.Generator().manual_seed(0))
+    held_out, mine = order[:297], order[297 + dist.get_rank() :: TRAINERS]
+
+    model = Hybrid(table)
+    optimizer = DistributedOptimizer(torch.optim.Adam, model.parameter_rrefs(), lr=0.01)
+    for epoch in range(epochs):
+        for batch in mine[torch.randperm(len(mine))].split(50):
+            with dist_autograd.context() as context_id:
+                loss = F.cross_entropy(model(words[batch]), labels[batch])
+                dist_autograd.backward(context_id, [loss])
+                optimizer.step(context_id)
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch}: loss {loss:.3f}", flush=True)
+    with torch.no_grad():
+        return (model(words[held_out]).argmax(1) == labels[held_out]).float().mean().item()
+
+
+def run_worker(rank: int, port: int, epochs: int) -> None:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(port)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    names = [*(f"trainer{number}" for number in range(TRAINERS)), "server", "master"]
+    rpc.init_rpc(names[rank], rank=rank, world_size=len(names))
+    if rank < TRAINERS:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=TRAINERS)
+    rpc.api._barrier(set())
+    if names[rank] == "master":
+        table = RemoteModule("server/cpu", nn.EmbeddingBag, (64 * SHADES, 32), {"mode": "mean"})
+        futures = [rpc.rpc_async(name, train, args=(table, epochs), timeout=0) for name in names[:TRAINERS]]
+        print("accuracy of the trainers:", ", ".join(f"{future.wait():.3f}" for future in futures), flush=True)
+    rpc.shutdown()
+    if rank < TRAINERS:
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=8)
+    mp.spawn(run_worker, args=(free_port(), parser.parse_args().epochs), nprocs=TRAINERS + 2)

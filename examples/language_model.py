@@ -1,0 +1,93 @@
+"""A language model with its tables on a server: embedding and decoder live there, the LSTM on the trainer.
+
+Usage:
+
+    python examples/language_model.py [--epochs 8] [--text FILE]
+
+Learns, character by character, the text of this project's licence or of any file. The trainer holds only the LSTM;
+gradients for the tables travel to the server, and one optimizer updates both.
+"""
+
+import argparse
+import math
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import telegrad.autograd as dist_autograd
+import telegrad.rpc as rpc
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer
+
+STEPS, BATCH, WIDTH = 32, 32, 96
+
+
+class Model(nn.Module):
+    def __init__(self, symbols: int) -> None:
+        super().__init__()
+        self.embedding = RemoteModule("server/cpu", nn.Embedding, (symbols, WIDTH))
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.decoder = RemoteModule("server/cpu", nn.Linear, (WIDTH, symbols))
+
+    def forward(self, text: Tensor, state: Any) -> tuple[Tensor, Any]:
+        hidden, state = self.lstm(self.embedding(text), state)
+        return self.decoder(hidden), state
+
+    def parameter_rrefs(self) -> list[Any]:
+        here = [rpc.RRef(parameter) for parameter in self.lstm.parameters()]
+        return [*self.embedding.remote_parameters(), *here, *self.decoder.remote_parameters()]
+
+
+def train(epochs: int, file: Path) -> None:
+    text = file.read_text()
+    symbols = sorted(set(text))
+    numbers = torch.tensor([symbols.index(symbol) for symbol in text])
+    columns = numbers[: len(numbers) // BATCH * BATCH].view(BATCH, -1)
+
+    model = Model(len(symbols))
+    optimizer = DistributedOptimizer(torch.optim.Adam, model.parameter_rrefs(), lr=5e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
+    for epoch in range(epochs):
+        state, losses = None, []
+        for start in range(0, columns.shape[1] - 1, STEPS):
+            piece = columns[:, start : start + STEPS + 1]
+            with dist_autograd.context() as context_id:
+                logits, state = model(piece[:, :-1], state)
+                loss = F.cross_entropy(logits.flatten(0, 1), piece[:, 1:].flatten())
+                dist_autograd.backward(context_id, [loss])
+                optimizer.clip_grad_norm_(1.0, context_id)
+                optimizer.step(context_id)
+            state = tuple(part.detach() for part in state)
+            losses.append(loss.item())
+        schedule.step()
+        print(f"epoch {epoch}: perplexity {math.exp(sum(losses) / len(losses)):.2f}", flush=True)
+
+
+def run_worker(rank: int, port: int, options: argparse.Namespace) -> None:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(port)
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    rpc.init_rpc(["trainer", "server"][rank], rank=rank, world_size=2)
+    if rank == 0:
+        train(options.epochs, options.text)
+    rpc.shutdown()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--text", type=Path, default=Path(__file__).parent.parent / "LICENSE")
+    mp.spawn(run_worker, args=(free_port(), parser.parse_args()), nprocs=2)

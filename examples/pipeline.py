@@ -1,0 +1,123 @@
+"""A residual network in two halves on two workers, fed with micro-batches so that both compute at the same time.
+
+Usage:
+
+    python examples/pipeline.py [--epochs 3] [--micro-batch 64]
+
+The master sends each micro-batch to the first half and passes on a reference to what comes out; the second half fetches
+it straight from the first. Distributed autograd finds its way back through both.
+"""
+
+import argparse
+import os
+import socket
+import time
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import telegrad.autograd as dist_autograd
+import telegrad.rpc as rpc
+from telegrad.optim import DistributedOptimizer
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.GroupNorm(4, channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.GroupNorm(4, channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.body(x))
+
+
+class Half(nn.Module):
+    """Some layers that take their input from wherever it is."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Any) -> Tensor:
+        return self.layers(x.to_here() if isinstance(x, rpc.RRef) else x)
+
+    def parameter_rrefs(self) -> list[Any]:
+        return [rpc.RRef(parameter) for parameter in self.parameters()]
+
+
+def first_half() -> Half:
+    return Half(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), Residual(16), Residual(16), nn.MaxPool2d(2))
+
+
+def second_half() -> Half:
+    return Half(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), Residual(32), nn.Flatten(), nn.Linear(512, 10))
+
+
+class Pipeline:
+    def __init__(self, micro_batch: int) -> None:
+        self.micro_batch = micro_batch
+        self.first = rpc.remote("first", first_half)
+        self.second = rpc.remote("second", second_half)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        outputs = []
+        for part in images.split(self.micro_batch):
+            middle = self.first.remote().forward(part)  # stays where it was computed
+            outputs.append(self.second.rpc_async().forward(middle))
+        return torch.cat([output.wait() for output in outputs])
+
+    def parameter_rrefs(self) -> list[Any]:
+        return self.first.rpc_sync().parameter_rrefs() + self.second.rpc_sync().parameter_rrefs()
+
+
+def train(epochs: int, micro_batch: int) -> None:
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    held_out, rest = order[:297], order[297:]
+
+    model = Pipeline(micro_batch)
+    optimizer = DistributedOptimizer(torch.optim.AdamW, model.parameter_rrefs(), lr=2e-3)
+    for epoch in range(epochs):
+        start = time.perf_counter()
+        for batch in rest[torch.randperm(len(rest))].split(250):
+            with dist_autograd.context() as context_id:
+                loss = F.cross_entropy(model(images[batch]), labels[batch])
+                dist_autograd.backward(context_id, [loss])
+                optimizer.step(context_id)
+        right = (model(images[held_out]).argmax(1) == labels[held_out]).float().mean()
+        print(f"epoch {epoch}: loss {loss:.3f}, accuracy {right:.3f}, {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def run_worker(rank: int, port: int, options: argparse.Namespace) -> None:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(port)
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    rpc.init_rpc(["master", "first", "second"][rank], rank=rank, world_size=3)
+    if rank == 0:
+        train(options.epochs, options.micro_batch)
+    rpc.shutdown()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--micro-batch", type=int, default=64)
+    mp.spawn(run_worker, args=(free_port(), parser.parse_args()), nprocs=3)
