@@ -131,5 +131,10 @@ def make_when_open(gate: str, value: Any) -> Thing:
     return Thing(value)
 
 
+def keep_when_open(gate: str, slot: Any, rref: RRef[Any]) -> None:
+    gates[gate].wait(PATIENCE)
+    keep(slot, rref)
+
+
 def count_alive(value: Any) -> int:
     return sum(thing.value == value for thing in list(alive))

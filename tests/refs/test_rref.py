@@ -16,6 +16,7 @@ import torch
 from telegrad.agent.agent import Agent
 from telegrad.errors import CallTimeout, PeerLost, SerializationError, StaleReference, UsageError
 from telegrad.refs import RRef, remote
+from telegrad.refs.keeper import Keeper
 from telegrad.testing import LocalCluster
 from tests.refs import objects
 from tests.refs.objects import Thing, owned, until
@@ -198,6 +199,41 @@ def test_an_object_lives_while_somebody_refers_to_it(trio: LocalCluster, w0: Age
     w0.call("w2", objects.release, "a")
     until(lambda: owned(w1) == 0)
     until(lambda: objects.count_alive("watched") == 0)
+
+
+def test_a_reference_that_is_an_argument_for_its_owner_costs_no_note(trio: LocalCluster, w0: Agent) -> None:
+    thing = remote("w1", Thing, ("home",), agent=w0)
+    thing.to_here()
+    notes: list[Any] = []
+    keeper = Keeper.of(w0)
+    note = keeper.note
+    keeper.note = lambda *args: (notes.append(args), note(*args))  # type: ignore[method-assign,assignment,return-value]
+    for _ in range(3):
+        assert w0.call("w1", objects.local, thing) == "home"
+        assert w0.submit("w1", objects.local, thing).wait() == "home"
+    assert not notes
+    del thing
+    until(lambda: owned(trio["w1"]) == 0)
+    assert len(notes) == 1  # it was given back
+
+
+def test_an_argument_for_its_owner_lives_as_long_as_the_call(trio: LocalCluster, w0: Agent) -> None:
+    w1 = trio["w1"]
+    objects.gates["busy"] = threading.Event()
+    slow = w0.submit("w1", objects.make_when_open, "busy", 0)
+    thing = remote("w1", Thing, ("home",), agent=w0)
+    thing.to_here()
+    kept = w0.submit("w1", objects.keep_when_open, "busy", "a", thing)
+    del thing
+    Keeper.of(w0).sweep()
+    objects.gates["busy"].set()
+    slow.wait()
+    kept.wait()
+    until(lambda: objects.figures(w0)["held objects"] == 0)
+    assert owned(w1) == 1
+    assert objects.kept["w1", "a"].local_value().value == "home"
+    objects.kept.clear()
+    until(lambda: owned(w1) == 0)
 
 
 def test_the_death_of_a_user_gives_up_its_references(trio: LocalCluster, w0: Agent) -> None:

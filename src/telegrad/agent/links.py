@@ -82,6 +82,7 @@ class Pending(NamedTuple):
     call: str
     internal: bool
     scope: Scope | None
+    kept: list[Any]
 
 
 class Link:
@@ -118,7 +119,8 @@ class Link:
     def call(self, function: Function, args: Args, kwargs: dict[str, Any] | None, timeout: float | None) -> Any:
         """Call and wait for the result."""
         lane = self._take_lane() or self._open_lane()
-        message = self.encode(lane.heard, function, args, kwargs, current_scope.get(), lane)
+        kept: list[Any] = []  # until this returns
+        message = self.encode(lane.heard, function, args, kwargs, kept, current_scope.get(), lane)
         self._busy.add(lane)
         role = waiting.pause()
         try:
@@ -161,12 +163,13 @@ class Link:
         function: Function,
         args: Args,
         kwargs: dict[str, Any] | None,
+        kept: list[Any],
         scope: Scope | None,
         lane: Lane | None = None,
     ) -> Message:
         """A call as the body of a frame. On failure the lane goes back, unused."""
         try:
-            number, flags, body, buffers = self._encode(heard, function, args, kwargs)
+            number, flags, body, buffers = self._encode(heard, function, args, kwargs, kept)
             said = None if scope is None else scope.follow(self._envelope)
             if said:
                 flags |= SCOPED
@@ -179,19 +182,21 @@ class Link:
                 error.peer, error.call = self.member.name, describe(function)
             raise
 
-    def _encode(self, heard: set[int], function: Function, args: Args, kwargs: dict[str, Any] | None) -> Message:
+    def _encode(
+        self, heard: set[int], function: Function, args: Args, kwargs: dict[str, Any] | None, kept: list[Any]
+    ) -> Message:
         entry = self._agent.numbers.find(function)
         by_value = not self._same_main
         if entry is None or (by_value and defined_in_main(function)):
-            body, buffers = pack(self._envelope, (function, args, kwargs or {}), by_value=by_value)
+            body, buffers = pack(self._envelope, (function, args, kwargs or {}), by_value=by_value, kept=kept)
             return 0, INLINE_FUNCTION, body, buffers
         number, definition = entry
         flags = 0
         if kwargs:
             flags = KEYWORDS
-            body, buffers = pack(self._envelope, (args, kwargs), by_value=by_value)
+            body, buffers = pack(self._envelope, (args, kwargs), by_value=by_value, kept=kept)
         else:
-            body, buffers = pack(self._envelope, args, by_value=by_value)
+            body, buffers = pack(self._envelope, args, by_value=by_value, kept=kept)
         if number not in heard:
             flags |= DEFINES
             body = len(definition).to_bytes(4, "little") + definition + body
@@ -330,12 +335,13 @@ class Pipe:
         internal: bool,
     ) -> Future[Any]:
         link = self._link
+        kept: list[Any] = []
         scope = None if internal else current_scope.get()
-        number, flags, body, buffers = link.encode(self._heard, function, args, kwargs, scope)
+        number, flags, body, buffers = link.encode(self._heard, function, args, kwargs, kept, scope)
         future: Future[Any] = Future()
         future._on_cancel = lambda: self._cancel(call)
         until = math.inf if timeout is None else time.monotonic() + timeout
-        self.pending[call] = Pending(future, until, timeout, describe(function), internal, scope)
+        self.pending[call] = Pending(future, until, timeout, describe(function), internal, scope, kept)
         if until < self._next_look:
             self._look_at(until)
         if not internal:

@@ -2,9 +2,10 @@
 
 Some objects (references) mean something only to an agent and a peer. While a message is packed or unpacked, the
 `Envelope` of the connection is in `current_envelope()`; their reducers and constructors look there. What has to happen
-once the message is packed, but before it leaves, they register with `before_sending`.
+once the message is packed, but before it leaves, they register with `before_sending`; what must live until a call has
+been answered, with `keep_until_answered`.
 
-State: one envelope per thread, changed only by that thread.
+State: of each thread, what it is packing, changed only by that thread.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Envelope(NamedTuple):
 class _Local(threading.local):
     envelope: Envelope | None = None
     actions: dict[int, tuple[Any, Callable[[Envelope], None]]] | None = None
+    kept: list[Any] | None = None
 
 
 _local = _Local()
@@ -47,10 +49,18 @@ def before_sending(subject: object, action: Callable[[Envelope], None]) -> None:
     _local.actions[id(subject)] = subject, action
 
 
-def pack(envelope: Envelope, value: Any, *, by_value: bool = False) -> codec.Encoded:
-    """Encode `value` for the peer of `envelope`."""
-    outer = _local.envelope, _local.actions
-    _local.envelope, _local.actions = envelope, None
+def keep_until_answered(subject: object) -> bool:
+    """Keep `subject` alive as long as the call that is being packed is under way. False: it is no call."""
+    if _local.kept is None:
+        return False
+    _local.kept.append(subject)
+    return True
+
+
+def pack(envelope: Envelope, value: Any, *, by_value: bool = False, kept: list[Any] | None = None) -> codec.Encoded:
+    """Encode `value` for the peer of `envelope`. Who packs a call gives a list to keep things in."""
+    outer = _local.envelope, _local.actions, _local.kept
+    _local.envelope, _local.actions, _local.kept = envelope, None, kept
     try:
         encoded = codec.encode(value, by_value=by_value)
         if _local.actions:
@@ -58,7 +68,7 @@ def pack(envelope: Envelope, value: Any, *, by_value: bool = False) -> codec.Enc
                 action(envelope)
         return encoded
     finally:
-        _local.envelope, _local.actions = outer
+        _local.envelope, _local.actions, _local.kept = outer
 
 
 def unpack(envelope: Envelope, body: bytes | memoryview, buffers: Sequence[Any]) -> Any:

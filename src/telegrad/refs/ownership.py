@@ -7,6 +7,7 @@ left.
 - The owner counts a reference when it packs it for a peer.
 - A user that passes a reference on tells the owner first (`lend`). Its notes to an owner are numbered and applied in
   order (see `notes`), so the owner hears of the new holder before it can hear that the old one gave up.
+- A reference that comes to its owner as an argument needs no note: the caller's own lives until the call has ended.
 - A user that has dropped its last reference gives back all it has received of it (`release`). Dropping happens inside
   the garbage collector, so it only appends to a queue; `sweep` does the rest, on the clock.
 - A worker that is lost gives up everything at once.
@@ -240,6 +241,11 @@ class Books:
             holding = self._holdings.setdefault((owner, key), Holding())
             holding.received += 1
             holding.alive += 1
+
+    def come_home(self, key: Key) -> None:
+        """A reference to an object of this worker has arrived, from one who holds another meanwhile."""
+        with self._lock:
+            self.find(key).here += 1
 
     def cancel(self, owner: str, key: Key) -> None:
         """Undo the making of a reference that `remote` could not send."""

@@ -15,7 +15,7 @@ from telegrad import autograd
 from telegrad.agent.agent import DEFAULT
 from telegrad.agent.current import active_agent
 from telegrad.agent.membership import WorkerInfo
-from telegrad.agent.packing import Envelope, before_sending, current_envelope
+from telegrad.agent.packing import Envelope, before_sending, current_envelope, keep_until_answered
 from telegrad.agent.serving import trusted
 from telegrad.errors import CallTimeout, SerializationError, UsageError
 from telegrad.futures import Future
@@ -254,6 +254,8 @@ def _reduce(rref: RRef[Any]) -> tuple[Any, tuple[Any, ...]]:
         rref.__reduce_ex__(5)
     if envelope is not None and envelope.agent is not rref._keeper.agent:
         raise SerializationError(f"{rref!r} belongs to another agent of this process than the one that sends it")
+    if envelope is not None and envelope.incarnation == rref._owner and keep_until_answered(rref):
+        return _rebuild_at_home, tuple(rref._key)  # this reference keeps the object alive until the call has ended
     info = rref._owner_info
 
     def tell(where: Envelope) -> None:
@@ -271,6 +273,18 @@ def _rebuild(name: str, rank: int, owner: str, creator: str, number: int) -> RRe
     keeper.books.receive(owner, key)
     rref: RRef[Any] = RRef.__new__(RRef)
     return rref._fill(keeper, WorkerInfo(name, rank), owner, key, None)
+
+
+def _rebuild_at_home(creator: str, number: int) -> RRef[Any]:
+    """A reference has come to its owner with a call, whose caller keeps its own meanwhile."""
+    envelope = current_envelope()
+    if envelope is None:
+        raise SerializationError("a reference arrived outside a call")
+    agent, key = envelope.agent, Key(creator, number)
+    keeper = Keeper.of(agent)
+    keeper.books.come_home(key)
+    rref: RRef[Any] = RRef.__new__(RRef)
+    return rref._fill(keeper, agent.me.info, agent.me.incarnation, key, None)
 
 
 codec.register(RRef, _reduce)
