@@ -13,8 +13,9 @@ import torch.distributed.rpc as torch_rpc
 import telegrad
 import telegrad.rpc
 
-PACKAGES = ["telegrad", "telegrad.refs", "telegrad.rpc"]
+PACKAGES = ["telegrad", "telegrad.cli", "telegrad.refs", "telegrad.rpc"]
 MODULES = [
+    "telegrad.compat",
     "telegrad.nn",
     "telegrad.rpc.api",
     "telegrad.rpc.backend_registry",
