@@ -44,4 +44,5 @@ def _trap(name: str) -> Any:
             file.write(f"{name}\n")
         raise RuntimeError(f"conformance guard: torch's own {name} was used")
 
+    trap.__module__ = name.rpartition(".")[0]  # it is known as torch's where names are redirected
     return trap

@@ -1,10 +1,9 @@
 """Make `torch.distributed.rpc` and its neighbours mean Telegrad, before the suites import them.
 
-`install()` is the one place that does this: `telegrad.compat.install()` is to take its place once it exists. After
-it, the torch names *are* Telegrad's modules, so what a test patches is patched in Telegrad.
-
-A name that Telegrad does not have yet must fail the tests that use it and no others. The suites import most names at
-the top of their files, so they, and only they, get a `Missing` that fails when it is used.
+`telegrad.compat.install()` does it, as for any program: the torch names *are* Telegrad's modules then, so what a test
+patches is patched in Telegrad. Here we add what only the suites need: a name that Telegrad does not have must fail the
+tests that use it and no others. The suites import most names at the top of their files, so they, and only they, get a
+`Missing` that fails when it is used.
 """
 
 import importlib
@@ -15,11 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed.autograd
-import torch.distributed.nn
-import torch.distributed.optim
 import torch.distributed.rpc
 
+from telegrad import compat
+
 SUITES = "torch.testing._internal."  # modules that may import what is missing
+RPC = "torch.distributed.rpc"
+OTHERS = ["torch.distributed.autograd", "torch.distributed.nn.api.remote_module", "torch.distributed.optim.optimizer"]
 
 
 class NotOfferedError(AttributeError):  # not a RuntimeError: tests expect those
@@ -58,46 +59,39 @@ class Missing:
 
 
 def install() -> None:
-    """Point the torch names at Telegrad."""
+    """Point the torch names at Telegrad; what it lacks is a `Missing`, for the suites."""
     torch.jit._builtins._get_builtin_table()  # reads torch.distributed.autograd once: let it see torch's own
-    for name in sorted(n for n in sys.modules if f"{n}.".startswith("torch.distributed.rpc.")):  # parents first
-        _point(name, "telegrad" + name.removeprefix("torch.distributed"))
-    _point("torch.distributed.autograd", "telegrad.autograd")
-    for module in (torch.distributed.rpc, torch.distributed.autograd):
-        vars(module).setdefault("is_available", lambda: True)  # torch's other modules ask
-    _point("torch.distributed.nn.api.remote_module", "telegrad.nn")
-    vars(torch.distributed.nn)["RemoteModule"] = _get("telegrad.nn", "RemoteModule")
-    vars(torch.distributed.optim)["DistributedOptimizer"] = _get("telegrad.optim", "DistributedOptimizer")
+    loaded = sorted(name for name in sys.modules if f"{name}.".startswith(f"{RPC}."))  # parents first
+    compat.install()
+    for name in (*loaded, *OTHERS):
+        _complete(_telegrads(name))
 
 
-def _point(torch_name: str, telegrad_name: str) -> None:
-    module = _module(telegrad_name)
-    parent, _, child = torch_name.rpartition(".")
-    sys.modules[torch_name] = module
-    setattr(sys.modules[parent], child, module)
-
-
-def _module(name: str) -> ModuleType:
-    """The module, or an empty one where there is none; suites find a `Missing` for every name it lacks."""
+def _telegrads(name: str) -> ModuleType:
+    """What Telegrad has under this name of torch's; where it has nothing, an empty module takes its place."""
     try:
         module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, what it imports is not
+    except ModuleNotFoundError:
         module = ModuleType(name)
-    if not hasattr(module, "__getattr__"):
-
-        def missing(attribute: str) -> Missing:
-            if sys._getframe(1).f_globals.get("__name__", "").startswith(SUITES) and not attribute.startswith("__"):
-                return Missing(f"{name}.{attribute}")
-            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
-
-        module.__dict__["__getattr__"] = missing
+    if module.__name__ == name:
+        module = ModuleType("telegrad" + name.removeprefix("torch.distributed"))
+        vars(module).update(is_available=lambda: True, DistributedOptimizer=Missing("telegrad.optim"))  # torch asks
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        setattr(importlib.import_module(parent), child, module)
     return module
 
 
-def _get(module: str, name: str) -> Any:
-    return getattr(_module(module), name, Missing(f"{module}.{name}"))
+def _complete(module: ModuleType) -> None:
+    if hasattr(module, "__getattr__"):
+        return
+
+    def missing(attribute: str) -> Missing:
+        if sys._getframe(1).f_globals.get("__name__", "").startswith(SUITES) and not attribute.startswith("__"):
+            return Missing(f"{module.__name__}.{attribute}")
+        raise AttributeError(f"module {module.__name__!r} has no attribute {attribute!r}")
+
+    module.__dict__["__getattr__"] = missing
 
 
 def tolerate_script() -> None:
