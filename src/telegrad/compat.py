@@ -47,8 +47,6 @@ _MODULES = {
     "torch.distributed.nn.api.remote_module": "telegrad.nn",
     "torch.distributed.optim.optimizer": "telegrad.optim",
 }
-# To be removed with the commit that adds them:
-_MODULES = {theirs: ours for theirs, ours in _MODULES.items() if importlib.util.find_spec(ours)}
 
 _ENGINE = ("torch._C._distributed_rpc", "torch._C._distributed_autograd")
 _SCRIPT = ("torch.jit", "torch._jit_internal")

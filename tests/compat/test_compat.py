@@ -14,7 +14,9 @@ import torch.distributed.autograd
 import torch.distributed.rpc
 import torch.futures
 
+import telegrad.autograd
 import telegrad.nn
+import telegrad.optim
 import telegrad.rpc
 from telegrad import compat
 from telegrad.errors import PeerLost
@@ -180,16 +182,14 @@ def test_wait_all_takes_torchs_futures_and_lost_workers() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_distributed_autograd_is_telegrads() -> None:
-    ours = pytest.importorskip("telegrad.autograd")
     module = importlib.import_module("torch.distributed.autograd")
-    assert module is torch.distributed.autograd is ours
+    assert module is torch.distributed.autograd is telegrad.autograd
     assert module.is_available()
 
 
 @pytest.mark.usefixtures("installed")
 def test_the_optimizer_is_telegrads_and_the_other_optimizers_are_torchs() -> None:
-    ours = pytest.importorskip("telegrad.optim")
     optim = importlib.import_module("torch.distributed.optim")
-    assert optim.DistributedOptimizer is ours.DistributedOptimizer
-    assert importlib.import_module("torch.distributed.optim.optimizer") is ours
+    assert optim.DistributedOptimizer is telegrad.optim.DistributedOptimizer
+    assert importlib.import_module("torch.distributed.optim.optimizer") is telegrad.optim
     assert optim.ZeroRedundancyOptimizer.__module__.startswith("torch.")
