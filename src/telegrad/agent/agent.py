@@ -250,6 +250,8 @@ class Agent:
         timeout: Any = DEFAULT,
     ) -> Any:
         """`call` with the arguments in containers and a time limit in seconds (None: no limit)."""
+        if local.around is not None:
+            return local.around.invoke(self, to, function, args, kwargs, timeout)
         link = self._find_link(to)
         if link is None:
             link = self._link(to)
@@ -270,6 +272,8 @@ class Agent:
 
         `internal` calls are not waited for by `shutdown`.
         """
+        if local.around is not None and not internal:
+            return local.around.start(self, to, function, args, kwargs, timeout)
         link = self._find_link(to)
         if link is None:
             try:

@@ -1,14 +1,40 @@
-"""Which agent this thread works for, and which call it is running."""
+"""Which agent this thread works for, which call it is running, and what its own calls go through."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from telegrad.deadline import Deadline
+from telegrad.futures import Future
 
 if TYPE_CHECKING:
-    from telegrad.agent.agent import Agent
+    from telegrad.agent.agent import Agent, To
+
+
+class Around(Protocol):
+    """Makes the calls of a thread instead of the agent, with the arguments of `Agent.invoke` and `Agent.start`."""
+
+    def invoke(
+        self,
+        agent: Agent,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: Any,
+    ) -> Any: ...
+
+    def start(
+        self,
+        agent: Agent,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: Any,
+    ) -> Future[Any]: ...
 
 
 class _Process:
@@ -21,6 +47,7 @@ class _Local(threading.local):
     agent: Agent | None = None
     caller: str | None = None
     deadline: Deadline | None = None
+    around: Around | None = None
 
 
 local = _Local()
