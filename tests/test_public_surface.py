@@ -17,6 +17,7 @@ PACKAGES = ["telegrad", "telegrad.cli", "telegrad.refs", "telegrad.rpc"]
 MODULES = [
     "telegrad.compat",
     "telegrad.nn",
+    "telegrad.profiling",
     "telegrad.rpc.api",
     "telegrad.rpc.backend_registry",
     "telegrad.rpc.constants",

@@ -30,14 +30,14 @@ class Creating:
     must_run = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self.creates = function
         self.__qualname__ = f"remote {describe(function)}"
 
     def __call__(self, owner: str, key: Key, /, *args: Any, **kwargs: Any) -> Any:
-        return create(self._function, owner, key, args, kwargs)
+        return create(self.creates, owner, key, args, kwargs)
 
     def __reduce__(self) -> tuple[type[Creating], tuple[Callable[..., Any]]]:
-        return Creating, (self._function,)
+        return Creating, (self.creates,)
 
 
 def creating(function: Callable[..., Any]) -> Creating:

@@ -151,6 +151,10 @@ class RRef(Generic[T]):
         done.set_result(None)
         return done
 
+    def _get_profiling_future(self) -> Future[Any]:
+        """A future that completes when a profile of `remote` has what it is to have."""
+        return self._get_future()
+
     @property
     def _agent(self) -> Agent:
         return self._keeper.agent

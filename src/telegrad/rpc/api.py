@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from telegrad import refs
+from telegrad import profiling, refs
 from telegrad.agent.agent import Agent
 from telegrad.agent.current import active_agent, process
 from telegrad.agent.membership import WorkerInfo
@@ -149,6 +149,7 @@ def _start_agent(
     config = rpc_backend_options.to_config()
     store.set_timeout(timedelta(seconds=config.join_timeout))
     agent = Agent(name, store=store, rank=rank, world_size=world_size, config=config)
+    profiling.watch()
     agent.open()
     agent.meet()
     return agent

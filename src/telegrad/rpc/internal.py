@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from telegrad.profiling import profiling_key
 from telegrad.wire import codec
 
 __all__ = ["PythonUDF", "RPCExecMode"]
@@ -42,4 +43,4 @@ _internal_rpc_pickler = _Pickler()
 
 
 def _build_rpc_profiling_key(mode: RPCExecMode, function: str, source: str, target: str) -> str:
-    return f"rpc_{mode.value}#{function}({source} -> {target})"
+    return profiling_key(mode.value, function, source, target)
