@@ -3,8 +3,11 @@
 Each worker that owns some of the parameters holds a `Part`: an ordinary optimizer over those. What the trainer sets in
 `param_groups` (a learning-rate scheduler, for one) goes to the parts with the next step.
 
-State: of a part, its optimizer and the `.grad` of its parameters, under one lock per worker: steps of several trainers
-on the same worker happen one after the other, each as a whole. Which one comes first is not defined.
+Several trainers may train the same parameters, each with an optimizer of its own. Steps on one worker happen one after
+the other, each as a whole; which comes first is not defined. A step between another trainer's forward and backward pass
+does not disturb that: its gradients are those of the weights that it saw (see `autograd.versions`).
+
+State: of a part, its optimizer and the `.grad` of its parameters, under one lock per worker.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch.optim import Optimizer
 from telegrad import autograd
 from telegrad.agent.current import active_agent
 from telegrad.agent.serving import trusted
-from telegrad.autograd.contexts import Context, find_context
+from telegrad.autograd.contexts import Context, Contexts, find_context
 from telegrad.errors import InternalError, UsageError, WorkersFailed
 from telegrad.futures import Future
 from telegrad.refs import RRef
@@ -56,7 +59,9 @@ class Part:
         self._turn = agent.service(_Turn)
         self._numbers: list[int] = []
         self._groups: list[int] = []
+        self._versions = Contexts.of(agent).versions
         self._optimizer = make([self._take(share) for share in shares])
+        self._versions.share(self._parameters)
 
     def __repr__(self) -> str:
         return f"<Part of a DistributedOptimizer: parameters {self._numbers}, {self._optimizer!r}>"
@@ -73,7 +78,9 @@ class Part:
     @trusted
     def add(self, share: _Share) -> None:
         with self._turn.lock:
-            self._optimizer.add_param_group(self._take(share))
+            taken = self._take(share)
+            self._optimizer.add_param_group(taken)
+            self._versions.share(taken["params"])
 
     @trusted
     def options(self) -> tuple[Options, dict[int, Options]]:
@@ -85,10 +92,12 @@ class Part:
     def step(self, context_id: int | None, changed: dict[int, Options]) -> None:
         with self._turn.lock:
             self._set(changed)
+            parameters = self._parameters
+            self._versions.before_update(parameters)
             if context_id is None:
                 self._optimizer.step()
                 return
-            parameters, gradients = self._parameters, _gradients(context_id)
+            gradients = _gradients(context_id)
             kept = [parameter.grad for parameter in parameters]
             try:
                 for parameter in parameters:

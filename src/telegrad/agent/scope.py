@@ -23,6 +23,9 @@ class Scope(Protocol):
     def follow(self, to: Envelope) -> bytes:
         """A call under this scope is about to leave: what it takes along. Nothing, if the scope has ended."""
 
+    def run(self, call: Callable[[], None]) -> None:
+        """Run a call that came with this scope."""
+
 
 Opener = Callable[[bytes, Envelope], Scope | None]
 

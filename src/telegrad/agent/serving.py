@@ -251,9 +251,13 @@ class Inbound:
         if not frame.flags & SCOPED:
             self._run(frame, target, loop)
             return
-        token = current_scope.set(scopes.opened(frame.body, self._envelope))
+        scope = scopes.opened(frame.body, self._envelope)
+        token = current_scope.set(scope)
         try:
-            self._run(frame, target, loop)
+            if scope is None:
+                self._run(frame, target, loop)
+            else:
+                scope.run(lambda: self._run(frame, target, loop))
         finally:
             current_scope.reset(token)
 

@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ from telegrad.agent.current import active_agent
 from telegrad.agent.packing import Envelope, before_sending, current_envelope
 from telegrad.agent.scope import current_scope
 from telegrad.agent.serving import internal
+from telegrad.autograd.versions import Versions
 from telegrad.errors import PeerLost, TelegradError, UsageError
 from telegrad.wire import tensors
 
@@ -159,6 +160,15 @@ class Context:
         ended = self._contexts.take_ended(to.incarnation) if self._contexts.has_ended else ()
         return _NUMBERS[len(ended)].pack(self.number, *ended)
 
+    def run(self, call: Callable[[], None]) -> None:
+        """A call that came with the context runs here."""
+        versions = self._contexts.versions
+        if not versions.active:
+            call()
+            return
+        with versions.call():
+            call()
+
     def send(self, ticket: int, tensor: Tensor, to: Envelope) -> None:
         with self.lock:
             if not self.released:
@@ -228,6 +238,7 @@ class Contexts:
         self.tickets = itertools.count(1)
         self.passes = itertools.count(1)
         self._numbers = itertools.count(secrets.randbits(NUMBER_BITS - 1))
+        self.versions = Versions()
         self._open: dict[int, Context] = {}
         self._ended: dict[int, None] = {}
         self._untold: dict[str, tuple[str, list[int]]] = {}  # by incarnation: name, numbers it has not been told ended

@@ -1,0 +1,149 @@
+"""Several trainers update one model: each has the gradients of the weights that it saw."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from telegrad import autograd
+from telegrad.agent.agent import Agent
+from telegrad.autograd.contexts import Contexts
+from telegrad.optim import DistributedOptimizer
+from telegrad.refs import RRef, remote
+from telegrad.testing import LocalCluster
+
+
+@pytest.fixture
+def transport() -> str:
+    return "memory"
+
+
+class Network(nn.Module):
+    """With layers that save their weights: as they are, as a view, and in the middle of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first = nn.Parameter(torch.randn(4, 4, generator=generator, dtype=torch.float64))
+        self.second = nn.Parameter(torch.randn(4, 4, generator=generator, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x @ self.first).tanh() @ self.second.t() * self.scale).tanh() @ self.first
+
+    def parameter_rrefs(self) -> list[RRef[Any]]:
+        return [RRef(parameter) for parameter in self.parameters()]
+
+    def gradients(self, context_id: int) -> list[Tensor]:
+        found = autograd.get_gradients(context_id)
+        return [found[parameter] for parameter in self.parameters()]
+
+    def spoil(self, x: Tensor) -> Tensor:
+        middle = x @ self.first
+        saved = middle * self.scale
+        middle.add_(1)
+        return saved
+
+
+def gradients_here(x: Tensor, network: Network) -> list[Tensor]:
+    return list(torch.autograd.grad(network(x).sum(), list(network.parameters())))
+
+
+@pytest.fixture
+def w0(cluster: Callable[..., LocalCluster]) -> Agent:
+    return cluster(2)["w0"]
+
+
+def optimizers(network: RRef[Network], count: int) -> list[DistributedOptimizer]:
+    parameters = network.rpc_sync().parameter_rrefs()
+    return [DistributedOptimizer(torch.optim.SGD, parameters, lr=0.5) for _ in range(count)]
+
+
+def train(network: RRef[Network], x: Tensor, between: Callable[[], None]) -> list[Tensor]:
+    """The gradients of a trainer that is interrupted between its forward and its backward pass."""
+    with autograd.context(agent=network._agent) as context_id:
+        loss = network.rpc_sync().forward(x).sum()
+        between()
+        autograd.backward(context_id, [loss])
+        gradients: list[Tensor] = network.rpc_sync().gradients(context_id)
+        return gradients
+
+
+def step(network: RRef[Network], optimizer: DistributedOptimizer, x: Tensor) -> None:
+    token = autograd.current_scope.set(None)  # this thread plays another trainer for a moment
+    try:
+        with autograd.context(agent=network._agent) as context_id:
+            autograd.backward(context_id, [network.rpc_sync().forward(x).sum()])
+            optimizer.step(context_id)
+    finally:
+        autograd.current_scope.reset(token)
+
+
+def test_a_step_between_forward_and_backward_changes_no_gradient(w0: Agent) -> None:
+    network = remote("w1", Network, agent=w0)
+    one, two = optimizers(network, 2)
+    local, x = Network(), torch.randn(3, 4, dtype=torch.float64)
+
+    def disturb() -> None:
+        for optimizer in (two, one, two):
+            step(network, optimizer, x + 1)
+
+    found = train(network, x, disturb)
+    for mine, expected in zip(found, gradients_here(x, local), strict=True):
+        torch.testing.assert_close(mine, expected)
+    for _ in range(3):
+        gradients = gradients_here(x + 1, local)
+        with torch.no_grad():
+            for parameter, gradient in zip(local.parameters(), gradients, strict=True):
+                parameter -= 0.5 * gradient
+    for mine, expected in zip(network.to_here().parameters(), local.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)  # all three steps happened, one after the other
+
+
+def test_one_trainer_pays_nothing(w0: Agent) -> None:
+    network = remote("w1", Network, agent=w0)
+    (alone,) = optimizers(network, 1)
+    before = network.rpc_sync().parameter_rrefs()
+    step(network, alone, torch.ones(1, 4, dtype=torch.float64))
+    addresses = [w0.call("w1", address, each) for each in before]
+    step(network, alone, torch.ones(1, 4, dtype=torch.float64))
+    assert addresses == [w0.call("w1", address, each) for each in before]
+    assert not w0.call("w1", versions_are_active)
+
+
+def test_memory_is_replaced_only_while_somebody_needs_it(w0: Agent) -> None:
+    network = remote("w1", Network, agent=w0)
+    one, two = optimizers(network, 2)
+    parameter = network.rpc_sync().parameter_rrefs()[0]
+    x = torch.ones(1, 4, dtype=torch.float64)
+    step(network, one, x)
+    gc.collect()
+    address_before = w0.call("w1", address, parameter)
+    step(network, two, x)
+    assert w0.call("w1", address, parameter) == address_before
+    train(network, x, lambda: step(network, two, x))
+    assert w0.call("w1", address, parameter) != address_before
+
+
+def test_other_changes_in_place_are_still_found(w0: Agent) -> None:
+    network = remote("w1", Network, agent=w0)
+    optimizers(network, 2)
+    with autograd.context(agent=w0) as context_id:
+        loss = network.rpc_sync().spoil(torch.ones(1, 4, dtype=torch.float64)).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            autograd.backward(context_id, [loss])
+
+
+def address(parameter: RRef[Tensor]) -> int:
+    return parameter.local_value().data_ptr()
+
+
+def versions_are_active() -> bool:
+    agent = autograd.active_agent()
+    assert agent is not None
+    return Contexts.of(agent).versions.active
