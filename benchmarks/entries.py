@@ -19,7 +19,7 @@ class PeerEntry:
         self.name = spec.name
         self.spec = spec
         self.cases = {case.name: case for case in cases if spec.builtin or not case.builtin}
-        self.callers = max((case.callers for case in self.cases.values()), default=1)
+        self.callers = max((case.callers + case.helpers for case in self.cases.values()), default=1)
         self.group: Group | None = Group(spec, self.callers)
         self.versions = self.group.versions
 

@@ -46,18 +46,19 @@ class Group:
 
     def run(self, case: Case, seconds: float) -> dict[str, float]:
         """Measures one case; values of callers that ran at the same time are added up."""
-        with self._awake(case.callers) as workers:
+        with self._awake(case.callers + case.helpers) as workers:
             if case.loop == "idle":
                 return idle(workers, seconds)
             params = dict(case.params)
             if case.callers > 1:
                 params["start_at"] = time.monotonic() + TOGETHER_S
-            answers = ask(workers[1:], CASE_LIMIT_S + 3 * seconds, "measure", case.loop, seconds, params)
+            callers = workers[1 : 1 + case.callers]
+            answers = ask(callers, CASE_LIMIT_S + 3 * seconds, "measure", case.loop, seconds, params)
             return answers[0] if case.callers == 1 else added(answers)
 
     @contextmanager
-    def _awake(self, callers: int) -> Iterator[list[Worker]]:
-        workers = self.workers[: callers + 1]
+    def _awake(self, others: int) -> Iterator[list[Worker]]:
+        workers = self.workers[: others + 1]
         for worker in workers if self.spec.spins else []:
             worker.resume()
         try:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks import training
 from benchmarks.measure import MIN_COPIES, Measured, percentiles, timed
 
 PING_BYTES = 64
@@ -84,4 +85,5 @@ LOOPS: dict[str, Callable[..., Measured]] = {
     "memcpy_threads": memcpy_threads,
     "memcpy_fresh": memcpy_fresh,
     "ping_pong": ping_pong,
+    "digits": training.digits_here,
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import remote
+from benchmarks import remote, training
 from benchmarks.peers.base import CALLEE, Peer
 
 Measured = dict[str, float]
@@ -110,4 +110,6 @@ LOOPS: dict[str, Callable[..., Measured]] = {
     "rate": rate,
     "bandwidth": bandwidth,
     "reference": reference,
+    "backward": training.backward,
+    "digits": training.digits,
 }

@@ -15,6 +15,8 @@ PANELS = {
     "rate": "calls per second (higher is better)",
     "bandwidth": "bandwidth (GB/s, higher is better)",
     "reference": "remote references, microseconds (lower is better)",
+    "backward": "distributed backward pass minus a local one, microseconds (lower is better)",
+    "training": "training with the network on the callee, iterations/s (higher is better)",
 }
 CURVES = {
     "startup": "seconds until every worker is up",
@@ -23,7 +25,11 @@ CURVES = {
     "idle": "cores busy when all are idle",
     "shutdown": "seconds until every worker has left",
 }
-LIMITS = {"latency": ["limit/unix-ping-pong"], "bandwidth": ["limit/memcpy-warm", "limit/memcpy-fresh"]}
+LIMITS = {
+    "training": ["limit/digits"],
+    "latency": ["limit/unix-ping-pong"],
+    "bandwidth": ["limit/memcpy-warm", "limit/memcpy-fresh"],
+}
 GROUP_WIDTH = 0.8
 COLOURS = {"telegrad": "C3", "torch": "C0", "torch-uv": "C9", "moolib": "C2", "ray": "C4", "rpyc": "C1", "bare": "C7"}
 

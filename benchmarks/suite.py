@@ -22,6 +22,7 @@ class Case:
     params: Mapping[str, Any] = field(default_factory=dict)
     higher_is_better: bool = False
     callers: int = 1
+    helpers: int = 0  # workers besides the callee and the callers that are called, too
     builtin: bool = False  # torch-shaped (a torch operator, an RRef): only peers that have such things take part
     machine: bool = False  # a limit of the machine: measured without a peer
 
@@ -47,6 +48,11 @@ def reference(name: str, title: str, use: str) -> Case:
     return Case(f"reference/{name}", title, "us", "reference", {"use": use}, builtin=True)
 
 
+def backward(workers: int) -> Case:
+    title, params = f"backward pass over {workers} workers, minus a local one", {"workers": workers}
+    return Case(f"backward/{workers}-workers", title, "us", "backward", params, helpers=workers - 2, builtin=True)
+
+
 def limit(name: str, title: str, unit: str, loop: str, **params: Any) -> Case:
     return Case(f"limit/{name}", title, unit, loop, params, higher_is_better=unit != "us", machine=True)
 
@@ -68,7 +74,11 @@ CASES = (
     bandwidth("pull", 100, "100 MB from the callee"),
     reference("remote-to-here", "remote() + to_here()", "remote"),
     reference("proxied", "proxied call, rref.rpc_sync().add(1)", "proxied"),
+    backward(2),
+    backward(4),
+    Case("training/digits", "training, network on the callee", "iterations/s", "digits", {}, True, builtin=True),
     Case("idle/cpu", "CPU of one idle caller and callee", "cores", "idle"),
+    limit("digits", "the same training in one process", "iterations/s", "digits"),
     limit("memcpy-warm", "memcpy 100 MB, warm, 1 thread", "GB/s", "memcpy_warm", size=100 * MB),
     limit("memcpy-warm-threads", "memcpy 100 MB, warm, all cores", "GB/s", "memcpy_threads", size=100 * MB),
     limit("memcpy-fresh", "memcpy 100 MB, fresh memory", "GB/s", "memcpy_fresh", size=100 * MB),

@@ -16,7 +16,11 @@ class TorchShaped:
     """A module with the names of `torch.distributed.rpc`, in its default configuration."""
 
     def __init__(self, module: str) -> None:
+        self.module = module
         self.rpc: Any = importlib.import_module(module)
+        package = module.removesuffix(".rpc")
+        self.autograd: Any = importlib.import_module(f"{package}.autograd")
+        self.optimizer: Any = importlib.import_module(f"{package}.optim").DistributedOptimizer
 
     def options(self) -> Any:
         return self.rpc.TensorPipeRpcBackendOptions(init_method="env://", rpc_timeout=TIMEOUT_S)
