@@ -7,6 +7,8 @@ here. Every wait that Telegrad knows of (a nested call, `Future.wait`) brackets 
     try: ...block...
     finally: waiting.resume(role)
 
+A wait that is meant to hold up those behind (back-pressure) uses `hold` and `release` in the same way.
+
 State: one role per thread, changed only by that thread. No locks. Threads of the user have no role and pay nothing.
 """
 
@@ -19,6 +21,8 @@ from typing import Protocol
 class Role(Protocol):
     def pause(self) -> None: ...
     def resume(self) -> None: ...
+    def hold(self) -> None: ...
+    def release(self) -> None: ...
 
 
 class _Local(threading.local):
@@ -28,9 +32,15 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def take(role: Role | None) -> None:
-    """From now on, this thread plays `role`."""
-    _local.role = role
+def take(role: Role | None) -> Role | None:
+    """From now on, this thread plays `role`. Returns the one that it played before."""
+    before, _local.role = _local.role, role
+    return before
+
+
+def role() -> Role | None:
+    """What this thread plays."""
+    return _local.role
 
 
 def pause() -> Role | None:
@@ -44,3 +54,16 @@ def pause() -> Role | None:
 def resume(role: Role | None) -> None:
     if role is not None:
         role.resume()
+
+
+def hold() -> Role | None:
+    """Call before blocking on purpose: nobody takes over what this thread does. Ended by `release`."""
+    role = _local.role
+    if role is not None:
+        role.hold()
+    return role
+
+
+def release(role: Role | None) -> None:
+    if role is not None:
+        role.release()

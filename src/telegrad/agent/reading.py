@@ -121,6 +121,12 @@ class ReadLoop:
                 self._blocked()
         self._threads.start(lambda: self._read(epoch))
 
+    def pin(self, epoch: int, pinned: bool) -> None:
+        """The thread of `epoch` blocks on purpose, if it still holds the reading; or it goes on."""
+        with self._lock:
+            if self._epoch == epoch:
+                self.pinned = pinned
+
     def tick(self) -> bool:
         """The clock looks in: has the reader been inside one frame since the last time?"""
         serial, busy, epoch = self._serial, self._busy, self._epoch
@@ -145,3 +151,9 @@ class _Reader:
 
     def resume(self) -> None:
         return  # another thread reads now; this one ends after its call
+
+    def hold(self) -> None:
+        self._loop.pin(self._epoch, True)
+
+    def release(self) -> None:
+        self._loop.pin(self._epoch, False)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Protocol, TypeVar
 
 import torch.futures
@@ -37,6 +38,7 @@ from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Fra
 F = TypeVar("F", bound=Callable[..., Any])
 
 ASYNC_MARK = "_wrapped_async_rpc_function"
+_SERVED_MARK = "_runs_for_peers"
 _INTERNAL_MARK = "_internal_to_telegrad"
 
 _SLOW = 0.002  # seconds: a function that takes longer is run by the executor
@@ -49,12 +51,30 @@ _now = time.perf_counter
 
 
 class Later:
-    """What a function returns whose value is that of a future: like `async_execution`, decided call by call."""
+    """What a function returns whose value is that of a future: like `async_execution`, decided call by call.
 
-    __slots__ = ("future",)
+    `given_up()` is called if the caller no longer waits: it cancelled, its deadline passed, or it is gone.
+    """
 
-    def __init__(self, future: torch.futures.Future[Any]) -> None:
+    __slots__ = ("future", "given_up")
+
+    def __init__(self, future: torch.futures.Future[Any], given_up: Callable[[], None] | None = None) -> None:
         self.future = future
+        self.given_up = given_up
+
+
+def serve_as(function: Function, served: Function) -> None:
+    """When a peer calls `function`, run `served` instead. It may answer with `Later`; `function` itself may not."""
+    setattr(function, _SERVED_MARK, served)
+
+
+def as_served(function: Function) -> Function:
+    """What runs when a peer calls `function`, which may be a bound method."""
+    served = getattr(function, _SERVED_MARK, None)
+    if served is None:
+        return function
+    instance = getattr(function, "__self__", None)
+    return served if instance is None else MethodType(served, instance)
 
 
 _trusted: set[Any] = set()
@@ -82,12 +102,13 @@ def internal(function: F) -> F:
 class Target:
     """A function that peers call here, and how long it takes."""
 
-    __slots__ = ("answers_later", "function", "internal", "must_run", "name", "seconds")
+    __slots__ = ("answers_later", "function", "internal", "must_run", "name", "run", "seconds")
 
     def __init__(self, function: Function) -> None:
         self.function = function
+        self.run = as_served(function)
         self.name = describe(function)
-        self.answers_later = getattr(function, ASYNC_MARK, None) is not None
+        self.answers_later = getattr(self.run, ASYNC_MARK, None) is not None
         self.internal = hasattr(function, _INTERNAL_MARK)
         self.must_run = bool(getattr(function, "must_run", False))  # even if its caller no longer waits
         self.seconds = -1.0  # a moving average; negative: never run
@@ -216,7 +237,10 @@ class Inbound:
                 self._cancelled.add(call)
             return
         self._active.discard(call)
-        if isinstance(waiting, Future) and waiting.leave() and waiting.is_call:
+        if type(waiting) is Later:
+            if waiting.given_up is not None:
+                waiting.given_up()
+        elif isinstance(waiting, Future) and waiting.leave() and waiting.is_call:
             waiting.cancel()  # not a promise of the user's: the next caller may be given the same one
 
     def _target(self, frame: Frame) -> Target | None:
@@ -266,7 +290,7 @@ class Inbound:
         try:
             target, args, kwargs = self._open(frame, target)
             started = _now()
-            value = target.function(*args, **kwargs)
+            value = target.run(*args, **kwargs)
             target.took(_now() - started)
             del args, kwargs
             if target.answers_later or type(value) is Later:

@@ -163,6 +163,12 @@ class Executor:
         with self._lock:
             self._active += 1
 
+    def hold(self) -> None:
+        return  # its place stays taken, which is what back-pressure means here
+
+    def release(self) -> None:
+        return
+
     def close(self) -> None:
         """Forget the calls that have not begun and let nobody wait for room."""
         with self._lock:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from telegrad.agent.serving import ASYNC_MARK, Later, trusted
+from telegrad.agent.serving import ASYNC_MARK, Later, as_served, trusted
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.refs.keeper import Keeper, owner_keeper
@@ -63,10 +63,11 @@ def create(function: Callable[..., Any], owner: str, key: Key, args: tuple[Any, 
     books = keeper.books
     entry = books.find(key) if key.creator == owner else books.create(key)
     try:
-        value = function(*args, **kwargs)
+        run = as_served(function)
+        value = run(*args, **kwargs)
         if type(value) is Later:
             value = value.future
-        elif getattr(function, ASYNC_MARK, None) is None:
+        elif getattr(run, ASYNC_MARK, None) is None:
             entry.value._settle(value, None)
             books.settle(entry)
             return None

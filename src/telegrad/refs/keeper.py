@@ -192,6 +192,7 @@ def with_object(owner: str, key: Key, run: Callable[[Keeper, Any], Any]) -> Any:
     if value.done():
         return run(keeper, value.wait())
     result: Future[Any] = Future()
+    later = Later(result)
 
     def complete(done: Any) -> None:
         try:
@@ -206,10 +207,11 @@ def with_object(owner: str, key: Key, run: Callable[[Keeper, Any], Any]) -> Any:
             result._settle(None, error)
             return
         if type(outcome) is Later:
+            later.given_up = outcome.given_up
             outcome.future.add_done_callback(complete)
         else:
             result._settle(outcome, None)
 
     context = contextvars.copy_context()  # of the call: its scope, for one
     value.add_done_callback(lambda _: keeper.agent.threads.start(lambda: context.run(run_now)))
-    return Later(result)
+    return later

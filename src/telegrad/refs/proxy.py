@@ -10,7 +10,7 @@ import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from telegrad.agent.serving import ASYNC_MARK, Later, trusted
+from telegrad.agent.serving import ASYNC_MARK, Later, as_served, trusted
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.refs.keeper import Keeper, with_object
@@ -39,8 +39,9 @@ class Method:
         function = getattr(target, self._name)
         if not keeper.agent.allowed(getattr(function, "__func__", function)):
             raise UsageError(f"worker {keeper.agent.name!r} serves only registered functions; {self._name} is not one")
-        outcome = function(*args, **kwargs)
-        return Later(outcome) if getattr(function, ASYNC_MARK, None) is not None else outcome
+        run = as_served(function)
+        outcome = run(*args, **kwargs)
+        return Later(outcome) if getattr(run, ASYNC_MARK, None) is not None else outcome
 
     def __reduce__(self) -> tuple[Callable[[str], Method], tuple[str]]:
         return method, (self._name,)
