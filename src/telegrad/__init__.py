@@ -12,6 +12,7 @@ from telegrad import autograd, errors, nn, optim, rpc
 from telegrad.agent.agent import Agent, expose
 from telegrad.agent.current import current_agent, current_caller, current_deadline
 from telegrad.agent.membership import WorkerInfo
+from telegrad.batching import batched
 from telegrad.config import Config
 from telegrad.deadline import Deadline
 from telegrad.futures import Future
@@ -25,6 +26,7 @@ __all__ = [
     "Future",
     "WorkerInfo",
     "autograd",
+    "batched",
     "current_agent",
     "current_caller",
     "current_deadline",

@@ -6,6 +6,7 @@
     ├── WorkersFailed        several workers failed at one thing; `failures` holds all their errors, by name
     ├── CallTimeout          the deadline of a call passed               (also TimeoutError)
     ├── CallCancelled        somebody cancelled the call                 (also concurrent.futures.CancelledError)
+    ├── QueueFull            too many calls of a batched function wait already
     ├── PeerLost             the worker died, left or cannot be reached  (also ConnectionError)
     │   └── GroupBroken      a barrier or gather could not be completed; `missing` names who was not there
     ├── JoinError            a worker could not join its group
@@ -95,6 +96,10 @@ class CallTimeout(TelegradError, TimeoutError):
 
 class CallCancelled(TelegradError, concurrent.futures.CancelledError):
     """The call was cancelled."""
+
+
+class QueueFull(TelegradError):
+    """Too many calls wait already, and the function was told to refuse more."""
 
 
 class PeerLost(TelegradError, ConnectionError):

@@ -20,6 +20,7 @@ EXAMPLES: list[Exception] = [
     errors.RemoteError("échec", type_name="lib.Odd", traceback_text="Traceback ...", peer="w1"),
     errors.CallTimeout("late", peer="w1", call="f"),
     errors.CallCancelled("stopped", peer="w1", call="f"),
+    errors.QueueFull("busy", peer="w1", call="f"),
     errors.PeerLost("gone", peer="w1", call="f", last_words="out of memory"),
     errors.GroupBroken("incomplete", missing=["w1", "w2"]),
     errors.WorkersFailed("2 workers failed", failures={}),

@@ -1,0 +1,195 @@
+"""`batched`: the decorator, and `Batching`, what it knows of the function.
+
+The calls of a method wait in a queue that belongs to its object, those of a plain function in one that belongs to the
+agent; both are held weakly, so that neither is kept alive.
+
+State of a `Batching`: `_queues` by the identity of their owner, added to under `_lock`, removed when the owner dies.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+import torch
+
+from telegrad.agent.current import active_agent, local
+from telegrad.agent.serving import ASYNC_MARK, Later, serve_as
+from telegrad.batching.entries import Entry
+from telegrad.batching.execution import Work
+from telegrad.batching.figures import Figures, Statistics
+from telegrad.batching.options import Options
+from telegrad.batching.queue import Queue
+from telegrad.errors import UsageError
+from telegrad.wire.callables import Function, describe
+
+if TYPE_CHECKING:
+    from telegrad.agent.agent import Agent
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Batching:
+    """The batching of one function: `function.batching`."""
+
+    def __init__(self, function: Function, options: Options) -> None:
+        self.options = options
+        self.wrapper: Function = function
+        self._function = function
+        self._queues: dict[int, tuple[weakref.ref[Any], Queue]] = {}
+        self._receivers: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+        self._receiver: type | None = None  # the last one that was
+        self._past = Figures()  # of queues that are gone
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Batching of {describe(self._function)}: {self.statistics()}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Where a function goes by value, its options go with it; the queues stay."""
+        return Batching, (self._function, self.options), {"wrapper": self.wrapper}
+
+    def statistics(self, of: object = None) -> Statistics:
+        """What was counted so far: for one object or agent, or (None) for all."""
+        if of is not None:
+            queue = self._queue(of)
+            return queue.figures.snapshot(len(queue))
+        total, waiting = Figures(), 0
+        total.merge(self._past)
+        for _, queue in list(self._queues.values()):
+            total.merge(queue.figures)
+            waiting += len(queue)
+        return total.snapshot(waiting)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """What the decorated function does when it is called directly: it waits for its result."""
+        outcome = self.serve(*args, **kwargs)
+        if type(outcome) is not Later:
+            return outcome
+        if getattr(self.wrapper, ASYNC_MARK, None) is not None:
+            return outcome.future
+        deadline = local.deadline
+        try:
+            return outcome.future.result(None if deadline is None else max(deadline.left(), 0))  # type: ignore[attr-defined]
+        except BaseException:
+            assert outcome.given_up is not None
+            outcome.given_up()
+            raise
+
+    def serve(self, *args: Any, **kwargs: Any) -> Any:
+        """What it does when a peer calls it: no thread waits."""
+        agent = active_agent()
+        receiver, rest = (args[:1], args[1:]) if args and self._receives(args[0]) else ((), args)
+        caller = local.caller or threading.get_ident()
+        queue = self._queue(receiver[0] if receiver else agent)
+        if queue.starts_alone(agent, caller):
+            return queue.run_alone(receiver, rest, kwargs)
+        entry = Entry(agent, caller, local.deadline, receiver, rest, kwargs)
+        if self.options.priority is not None:
+            entry.priority = self.options.priority(*args, **kwargs)
+        return queue.enter(entry)
+
+    def _receives(self, first: Any) -> bool:
+        """Is this first argument the object (or class) whose method the function is?"""
+        kind = type(first)
+        if kind is self._receiver:
+            return True
+        if kind is torch.Tensor:
+            return False
+        if isinstance(first, type):
+            return any(getattr(value, "__func__", None) is self.wrapper for value in _attributes(first))
+        known = self._receivers.get(kind)
+        if known is None:
+            known = self._receivers[kind] = any(value is self.wrapper for value in _attributes(kind))
+        if known:
+            self._receiver = kind
+        return known
+
+    def _queue(self, owner: Agent | object | None) -> Queue:
+        if owner is None:
+            owner = self
+        found = self._queues.get(id(owner))
+        if found is not None and found[0]() is owner:
+            return found[1]
+        with self._lock:
+            found = self._queues.get(id(owner))
+            if found is None or found[0]() is not owner:
+                found = self._queues[id(owner)] = self._watch(owner), self._make()
+        return found[1]
+
+    def _make(self) -> Queue:
+        answers_later = getattr(self.wrapper, ASYNC_MARK, None) is not None
+        return Queue(Work(self._function, self.options, answers_later), self.options)
+
+    def _watch(self, owner: object) -> weakref.ref[Any]:
+        key, me = id(owner), weakref.ref(self)
+
+        def forget(gone: weakref.ref[Any]) -> None:
+            batching = me()
+            found = None if batching is None else batching._queues.get(key)
+            if batching is not None and found is not None and found[0] is gone:
+                del batching._queues[key]
+                batching._past.merge(found[1].figures)
+
+        try:
+            return weakref.ref(owner, forget)
+        except TypeError:
+            raise UsageError(
+                f"{describe(self._function)} is batched per object, and a {type(owner).__name__} cannot be referred to "
+                "weakly: add '__weakref__' to its __slots__"
+            ) from None
+
+
+def _attributes(kind: type) -> list[Any]:
+    return [value for each in kind.__mro__ for value in vars(each).values()]
+
+
+@overload
+def batched(function: F, /) -> F: ...
+@overload
+def batched(
+    *,
+    max_size: int = 64,
+    max_wait: float | None = None,
+    min_size: int | Literal["all"] = 1,
+    pad_to: Sequence[int] = (),
+    max_queue: int | None = None,
+    when_full: Literal["wait", "reject"] = "wait",
+    priority: Callable[..., float] | None = None,
+    retry_alone: bool = True,
+) -> Callable[[F], F]: ...
+def batched(function: Any = None, /, **settings: Any) -> Any:
+    """Run calls that come at the same time together; their callers notice nothing.
+
+    The function gets the arguments of all calls stacked and returns a result for each. A batch of at most `max_size`
+    calls starts when the one before is over; `docs/batching.md` explains the settings.
+
+    >>> import torch
+    >>> @batched(max_size=32)
+    ... def double(x: torch.Tensor) -> torch.Tensor:
+    ...     return 2 * x  # of shape [n, ...]
+    >>> double(torch.tensor([1, 2]))
+    tensor([2, 4])
+    >>> double.batching.statistics().sizes
+    {1: 1}
+    """
+    if function is None:
+        return functools.partial(batched, **settings)
+    if isinstance(function, staticmethod | classmethod):
+        return type(function)(batched(function.__func__, **settings))
+    if not callable(function):
+        raise UsageError(f"batched takes a function, not {type(function).__name__}")
+    options = Options(**{**settings, "pad_to": tuple(settings.get("pad_to", ()))})
+    batching = Batching(function, options)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return batching.call(*args, **kwargs)
+
+    batching.wrapper = call
+    call.batching = batching  # type: ignore[attr-defined]
+    serve_as(call, batching.serve)
+    return call

@@ -1,0 +1,148 @@
+"""Running a batch: stack the calls, run the function, split its result.
+
+What comes out is one outcome per call; an exception in a call's place is what its caller gets. If a batch raises, each
+of its calls runs again alone (unless `retry_alone` is off), so that one bad input fails nobody else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from telegrad.batching.entries import Entry, current_scope
+from telegrad.batching.options import Options
+from telegrad.batching.stacking import shape_of, split, stack
+from telegrad.errors import UsageError
+from telegrad.wire.callables import Function, describe
+
+Finish = Callable[[list[Any]], None]
+
+
+class Work:
+    """A function that takes batches."""
+
+    def __init__(self, function: Function, options: Options, answers_later: bool) -> None:
+        self.name = describe(function)
+        self.answers_later = answers_later  # it returns a future
+        self._function = function
+        self._options = options
+
+    def run_one(self, receiver: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call that runs alone, where its caller is; raises what the function raises."""
+        rows = self._options.padded(1) if self._options.pad_to else 1
+        args = tuple([_alone(value, rows) for value in args])
+        if kwargs:
+            kwargs = {name: _alone(value, rows) for name, value in kwargs.items()}
+        value = self._function(*receiver, *args, **kwargs)
+        (outcome,) = split(value, 1, self.name, rows)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def run(self, batch: list[Entry]) -> list[Any]:
+        """The outcome of each call."""
+        try:
+            value = self._call(batch)
+        except Exception as error:
+            if not self._retries(batch):
+                return self._blame(batch, error)
+            return [self._run_again(entry, len(batch), error) for entry in batch]
+        return self._split(value, batch)
+
+    def begin(self, batch: list[Entry], finish: Finish) -> None:
+        """For a function that returns a future: `finish` is called with the outcomes when it completes."""
+        try:
+            future = self._call(batch)
+            if not isinstance(future, torch._C.Future):
+                raise UsageError(
+                    f"{self.name} must return a torch.futures.Future, but returned {type(future).__name__}"
+                )
+        except Exception as error:
+            self._begin_again(batch, error, finish)
+            return
+
+        def complete(done: torch.futures.Future[Any]) -> None:
+            try:
+                value = done.value()
+            except Exception as error:
+                self._begin_again(batch, error, finish)
+            else:
+                finish(self._split(value, batch))
+
+        future.add_done_callback(complete)
+
+    def _call(self, batch: list[Entry]) -> Any:
+        scope = batch[0].scope
+        if scope == current_scope():
+            return self._call_in_scope(batch)
+        grad, inference = scope
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return self._call_in_scope(batch)
+
+    def _call_in_scope(self, batch: list[Entry]) -> Any:
+        first = batch[0]
+        args_shape, kwargs_shape = first.shape or first.find_shape()
+        if self._options.pad_to:
+            batch = batch + [batch[-1]] * (self._options.padded(len(batch)) - len(batch))
+        args = [stack([entry.args[i] for entry in batch], shape) for i, shape in enumerate(args_shape)]
+        if not kwargs_shape:
+            return self._function(*first.receiver, *args)
+        kwargs = {name: stack([entry.kwargs[name] for entry in batch], shape) for name, shape in kwargs_shape}
+        return self._function(*first.receiver, *args, **kwargs)
+
+    def _split(self, value: Any, batch: list[Entry]) -> list[Any]:
+        try:
+            return split(value, len(batch), self.name, self._options.padded(len(batch)))
+        except Exception as error:
+            return [error] * len(batch)
+
+    def _retries(self, batch: list[Entry]) -> bool:
+        return len(batch) > 1 and self._options.retry_alone
+
+    def _blame(self, batch: list[Entry], error: Exception) -> list[Any]:
+        if len(batch) > 1:
+            _add_note(error, f"{self.name} raised this for a batch of {len(batch)} calls, of which this was one.")
+        return [error] * len(batch)
+
+    def _run_again(self, entry: Entry, size: int, error: Exception) -> Any:
+        return self._explain(self.run([entry])[0], size, error)
+
+    def _begin_again(self, batch: list[Entry], error: Exception, finish: Finish) -> None:
+        if not self._retries(batch):
+            finish(self._blame(batch, error))
+            return
+        outcomes: list[Any] = [None] * len(batch)
+        missing = [len(batch)]
+        lock = threading.Lock()
+
+        def collect(index: int, outcome: Any) -> None:
+            outcomes[index] = self._explain(outcome, len(batch), error)
+            with lock:
+                missing[0] -= 1
+                last = not missing[0]
+            if last:
+                finish(outcomes)
+
+        for index, entry in enumerate(batch):
+            self.begin([entry], lambda outcome, index=index: collect(index, outcome[0]))  # type: ignore[misc]
+
+    def _explain(self, outcome: Any, size: int, error: Exception) -> Any:
+        if isinstance(outcome, Exception):
+            _add_note(
+                outcome,
+                f"{self.name} raised {type(error).__name__} for a batch of {size} calls; "
+                "this call was run again alone, and raised this.",
+            )
+        return outcome
+
+
+def _alone(value: Any, rows: int) -> Any:
+    return value.unsqueeze(0) if type(value) is torch.Tensor and rows == 1 else stack([value] * rows, shape_of(value))
+
+
+def _add_note(error: Exception, note: str) -> None:
+    """As `BaseException.add_note`, which Python 3.10 does not have; it travels with the attributes."""
+    error.__dict__.setdefault("__notes__", []).append(note)

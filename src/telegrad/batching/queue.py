@@ -1,0 +1,368 @@
+"""`Queue`: the calls of one batched function that wait, and whose turn it is.
+
+A call that finds nobody waiting and nothing running runs at once, on the thread that brought it. Otherwise it waits: in
+the `Company` that gathers until enough are there, if there is such a rule, then in the `Line` of those it can run with.
+The thread that brings the last one that was needed runs the batch; what gathers meanwhile runs next, on a thread of the
+agent. One batch runs at a time, but a batch that blocks in a wait we know of (a nested call) lets the next one run, so
+that batched functions may call each other, and themselves, in circles.
+
+State, under `_lock`: `_company`, `_lines`, `_count` (calls in both), `_running` (batches that are not in such a wait),
+`_alarm` (the earliest moment for which a timer is set), `_expired` (calls to be told that they are late). Whoever
+raises `_running` from 0 calls `_follow` in the end. A call is completed by whoever took it out, never under the lock.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from telegrad import waiting
+from telegrad.agent.serving import Later
+from telegrad.batching import hosts
+from telegrad.batching.company import company_for
+from telegrad.batching.entries import Entry
+from telegrad.batching.execution import Work
+from telegrad.batching.figures import Figures
+from telegrad.batching.lines import Line
+from telegrad.batching.options import Options
+from telegrad.batching.turns import Turn, playing
+from telegrad.errors import CallTimeout, PeerLost, QueueFull
+
+if TYPE_CHECKING:
+    from telegrad.agent.agent import Agent
+
+_SLOW = 0.002  # seconds: a batch that takes longer does not run on a thread that reads a connection
+_now = time.monotonic
+
+
+class Queue:
+    def __init__(self, work: Work, options: Options) -> None:
+        self.figures = Figures()
+        self._work = work
+        self._options = options
+        self._company = company_for(options)
+        self._lines: dict[Hashable, Line] = {}
+        self._count = 0
+        self._running = 0
+        self._alarm = math.inf
+        self._seconds = 0.0  # that a batch takes, a moving average
+        self._expired: list[Entry] = []
+        self._agent: Agent | None = None
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+
+    def __repr__(self) -> str:
+        return f"<Queue of {self._work.name}: {self._count} wait, {self._running} running>"
+
+    def __len__(self) -> int:
+        return self._count
+
+    def starts_alone(self, agent: Agent | None, caller: str | int) -> bool:
+        """A call arrives. May it run at once, by itself? Then the thread that brought it calls `run_alone`."""
+        if agent is not self._agent:
+            self._meet(agent)
+        if self._seconds > _SLOW and waiting.role() is not None:
+            return False
+        with self._lock:
+            if self._running or self._count or self._work.answers_later:
+                return False
+            if self._company is not None and not self._company.suffices(caller):
+                return False
+            self._running = 1
+            return True
+
+    def run_alone(self, receiver: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call that nobody else is concerned with. Raises what the function raises."""
+        turn = Turn(self)
+        turn.outer = waiting.take(turn)
+        started, failed = _now(), 1
+        try:
+            result = self._work.run_one(receiver, args, kwargs)
+            failed = 0
+            return result
+        finally:
+            waiting.take(turn.outer)
+            self._took(1, failed, _now() - started)
+            batch = self._follow()
+            if batch:
+                self._start(batch)
+
+    def enter(self, entry: Entry) -> Any:
+        """A call that does not run at once: its result, or a `Later`. Raises what the function raises."""
+        here = self._seconds < _SLOW or waiting.role() is None
+        batch = self._push(entry)
+        if here and batch:
+            outcome = self._run(batch, own=entry)
+            self._start(self._follow())
+            if outcome is not None:
+                return outcome.get()
+        else:
+            self._start(batch)
+        assert entry.future is not None
+        return Later(entry.future, lambda: self._give_up(entry))
+
+    def lost(self, name: str) -> None:
+        """A worker is gone: its calls leave, and nobody waits for it."""
+        with self._lock:
+            if self._company is not None:
+                self._company.lost(name)
+            gone = self._remove(lambda entry: entry.caller == name)
+            batch = self._next()
+        for entry in gone:
+            entry.settle(PeerLost(f"worker {name!r} was lost while its call waited", peer=name))
+        self._start(batch)
+
+    def close(self, agent: Agent) -> None:
+        """An agent closes: what waits for it will not be sent."""
+        with self._lock:
+            gone = self._remove(lambda entry: entry.agent is agent)
+            if self._agent is agent:
+                self._agent = None
+        for entry in gone:
+            entry.settle(PeerLost(f"worker {agent.name!r} has left the group", peer=agent.name))
+
+    def pause(self) -> None:
+        """The running batch is about to block: it may wait for what a call that waits here would do."""
+        self._start(self._follow())
+
+    def resume(self) -> None:
+        with self._lock:
+            self._running += 1
+
+    # Arriving and leaving
+
+    def _meet(self, agent: Agent | None) -> None:
+        """The first call through this agent, or the first since one through another."""
+        if agent is not None:
+            agent.service(hosts.Desk).add(self)
+            self._agent = agent
+
+    def _push(self, entry: Entry) -> list[Entry]:
+        """Queue a call; the batch that may start now, if there is one."""
+        entry.prepare()  # may fail, so not under the lock
+        while True:
+            with self._lock:
+                if self._has_room():
+                    self._add(entry)
+                    batch = self._next()
+                    self._set_alarm()
+                    break
+            self._wait_for_room(entry)
+        if self._expired:
+            self._tell_expired()
+        if self._company is not None and self._company.newcomers:
+            self._check_newcomers()
+        return batch
+
+    def _add(self, entry: Entry) -> None:
+        entry.queued = True
+        self._count += 1
+        if self._company is None:
+            self._line(entry.bucket).add(entry)
+            return
+        if self._running or len(self._company):
+            self._company.overlapped(entry.caller)
+        self._company.add(entry, 2 * self._seconds)
+
+    def _check_newcomers(self) -> None:
+        """A call may be read after its caller was found to be lost: such a caller must not be waited for."""
+        assert self._company is not None
+        while self._company.newcomers:
+            name = self._company.newcomers.pop()
+            if self._agent is not None and not hosts.is_connected(self._agent, name):
+                self.lost(name)
+
+    def _has_room(self) -> bool:
+        limit = self._options.max_queue
+        if limit is None or self._count < limit:
+            return True
+        if self._options.when_full == "wait":
+            return False
+        self.figures.rejected += 1
+        raise QueueFull(f"{self._count} calls of {self._work.name} wait already", call=self._work.name)
+
+    def _wait_for_room(self, entry: Entry) -> None:
+        """Hold up the thread that brings calls, so that the caller feels it."""
+        limit, deadline = self._options.max_queue or 0, entry.deadline
+        role = waiting.hold()
+        try:
+            with self._lock:
+                timeout = None if deadline is None else max(deadline.left(), 0)
+                in_time = self._room.wait_for(lambda: self._count < limit, timeout)
+        finally:
+            waiting.release(role)
+        if not in_time:
+            raise self._too_late()
+
+    def _give_up(self, entry: Entry) -> None:
+        """The caller no longer waits."""
+        with self._lock:
+            if self._remove_one(entry):
+                self.figures.given_up += 1
+
+    def _remove(self, matches: Callable[[Entry], bool]) -> list[Entry]:
+        entries = [] if self._company is None else self._company.entries()
+        for line in self._lines.values():
+            entries += line.entries()
+        return [entry for entry in entries if matches(entry) and self._remove_one(entry)]
+
+    def _remove_one(self, entry: Entry) -> bool:
+        if not entry.queued:
+            return False
+        entry.queued = False
+        self._count -= 1
+        if self._company is not None and entry in self._company:
+            self._company.remove(entry)
+        else:
+            line = self._lines[entry.bucket]
+            line.left()
+            if not len(line):
+                del self._lines[entry.bucket]
+        self._room.notify()
+        return True
+
+    # Whose turn it is; all under the lock
+
+    def _next(self) -> list[Entry]:
+        """If nothing runs: the batch that does now. Empty if there is none."""
+        if self._running:
+            return []
+        now = _now()
+        if self._company is not None and self._company.ready(now):
+            for entry in self._company.release(now):
+                self._line(entry.bucket).add(entry)
+        while self._lines:
+            batch = self._cut(now)
+            if batch:
+                self._running = 1
+                return batch
+        return []
+
+    def _cut(self, now: float) -> list[Entry]:
+        """Take calls that can run together out of the lines, less those that are too late."""
+        lines = self._lines
+        bucket = min(lines, key=lambda each: lines[each].rank()) if len(lines) > 1 else next(iter(lines))
+        taken = lines[bucket].take(self._options.max_size)
+        if not len(lines[bucket]):
+            del lines[bucket]
+        self._count -= len(taken)
+        self._room.notify(len(taken))
+        batch = []
+        for entry in taken:
+            entry.queued = False
+            if entry.expired(now):
+                self.figures.expired += 1
+                self._expired.append(entry)
+            else:
+                self.figures.queue_time.add(now - entry.arrived)
+                batch.append(entry)
+        return batch
+
+    def _line(self, bucket: Hashable) -> Line:
+        line = self._lines.get(bucket)
+        if line is None:
+            line = self._lines[bucket] = Line()
+        return line
+
+    def _set_alarm(self) -> None:
+        """Make sure that a wait with an end does end. One timer at a time: it looks again when it rings."""
+        if self._company is not None and not self._running and self._company.until < self._alarm:
+            self._alarm = self._company.until
+            hosts.at(self._agent, self._alarm, self._ring)
+
+    def _ring(self) -> None:
+        """Runs on the clock, without the lock."""
+        with self._lock:
+            self._alarm = math.inf
+            batch = self._next()
+            self._set_alarm()
+        self._start(batch)
+
+    # Running
+
+    def _start(self, batch: list[Entry]) -> None:
+        if batch or self._expired:
+            hosts.start(self._agent, lambda: self._run_all(batch))
+
+    def _run_all(self, batch: list[Entry]) -> None:
+        """On a thread of its own: run batches until nobody waits."""
+        while batch:
+            self._run(batch)
+            batch = self._follow()
+        self._tell_expired()
+
+    def _run(self, batch: list[Entry], own: Entry | None = None) -> Outcome | None:
+        """Run a batch and answer its calls, except `own` if it is one of them: its outcome is returned."""
+        if self._work.answers_later:
+            self._begin(batch)
+            return None
+        started = _now()
+        try:
+            with playing(Turn(self), batch):
+                outcomes = self._work.run(batch)
+        except BaseException as error:  # the thread is being ended; the calls are answered all the same
+            outcomes = [error] * len(batch)
+        self._took(len(batch), _failures(outcomes), _now() - started)
+        mine = None
+        for entry, outcome in zip(batch, outcomes, strict=True):
+            if entry is own:
+                mine = Outcome(outcome)
+            else:
+                entry.settle(outcome)
+        return mine
+
+    def _begin(self, batch: list[Entry]) -> None:
+        """Run a batch of a function that returns a future. With that it is over; the calls are answered later."""
+        started = _now()
+
+        def finish(outcomes: list[Any]) -> None:
+            self._took(len(batch), _failures(outcomes), _now() - started)
+            for entry, outcome in zip(batch, outcomes, strict=True):
+                entry.settle(outcome)
+
+        with playing(Turn(self), batch):
+            self._work.begin(batch, finish)
+
+    def _took(self, size: int, failed: int, seconds: float) -> None:
+        known = self._seconds
+        self._seconds = seconds if not known else known + (seconds - known) * 0.25
+        self.figures.ran(size, failed, seconds)
+
+    def _follow(self) -> list[Entry]:
+        """A batch is over: the next one, which the caller has to run or start."""
+        with self._lock:
+            self._running -= 1
+            if not self._count:
+                return []
+            batch = self._next()
+            self._set_alarm()
+        return batch
+
+    # Too late
+
+    def _tell_expired(self) -> None:
+        with self._lock:
+            expired, self._expired = self._expired, []
+        for entry in expired:
+            entry.settle(self._too_late())
+
+    def _too_late(self) -> CallTimeout:
+        return CallTimeout(f"the deadline passed while the call of {self._work.name} waited", call=self._work.name)
+
+
+class Outcome(NamedTuple):
+    """What came out of a call on the thread that brought it."""
+
+    value: Any
+
+    def get(self) -> Any:
+        if isinstance(self.value, BaseException):
+            raise self.value
+        return self.value
+
+
+def _failures(outcomes: list[Any]) -> int:
+    return sum(isinstance(outcome, BaseException) for outcome in outcomes)
