@@ -371,7 +371,8 @@ def owned_model() -> Model:
     return current_agent()._test_model  # type: ignore[union-attr,no-any-return]
 
 
-def test_those_who_call_are_waited_for_and_the_dead_are_not(workers: LocalCluster, log: Log) -> None:
+@pytest.mark.parametrize("how", ["dies", "leaves"])
+def test_those_who_call_are_waited_for_while_they_are_there(workers: LocalCluster, log: Log, how: str) -> None:
     first, second, _ = from_everybody(workers, log, "together")
     assert answers([first(tensor(1))]) == [[2]]  # nobody else is known
     together = [second(tensor(2))]
@@ -381,7 +382,7 @@ def test_those_who_call_are_waited_for_and_the_dead_are_not(workers: LocalCluste
     assert [len(batch) for batch in log.entries] == [1, 2]
     left = first(tensor(4))
     waiting(Model.together, 1)
-    workers.kill("w2")
+    workers["w2"].abort() if how == "dies" else workers["w2"].close()
     assert answers([left]) == [[8]]
     assert answers([first(tensor(5))]) == [[10]]
 
@@ -468,12 +469,29 @@ def test_a_call_whose_deadline_passes_in_the_queue_does_not_run(log: Log, gate: 
 
 
 def test_companions_are_waited_for_no_longer_than_told(workers: LocalCluster) -> None:
-    for number in range(6):  # the first few wait to see who else is there, then this one knows that it is alone
-        assert workers["w0"].call("w1", patient, number) == number
-    statistics = patient.batching.statistics(workers["w1"])
-    assert statistics.sizes == {1: 6}
-    assert statistics.queue_time.count == 3
-    assert statistics.queue_time.total >= 3 * 0.01
+    waited = []
+    while True:  # the first few wait to see who else is there, then this caller knows that it is alone
+        assert workers["w0"].call("w1", patient, 7) == 7
+        waited.append(patient.batching.statistics(workers["w1"]).queue_time.count)
+        if waited[-1:] == waited[-2:-1]:
+            break
+    assert waited[:3] == [1, 2, 3]
+    assert patient.batching.statistics(workers["w1"]).queue_time.total >= 3 * 0.01
+
+
+def test_a_wait_ends_even_if_the_agent_whose_clock_was_to_end_it_closes(
+    cluster: Clusters, log: Log, in_background: Any
+) -> None:
+    workers, model = cluster(2), Model(log)
+    for name in ("w0", "w1"):  # the model belongs to w1; the test calls it directly
+        workers[name]._test_model = model  # type: ignore[attr-defined]
+    remote("w1", owned_model, agent=workers["w0"]).rpc_async().unhurried(tensor(0))
+    waiting(Model.unhurried, 1)
+    direct = in_background(model.unhurried, tensor(1))
+    waiting(Model.unhurried, 2)
+    workers["w1"].close()
+    assert direct.result(PATIENCE).tolist() == [2]
+    assert log.entries == [[[1]]]
 
 
 @batched(max_wait=0.01)

@@ -116,7 +116,7 @@ def test_attributes_that_were_set_later_travel_too() -> None:
 
 
 def test_the_examples_carry_the_attributes_that_the_docstrings_promise() -> None:
-    remote, lost, broken = EXAMPLES[2], EXAMPLES[5], EXAMPLES[6]
+    remote, lost, broken = EXAMPLES[2], EXAMPLES[6], EXAMPLES[7]
     assert isinstance(remote, errors.RemoteError)
     assert (remote.type_name, remote.traceback_text, remote.peer) == ("lib.Odd", "Traceback ...", "w1")
     assert isinstance(lost, errors.PeerLost)

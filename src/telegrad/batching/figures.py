@@ -1,6 +1,7 @@
 """What is counted about a batched function.
 
-State of `Figures`: changed under the lock of its queue, read by anybody; a snapshot may be off by the call in progress.
+State of `Figures`: changed by the thread that runs a batch or holds the lock of the queue, read by anybody. Two batches
+may overlap while one of them waits for a nested call; then a count may be lost, nothing more.
 """
 
 from __future__ import annotations

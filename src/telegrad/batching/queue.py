@@ -120,7 +120,8 @@ class Queue:
         with self._lock:
             gone = self._remove(lambda entry: entry.agent is agent)
             if self._agent is agent:
-                self._agent = None
+                self._agent, self._alarm = None, math.inf  # its clock no longer rings
+                self._set_alarm()
         for entry in gone:
             entry.settle(PeerLost(f"worker {agent.name!r} has left the group", peer=agent.name))
 
