@@ -18,13 +18,16 @@ import pytest
 import telegrad
 
 ROOT = Path(__file__).parent.parent
-PAGES = [page for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md") if (ROOT / page).exists()]
+PAGES = [
+    page for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/batching.md") if (ROOT / page).exists()
+]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LEARNED: dict[str, tuple[str, Callable[[str], bool]]] = {  # the last of these figures shows that a model learned
     "pipeline.py": (r"accuracy ([\d.]+)", lambda accuracy: float(accuracy) > 0.85),
     "language_model.py": (r"perplexity ([\d.]+)", lambda perplexity: float(perplexity) < 9),
     "ddp_embedding.py": (r"trainers: ([\d.]+)", lambda accuracy: float(accuracy) > 0.8),
 }
+ARGUMENTS = {"cartpole.py": ["--observers", "2", "--episodes", "6"]}  # it runs; that it learns takes longer
 MODULES = ["telegrad", *(module.name for module in pkgutil.walk_packages(telegrad.__path__, "telegrad."))]
 
 
@@ -74,7 +77,7 @@ def test_the_readme_shows_code_that_runs() -> None:
 def test_examples(example: Path) -> None:
     path = os.pathsep.join([str(Path(telegrad.__path__[0]).parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-W", "error::ResourceWarning", str(example)],
+        [sys.executable, "-W", "error::ResourceWarning", str(example), *ARGUMENTS.get(example.name, [])],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -1,0 +1,183 @@
+"""CartPole with one policy and many observers, whose calls are batched.
+
+    pip install telegrad[examples]
+    python examples/cartpole.py                        # learns to balance the pole, within a minute or two on 2 cores
+    python examples/cartpole.py --observers 10 --plot cartpole.png
+    python examples/cartpole.py --no-batch             # one forward pass per step, to compare
+
+Each observer is a process with an environment of its own; it asks the learner's policy what to do, step by step. The
+learner updates the policy by REINFORCE after every round, in which each observer plays one episode. All that batching
+takes is the decorator on `Learner.act`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import multiprocessing
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import telegrad
+from telegrad.refs import RRef, remote
+
+SOLVED = 195.0  # mean reward of the last 100 episodes
+GAMMA = 0.99
+
+
+class Learner:
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.policy = nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 2))
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=5e-3)
+
+    @telegrad.batched(max_wait=0.001)
+    def act(self, states: torch.Tensor) -> list[float]:
+        """For each of n observers: the probability with which it should push to the right."""
+        with torch.no_grad():
+            return self.policy(states).softmax(1)[:, 1].tolist()  # type: ignore[no-any-return]
+
+    def act_unbatched(self, state: torch.Tensor) -> float:
+        with torch.no_grad():
+            return float(self.policy(state).softmax(0)[1])
+
+    def learn(self, episodes: Sequence[Episode]) -> None:
+        """One step of REINFORCE, with the returns of the round normalised."""
+        states, actions, returns = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*episodes, strict=True))
+        advantages = (returns - returns.mean()) / (returns.std() + 1e-6)
+        log_probs = self.policy(states).log_softmax(1).gather(1, actions.unsqueeze(1)).squeeze(1)
+        self.optimizer.zero_grad()
+        (-log_probs * advantages).mean().backward()
+        self.optimizer.step()
+
+
+Episode = tuple[np.ndarray, np.ndarray, np.ndarray]  # states, actions and returns, step by step
+
+
+class Observer:
+    def __init__(self, learner: RRef[Learner], batch: bool, seed: int) -> None:
+        self.env = gymnasium.make("CartPole-v1")
+        self.env.reset(seed=seed)
+        self.random = np.random.default_rng(seed)
+        self.act = learner.rpc_sync().act if batch else learner.rpc_sync().act_unbatched
+
+    def play(self) -> Episode:
+        """One episode."""
+        state, _ = self.env.reset()
+        states, actions, rewards = [], [], []
+        ended = False
+        while not ended:
+            action = int(self.random.random() < self.act(torch.from_numpy(state)))
+            states.append(state)
+            actions.append(action)
+            state, reward, terminated, truncated, _ = self.env.step(action)
+            rewards.append(float(reward))
+            ended = terminated or truncated
+        return np.stack(states), np.array(actions), _returns(rewards)
+
+
+def _returns(rewards: list[float]) -> np.ndarray:
+    returns, following = np.zeros(len(rewards), dtype=np.float32), 0.0
+    for step in reversed(range(len(rewards))):
+        returns[step] = following = rewards[step] + GAMMA * following
+    return returns
+
+
+def observe(name: str, port: int, ready: Any, stop: Any) -> None:
+    """The process of an observer: it does what the learner asks for, until told to stop."""
+    torch.set_num_threads(1)
+    with telegrad.Agent(name, store=dist.TCPStore("127.0.0.1", port, is_master=False)):
+        ready.release()
+        stop.wait()
+
+
+def train(agent: telegrad.Agent, options: argparse.Namespace) -> list[float]:
+    """Play and learn until the pole is balanced; the reward of each episode."""
+    learner = Learner(options.seed)
+    reference = RRef(learner, agent=agent)
+    observers = [
+        remote(_name(number), Observer, (reference, not options.no_batch, options.seed + number), agent=agent)
+        for number in range(options.observers)
+    ]
+    rewards: list[float] = []
+    last: collections.deque[float] = collections.deque(maxlen=100)
+    while len(rewards) < options.episodes and not (len(last) == 100 and np.mean(last) > SOLVED):
+        started = time.perf_counter()
+        episodes = [future.wait() for future in [observer.rpc_async(0).play() for observer in observers]]
+        seconds = time.perf_counter() - started
+        learner.learn(episodes)
+        lengths = [float(len(actions)) for _, actions, _ in episodes]
+        rewards += lengths
+        last.extend(lengths)
+        size = Learner.act.batching.statistics().mean_size
+        print(
+            f"\repisode {len(rewards):5}   reward {np.mean(lengths):5.1f}   mean of the last {len(last):3}: "
+            f"{np.mean(last):5.1f}   {sum(lengths) / seconds:6.0f} steps/s   batches of {size:4.1f}  ",
+            end="" if sys.stdout.isatty() else "\n",
+            flush=True,
+        )
+    print(f"\n{'solved' if np.mean(last) > SOLVED else 'stopped'} after {len(rewards)} episodes")
+    return rewards
+
+
+def plot(rewards: list[float], path: str) -> None:
+    import matplotlib.pyplot as plt  # noqa: PLC0415  # only who wants a plot needs it
+
+    means = [np.mean(rewards[max(end - 100, 0) : end]) for end in range(1, len(rewards) + 1)]
+    plt.plot(rewards, ".", markersize=3, alpha=0.4, label="reward of an episode")
+    plt.plot(means, label="mean of the last 100")
+    plt.axhline(SOLVED, color="grey", linestyle="--", label="solved")
+    plt.xlabel("episode")
+    plt.legend()
+    plt.savefig(path, dpi=120)
+    print(f"plot in {path}")
+
+
+def _name(number: int) -> str:
+    return f"observer{number}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Balance a pole with one policy and many observers.")
+    parser.add_argument("--observers", type=int, default=8)
+    parser.add_argument("--episodes", type=int, default=3000, help="stop after so many, solved or not")
+    parser.add_argument("--seed", type=int, default=543)
+    parser.add_argument("--no-batch", action="store_true", help="one call, one forward pass")
+    parser.add_argument("--plot", metavar="FILE", help="where to save a plot of the rewards")
+    options = parser.parse_args(argv)
+
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("spawn")
+    ready, stop = context.Semaphore(0), context.Event()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    processes = [
+        context.Process(target=observe, args=(_name(number), store.port, ready, stop), daemon=True)
+        for number in range(options.observers)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for _ in processes:
+            if not ready.acquire(timeout=60):
+                raise TimeoutError("an observer did not start")
+        with telegrad.Agent("learner", store=store) as agent:
+            rewards = train(agent, options)
+    finally:
+        stop.set()
+        for process in processes:
+            process.join()
+    if options.plot:
+        plot(rewards, options.plot)
+    return 0 if len(rewards) >= options.episodes or np.mean(rewards[-100:]) > SOLVED else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
