@@ -13,10 +13,11 @@ import torch.distributed.rpc as torch_rpc
 import telegrad
 import telegrad.rpc
 
-PACKAGES = ["telegrad", "telegrad.cli", "telegrad.refs", "telegrad.rpc"]
+PACKAGES = ["telegrad", "telegrad.autograd", "telegrad.batching", "telegrad.cli", "telegrad.refs", "telegrad.rpc"]
 MODULES = [
     "telegrad.compat",
     "telegrad.nn",
+    "telegrad.optim",
     "telegrad.profiling",
     "telegrad.rpc.api",
     "telegrad.rpc.backend_registry",
