@@ -22,7 +22,7 @@ from telegrad.batching.entries import Entry
 from telegrad.batching.execution import Work
 from telegrad.batching.figures import Figures, Statistics
 from telegrad.batching.options import Options
-from telegrad.batching.queue import Queue
+from telegrad.batching.queue import NOT_ALONE, Queue
 from telegrad.errors import UsageError
 from telegrad.wire.callables import Function, describe
 
@@ -82,11 +82,16 @@ class Batching:
     def serve(self, *args: Any, **kwargs: Any) -> Any:
         """What it does when a peer calls it: no thread waits."""
         agent = active_agent()
-        receiver, rest = (args[:1], args[1:]) if args and self._receives(args[0]) else ((), args)
+        if args and (type(args[0]) is self._receiver or self._receives(args[0])):
+            receiver, rest = args[:1], args[1:]
+            queue = self._queue(args[0])
+        else:
+            receiver, rest = (), args
+            queue = self._queue(agent)
         caller = local.caller or threading.get_ident()
-        queue = self._queue(receiver[0] if receiver else agent)
-        if queue.starts_alone(agent, caller):
-            return queue.run_alone(receiver, rest, kwargs)
+        result = queue.run_alone(agent, caller, receiver, rest, kwargs)
+        if result is not NOT_ALONE:
+            return result
         entry = Entry(agent, caller, local.deadline, receiver, rest, kwargs)
         if self.options.priority is not None:
             entry.priority = self.options.priority(*args, **kwargs)
@@ -95,8 +100,6 @@ class Batching:
     def _receives(self, first: Any) -> bool:
         """Is this first argument the object (or class) whose method the function is?"""
         kind = type(first)
-        if kind is self._receiver:
-            return True
         if kind is torch.Tensor:
             return False
         if isinstance(first, type):

@@ -29,15 +29,22 @@ class Work:
         self.answers_later = answers_later  # it returns a future
         self._function = function
         self._options = options
+        self._rows_for_one = options.padded(1)
 
     def run_one(self, receiver: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call that runs alone, where its caller is; raises what the function raises."""
-        rows = self._options.padded(1) if self._options.pad_to else 1
-        args = tuple([_alone(value, rows) for value in args])
+        rows = self._rows_for_one
+        batch = [
+            value.unsqueeze(0) if rows == 1 and type(value) is torch.Tensor else _repeat(value, rows) for value in args
+        ]
         if kwargs:
-            kwargs = {name: _alone(value, rows) for name, value in kwargs.items()}
-        value = self._function(*receiver, *args, **kwargs)
-        (outcome,) = split(value, 1, self.name, rows)
+            value = self._function(*receiver, *batch, **{name: _repeat(each, rows) for name, each in kwargs.items()})
+        else:
+            value = self._function(*receiver, *batch)
+        if rows == 1 and type(value) is list and len(value) == 1:
+            outcome = value[0]
+        else:
+            (outcome,) = split(value, 1, self.name, rows)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -139,8 +146,8 @@ class Work:
         return outcome
 
 
-def _alone(value: Any, rows: int) -> Any:
-    return value.unsqueeze(0) if type(value) is torch.Tensor and rows == 1 else stack([value] * rows, shape_of(value))
+def _repeat(value: Any, rows: int) -> Any:
+    return stack([value] * rows, shape_of(value))
 
 
 def _add_note(error: Exception, note: str) -> None:

@@ -10,7 +10,7 @@ import collections
 from dataclasses import dataclass, field
 
 
-@dataclass
+@dataclass(slots=True)
 class Times:
     """Seconds spent: all together, the longest, and how many were measured."""
 
@@ -62,39 +62,55 @@ class Statistics:
 class Figures:
     """The counters of one queue."""
 
-    __slots__ = ("batch_time", "expired", "failed", "given_up", "queue_time", "rejected", "sizes")
+    __slots__ = ("_batch_time", "_sizes", "alone", "expired", "failed", "given_up", "queue_time", "rejected")
 
     def __init__(self) -> None:
-        self.sizes: collections.Counter[int] = collections.Counter()
+        self._sizes: collections.Counter[int] = collections.Counter()
+        self._batch_time = Times()
+        self.alone = Times()  # of calls that ran at once, by themselves; apart, since a lone caller pays for counting
         self.queue_time = Times()
-        self.batch_time = Times()
         self.failed = self.given_up = self.expired = self.rejected = 0
 
     @property
+    def sizes(self) -> dict[int, int]:
+        sizes = self._sizes.copy()
+        if self.alone.count:
+            sizes[1] += self.alone.count
+        return dict(sorted(sizes.items()))
+
+    @property
     def calls(self) -> int:
-        return sum(size * count for size, count in list(self.sizes.items()))
+        return sum(size * count for size, count in self.sizes.items())
+
+    @property
+    def batches(self) -> int:
+        return sum(self.sizes.values())
 
     def ran(self, size: int, failed: int, seconds: float) -> None:
-        self.sizes[size] += 1
+        self._sizes[size] += 1
+        self._batch_time.add(seconds)
         self.failed += failed
-        self.batch_time.add(seconds)
 
     def merge(self, other: Figures) -> None:
-        self.sizes.update(other.sizes)
-        self.queue_time.merge(other.queue_time)
-        self.batch_time.merge(other.batch_time)
+        self._sizes.update(other._sizes)
+        for name in ("_batch_time", "alone", "queue_time"):
+            getattr(self, name).merge(getattr(other, name))
         for name in ("failed", "given_up", "expired", "rejected"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def snapshot(self, waiting: int) -> Statistics:
+        queue_time, batch_time = Times(), Times()
+        queue_time.merge(self.queue_time)
+        batch_time.merge(self._batch_time)
+        batch_time.merge(self.alone)
         return Statistics(
-            self.calls,
-            waiting,
-            dict(sorted(self.sizes.items())),
-            Times(self.queue_time.total, self.queue_time.longest, self.queue_time.count),
-            Times(self.batch_time.total, self.batch_time.longest, self.batch_time.count),
-            self.failed,
-            self.given_up,
-            self.expired,
-            self.rejected,
+            calls=self.calls,
+            waiting=waiting,
+            sizes=self.sizes,
+            queue_time=queue_time,
+            batch_time=batch_time,
+            failed=self.failed,
+            given_up=self.given_up,
+            expired=self.expired,
+            rejected=self.rejected,
         )

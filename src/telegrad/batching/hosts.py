@@ -52,7 +52,7 @@ class Desk:
         queues = self.queues()
         return {
             "batched calls": sum(queue.figures.calls for queue in queues),
-            "batches": sum(queue.figures.sizes.total() for queue in queues),
+            "batches": sum(queue.figures.batches for queue in queues),
             "batched calls waiting": sum(len(queue) for queue in queues),
         }
 

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 _SLOW = 0.002  # seconds: a batch that takes longer does not run on a thread that reads a connection
 _now = time.monotonic
 
+Args = tuple[Any, ...]
+NOT_ALONE = object()
+
 
 class Queue:
     def __init__(self, work: Work, options: Options) -> None:
@@ -60,35 +63,43 @@ class Queue:
     def __len__(self) -> int:
         return self._count
 
-    def starts_alone(self, agent: Agent | None, caller: str | int) -> bool:
-        """A call arrives. May it run at once, by itself? Then the thread that brought it calls `run_alone`."""
+    def run_alone(
+        self, agent: Agent | None, caller: str | int, receiver: Args, args: Args, kwargs: dict[str, Any]
+    ) -> Any:
+        """A call arrives: its result if it may run at once, by itself, else `NOT_ALONE`.
+
+        This is what a lone caller pays for batching, so it is written to cost little.
+        """
         if agent is not self._agent:
             self._meet(agent)
         if self._seconds > _SLOW and waiting.role() is not None:
-            return False
+            return NOT_ALONE
         with self._lock:
             if self._running or self._count or self._work.answers_later:
-                return False
+                return NOT_ALONE
             if self._company is not None and not self._company.suffices(caller):
-                return False
+                return NOT_ALONE
             self._running = 1
-            return True
-
-    def run_alone(self, receiver: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call that nobody else is concerned with. Raises what the function raises."""
         turn = Turn(self)
         turn.outer = waiting.take(turn)
-        started, failed = _now(), 1
+        started = _now()
         try:
-            result = self._work.run_one(receiver, args, kwargs)
-            failed = 0
-            return result
+            return self._work.run_one(receiver, args, kwargs)
+        except BaseException:
+            self.figures.failed += 1
+            raise
         finally:
             waiting.take(turn.outer)
-            self._took(1, failed, _now() - started)
-            batch = self._follow()
-            if batch:
-                self._start(batch)
+            seconds = _now() - started
+            with self._lock:
+                self._running -= 1
+                self._seconds += (seconds - self._seconds) * 0.25
+                self.figures.alone.add(seconds)
+                batch = self._next() if self._count else None
+                if self._company is not None:
+                    self._set_alarm()
+            if batch or self._expired:
+                self._start(batch or [])
 
     def enter(self, entry: Entry) -> Any:
         """A call that does not run at once: its result, or a `Later`. Raises what the function raises."""
@@ -328,8 +339,7 @@ class Queue:
             self._work.begin(batch, finish)
 
     def _took(self, size: int, failed: int, seconds: float) -> None:
-        known = self._seconds
-        self._seconds = seconds if not known else known + (seconds - known) * 0.25
+        self._seconds += (seconds - self._seconds) * 0.25
         self.figures.ran(size, failed, seconds)
 
     def _follow(self) -> list[Entry]:

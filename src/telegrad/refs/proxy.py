@@ -39,9 +39,11 @@ class Method:
         function = getattr(target, self._name)
         if not keeper.agent.allowed(getattr(function, "__func__", function)):
             raise UsageError(f"worker {keeper.agent.name!r} serves only registered functions; {self._name} is not one")
-        run = as_served(function)
-        outcome = run(*args, **kwargs)
-        return Later(outcome) if getattr(run, ASYNC_MARK, None) is not None else outcome
+        served = as_served(function)
+        outcome = served(*args, **kwargs)
+        if served is not function:
+            return outcome  # it says itself whether it answers later
+        return Later(outcome) if getattr(function, ASYNC_MARK, None) is not None else outcome
 
     def __reduce__(self) -> tuple[Callable[[str], Method], tuple[str]]:
         return method, (self._name,)
