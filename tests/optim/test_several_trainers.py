@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from telegrad import autograd
+from telegrad import autograd, current_agent
 from telegrad.agent.agent import Agent
+from telegrad.agent.scope import current_scope
 from telegrad.autograd.contexts import Contexts
 from telegrad.optim import DistributedOptimizer
 from telegrad.refs import RRef, remote
@@ -75,13 +76,13 @@ def train(network: RRef[Network], x: Tensor, between: Callable[[], None]) -> lis
 
 
 def step(network: RRef[Network], optimizer: DistributedOptimizer, x: Tensor) -> None:
-    token = autograd.current_scope.set(None)  # this thread plays another trainer for a moment
+    token = current_scope.set(None)  # this thread plays another trainer for a moment
     try:
         with autograd.context(agent=network._agent) as context_id:
             autograd.backward(context_id, [network.rpc_sync().forward(x).sum()])
             optimizer.step(context_id)
     finally:
-        autograd.current_scope.reset(token)
+        current_scope.reset(token)
 
 
 def test_a_step_between_forward_and_backward_changes_no_gradient(w0: Agent) -> None:
@@ -144,6 +145,6 @@ def address(parameter: RRef[Tensor]) -> int:
 
 
 def versions_are_active() -> bool:
-    agent = autograd.active_agent()
+    agent = current_agent()
     assert agent is not None
     return Contexts.of(agent).versions.active

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from telegrad.agent.scope import Scope, current_scope
 from telegrad.batching.stacking import Shape, shape_of
 from telegrad.deadline import Deadline
 from telegrad.errors import TelegradError
@@ -16,12 +18,27 @@ from telegrad.futures import Future
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
-Scope = tuple[bool, bool]
+
+class Surroundings(NamedTuple):
+    """What a caller has set around its call and the function sees."""
+
+    grad: bool
+    inference: bool
+    scope: Scope | None  # its autograd context, for one
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        token = current_scope.set(self.scope)
+        try:
+            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
+                yield
+        finally:
+            current_scope.reset(token)
 
 
-def current_scope() -> Scope:
-    """What a caller has set around its call that the function sees: calls of different scopes are never mixed."""
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+def surroundings() -> Surroundings:
+    """Those of the running call. Calls with different ones are never mixed."""
+    return Surroundings(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current_scope.get())
 
 
 class Entry:
@@ -38,8 +55,8 @@ class Entry:
         "priority",
         "queued",
         "receiver",
-        "scope",
         "shape",
+        "surroundings",
     )
 
     def __init__(
@@ -65,14 +82,14 @@ class Entry:
     def prepare(self) -> None:
         """Find out what a call that has to wait needs."""
         self.arrived = time.monotonic()
-        self.scope = current_scope()
+        self.surroundings = surroundings()
         self.shape = self.find_shape()
         self.future = Future()
 
     @property
     def bucket(self) -> Hashable:
         """Equal for calls that may run together; once it is prepared."""
-        return self.shape, self.scope
+        return self.shape, self.surroundings
 
     def find_shape(self) -> tuple[Shape, Shape]:
         args = tuple([shape_of(value) for value in self.args])

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from telegrad.batching.entries import Entry, current_scope
+from telegrad.batching.entries import Entry, surroundings
 from telegrad.batching.options import Options
 from telegrad.batching.stacking import shape_of, split, stack
 from telegrad.errors import UsageError
@@ -82,14 +82,13 @@ class Work:
         future.add_done_callback(complete)
 
     def _call(self, batch: list[Entry]) -> Any:
-        scope = batch[0].scope
-        if scope == current_scope():
-            return self._call_in_scope(batch)
-        grad, inference = scope
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-            return self._call_in_scope(batch)
+        theirs = batch[0].surroundings
+        if theirs == surroundings():
+            return self._call_here(batch)
+        with theirs.restored():
+            return self._call_here(batch)
 
-    def _call_in_scope(self, batch: list[Entry]) -> Any:
+    def _call_here(self, batch: list[Entry]) -> Any:
         first = batch[0]
         args_shape, kwargs_shape = first.shape or first.find_shape()
         if self._options.pad_to:

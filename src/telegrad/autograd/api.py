@@ -1,0 +1,119 @@
+"""The calls of `torch.distributed.autograd`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from telegrad.agent.current import active_agent
+from telegrad.agent.scope import current_scope
+from telegrad.autograd import engine
+from telegrad.autograd.contexts import NUMBER_BITS, Context, Contexts, current_context, find_context
+from telegrad.errors import UsageError
+
+if TYPE_CHECKING:
+    from contextvars import Token
+
+    from telegrad.agent.agent import Agent
+    from telegrad.agent.scope import Scope
+
+__all__ = ["backward", "context", "get_gradients", "is_available"]
+
+
+def is_available() -> bool:
+    """Distributed autograd works wherever Telegrad does."""
+    return True
+
+
+class context:  # as torch spells it
+    """Calls made in this block, and calls that those make in turn, are noted for a backward pass.
+
+    Entering it gives the id that `backward`, `get_gradients` and `DistributedOptimizer.step` want. Gradients live in
+    the context, not in `.grad`, and end with it, on all workers.
+    """
+
+    def __init__(self, *, agent: Agent | None = None) -> None:
+        self._agent = agent
+        self._context: Context | None = None
+        self._token: Token[Scope | None] | None = None
+
+    def __enter__(self) -> int:
+        agent = self._agent or active_agent()
+        if agent is None:
+            raise UsageError("RPC has not been initialized: call telegrad.rpc.init_rpc first, or pass agent=")
+        if current_context() is not None:
+            raise UsageError(
+                "Already have an autograd context id for this thread; contexts do not nest. Leave the block of the one "
+                "before you enter another"
+            )
+        self._context = Contexts.of(agent).begin()
+        self._token = current_scope.set(self._context)
+        return self._context.number
+
+    def __exit__(self, *_: object) -> None:
+        if self._context is not None and self._token is not None:
+            current_scope.reset(self._token)
+            Contexts.of(self._context.agent).end(self._context.number)
+            self._context = self._token = None
+
+
+def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
+    """Compute the gradients of the sum of `roots` (scalars) for every leaf on every worker, into the context.
+
+    Returns when all workers are done. With `retain_graph`, the same graph can be used again.
+    """
+    if not isinstance(context_id, int) or not isinstance(roots, list | tuple):
+        raise TypeError(
+            "backward(): incompatible function arguments: it takes the id of a context and a list of tensors, not "
+            f"{type(context_id).__name__} and {type(roots).__name__}"
+        )
+    found = find_context(context_id)
+    _check_roots(roots)
+    engine.run(found, roots, retain_graph)
+
+
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """The gradients on this worker, by leaf."""
+    found = find_context(context_id)
+    with found.lock:
+        return dict(found.gradients)
+
+
+def _check_roots(roots: Sequence[Tensor]) -> None:
+    if not roots:
+        raise UsageError("No tensors provided for gradient computation.")
+    for number, root in enumerate(roots):
+        if not isinstance(root, Tensor):
+            raise TypeError(f"incompatible function arguments: root {number} is a {type(root).__name__}, not a tensor")
+        if not root.requires_grad:
+            raise UsageError(f"requires_grad not set on root {number}: it does not depend on anything with a gradient")
+        if root.numel() != 1:
+            raise UsageError(f"root {number} of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar")
+        if root.grad_fn is None:
+            raise UsageError(f"root {number} does not have a valid gradient function: nothing was computed")
+
+
+# What clients and tests of torch.distributed.autograd reach for beneath the public names.
+
+
+def _current_context() -> Context:
+    found = current_context()
+    if found is None:
+        raise UsageError("Current thread doesn't have a valid autograd context. Wrap your code in autograd.context()")
+    return found
+
+
+def _retrieve_context(context_id: int) -> Context:
+    return find_context(context_id)
+
+
+def _is_valid_context(context_id: int) -> None:
+    find_context(context_id)
+
+
+def _get_max_id() -> int:
+    agent = active_agent()
+    rank = 0 if agent is None else agent.me.rank
+    return (rank << NUMBER_BITS) | ((1 << NUMBER_BITS) - 1)
