@@ -1,6 +1,6 @@
 """`DistributedOptimizer`: a `torch.optim.Optimizer` whose parameters live on other workers.
 
-Each worker that owns some of the parameters holds a `Part`: an ordinary optimizer over those. What the trainer sets in
+Each worker that owns some of the parameters holds a part: an ordinary optimizer over those. What the trainer sets in
 `param_groups` (a learning-rate scheduler, for one) goes to the parts with the next step.
 
 Several trainers may train the same parameters, each with an optimizer of its own. Steps on one worker happen one after
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedOptimizer"]
 
-Options = dict[str, Any]
+_Options = dict[str, Any]
 
 
 class _Turn:
@@ -47,12 +47,12 @@ class _Share(NamedTuple):
     """The parameters of one group that live on one worker."""
 
     group: int
-    options: Options
+    options: _Options
     numbers: list[int]  # among all parameters of the optimizer
     parameters: list[RRef[Tensor]]
 
 
-class Part:
+class _Part:
     """The optimizer of those parameters that live on this worker."""
 
     def __init__(self, agent: Agent, make: Callable[[list[dict[str, Any]]], Optimizer], shares: list[_Share]) -> None:
@@ -83,13 +83,13 @@ class Part:
             self._versions.share(taken["params"])
 
     @trusted
-    def options(self) -> tuple[Options, dict[int, Options]]:
+    def options(self) -> tuple[_Options, dict[int, _Options]]:
         """The defaults of the optimizer, and the options of its groups by number."""
         groups = zip(self._groups, self._optimizer.param_groups, strict=True)
         return self._optimizer.defaults, {number: _options(group) for number, group in groups}
 
     @trusted
-    def step(self, context_id: int | None, changed: dict[int, Options]) -> None:
+    def step(self, context_id: int | None, changed: dict[int, _Options]) -> None:
         with self._turn.lock:
             self._set(changed)
             parameters = self._parameters
@@ -151,7 +151,7 @@ class Part:
             return {self._numbers[place]: value for place, value in state.items()}
 
     @trusted
-    def load(self, state: dict[int, Any], options: dict[int, Options]) -> None:
+    def load(self, state: dict[int, Any], options: dict[int, _Options]) -> None:
         with self._turn.lock:
             places = {number: place for place, number in enumerate(self._numbers)}
             groups = self._optimizer.state_dict()["param_groups"]
@@ -160,19 +160,19 @@ class Part:
             local = {places[number]: value for number, value in state.items() if number in places}
             self._optimizer.load_state_dict({"state": local, "param_groups": groups})
 
-    def _set(self, changed: dict[int, Options]) -> None:
+    def _set(self, changed: dict[int, _Options]) -> None:
         for number, group in zip(self._groups, self._optimizer.param_groups, strict=True):
             group.update(changed.get(number, {}))
 
 
 @trusted
 def _make_part(
-    optimizer_class: Callable[..., Optimizer], shares: list[_Share], args: tuple[Any, ...], kwargs: Options
-) -> RRef[Part]:
+    optimizer_class: Callable[..., Optimizer], shares: list[_Share], args: tuple[Any, ...], kwargs: _Options
+) -> RRef[_Part]:
     agent = active_agent()
     if agent is None:
         raise InternalError("a part of an optimizer was to be made outside a worker")
-    return RRef(Part(agent, lambda groups: optimizer_class(groups, *args, **kwargs), shares), agent=agent)
+    return RRef(_Part(agent, lambda groups: optimizer_class(groups, *args, **kwargs), shares), agent=agent)
 
 
 class DistributedOptimizer(Optimizer):
@@ -205,9 +205,9 @@ class DistributedOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         self._make = optimizer_class, args, kwargs
-        self._parts: dict[str, RRef[Part]] = {}  # by owner
+        self._parts: dict[str, RRef[_Part]] = {}  # by owner
         self._count = 0
-        self._known: list[Options] = []  # what the parts know of each group's options
+        self._known: list[_Options] = []  # what the parts know of each group's options
         groups = list(params_rref)
         if not groups:
             raise UsageError("optimizer got an empty parameter list")
@@ -224,7 +224,7 @@ class DistributedOptimizer(Optimizer):
         return f"{type(self).__name__} of {self._make[0].__name__} on {owners}: {super().__repr__()}"  # type: ignore[attr-defined]
 
     @property
-    def remote_optimizers(self) -> list[RRef[Part]]:
+    def remote_optimizers(self) -> list[RRef[_Part]]:
         """References to the parts, one per worker that owns parameters."""
         return list(self._parts.values())
 
@@ -336,14 +336,14 @@ class DistributedOptimizer(Optimizer):
             else:
                 made[owner] = self._agent.start(owner, _make_part, (optimizer_class, owned, args, kwargs))
         self._parts.update(_gather(made))
-        self._options: dict[int, Options] = {}
+        self._options: dict[int, _Options] = {}
         for defaults, options in self._everywhere("options").values():
-            self._defaults: Options = defaults
+            self._defaults: _Options = defaults
             self._options.update(options)
 
-    def _changes(self) -> dict[int, Options]:
+    def _changes(self) -> dict[int, _Options]:
         """Options that were set here since the parts last heard of them."""
-        changes: dict[int, Options] = {}
+        changes: dict[int, _Options] = {}
         for number, (group, known) in enumerate(zip(self.param_groups, self._known, strict=True)):
             changed = {name: value for name, value in _options(group).items() if not _same(known, name, value)}
             if changed:
@@ -361,7 +361,7 @@ class DistributedOptimizer(Optimizer):
         return _gather(calls)
 
 
-def _options(group: dict[str, Any]) -> Options:
+def _options(group: dict[str, Any]) -> _Options:
     return {name: _copied(value) for name, value in group.items() if name != "params"}
 
 
@@ -369,7 +369,7 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _same(known: Options, name: str, value: Any) -> bool:
+def _same(known: _Options, name: str, value: Any) -> bool:
     if name not in known:
         return False
     return bool(torch.equal(known[name], value)) if isinstance(value, Tensor) else bool(known[name] == value)
