@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STOP_LIMIT_S = 20.0
 LOG_LINES = 40
 DUMP_S = 0.5
+PROGRAM = "import {}, runpy; runpy.run_module('benchmarks.worker', run_name='__main__')"
 PR_SET_PDEATHSIG = 1
 
 
@@ -33,12 +34,13 @@ class WorkerLost(Exception):
 class Worker:
     """One child process and the pipe to it. Not thread-safe: one thread owns it."""
 
-    def __init__(self, python: str, log: Path) -> None:
+    def __init__(self, python: str, log: Path, package: str = "torch") -> None:
+        """`package` is the first thing that the process imports, as a program written for it would."""
         self.log = log
         self.pipe, theirs = Pipe()
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [python, "-m", "benchmarks.worker", str(theirs.fileno())],
+                [python, "-c", PROGRAM.format(package), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

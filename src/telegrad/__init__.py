@@ -8,6 +8,10 @@
 6
 """
 
+from telegrad import idling as _idling  # noqa: F401  # first: importing torch, below, loads what reads its setting
+
+# isort: split
+
 from telegrad import autograd, errors, nn, optim, rpc
 from telegrad.agent.agent import Agent, expose
 from telegrad.agent.current import current_agent, current_caller, current_deadline
