@@ -1,0 +1,461 @@
+"""Gradients through remote calls are those of the same computation in one process, always."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from telegrad import autograd
+from telegrad.agent.agent import Agent
+from telegrad.errors import CallCancelled, CallTimeout, UsageError
+from telegrad.nn import RemoteModule
+from telegrad.refs import RRef, remote
+from telegrad.testing import LocalCluster
+from tests.autograd import functions
+from tests.autograd.functions import (
+    alone,
+    assert_equal,
+    everything,
+    here,
+    kept,
+    new_leaf,
+    weigh,
+    weigh_along,
+    weight,
+    weights,
+)
+from tests.local.gates import PATIENCE, Gate
+
+
+@pytest.fixture
+def w0(workers: LocalCluster) -> Agent:
+    return workers["w0"]
+
+
+# The ways that tensors go
+
+
+def test_a_chain_that_comes_back_to_its_beginning(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call("w1", weigh_along, ["w0", "w2", "w1"], x)
+        autograd.backward(context_id, [y.sum()])
+        found = everything(workers, context_id, x)
+    expected = alone(weight("w1", weight("w2", weight("w0", weight("w1", x)))).sum(), x)
+    assert_equal(found, expected)
+
+
+def test_a_call_to_oneself(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call("w0", weigh, w0.call("w0", weigh, x) * x)
+        autograd.backward(context_id, [y.sum()])
+        found = everything(workers, context_id, x)
+    assert_equal(found, alone(weight("w0", weight("w0", x) * x).sum(), x))
+
+
+def test_a_diamond(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        top = w0.call("w1", weigh, x)
+        left, right = w0.submit("w2", weigh, top), w0.submit("w3", weigh, top)
+        y = w0.call("w1", weigh, left.wait() + right.wait())
+        autograd.backward(context_id, [(y * top).sum()])
+        found = everything(workers, context_id, x)
+
+    def compute() -> Tensor:
+        top = weight("w1", x)
+        return (weight("w1", weight("w2", top) + weight("w3", top)) * top).sum()
+
+    assert_equal(found, alone(compute(), x))
+
+
+def test_a_worker_that_waits_for_what_its_own_gradient_leads_to(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call("w1", functions.weigh_and_return_to, "w2", x)
+        z = w0.call("w2", functions.weigh_and_return_to, "w1", y + x)
+        autograd.backward(context_id, [(y * z).sum()])
+        found = everything(workers, context_id, x)
+
+    def compute() -> Tensor:
+        y = weight("w1", weight("w2", x) + x)
+        return (y * weight("w2", weight("w1", y + x) + y + x)).sum()
+
+    assert_equal(found, alone(compute(), x))
+
+
+def test_an_output_that_the_loss_does_not_use(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        _, used = w0.call("w1", functions.weigh_both, x)
+        w0.call("w2", functions.weigh_both, used)
+        autograd.backward(context_id, [used.sum()])
+        found = everything(workers, context_id, x)
+    assert_equal(found, alone(3 * weight("w1", x).sum(), x))
+
+
+def test_a_worker_touched_only_in_passing(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call("w1", functions.weigh_in_passing, "w2", x)
+        autograd.backward(context_id, [y.sum()])
+        assert_equal(everything(workers, context_id, x), {"0": torch.full((3,), 2.0, dtype=torch.double)})
+
+
+def call_and_drop(third: str) -> Tensor:
+    """The third worker's answer needs gradients and goes nowhere; this one's weight does."""
+    here().submit(third, functions.weigh_both, weights[here().name]).wait()
+    return 2 * weights[here().name]
+
+
+def test_a_callee_that_drops_the_answer_of_a_third(workers: LocalCluster, w0: Agent) -> None:
+    with autograd.context(agent=w0) as context_id:
+        autograd.backward(context_id, [w0.call("w1", call_and_drop, "w2").sum()])
+        assert_equal(everything(workers, context_id), {"w1": torch.full((3,), 2.0, dtype=torch.double)})
+
+
+def choose(take_it: bool, third: str, x: Tensor) -> Tensor:
+    return here().call(third, weigh, x) if take_it else weigh(x)
+
+
+@pytest.mark.parametrize("take_it", [True, False])
+def test_a_branch_not_taken(workers: LocalCluster, w0: Agent, take_it: bool) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        autograd.backward(context_id, [w0.call("w1", choose, take_it, "w2", x).sum()])
+        found = everything(workers, context_id, x)
+    assert_equal(found, alone(weight("w2" if take_it else "w1", x).sum(), x))
+
+
+def test_a_call_whose_callee_raised(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call("w2", weigh, x)
+        with pytest.raises(KeyError):
+            w0.call("w1", functions.fail_with, y)
+        autograd.backward(context_id, [y.sum()])
+        found = everything(workers, context_id, x)
+    assert_equal(found, alone(weight("w2", x).sum(), x))
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["answered before", "not answered"])
+@pytest.mark.parametrize("how", ["timed out", "cancelled", "timed out while waiting"])
+def test_a_call_that_was_given_up(workers: LocalCluster, w0: Agent, gate: Gate, how: str, answered: bool) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call("w2", weigh, x)
+        if how == "timed out while waiting":
+            with pytest.raises(CallTimeout):
+                w0.invoke("w1", functions.hold_and_weigh, (gate, y), None, 0.02)
+        else:
+            future = w0.start("w1", functions.hold_and_weigh, (gate, y), None, 0.02 if how == "timed out" else None)
+            gate.wait_for()
+            if how == "cancelled":
+                future.cancel()
+            assert isinstance(future.exception(PATIENCE), CallTimeout | CallCancelled)
+        if answered:
+            gate.open()
+        autograd.backward(context_id, [(y * y).sum()])
+        found = everything([w0, workers["w2"], workers["w3"]], context_id, x)
+        gate.open()
+    assert_equal(found, alone((weight("w2", x) ** 2).sum(), x))
+
+
+# What is sent
+
+
+def scaled(parts: dict[str, Any], factor: float) -> dict[str, Any]:
+    return {
+        "sum": parts["a"] * factor + parts["more"][0] + parts["plain"],
+        "plain": parts["plain"] + 1,
+        "more": [parts["more"][0] * 2, "text"],
+    }
+
+
+def test_tensors_with_and_without_gradients_in_containers(workers: LocalCluster, w0: Agent) -> None:
+    a, b, plain = new_leaf(), new_leaf(1, 2, 3), torch.ones(3, dtype=torch.double)
+    with autograd.context(agent=w0) as context_id:
+        made = w0.call("w1", scaled, {"a": a, "more": (b, None), "plain": plain}, factor=3)
+        assert not made["plain"].requires_grad
+        autograd.backward(context_id, [(made["sum"] * made["more"][0]).sum()])
+        found = everything(workers, context_id, a, b)
+    assert_equal(found, alone(((3 * a + b + plain) * 2 * b).sum(), a, b))
+
+
+def test_leaves_and_parameters_as_arguments_get_their_gradients(workers: LocalCluster, w0: Agent) -> None:
+    leaf, parameter = new_leaf(), nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=torch.double))
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call("w1", torch.mul, leaf, parameter)
+        z = w0.call("w2", torch.mul, parameter, parameter)
+        autograd.backward(context_id, [(y + z).sum()])
+        found = everything(workers, context_id, leaf, parameter)
+    assert leaf.grad is None
+    assert parameter.grad is None
+    assert_equal(found, alone((leaf * parameter + parameter**2).sum(), leaf, parameter))
+
+
+def test_a_leaf_is_itself_sent_and_comes_back(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        back = w0.call("w1", functions.product, [x])
+        assert back.requires_grad
+        autograd.backward(context_id, [back.sum(), x.sum() + 0])
+        assert_equal(everything(workers, context_id, x), {"0": torch.full((3,), 2.0, dtype=torch.double)})
+
+
+def test_operations_in_place_on_what_was_sent(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = x * 1
+        first = w0.call("w1", weigh, y)
+        y.mul_(3)
+        second = w0.call("w1", weigh, y)
+        y[0].mul_(5)
+        autograd.backward(context_id, [(first * second * y).sum()])
+        found = everything(workers, context_id, x)
+
+    def compute() -> Tensor:
+        y = x * 1
+        first, y = weight("w1", y), 3 * y
+        return (first * weight("w1", y) * y * torch.tensor([5, 1, 1])).sum()
+
+    assert_equal(found, alone(compute(), x))
+
+
+def embed(rows: Tensor, x: Tensor) -> Tensor:
+    return F.embedding(rows, x, sparse=True)
+
+
+def test_sparse_gradients(workers: LocalCluster, w0: Agent) -> None:
+    table = torch.arange(8, dtype=torch.double).view(4, 2).requires_grad_()
+    with autograd.context(agent=w0) as context_id:
+        first = w0.call("w1", embed, torch.tensor([1, 1, 3]), table)
+        second = w0.call("w2", embed, torch.tensor([0, 3]), table)
+        autograd.backward(context_id, [first.sum() + (second**2).sum()])
+        found = autograd.get_gradients(context_id)[table]
+    assert found.is_sparse
+    (embed(torch.tensor([1, 1, 3]), table).sum() + (embed(torch.tensor([0, 3]), table) ** 2).sum()).backward()
+    assert table.grad is not None
+    torch.testing.assert_close(found.to_dense(), table.grad.to_dense())
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
+        return x**3, x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Tensor | None:
+        (x,) = ctx.saved_tensors
+        of_cube, of_copy = gradients
+        return of_copy if of_cube is None else 3 * x**2 * of_cube
+
+
+def cube(x: Tensor) -> tuple[Tensor, Tensor]:
+    return Cube.apply(weigh(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_functions_of_the_user(workers: LocalCluster, w0: Agent, output: int) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = Cube.apply(w0.call("w1", cube, x)[output])  # type: ignore[no-untyped-call]
+        autograd.backward(context_id, [y[output].sum()])
+        found = everything(workers, context_id, x)
+    expected = alone(
+        Cube.apply(Cube.apply(weight("w1", x))[output])[output].sum(),  # type: ignore[no-untyped-call]
+        x,
+    )
+    assert_equal(found, expected)
+
+
+def weigh_in_little_memory(x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(weigh, weigh(x), use_reentrant=False)
+    return here().call("w2", weigh, y) * y
+
+
+def test_checkpoints_inside_a_call(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        autograd.backward(context_id, [w0.call("w1", weigh_in_little_memory, x).sum()])
+        found = everything(workers, context_id, x)
+
+    def compute() -> Tensor:
+        y = weight("w1", weight("w1", x))
+        return (weight("w2", y) * y).sum()
+
+    assert_equal(found, alone(compute(), x))
+
+
+def test_tensors_kept_on_a_worker_between_calls(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        w0.call("w1", functions.keep, "it", x)
+        y = w0.call("w1", functions.use, "it", x) + w0.call("w1", functions.use, "it", 2 * x)
+        autograd.backward(context_id, [y.sum()])
+        found = everything(workers, context_id, x)
+    assert_equal(found, alone((weight("w1", x) * 3 * x).sum(), x))
+
+
+# Several passes
+
+
+def test_several_passes_add_up(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call("w1", weigh, x)
+        z = w0.call("w2", weigh, y)
+        autograd.backward(context_id, [z.sum()], retain_graph=True)
+        autograd.backward(context_id, [z.sum(), (y * y).sum()], retain_graph=True)
+        autograd.backward(context_id, [(x * w0.call("w3", weigh, x)).sum()])
+        autograd.backward(context_id, [y.sum()])
+        found = everything(workers, context_id, x)
+
+    def compute() -> Tensor:
+        y = weight("w1", x)
+        return (2 * weight("w2", y) + y * y + x * weight("w3", x) + y).sum()
+
+    assert_equal(found, alone(compute(), x))
+
+
+def test_a_graph_is_used_once_unless_it_is_retained(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call("w1", weigh, x)
+        loss = y.sum()
+        autograd.backward(context_id, [loss])
+        with pytest.raises(RuntimeError, match="a second time"):
+            autograd.backward(context_id, [loss])
+    with autograd.context(agent=w0) as context_id:
+        autograd.backward(context_id, [w0.call("w1", weigh, x).sum()])
+        assert "w1" in everything(workers, context_id, x)
+
+
+def test_a_pass_may_begin_on_another_worker(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        w0.call("w1", functions.keep, "it", w0.call("w2", weigh, x))
+        w0.call("w1", backward_from_kept, context_id, "it")
+        found = everything(workers, context_id, x)
+    assert_equal(found, alone(weight("w1", weight("w2", x)).sum(), x))
+
+
+def backward_from_kept(context_id: int, name: str) -> None:
+    autograd.backward(context_id, [kept[name].sum()])
+
+
+# References and modules
+
+
+def test_references_as_arguments(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        there = remote("w1", weigh, (x,), agent=w0)
+        mine = RRef(2 * x, agent=w0)
+        y = w0.call("w2", functions.fetch_weighed, there) + w0.call("w3", functions.fetch_weighed, mine)
+        again = there.to_here() * there.rpc_sync().sum()
+        autograd.backward(context_id, [(y * again).sum()])
+        found = everything(workers, context_id, x)
+
+    def compute() -> Tensor:
+        there = weight("w1", x)
+        return ((weight("w2", there) + weight("w3", 2 * x)) * there * there.sum()).sum()
+
+    assert_equal(found, alone(compute(), x))
+
+
+def test_backward_from_a_reference(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        loss = remote("w1", weigh, (x,), agent=w0).remote().sum()
+        loss.backward(context_id, retain_graph=True)
+        loss.backward(context_id)
+        found = everything(workers, context_id, x)
+        with pytest.raises(UsageError, match="dist_autograd_ctx_id"):
+            loss.backward()
+    assert_equal(found, alone(2 * weight("w1", x).sum(), x))
+
+
+def test_backward_from_a_reference_of_ones_own(w0: Agent) -> None:
+    x = new_leaf()
+    RRef((x * x).sum(), agent=w0).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0, -2.0, 4.0]
+
+
+def test_a_remote_module_learns_like_one_at_hand(workers: LocalCluster, w0: Agent) -> None:
+    local, x = functions.TwoLayers(), new_leaf()
+    module = RemoteModule("w1/cpu", functions.TwoLayers, agent=w0)
+    with autograd.context(agent=w0) as context_id:
+        y = module(x) + module.forward_async(2 * x).wait()
+        autograd.backward(context_id, [y.sum()])
+        found = [w0.call("w1", gradient_of, context_id, each) for each in module.remote_parameters()]
+        mine = autograd.get_gradients(context_id)[x]
+    (local(x) + local(2 * x)).sum().backward()
+    torch.testing.assert_close(found, [parameter.grad for parameter in local.parameters()])
+    torch.testing.assert_close(mine, x.grad)
+
+
+def gradient_of(context_id: int, parameter: RRef[nn.Parameter]) -> Tensor:
+    return autograd.get_gradients(context_id)[parameter.local_value()]
+
+
+# Callbacks and futures
+
+
+def test_callbacks_keep_the_context(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = w0.submit("w1", weigh, x).then(lambda done: w0.call("w2", weigh, done.wait() * x)).wait()
+        autograd.backward(context_id, [y.sum()])
+        found = everything(workers, context_id, x)
+    assert_equal(found, alone(weight("w2", weight("w1", x) * x).sum(), x))
+
+
+def test_functions_that_answer_later(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        ys = [w0.submit("w1", functions.weigh_later, "w2", factor * x) for factor in range(1, 5)]
+        autograd.backward(context_id, [sum(y.wait().sum() for y in ys)])  # type: ignore[list-item]
+        found = everything(workers, context_id, x)
+
+    def compute() -> Tensor:
+        return torch.stack([weight("w1", weight("w2", weight("w1", factor * x))) for factor in range(1, 5)]).sum()
+
+    assert_equal(found, alone(compute(), x))
+
+
+# Rules
+
+
+def test_roots_that_have_no_gradient_are_refused(w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        for roots, complaint in (
+            ([], "No tensors provided"),
+            ([torch.ones(())], "requires_grad not set"),
+            ([2 * x], "not a scalar"),
+            ([torch.ones((), requires_grad=True)], "gradient function"),
+        ):
+            with pytest.raises(UsageError, match=complaint):
+                autograd.backward(context_id, roots)
+        with pytest.raises(TypeError):
+            autograd.backward(context_id, x.sum())  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            autograd.backward(context_id, [3])  # type: ignore[list-item]
+
+
+def test_torchs_own_backward_says_what_to_do_instead(w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0):
+        loss = w0.call("w1", weigh, x).sum()
+        with pytest.raises(UsageError, match=r"telegrad\.autograd\.backward"):
+            loss.backward()

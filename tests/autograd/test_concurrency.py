@@ -1,0 +1,82 @@
+"""Many contexts and many passes at once, on the same parameters."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from telegrad import autograd
+from telegrad.agent.agent import Agent
+from telegrad.testing import LocalCluster
+from tests.autograd.functions import (
+    alone,
+    assert_equal,
+    assert_released,
+    everything,
+    new_leaf,
+    weigh_along,
+    weight,
+)
+
+
+@pytest.fixture
+def w0(workers: LocalCluster) -> Agent:
+    return workers["w0"]
+
+
+def test_many_contexts_from_many_threads(workers: LocalCluster) -> None:
+    """Each thread has its own context, on one of the workers; all of them use the same weights."""
+
+    def train(number: int) -> dict[str, Tensor]:
+        agents = [workers.agents[number % 4], *(agent for agent in workers if agent is not workers.agents[number % 4])]
+        x = new_leaf(number, 1, 2)
+        with autograd.context(agent=agents[0]) as context_id:
+            y = agents[0].call("w1", weigh_along, ["w2", "w3", "w1"], 0.01 * x)
+            autograd.backward(context_id, [(y * y).sum()])
+            return everything(agents, context_id, x)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(train, range(40)))
+    for number, gradients in enumerate(found):
+        x = new_leaf(number, 1, 2)
+
+        def compute(x: Tensor = x) -> Tensor:
+            return (weight("w1", weight("w3", weight("w2", weight("w1", 0.01 * x)))) ** 2).sum()
+
+        assert_equal(gradients, alone(compute(), x))
+    assert_released(workers)
+
+
+def test_passes_of_one_context_at_once(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call("w1", weigh_along, ["w2"], x)
+        losses = [(factor * y).sum() for factor in range(1, 9)]
+
+        def pass_back(loss: Tensor) -> None:
+            autograd.backward(context_id, [loss], retain_graph=True)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(pass_back, losses))
+        found = everything(workers, context_id, x)
+    assert_equal(found, alone(36 * weight("w2", weight("w1", x)).sum(), x))
+
+
+def test_calls_of_one_context_from_many_threads(workers: LocalCluster, w0: Agent) -> None:
+    """Futures under way at once, some of them calling on."""
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        futures = [w0.submit(f"w{1 + n % 3}", weigh_along, [f"w{n % 2}"], x / (n + 1)) for n in range(24)]
+        autograd.backward(context_id, [torch.stack([future.wait() for future in futures]).sum()])
+        found = everything(workers, context_id, x)
+
+    def compute() -> Tensor:
+        return torch.stack([weight(f"w{n % 2}", weight(f"w{1 + n % 3}", x / (n + 1))) for n in range(24)]).sum()
+
+    assert_equal(found, alone(compute(), x))
+
+
+# Inside a pass

@@ -1,0 +1,172 @@
+"""The life of contexts: how they begin, follow calls, and end everywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from telegrad import autograd
+from telegrad.agent.agent import Agent
+from telegrad.autograd.contexts import Contexts
+from telegrad.errors import UsageError
+from telegrad.futures import Future
+from telegrad.testing import LocalCluster
+from tests.autograd import functions
+from tests.autograd.functions import assert_released, everything, is_there, kept, new_leaf, weigh, weigh_along
+from tests.local.gates import Gate
+
+
+@pytest.fixture
+def w0(workers: LocalCluster) -> Agent:
+    return workers["w0"]
+
+
+def test_it_is_available() -> None:
+    assert autograd.is_available()
+
+
+def test_a_context_follows_calls_and_ends_everywhere(workers: LocalCluster, w0: Agent) -> None:
+    with autograd.context(agent=w0) as context_id:
+        w0.call("w1", weigh_along, ["w2"], new_leaf())
+        assert [w0.call(agent.name, is_there, context_id) for agent in workers] == [True] * 4
+        assert w0.statistics()["tensors sent for autograd"] == 1
+        assert workers["w2"].statistics()["tensors received for autograd"] == 1
+    assert_released(workers)
+    with pytest.raises(UsageError, match=f"Could not find autograd context with id: {context_id}"):
+        autograd.get_gradients(context_id)
+    assert not w0.call("w1", is_there, context_id)
+
+
+def test_it_ends_when_its_block_raises(workers: LocalCluster, w0: Agent) -> None:
+    with pytest.raises(KeyError), autograd.context(agent=w0):
+        w0.call("w1", functions.fail_with, new_leaf())
+    assert_released(workers)
+    with autograd.context(agent=w0):
+        pass
+
+
+def test_contexts_do_not_nest(w0: Agent) -> None:
+    with autograd.context(agent=w0), pytest.raises(UsageError, match="contexts do not nest"):
+        with autograd.context(agent=w0):
+            pass
+
+
+def open_one_inside() -> bool:
+    try:
+        with autograd.context():
+            return True
+    except UsageError:
+        return False
+
+
+def test_a_called_function_may_begin_one_of_its_own_only_outside(w0: Agent) -> None:
+    assert w0.call("w1", open_one_inside)
+    with autograd.context(agent=w0):
+        assert not w0.call("w1", open_one_inside)
+
+
+def test_a_context_needs_an_agent() -> None:
+    with pytest.raises(UsageError, match="RPC has not been initialized"), autograd.context():
+        pass
+
+
+def test_ids_of_all_workers_differ(workers: LocalCluster) -> None:
+    ids = set()
+    for agent in workers:
+        for _ in range(3):
+            with autograd.context(agent=agent) as context_id:
+                ids.add(context_id)
+    assert len(ids) == 12
+
+
+def test_outside_a_context_tensors_travel_as_leaves(workers: LocalCluster, w0: Agent) -> None:
+    y = w0.call("w1", weigh, new_leaf())
+    assert y.is_leaf
+    assert y.requires_grad
+    assert_released(workers)
+
+
+def test_a_called_function_that_outlives_the_context_leaves_nothing(
+    workers: LocalCluster, w0: Agent, gate: Gate
+) -> None:
+    with autograd.context(agent=w0):
+        future = w0.submit("w1", hold_and_weigh_along, gate, new_leaf())
+        gate.wait_for()
+    gate.open()
+    assert future.wait().requires_grad
+    assert_released(workers)
+
+
+def hold_and_weigh_along(gate: Gate, x: Tensor) -> Tensor:
+    gate.hold()
+    return weigh_along(["w2"], x)
+
+
+def test_graphs_are_freed_when_the_context_ends(workers: LocalCluster, w0: Agent) -> None:
+    with autograd.context(agent=w0) as context_id:
+        loss = w0.call("w1", weigh_and_watch, new_leaf()).sum()
+        watched = kept_watch[0]
+        autograd.backward(context_id, [loss])
+    del loss
+    assert_released(workers)
+    gc.collect()
+    assert watched() is None
+
+
+kept_watch: list[weakref.ref[Tensor]] = []
+
+
+def weigh_and_watch(x: Tensor) -> Tensor:
+    y = weigh(x)
+    kept_watch[:] = [weakref.ref(y)]
+    return y
+
+
+def test_a_part_whose_beginning_does_not_know_it_is_forgotten(workers: LocalCluster, w0: Agent) -> None:
+    """As if the word that the context ended had been lost."""
+    orphan = Contexts.of(workers["w1"]).open(12345)
+    assert orphan is not None
+    with autograd.context(agent=w0) as context_id:
+        w0.call("w1", weigh, new_leaf())
+        Contexts.of(workers["w1"]).audit()
+        assert orphan.released
+        assert w0.call("w1", is_there, context_id)
+
+
+def test_coroutines_have_contexts_of_their_own(workers: LocalCluster, w0: Agent) -> None:
+    async def train(factor: int) -> Tensor:
+        x = new_leaf(1, 1, 1)
+        with autograd.context(agent=w0) as context_id:
+            y = await w0.submit("w1", torch.mul, x, factor)
+            z = await w0.submit("w2", torch.mul, y, factor)
+            autograd.backward(context_id, [z.sum()])
+            return everything(workers, context_id, x)["0"]
+
+    async def train_all() -> list[Tensor]:
+        return await asyncio.gather(*(train(factor) for factor in range(1, 6)))
+
+    assert [gradient[0].item() for gradient in asyncio.run(train_all())] == [1, 4, 9, 16, 25]
+
+
+def test_a_callback_after_the_end_runs_without_the_context(workers: LocalCluster, w0: Agent, gate: Gate) -> None:
+    promise: Future[Tensor] = Future()
+    with autograd.context(agent=w0):
+        later = promise.then(lambda done: w0.call("w1", weigh, done.wait()))
+    promise.set_result(new_leaf())
+    assert later.wait().is_leaf
+    assert_released(workers)
+
+
+def keep_received(x: Tensor) -> None:
+    kept["received"] = x
+
+
+def test_what_a_context_left_behind_is_still_a_tensor(w0: Agent) -> None:
+    with autograd.context(agent=w0):
+        w0.call("w1", keep_received, new_leaf(1, 2, 3))
+    assert (kept["received"] * 2).tolist() == [2, 4, 6]
