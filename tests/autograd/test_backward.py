@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -207,6 +208,35 @@ def test_a_leaf_is_itself_sent_and_comes_back(workers: LocalCluster, w0: Agent) 
         assert back.requires_grad
         autograd.backward(context_id, [back.sum(), x.sum() + 0])
         assert_equal(everything(workers, context_id, x), {"0": torch.full((3,), 2.0, dtype=torch.double)})
+
+
+def change_in_place(x: Tensor) -> Tensor:
+    x.mul_(2)
+    x[..., 0].add_(1)
+    x.tanh_()
+    return x
+
+
+SHAPED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a vector": lambda x: x * 1,
+    "a matrix": lambda x: x.repeat(2, 1),
+    "a transposed matrix": lambda x: x.repeat(2, 1).t(),
+    "a row": lambda x: x.repeat(2, 1)[1],
+    "a column": lambda x: x.repeat(2, 1).t()[:, 0],
+    "a scalar in a row": lambda x: x.sum().view(1),
+    "a parameter": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("kind", SHAPED)
+def test_operations_in_place_on_what_was_received(workers: LocalCluster, w0: Agent, kind: str) -> None:
+    x = nn.Parameter(new_leaf().detach()) if kind == "a parameter" else new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call("w1", change_in_place, SHAPED[kind](x))
+        y.mul_(3)
+        autograd.backward(context_id, [y.sum()])
+        found = everything(workers, context_id, x)
+    assert_equal(found, alone(3 * change_in_place(SHAPED[kind](x).clone()).sum(), x))
 
 
 def test_operations_in_place_on_what_was_sent(workers: LocalCluster, w0: Agent) -> None:

@@ -88,7 +88,7 @@ class Arrived(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: tuple[Tensor], slot: Slot) -> Tensor:
         ctx.slot = slot
-        return tensor[0]  # not a view of an argument, so operations in place are allowed
+        return tensor[0].detach()  # neither an argument nor a view, so operations in place are allowed
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
