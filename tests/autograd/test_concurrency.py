@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from telegrad import autograd
 from telegrad.agent.agent import Agent
+from telegrad.autograd.contexts import Send
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import (
     alone,
@@ -77,6 +80,31 @@ def test_calls_of_one_context_from_many_threads(workers: LocalCluster, w0: Agent
         return torch.stack([weight(f"w{n % 2}", weight(f"w{1 + n % 3}", x / (n + 1))) for n in range(24)]).sum()
 
     assert_equal(found, alone(compute(), x))
+
+
+def test_leaves_are_used_and_sent_by_many_threads() -> None:
+    """Torch takes a lock of a leaf and then the GIL, so nothing of ours may wait for the lock with the GIL held."""
+    leaf, view = torch.zeros(3, 3, requires_grad=True), torch.zeros(9).view(3, 3).requires_grad_()
+    stop, interval = threading.Event(), sys.getswitchinterval()
+
+    def use_them() -> None:
+        while not stop.is_set():
+            leaf.t()
+            view.t()
+
+    threads = [threading.Thread(target=use_them) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(5_000):
+            Send(leaf, "somebody").edge()
+            Send(view, "somebody").edge()
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 # Inside a pass

@@ -61,13 +61,14 @@ class Send:
 
     def __init__(self, tensor: Tensor, peer: str) -> None:
         self.peer = peer
-        self._node = tensor.grad_fn  # as it is now: an operation in place would change it
-        self._output = tensor.output_nr
+        is_view = tensor._is_view()
+        # As they are now: an operation in place would change them.
+        self._node, self._output = _edge_of(tensor) if is_view else (tensor.grad_fn, tensor.output_nr)
         self._leaf = tensor if self._node is None else None
 
     def edge(self) -> GradientEdge:
         if self._leaf is not None:
-            return GradientEdge(accumulator(self._leaf), 0)
+            return GradientEdge(*_edge_of(self._leaf))
         assert self._node is not None
         return GradientEdge(self._node, self._output)
 
@@ -104,22 +105,24 @@ class Arrived(torch.autograd.Function):
 ANCHOR = torch.empty(0, requires_grad=True)  # makes torch record `Arrived`
 
 
-class _Pass(torch.autograd.Function):
-    """Does nothing, to tensors of any layout."""
+def _edge_of(tensor: Tensor) -> tuple[Node, int]:
+    """Where the gradient of a tensor goes; if it is a leaf, the node where it ends.
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return torch.empty(0)
+    An operation that runs without the GIL finds it. A thread that makes the node of a leaf holds a lock of the leaf and
+    then needs the GIL, so whoever waits for that lock with the GIL blocks the whole process: `Function.apply` does, and
+    if the leaf is a view, `grad_fn` and `is_leaf`.
+    """
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        next_one = tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
+    assert next_one.grad_fn is not None
+    node, output = next_one.grad_fn.next_functions[0]
+    assert node is not None
+    return node, output
 
 
 def accumulator(leaf: Tensor) -> Node:
     """The node where gradients of a leaf end."""
-    with torch.enable_grad():
-        passed: Tensor = _Pass.apply(leaf)  # type: ignore[no-untyped-call]
-    assert passed.grad_fn is not None
-    found = passed.grad_fn.next_functions[0][0]
-    assert found is not None
-    return found
+    return _edge_of(leaf)[0]
 
 
 class Context:
