@@ -12,7 +12,9 @@ from torch import Tensor
 
 from telegrad import autograd
 from telegrad.agent.agent import Agent
-from telegrad.autograd.contexts import Send
+from telegrad.autograd import engine
+from telegrad.autograd.contexts import Contexts, Send
+from telegrad.futures import Future
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import (
     alone,
@@ -20,6 +22,7 @@ from tests.autograd.functions import (
     assert_released,
     everything,
     new_leaf,
+    weigh,
     weigh_along,
     weight,
 )
@@ -108,3 +111,39 @@ def test_leaves_are_used_and_sent_by_many_threads() -> None:
 
 
 # Inside a pass
+
+
+def new_pass(w0: Agent) -> tuple[engine.Pass, str]:
+    """A pass on w0 that has something to tell w1, as the thread that is busy with it sees it."""
+    context = Contexts.of(w0).begin()
+    token = engine.current_scope.set(context)
+    y = w0.call("w1", weigh, new_leaf())
+    engine.current_scope.reset(token)
+    this = engine.Pass(context, (w0.me.incarnation, 1), False, [y.sum()])
+    this._busy = True
+    return this, w0.member("w1").incarnation
+
+
+class Interrupted:
+    """A lock behind which something happens, once, as soon as nobody is busy with the pass any more."""
+
+    def __init__(self, this: engine.Pass) -> None:
+        self._lock, self._this, self._happened = this._lock, this, False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if not self._this._busy and not self._happened:
+            self._happened = True
+            assert self._this._put(engine._Arrival("somebody", None, Future()))
+
+
+@pytest.mark.parametrize("transport", ["memory"])
+def test_one_thread_at_a_time_deals_with_a_pass(w0: Agent) -> None:
+    """A message arrives between letting go and sending: whoever brought it deals with the pass from then on."""
+    this, peer = new_pass(w0)
+    this._lock = Interrupted(this)  # type: ignore[assignment]
+    assert not this._send([(peer, ([], []))])
+    assert len(this._inbox) == 2

@@ -267,9 +267,9 @@ class Pass:
             self._start(peer, message)
         peer, message = messages[-1]
         with self._lock:
-            if not self._inbox:
-                self._busy = False
-        if self._busy:
+            more = bool(self._inbox)
+            self._busy = more
+        if more:
             self._start(peer, message)
             return True
         try:
