@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from telegrad import autograd
 from telegrad.agent.agent import Agent
 from telegrad.autograd import engine
 from telegrad.autograd.contexts import Contexts, Send
+from telegrad.errors import JoinError
 from telegrad.futures import Future
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import (
@@ -147,3 +149,14 @@ def test_one_thread_at_a_time_deals_with_a_pass(w0: Agent) -> None:
     this._lock = Interrupted(this)  # type: ignore[assignment]
     assert not this._send([(peer, ([], []))])
     assert len(this._inbox) == 2
+
+
+@pytest.mark.parametrize("transport", ["memory"])
+def test_a_message_that_cannot_be_sent_fails_the_pass(w0: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise JoinError("the group's store does not answer")
+
+    this, peer = new_pass(w0)
+    monkeypatch.setattr(w0, "start", refuse)
+    assert this._send([(peer, ([], [])), (peer, ([], []))])
+    assert [type(arrival.message) for arrival in this._inbox] == [JoinError, JoinError]

@@ -279,7 +279,11 @@ class Pass:
         return self._put(_Arrival(peer, reply, None))
 
     def _start(self, peer: str, message: Message) -> None:
-        future = self._agent.start(self._peers[peer], _deliver, self._arguments(peer, message), None, None)
+        try:
+            future = self._agent.start(self._peers[peer], _deliver, self._arguments(peer, message), None, None)
+        except Exception as error:
+            self._put(_Arrival(peer, error, None))  # for the thread that is busy, which is this one
+            return
 
         def take() -> None:
             error = future.exception()
