@@ -168,6 +168,48 @@ def test_a_call_that_was_given_up(workers: LocalCluster, w0: Agent, gate: Gate, 
     assert_equal(found, alone((weight("w2", x) ** 2).sum(), x))
 
 
+def send_on(gate: Gate, to: str, arrived: Gate) -> None:
+    """Once the gate opens, send what was kept here to another worker."""
+    gate.hold()
+    here().call(to, note, arrived, kept["late"])
+
+
+def note(arrived: Gate, x: Tensor) -> None:
+    arrived.open()
+
+
+def weigh_and_send_on_when_the_gradient_comes(third: str, gate: Gate, arrived: Gate, x: Tensor) -> Tensor:
+    y = here().call(third, weigh_and_keep_beyond, "w3", weigh(x))
+
+    def let_go(_: Tensor) -> None:
+        gate.open()
+        arrived.hold()
+
+    y.register_hook(let_go)  # before the others hear of the pass
+    return 1 * y
+
+
+def weigh_and_keep_beyond(third: str, x: Tensor) -> Tensor:
+    return here().call(third, weigh_and_keep, weigh(x))
+
+
+def weigh_and_keep(x: Tensor) -> Tensor:
+    kept["late"] = weigh(x)
+    return 1 * kept["late"]
+
+
+def test_tensors_that_travel_while_the_pass_is_under_way(workers: LocalCluster, w0: Agent, gate: Gate) -> None:
+    """A call that nobody waits for sends tensors to a worker that has already taken stock of what it has."""
+    x, arrived = new_leaf(), Gate()
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call("w1", weigh_and_send_on_when_the_gradient_comes, "w2", gate, arrived, x)
+        ignored = w0.submit("w3", send_on, gate, "w1", arrived)
+        autograd.backward(context_id, [y.sum()])
+        found = everything(workers, context_id, x)
+        ignored.wait()
+    assert_equal(found, alone(weight("w3", weight("w2", weight("w1", x))).sum(), x))
+
+
 # What is sent
 
 

@@ -235,7 +235,7 @@ class Pass:
     def _news(self, peer: str) -> Message | None:
         """What a peer has not been told yet."""
         answers = self._outgoing.pop(peer, [])
-        if peer not in self._told and peer in self._peers:
+        if peer not in self._told:  # it may not be one of the peers: what it sent can have come after the pass began
             self._told.add(peer)
             return answers, list(self._owed.get(peer, ()))
         return (answers, None) if answers else None
