@@ -531,3 +531,18 @@ def test_torchs_own_backward_says_what_to_do_instead(w0: Agent) -> None:
         loss = w0.call("w1", weigh, x).sum()
         with pytest.raises(UsageError, match=r"telegrad\.autograd\.backward"):
             loss.backward()
+
+
+def test_a_tensor_of_another_context_is_refused_where_the_loss_needs_it(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0):
+        stale = w0.call("w1", weigh, x)
+    with autograd.context(agent=w0) as context_id:
+        with pytest.raises(UsageError, match="another autograd context"):
+            autograd.backward(context_id, [(w0.call("w1", weigh, x) * stale).sum()])
+    with autograd.context(agent=w0) as context_id:
+        w0.call("w1", weigh, stale)
+        first = w0.call("w1", weigh, x)
+        autograd.backward(context_id, [w0.call("w2", weigh, first * x).sum()])
+        found = everything(workers, context_id, x)
+    assert_equal(found, alone(weight("w2", weight("w1", x) * x).sum(), x))

@@ -31,6 +31,7 @@ from telegrad.autograd.contexts import ANCHOR, Arrived, Receive, Slot, accumulat
 from telegrad.errors import UsageError
 
 _AccumulateGrad = type(accumulator(ANCHOR))
+_FOREIGN: Any = Arrived._backward_cls  # the type of a node of a received tensor, if it is not of this context
 _run_backward = torch.autograd.graph._engine_run_backward
 _through_grad = threading.Lock()  # held while gradients pass through `.grad`
 
@@ -125,7 +126,10 @@ class LocalGraph:
         return stack
 
     def _reach(self) -> dict[Node, int]:
-        """For each end, the sources that reach it."""
+        """For each end, the sources that reach it.
+
+        Tensors of other contexts are no ends. Whether a gradient would go there is known when all sources are resolved.
+        """
         masks: dict[Node, int] = {}
         order: list[Node] = []
         stack: list[tuple[Node, bool]] = [(edge.node, False) for edge, _ in self._sources.values()]
@@ -136,8 +140,8 @@ class LocalGraph:
             elif node not in masks:
                 masks[node] = 0
                 stack.append((node, True))
-                if node not in self._receives:
-                    stack += [(following, False) for following, _ in _inputs_of(node) if following is not None]
+                if node not in self._receives and type(node) is not _FOREIGN:
+                    stack += [(following, False) for following, _ in node.next_functions if following is not None]
         for edge, bit in self._sources.values():
             masks[edge.node] |= bit
         ends: dict[Node, int] = {}
@@ -147,7 +151,7 @@ class LocalGraph:
                 ends[node] = mask
             elif type(node) is _AccumulateGrad:
                 ends[node] = -1 if id(_leaf(node)) in self._replicated else mask  # -1: all of them
-            else:
+            elif type(node) is not _FOREIGN:
                 for following, _ in node.next_functions:
                     if following is not None:
                         masks[following] |= mask
@@ -193,8 +197,18 @@ def _leaf(accumulator: Any) -> Tensor:
     return leaf
 
 
+def _is_like(gradient: Tensor, leaf: Tensor) -> bool:
+    return gradient.layout is not torch.strided or gradient.stride() == leaf.stride()
+
+
+def _copy(gradient: Tensor, leaf: Tensor) -> Tensor:
+    if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
+        return gradient.clone()
+    return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+
+
 def _inputs_of(node: Node) -> tuple[tuple[Node | None, int], ...]:
-    if type(node) is Arrived._backward_cls:
+    if type(node) is _FOREIGN:
         raise UsageError(
             "the loss depends on a tensor that came from another worker under another autograd context, where "
             "gradients cannot go. Fetch it again under this context, or detach it"
