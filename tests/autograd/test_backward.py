@@ -424,6 +424,17 @@ def backward_from_kept(context_id: int, name: str) -> None:
     autograd.backward(context_id, [kept[name].sum()])
 
 
+def test_gradients_are_tensors_of_their_own(workers: LocalCluster, w0: Agent) -> None:
+    """Whoever clips or scales one in place changes no other."""
+    x, y = new_leaf(), new_leaf(1, 2, 3)
+    with autograd.context(agent=w0) as context_id:
+        autograd.backward(context_id, [w0.call("w1", torch.sum, x + y)])
+        gradients = autograd.get_gradients(context_id)
+        gradients[x].mul_(2)
+        assert gradients[x].tolist() == [2, 2, 2]
+        assert autograd.get_gradients(context_id)[y].tolist() == [1, 1, 1]
+
+
 # References and modules
 
 

@@ -19,6 +19,7 @@ State belongs to one pass, which lets one thread in at a time.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -90,12 +91,20 @@ class LocalGraph:
         else:
             ends = [GradientEdge(node, 0) for node in (*leaves, *receives)]
             gradients = self._execute(ends, accumulate=False)
-        found = [(_leaf(node), gradient) for node, gradient in zip(leaves, gradients, strict=False)]
         answers = zip(receives, gradients[len(leaves) :], strict=True)
         return Outcome(
-            [(leaf, gradient) for leaf, gradient in found if gradient is not None],
+            self._own([_leaf(node) for node in leaves], gradients),
             [(self._receives[node], gradient) for node, gradient in answers],
         )
+
+    def _own(self, leaves: list[Tensor], gradients: list[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+        """Leaves with their gradients, which belong to nobody else and are laid out like the leaf: as in `.grad`."""
+        uses = Counter(id(gradient) for gradient in (*gradients, *self._gradients.values()))
+        return [
+            (leaf, gradient if uses[id(gradient)] == 1 and _is_like(gradient, leaf) else _copy(gradient, leaf))
+            for leaf, gradient in zip(leaves, gradients, strict=False)
+            if gradient is not None
+        ]
 
     def _ready(self) -> tuple[list[Node], list[Node]]:
         """Leaves and received tensors, not computed yet, that no unresolved source reaches."""
