@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from telegrad import autograd
 from telegrad.agent.agent import Agent
+from telegrad.autograd.contexts import accumulator
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import TwoLayers, alone, assert_equal, everything, here, new_leaf, weigh, weight, weights
 from tests.local.gates import Log
@@ -163,6 +164,21 @@ def test_a_hook_after_accumulation_finds_the_gradient_in_its_place(workers: Loca
     expected = alone(weight("w1", x * weight("w1", x)).sum(), x)
     torch.testing.assert_close(log.entries, [expected["w1"].tolist()])
     assert_equal(found, {**expected, "w1": 2 * expected["w1"]})
+
+
+@pytest.mark.parametrize("kind", ["before", "after"])
+def test_hooks_on_the_node_where_gradients_of_a_leaf_end(w0: Agent, log: Log, kind: str) -> None:
+    x = new_leaf()
+    node = accumulator(x)
+    if kind == "before":
+        node.register_prehook(lambda gradients: (gradients[0] * 5,))
+    else:
+        node.register_hook(lambda *_: log.note("accumulated"))
+    with autograd.context(agent=w0) as context_id:
+        autograd.backward(context_id, [w0.call("w1", torch.mul, x, 3).sum()])
+        found = autograd.get_gradients(context_id)[x]
+    assert found.tolist() == ([15, 15, 15] if kind == "before" else [3, 3, 3])
+    assert log.entries == ([] if kind == "before" else ["accumulated"])
 
 
 def raise_in_backward(x: Tensor) -> Tensor:

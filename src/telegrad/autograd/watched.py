@@ -54,10 +54,13 @@ def take_gradient(leaf: Tensor, instances: Replicated) -> Tensor | None:
 
 def _has_hooks(node: Node) -> bool:
     """Torch does not say which hooks a node has, except to those who add one."""
-    handle = node.register_hook(_ignore)
-    hooks = handle.hooks_dict_ref()
-    handle.remove()
-    return bool(hooks)
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_ignore)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
 
 
 def _ignore(*_: Any) -> None:
