@@ -138,6 +138,15 @@ def test_a_part_whose_beginning_does_not_know_it_is_forgotten(workers: LocalClus
         assert w0.call("w1", is_there, context_id)
 
 
+def test_a_pass_over_a_part_that_has_ended_fails(workers: LocalCluster, w0: Agent) -> None:
+    """Whatever made a worker forget its part: the gradients that are missing are not missing silently."""
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call("w1", weigh, new_leaf())
+        Contexts.of(workers["w1"]).end(context_id)
+        with pytest.raises(UsageError, match="has ended on worker 'w1'"):
+            autograd.backward(context_id, [y.sum()])
+
+
 def test_coroutines_have_contexts_of_their_own(workers: LocalCluster, w0: Agent) -> None:
     async def train(factor: int) -> Tensor:
         x = new_leaf(1, 1, 1)

@@ -279,6 +279,10 @@ class Contexts:
     def find(self, number: int) -> Context | None:
         return self._open.get(number)
 
+    def has_ended(self, number: int) -> bool:
+        """Was a part of this context here? As far back as is remembered."""
+        return number in self._ended
+
     def end(self, number: int) -> None:
         """Forget a context, here and wherever it went from here."""
         with self._lock:

@@ -29,7 +29,7 @@ from telegrad.agent.scope import current_scope
 from telegrad.agent.serving import Later, trusted
 from telegrad.autograd.contexts import Context, Contexts
 from telegrad.autograd.graph import LocalGraph
-from telegrad.errors import InternalError, PeerLost, TelegradError
+from telegrad.errors import InternalError, PeerLost, TelegradError, UsageError
 from telegrad.futures import Future
 
 if TYPE_CHECKING:
@@ -301,8 +301,11 @@ def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender:
     agent = active_agent()
     if agent is None or agent.me.incarnation != me:
         raise PeerLost("a worker restarted since tensors were sent to it under this autograd context; start a new one")
-    context = Contexts.of(agent).find(number)
+    contexts = Contexts.of(agent)
+    context = contexts.find(number)
     if context is None:
+        if contexts.has_ended(number):
+            raise UsageError(f"autograd context {number} has ended on worker {agent.name!r}, and its graph is gone")
         return [], []  # nothing of the context has arrived here
     with context.lock:
         this = context.passes.get(identity)
