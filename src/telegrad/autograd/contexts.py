@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.agent import scope
 from telegrad.agent.current import active_agent
+from telegrad.agent.membership import Member
 from telegrad.agent.packing import Envelope, before_sending, current_envelope
 from telegrad.agent.scope import current_scope
 from telegrad.agent.serving import internal
@@ -341,7 +342,7 @@ class Contexts:
                 by_rank.setdefault(context.rank, []).append(context.number)
         for rank, numbers in by_rank.items():
             try:
-                alive = self.agent.start(rank, _alive, (numbers,), None, _PATIENCE, internal=True).wait()
+                alive = self.agent.start(rank, _alive, (numbers, self.agent.me), None, _PATIENCE, internal=True).wait()
             except PeerLost:
                 alive = [False] * len(numbers)
             except TelegradError as error:
@@ -416,9 +417,13 @@ def _release(incarnation: str, numbers: list[int]) -> None:
 
 
 @internal
-def _alive(numbers: list[int]) -> list[bool]:
+def _alive(numbers: list[int], asker: Member) -> list[bool]:
+    """Which contexts that began here go on? Whoever asks will hear of their end, even if those between us are dead."""
     agent = active_agent()
-    return [agent is not None and Contexts.of(agent).find(number) is not None for number in numbers]
+    if agent is None:
+        return [False] * len(numbers)
+    found = [Contexts.of(agent).find(number) for number in numbers]
+    return [context is not None and context.follow(Envelope(agent, asker.name, asker.incarnation)) for context in found]
 
 
 tensors.track(_Tracker())
