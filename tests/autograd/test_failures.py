@@ -103,6 +103,24 @@ def weigh_and_kill_in_backward(victim: str, rest: list[str], x: Tensor) -> Tenso
     return weigh_along(rest, y) if rest else y
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(["w1"], []), (["w1", "w3"], []), ([], ["w1"]), (["w3"], ["w1"]), (["w1"], ["w1"]), (["w3", "w1"], ["w3"])],
+)
+def test_a_worker_dies_in_the_middle_of_backward(
+    workers: LocalCluster, w0: Agent, before: list[str], after: list[str]
+) -> None:
+    """The victim's turn in the pass is still to come, over already, or both."""
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call(before[0], weigh_along, before[1:], x) if before else x
+        z = w0.call("w2", weigh_and_kill_in_backward, "w1", after, y)
+        with pytest.raises(PeerLost) as caught:
+            autograd.backward(context_id, [(z * z).sum()])
+        assert caught.value.peer == "w1"
+    check_the_next_context(workers, "w1", ["w2", "w3"])
+
+
 def keep_working(name: str, x: Tensor) -> Tensor:
     """Two workers' answers are needed; the one that dies is not the one that is waited for."""
     left, right = here().submit("w1", weigh, x), here().submit(name, weigh, x)

@@ -241,12 +241,21 @@ class Pass:
         return (answers, None) if answers else None
 
     def _reply_to_waker(self) -> None:
+        """All is done here, unless somebody died since: what went through it, or ended there, is lost."""
+        try:
+            self._context.check()
+        except PeerLost as error:
+            self._fail(error, [])
+            return
         waker, self._waker = self._waker, None
         assert waker is not None and waker.reply is not None  # noqa: PT018
         waker.reply.settle(None if waker.peer == self._me else self._news(waker.peer))
 
     def _fail(self, error: Exception, arrivals: list[_Arrival]) -> None:
         """End the pass on this worker: everybody who waits for it learns why."""
+        if self._agent.closing:  # whoever it could not reach is not to blame
+            name = self._agent.name
+            error = PeerLost(f"worker {name!r} left the group during the backward pass", peer=name)
         self._error = error
         waiting = arrivals if self._waker is None else [self._waker, *arrivals]
         self._waker = None
