@@ -1,0 +1,398 @@
+"""Random programs for autograd: what they consist of, and how one is made up.
+
+A program is a tree of blocks. A block runs on one worker, computes with tensors there, and has other workers run blocks
+of their own. The same description is run by many workers and by one process (`running`), which must agree.
+
+All values are 3 x 3, or tables of 5 x 3 for embeddings, so that anything can be combined with anything. Operations in
+place are chosen such that torch allows them: on values that no operation has saved for its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# What a program consists of. Values are numbered within their block; `ins` and `outs` are such numbers.
+
+
+class Compute(NamedTuple):
+    op: str
+    ins: list[int]
+    outs: list[int]
+
+
+class Leaf(NamedTuple):
+    """Use a leaf of this worker."""
+
+    name: str
+    out: int
+
+
+class Hook(NamedTuple):
+    kind: str
+    value: int
+    name: str
+
+
+class Keep(NamedTuple):
+    """Leave a value on this worker, for blocks that run here later."""
+
+    value: int
+    name: str
+
+
+class Recall(NamedTuple):
+    name: str
+    out: int
+
+
+class Call(NamedTuple):
+    how: str
+    to: str
+    via: str
+    block: Block
+    ins: list[int]
+    refs: list[int]
+    outs: list[int]
+
+
+class Together(NamedTuple):
+    """Calls that are under way at the same time."""
+
+    calls: list[Call]
+
+
+class Make(NamedTuple):
+    """Make values on a worker and keep a reference to them; `ref` is its number."""
+
+    to: str
+    block: Block
+    ins: list[int]
+    ref: int
+
+
+class Here(NamedTuple):
+    """Fetch what a reference refers to."""
+
+    ref: int
+    outs: list[int]
+
+
+Step = Compute | Leaf | Hook | Keep | Recall | Call | Together | Make | Here
+
+
+@dataclass
+class Block:
+    steps: list[Step] = field(default_factory=list)
+    results: list[int] = field(default_factory=list)
+    raises: bool = False
+
+
+class Roots(NamedTuple):
+    """Roots of one backward pass: values of the main block, or values kept on a worker, where the pass then begins."""
+
+    worker: str
+    values: list[int]
+    names: list[str]
+
+
+@dataclass
+class Program:
+    seed: int
+    leaves: dict[str, tuple[str, str, str]]  # name to worker, kind and hook
+    main: Block
+    passes: list[Roots]
+
+
+# Operations
+
+
+class Pair(torch.autograd.Function):
+    """Two outputs, and saved tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, y)
+        return x * y, x - 2 * y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        of_product, of_difference = gradients
+        return of_product * y + of_difference, of_product * x - 2 * of_difference
+
+
+def _top(x: Tensor) -> tuple[Tensor, Tensor]:
+    """One output needs gradients, the other cannot have any."""
+    values, places = x.topk(3, dim=1)
+    return values, places.double() / 3
+
+
+def _scale_row(x: Tensor) -> Tensor:
+    x[0].mul_(0.5)
+    return x
+
+
+class Operation(NamedTuple):
+    run: Callable[..., Any]
+    ins: int
+    outs: int = 1
+    saves: bool = True  # does it save its inputs or its output?
+    is_view: bool = False
+
+
+_ROWS = torch.tensor([0, 3, 3])
+
+OPERATIONS = {
+    "constant": Operation(lambda: torch.arange(9, dtype=torch.double).view(3, 3) / 9, 0),
+    "add": Operation(lambda x, y: x + y, 2, saves=False),
+    "multiply": Operation(lambda x, y: x * y, 2),
+    "matmul": Operation(lambda x, y: 0.4 * (x @ y), 2),
+    "sin": Operation(lambda x: x.sin(), 1),
+    "tanh": Operation(lambda x: x.tanh(), 1),
+    "transpose": Operation(lambda x: x.t(), 1, saves=False, is_view=True),
+    "rows": Operation(lambda x, y: torch.cat([x[:1], y[1:]]), 2, saves=False),
+    "columns": Operation(lambda x: x[:, [2, 0, 0]], 1, saves=False),
+    "diagonal": Operation(lambda x: x + x.diagonal(), 1, saves=False),
+    "positive": Operation(lambda x: x * (x.detach() > 0), 1),
+    "detach": Operation(lambda x: x.detach() * 1.0, 1),
+    "pair": Operation(Pair.apply, 2, 2),
+    "unbind": Operation(lambda x, y: torch.stack([x, y]).unbind(0), 2, 2),
+    "top": Operation(_top, 1, 2),
+}
+IN_PLACE = {
+    "multiply_": Operation(lambda x: x.mul_(0.9), 1, saves=False),
+    "scale_row_": Operation(_scale_row, 1, saves=False),
+    "tanh_": Operation(lambda x: x.tanh_(), 1),
+    "add_": Operation(lambda x, y: x.add_(y), 2, saves=False),
+}
+ON_TABLES = {
+    "embed": Operation(lambda table: torch.nn.functional.embedding(_ROWS, table, sparse=True), 1),
+    "first_rows": Operation(lambda table: table[:3], 1),
+}
+ALL_OPERATIONS = {**OPERATIONS, **IN_PLACE, **ON_TABLES}
+
+HOOKS: dict[str, Callable[[Tensor | None], Tensor | None]] = {  # None: of an output that nothing used
+    "double": lambda gradient: None if gradient is None else gradient * 2,
+    "clamp": lambda gradient: None if gradient is None else gradient.clamp(-0.5, 0.5),
+}
+
+
+# Making programs up
+
+
+class _Memory:
+    """What values that are views of each other share: whether some operation has saved it."""
+
+    def __init__(self, writable: bool) -> None:
+        self.writable = writable
+
+
+class _Value:
+    """One tensor, in all the blocks that see it."""
+
+    def __init__(self, kind: str = "square", memory: _Memory | None = None, writable: bool = True) -> None:
+        self.kind = kind
+        self.memory = memory or _Memory(writable)
+
+
+class _Reference(NamedTuple):
+    owner: str
+    values: list[_Value]
+
+
+class _Scene:
+    """A block that is being written: where it runs, and what its numbers stand for."""
+
+    def __init__(self, worker: str, depth: int, shares_memory: bool) -> None:
+        self.worker = worker
+        self.depth = depth
+        self.shares_memory = shares_memory  # may it use what is kept on the worker, or do others run at the same time?
+        self.block = Block()
+        self.values: list[_Value] = []
+        self.refs: list[_Reference] = []
+
+    def number(self, value: _Value) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def of_kind(self, kind: str) -> list[int]:
+        return [number for number, value in enumerate(self.values) if value.kind == kind]
+
+
+class Author:
+    """Writes one program."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._workers = [f"w{rank}" for rank in range(random.randint(2, 5))]
+        self._leaves: dict[str, tuple[str, str, str]] = {}
+        self._kept: dict[str, tuple[str, _Value]] = {}
+        self._names = _numbered()
+        for worker in self._workers:
+            for _ in range(random.randint(1, 3)):
+                kind = random.choice(["plain", "plain", "parameter", "frozen", "table"])
+                hook = random.choice(["", "", "", "double", "clamp"]) if kind != "table" else ""
+                self._leaves[f"{worker} {next(self._names)}"] = worker, kind, hook
+
+    def write(self) -> Program:
+        scene = _Scene("w0", 0, shares_memory=True)
+        self._fill(scene, self._random.randint(3, 9))
+        self._compute(scene, "add")
+        passes = [self._roots(scene) for _ in range(self._random.choice([1, 1, 2, 3]))]
+        return Program(self._random.randrange(1 << 30), self._leaves, scene.block, passes)
+
+    def _roots(self, scene: _Scene) -> Roots:
+        there = self._random.choice(self._workers)
+        names = [name for name, (worker, value) in self._kept.items() if worker == there and value.kind == "square"]
+        if names and self._random.random() < 0.3:
+            return Roots(there, [], self._some(names, 2))
+        squares = scene.of_kind("square")
+        return Roots("w0", [squares[-1], *self._some(squares, 2)], [])
+
+    def _fill(self, scene: _Scene, length: int) -> None:
+        self._leaf(scene)
+        actions: list[Callable[[_Scene], None]] = [self._leaf, self._compute, self._compute, self._in_place, self._hook]
+        if scene.shares_memory:
+            actions += [self._keep, self._recall]
+        if scene.depth < 3:
+            actions += [self._call, self._call, self._together, self._make, self._here]
+        for _ in range(length):
+            self._random.choice(actions)(scene)
+
+    def _leaf(self, scene: _Scene) -> None:
+        mine = [name for name, (worker, _, _) in self._leaves.items() if worker == scene.worker]
+        name = self._random.choice(mine)
+        kind = "table" if self._leaves[name][1] == "table" else "square"
+        scene.block.steps.append(Leaf(name, scene.number(_Value(kind, writable=False))))
+
+    def _compute(self, scene: _Scene, op: str = "") -> None:
+        tables = scene.of_kind("table")
+        if not op and tables and self._random.random() < 0.3:
+            op, table = self._random.choice(list(ON_TABLES)), self._random.choice(tables)
+            scene.block.steps.append(Compute(op, [table], [scene.number(_Value(writable=False))]))
+            return
+        squares = scene.of_kind("square")
+        op = op or self._random.choice(list(OPERATIONS))
+        operation = OPERATIONS[op]
+        if operation.ins and not squares:
+            op, operation = "constant", OPERATIONS["constant"]
+        ins = [self._random.choice(squares) for _ in range(operation.ins)]
+        if operation.saves:
+            for number in ins:
+                scene.values[number].memory.writable = False
+        outs = []
+        for _ in range(operation.outs):
+            memory = scene.values[ins[0]].memory if operation.is_view else None
+            outs.append(scene.number(_Value(memory=memory, writable=not operation.saves)))
+        scene.block.steps.append(Compute(op, ins, outs))
+
+    def _in_place(self, scene: _Scene) -> None:
+        squares = scene.of_kind("square")
+        writable = [number for number in squares if scene.values[number].memory.writable]
+        if not writable:
+            return
+        target = self._random.choice(writable)
+        memory = scene.values[target].memory
+        op = self._random.choice(list(IN_PLACE))
+        others = [number for number in squares if scene.values[number].memory is not memory]
+        if op == "add_" and not others:
+            return
+        ins = [target, self._random.choice(others)] if op == "add_" else [target]
+        memory.writable = not IN_PLACE[op].saves
+        scene.block.steps.append(Compute(op, ins, [target]))
+
+    def _hook(self, scene: _Scene) -> None:
+        squares = scene.of_kind("square")
+        if squares:
+            kind = self._random.choice([*HOOKS, "look"])
+            scene.block.steps.append(Hook(kind, self._random.choice(squares), f"hook {next(self._names)}"))
+
+    def _keep(self, scene: _Scene) -> None:
+        number = self._random.randrange(len(scene.values))
+        name = f"{scene.worker} kept {next(self._names)}"
+        self._kept[name] = scene.worker, scene.values[number]
+        scene.block.steps.append(Keep(number, name))
+
+    def _recall(self, scene: _Scene) -> None:
+        names = [name for name, (worker, _) in self._kept.items() if worker == scene.worker]
+        if names:
+            name = self._random.choice(names)
+            scene.block.steps.append(Recall(name, scene.number(self._kept[name][1])))
+
+    def _call(self, scene: _Scene) -> None:
+        ins = self._arguments(scene)
+        scene.block.steps.append(self._a_call(scene, ins, scene.shares_memory, scene.refs))
+
+    def _together(self, scene: _Scene) -> None:
+        arguments = [self._arguments(scene) for _ in range(self._random.randint(2, 3))]
+        calls = [self._a_call(scene, ins, False, []) for ins in arguments]
+        scene.block.steps.append(Together(calls))
+
+    def _a_call(self, scene: _Scene, ins: list[int], shares_memory: bool, refs: list[_Reference]) -> Call:
+        how = self._random.choice(["call", "call", "submit", "then", "relay"])
+        to, via = self._random.choice(self._workers), self._random.choice(self._workers)
+        given = self._some(list(range(len(refs))), 2)
+        inner = _Scene(to, scene.depth + 1, shares_memory)
+        inner.refs = [refs[number] for number in given]
+        raises = self._random.random() < 0.1
+        outs = self._body(scene, inner, ins, raises)
+        if how in ("then", "relay"):
+            outs = [_Value() for _ in outs]
+        numbers = [] if raises else [scene.number(value) for value in outs]
+        return Call(how, to, via, inner.block, ins, given, numbers)
+
+    def _make(self, scene: _Scene) -> None:
+        to, ins = self._random.choice(self._workers), self._arguments(scene)
+        inner = _Scene(to, 3, shares_memory=False)
+        self._body(scene, inner, ins, raises=False)
+        made = [inner.values[number] for number in inner.block.results]
+        for value in made:
+            value.memory.writable = False  # on their worker, whoever has a reference has these very tensors
+        scene.refs.append(_Reference(to, made))
+        scene.block.steps.append(Make(to, inner.block, ins, len(scene.refs) - 1))
+
+    def _here(self, scene: _Scene) -> None:
+        if scene.refs:
+            number = self._random.randrange(len(scene.refs))
+            reference = scene.refs[number]
+            values = reference.values if reference.owner == scene.worker else _copies(reference.values)
+            scene.block.steps.append(Here(number, [scene.number(value) for value in values]))
+
+    def _arguments(self, scene: _Scene) -> list[int]:
+        return [self._random.randrange(len(scene.values)) for _ in range(self._random.randint(0, 3))]
+
+    def _body(self, outer: _Scene, inner: _Scene, ins: list[int], raises: bool) -> list[_Value]:
+        """Write the block of a call; returns its results as the caller sees them."""
+        inner.values = _copies([outer.values[number] for number in ins])
+        self._fill(inner, self._random.randint(1, 5))
+        self._compute(inner, "constant" if not inner.of_kind("square") else "")
+        squares = inner.of_kind("square")
+        inner.block.results = self._random.choices(squares, k=self._random.randint(0, 3))
+        inner.block.raises = raises
+        return _copies([inner.values[number] for number in inner.block.results])
+
+    def _some(self, things: list[Any], at_most: int) -> list[Any]:
+        return self._random.sample(things, min(len(things), self._random.randint(0, at_most)))
+
+
+def _copies(values: list[_Value]) -> list[_Value]:
+    """What arrives at the other end of a message: one new tensor for each, however often it is in there."""
+    copies = {id(value): _Value(value.kind) for value in values}
+    return [copies[id(value)] for value in values]
+
+
+def _numbered() -> Iterator[int]:
+    number = 0
+    while True:
+        yield number
+        number += 1
+
+
+def random_program(random: Random) -> Program:
+    return Author(random).write()

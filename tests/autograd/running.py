@@ -1,0 +1,374 @@
+"""Runs the programs of `programs`, with many workers or in one process, and compares what came out.
+
+Both ways share the interpreter of blocks. They differ in how tensors get from one worker to another: through real
+calls, or by being cloned, once per message. All state of one run is in a `World`, which called functions find by its
+number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import telegrad.rpc as rpc
+from telegrad import autograd, current_agent
+from telegrad.agent.agent import Agent
+from telegrad.errors import UsageError
+from telegrad.futures import Future
+from telegrad.refs import RRef, remote
+from telegrad.testing import LocalCluster
+from tests.autograd.programs import (
+    ALL_OPERATIONS,
+    HOOKS,
+    Block,
+    Call,
+    Compute,
+    Here,
+    Hook,
+    Keep,
+    Leaf,
+    Make,
+    Program,
+    Recall,
+    Roots,
+    Together,
+)
+
+PATIENCE = 20.0
+
+_worlds: dict[int, World] = {}
+_numbers = itertools.count()
+
+
+class BlockRaised(RuntimeError):
+    """What a block raises that the program says should."""
+
+
+@dataclass
+class World:
+    """What the workers of one run have: leaves, kept tensors, and what their hooks saw."""
+
+    leaves: dict[str, Tensor]
+    uses: list[Tensor]  # of the leaves: torch can deadlock when threads use a leaf for the first time at once
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    seen: dict[str, list[Tensor | None]] = field(default_factory=dict)
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    def see(self, name: str, gradient: Tensor | None) -> None:
+        self.seen.setdefault(name, []).append(None if gradient is None else gradient.clone())
+
+
+@dataclass
+class Outcome:
+    """What a run computed. Everything here must be the same however the program was run."""
+
+    values: list[Tensor]
+    gradients: dict[str, Tensor]
+    seen: dict[str, list[Tensor | None]]
+
+
+class Runner(Protocol):
+    """How a block calls other workers. `refs` are what `make` returned."""
+
+    def call(self, step: Call, ins: Sequence[Tensor], refs: list[Any]) -> list[Tensor]: ...
+    def together(self, steps: list[Call], ins: list[list[Tensor]]) -> list[list[Tensor]]: ...
+    def make(self, step: Make, ins: Sequence[Tensor]) -> Any: ...
+    def here(self, ref: Any) -> list[Tensor]: ...
+
+
+def run_block(block: Block, world: World, runner: Runner, ins: Sequence[Tensor], refs: list[Any]) -> list[Tensor]:
+    """Run one block; returns all its values."""
+    values: dict[int, Tensor] = dict(enumerate(ins))
+    refs = list(refs)
+    for step in block.steps:
+        match step:
+            case Compute():
+                made = ALL_OPERATIONS[step.op].run(*(values[number] for number in step.ins))
+                values.update(zip(step.outs, [made] if isinstance(made, Tensor) else made, strict=True))
+            case Leaf():
+                values[step.out] = world.leaves[step.name]
+            case Hook():
+                _add_hook(step, values[step.value], world)
+            case Keep():
+                world.kept[step.name] = values[step.value]
+            case Recall():
+                values[step.out] = world.kept[step.name]
+            case Call():
+                given = [refs[number] for number in step.refs]
+                values.update(_answer(step, runner.call(step, [values[number] for number in step.ins], given)))
+            case Together():
+                arguments = [[values[number] for number in call.ins] for call in step.calls]
+                for call, answer in zip(step.calls, runner.together(step.calls, arguments), strict=True):
+                    values.update(_answer(call, answer))
+            case Make():
+                refs.append(runner.make(step, [values[number] for number in step.ins]))
+            case Here():
+                values.update(zip(step.outs, runner.here(refs[step.ref]), strict=True))
+    if block.raises:
+        raise BlockRaised
+    return [values[number] for number in sorted(values)]
+
+
+def results_of(block: Block, values: list[Tensor]) -> list[Tensor]:
+    return [values[number] for number in block.results]
+
+
+def _answer(step: Call, answer: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    return zip(step.outs, answer, strict=True)
+
+
+def _add_hook(step: Hook, value: Tensor, world: World) -> None:
+    if not value.requires_grad or value.is_leaf:
+        return  # leaves have theirs from the start: these would add up from use to use
+    if step.kind in HOOKS:
+        value.register_hook(HOOKS[step.kind])
+    else:
+        value.register_hook(lambda gradient: world.see(step.name, gradient))
+
+
+def halved(values: list[Tensor]) -> list[Tensor]:
+    return [value * 0.5 for value in values]
+
+
+def new_world(program: Program) -> World:
+    random = Random(program.seed)
+    leaves = {}
+    for name, (_, kind, hook) in program.leaves.items():
+        shape = (5, 3) if kind == "table" else (3, 3)
+        data = torch.tensor([random.uniform(-1, 1) for _ in range(shape[0] * 3)], dtype=torch.double).view(shape)
+        leaf = nn.Parameter(data) if kind == "parameter" else data.requires_grad_(kind != "frozen")
+        if hook and leaf.requires_grad:
+            leaf.register_hook(HOOKS[hook])
+        leaves[name] = leaf
+    return World(leaves, [leaf.view_as(leaf) for leaf in leaves.values()])
+
+
+def loss_of(value: Tensor) -> Tensor:
+    return (value * torch.arange(1, 1 + value.numel(), dtype=torch.double).view_as(value)).sum() / 9
+
+
+def losses_of(values: Sequence[Tensor]) -> list[Tensor]:
+    return [loss_of(value) for value in values if value.requires_grad]
+
+
+# In one process
+
+
+@dataclass
+class LocalReference:
+    owner: str
+    values: list[Tensor]
+
+
+class Alone:
+    """One worker of a run in one process."""
+
+    def __init__(self, worker: str, world: World) -> None:
+        self._worker = worker
+        self._world = world
+
+    def call(self, step: Call, ins: Sequence[Tensor], refs: list[Any]) -> list[Tensor]:
+        if step.how == "relay":
+            ins = _cross(ins)
+        try:
+            values = run_block(step.block, self._world, Alone(step.to, self._world), _cross(ins), refs)
+        except BlockRaised:
+            return []
+        answer = _cross(results_of(step.block, values))
+        if step.how == "relay":
+            answer = _cross(halved(answer))
+        return halved(answer) if step.how == "then" else answer
+
+    def together(self, steps: list[Call], ins: list[list[Tensor]]) -> list[list[Tensor]]:
+        return [self.call(step, arguments, []) for step, arguments in zip(steps, ins, strict=True)]
+
+    def make(self, step: Make, ins: Sequence[Tensor]) -> LocalReference:
+        values = run_block(step.block, self._world, Alone(step.to, self._world), _cross(ins), [])
+        return LocalReference(step.to, results_of(step.block, values))
+
+    def here(self, ref: LocalReference) -> list[Tensor]:
+        return ref.values if ref.owner == self._worker else _cross(ref.values)
+
+
+def _cross(values: Sequence[Tensor]) -> list[Tensor]:
+    """What a message does: every tensor arrives as a new one, once."""
+    copies = {id(value): _copy(value) for value in values}
+    return [copies[id(value)] for value in values]
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.clone().as_subclass(nn.Parameter) if isinstance(value, nn.Parameter) else value.clone()
+
+
+def run_alone(program: Program) -> Outcome:
+    world = new_world(program)
+    values = run_block(program.main, world, Alone("w0", world), [], [])
+    for number, roots in enumerate(program.passes, 1):
+        losses = losses_of([values[number] for number in roots.values] + [world.kept[name] for name in roots.names])
+        if losses:
+            torch.autograd.backward(losses, retain_graph=number < len(program.passes))
+    gradients = {name: leaf.grad for name, leaf in world.leaves.items() if leaf.grad is not None}
+    return _outcome(world, values, gradients)
+
+
+# With many workers
+
+
+class Worker:
+    """One worker of a distributed run."""
+
+    def __init__(self, agent: Agent, world: World) -> None:
+        self._agent = agent
+        self._world = world
+
+    def call(self, step: Call, ins: Sequence[Tensor], refs: list[Any]) -> list[Tensor]:
+        arguments = (self._world.number, step.block, list(ins), refs)
+        try:
+            if step.how == "call":
+                return self._agent.call(step.to, serve, *arguments)
+            return self._start(step, arguments).wait()
+        except BlockRaised:
+            return []
+
+    def together(self, steps: list[Call], ins: list[list[Tensor]]) -> list[list[Tensor]]:
+        futures = [
+            self._start(step, (self._world.number, step.block, arguments, []))
+            for step, arguments in zip(steps, ins, strict=True)
+        ]
+        return [_answer_of(future) for future in futures]
+
+    def make(self, step: Make, ins: Sequence[Tensor]) -> RRef[list[Tensor]]:
+        return remote(step.to, serve, (self._world.number, step.block, list(ins), []), agent=self._agent)
+
+    def here(self, ref: RRef[list[Tensor]]) -> list[Tensor]:
+        return ref.to_here()
+
+    def _start(self, step: Call, arguments: tuple[Any, ...]) -> Future[list[Tensor]]:
+        if step.how == "relay":
+            return self._agent.submit(step.via, relay, step.to, *arguments)
+        future = self._agent.submit(step.to, serve, *arguments)
+        return future.then(lambda done: halved(done.wait())) if step.how == "then" else future
+
+
+def _answer_of(future: Future[list[Tensor]]) -> list[Tensor]:
+    error = future.exception(PATIENCE)
+    if error is None:
+        return future.wait()
+    if not isinstance(error, BlockRaised):
+        raise error
+    return []
+
+
+def here() -> Agent:
+    agent = current_agent()
+    assert agent is not None
+    return agent
+
+
+def serve(number: int, block: Block, ins: list[Tensor], refs: list[Any]) -> list[Tensor]:
+    """What a block is to the worker that runs it."""
+    world = _worlds[number]
+    return results_of(block, run_block(block, world, Worker(here(), world), ins, refs))
+
+
+@rpc.functions.async_execution
+def relay(to: str, number: int, block: Block, ins: list[Tensor], refs: list[Any]) -> Future[list[Tensor]]:
+    """A worker that has another one do it, and goes on when that has answered."""
+    return here().submit(to, serve, number, block, ins, refs).then(lambda done: halved(done.wait()))
+
+
+def serve_backward(context_id: int, number: int, names: list[str], retain_graph: bool) -> None:
+    losses = losses_of([_worlds[number].kept[name] for name in names])
+    if losses:
+        autograd.backward(context_id, losses, retain_graph)
+
+
+def gradients_here(context_id: int, number: int) -> dict[str, Tensor]:
+    """What this worker has in the context, by the name of the leaf."""
+    try:
+        found = autograd.get_gradients(context_id)
+    except UsageError:
+        return {}  # nothing of the context came here
+    names = {id(leaf): name for name, leaf in _worlds[number].leaves.items()}
+    return {names.get(id(leaf), f"a stray leaf on {here().name}"): gradient for leaf, gradient in found.items()}
+
+
+@contextmanager
+def registered(world: World) -> Iterator[World]:
+    _worlds[world.number] = world
+    try:
+        yield world
+    finally:
+        del _worlds[world.number]
+
+
+def run_distributed(program: Program, cluster: LocalCluster) -> Outcome:
+    w0 = cluster["w0"]
+    with registered(new_world(program)) as world, autograd.context(agent=w0) as context_id:
+        values = run_block(program.main, world, Worker(w0, world), [], [])
+        for number, roots in enumerate(program.passes, 1):
+            _backward(w0, context_id, world, roots, values, number < len(program.passes))
+        gradients: dict[str, Tensor] = {}
+        for agent in cluster:
+            gradients.update(w0.call(agent.name, gradients_here, context_id, world.number))
+        return _outcome(world, values, gradients)
+
+
+def _backward(
+    agent: Agent, context_id: int, world: World, roots: Roots, values: list[Tensor], retain_graph: bool
+) -> None:
+    if roots.names:
+        agent.call(roots.worker, serve_backward, context_id, world.number, roots.names, retain_graph)
+        return
+    losses = losses_of([values[number] for number in roots.values])
+    if losses:
+        autograd.backward(context_id, losses, retain_graph)
+
+
+# Comparing
+
+
+def _outcome(world: World, values: list[Tensor], gradients: dict[str, Tensor]) -> Outcome:
+    return Outcome(values, gradients, world.seen)
+
+
+def assert_same(distributed: Outcome, alone: Outcome) -> None:
+    assert [value.requires_grad for value in distributed.values] == [value.requires_grad for value in alone.values]
+    for value, expected in zip(distributed.values, alone.values, strict=True):
+        torch.testing.assert_close(value, expected)
+    assert_same_tensors(distributed.gradients, alone.gradients)
+    assert set(distributed.seen) == set(alone.seen)
+    for name, gradients in distributed.seen.items():
+        found, expected = _distinct(gradients), _distinct(alone.seen[name])
+        assert_same_tensors(dict(enumerate(found)), dict(enumerate(expected)))
+
+
+def assert_same_tensors(found: dict[Any, Any], expected: dict[Any, Any]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in found.items():
+        if expected[name] is None or tensor is None:
+            assert expected[name] is tensor, name
+        else:
+            torch.testing.assert_close(
+                tensor, expected[name], rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def _distinct(gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """Without repetitions: a hook may run more than once in a pass, but it never sees part of a gradient."""
+    distinct: list[Tensor | None] = []
+    for gradient in gradients:
+        if not any(_equal(gradient, known) for known in distinct):
+            distinct.append(gradient)
+    return distinct
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.allclose(a, b, rtol=1e-9, atol=1e-11)
