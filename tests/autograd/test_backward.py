@@ -377,6 +377,61 @@ def test_tensors_kept_on_a_worker_between_calls(workers: LocalCluster, w0: Agent
     assert_equal(found, alone((weight("w1", x) * 3 * x).sum(), x))
 
 
+@pytest.mark.xfail(reason="the caller's grad mode does not travel with its calls", strict=True)
+@pytest.mark.parametrize("how", ["call", "submit"])
+def test_nothing_flows_through_a_call_made_without_gradients(workers: LocalCluster, w0: Agent, how: str) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        with torch.no_grad():
+            target = w0.call("w1", weigh, x) if how == "call" else w0.submit("w1", weigh, x).wait()
+        autograd.backward(context_id, [(w0.call("w2", weigh, x) - target).sum()])
+        found = everything(workers, context_id, x)
+    assert_equal(found, alone((weight("w2", x) - weight("w1", x).detach()).sum(), x))
+
+
+class Stop(torch.autograd.Function):
+    """Gives no gradient back, though its input is used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        doubled: Tensor = 2 * x * gradients[0]
+        return doubled
+
+
+def square(x: Tensor) -> Tensor:
+    return Square.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def stop(x: Tensor) -> Tensor:
+    return Stop.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.xfail(reason="an answer of None means that the loss does not depend on a tensor", strict=True)
+def test_no_gradient_reaches_a_function_that_takes_it_for_zeros(workers: LocalCluster, w0: Agent) -> None:
+    """In one process `Square` runs on with zeros, so the leaf has a gradient, of zeros."""
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        autograd.backward(context_id, [w0.call("w1", stop, square(x)).sum()])
+        found = everything(workers, context_id, x)
+    assert_equal(found, alone(stop(square(x)).sum(), x))
+
+
 # Several passes
 
 
