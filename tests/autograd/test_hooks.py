@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from telegrad import autograd
 from telegrad.agent.agent import Agent
-from telegrad.autograd.contexts import accumulator
+from telegrad.autograd.contexts import ANCHOR, Arrived, Slot, accumulator
+from telegrad.autograd.graph import LocalGraph
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import TwoLayers, alone, assert_equal, everything, here, new_leaf, weigh, weight, weights
 from tests.local.gates import Log
@@ -84,6 +86,23 @@ def test_a_hook_on_a_leaf_sees_the_whole_gradient_once(workers: LocalCluster, w0
         return (weight("w2", y * leaf) + weight("w1", y * leaf)).sum()
 
     assert_equal(found, alone(compute()))
+
+
+def test_a_hook_never_sees_part_of_a_gradient() -> None:
+    """Something unrelated can be answered while one of two gradients of a tensor is there: its hooks must wait."""
+    seen: list[list[float]] = []
+    leaf, slot = new_leaf(), Slot()
+    arrived = Arrived.apply(ANCHOR, (torch.ones(3),), slot)  # type: ignore[no-untyped-call]
+    y = 2 * leaf
+    y.register_hook(lambda gradient: seen.append(gradient.tolist()))
+    sources = [(name, get_gradient_edge(tensor)) for name, tensor in (("y", y), ("z", 3 * y))]
+    graph = LocalGraph(sources, {arrived.grad_fn: ("somebody", 1)}, {arrived.grad_fn: slot}, retain_graph=False)
+    graph.resolve("y", torch.ones_like(y))
+    assert graph.run() == ([], [(("somebody", 1), None)])
+    assert seen == []
+    graph.resolve("z", torch.ones_like(y))
+    assert [gradient.tolist() for _, gradient in graph.run().leaves] == [[8, 8, 8]]
+    assert seen == [[4, 4, 4]]
 
 
 @pytest.mark.xfail(reason="what lies before an end that is not ready runs again; see graph.py", strict=True)

@@ -53,7 +53,8 @@ class LocalGraph:
         retain_graph: bool,
     ) -> None:
         self._sources = {name: (edge, 1 << number) for number, (name, edge) in enumerate(sources)}
-        self._unresolved = (1 << len(sources)) - 1
+        self._unresolved = (1 << len(sources)) - 1  # as bits
+        self._given = 0  # those that have a gradient
         self._receives = receives
         self._slots = slots
         self._unanswered = dict.fromkeys(receives)
@@ -72,6 +73,7 @@ class LocalGraph:
         edge, bit = self._sources[name]
         self._unresolved &= ~bit
         if gradient is not None:
+            self._given |= bit
             place = edge.node, edge.output_nr
             known = self._gradients.get(place)
             self._gradients[place] = gradient if known is None else plus(known, gradient)
@@ -83,18 +85,17 @@ class LocalGraph:
             del self._unanswered[node]
         if not receives and self._unresolved:
             return Outcome([], [])
-        if not self._gradients:
-            return Outcome([], [(self._receives[node], None) for node in receives])
         self._done.update(leaves)
+        wanted = [node for node, depends in receives.items() if depends]
         if any(watched.is_watched(node, self._replicated) for node in leaves):
-            gradients = self._run_through_grad(leaves, receives)
+            gradients = self._run_through_grad(leaves, wanted)
         else:
-            ends = [GradientEdge(node, 0) for node in (*leaves, *receives)]
+            ends = [GradientEdge(node, 0) for node in (*leaves, *wanted)]
             gradients = self._execute(ends, accumulate=False)
-        answers = zip(receives, gradients[len(leaves) :], strict=True)
+        answers = dict(zip(wanted, gradients[len(leaves) :], strict=True))
         return Outcome(
             self._own([_leaf(node) for node in leaves], gradients),
-            [(self._receives[node], gradient) for node, gradient in answers],
+            [(self._receives[node], answers.get(node)) for node in receives],
         )
 
     def _own(self, leaves: list[Tensor], gradients: list[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
@@ -106,20 +107,25 @@ class LocalGraph:
             if gradient is not None
         ]
 
-    def _ready(self) -> tuple[list[Node], list[Node]]:
-        """Leaves and received tensors, not computed yet, that no unresolved source reaches."""
+    def _ready(self) -> tuple[list[Node], dict[Node, bool]]:
+        """Leaves and received tensors, not computed yet, that no unresolved source reaches; of these, does any?
+
+        The engine is not asked for what no gradient reaches: it would run the hooks of a source that leads elsewhere.
+        """
         if self._unresolved:
             if self._reached is None:
                 self._reached = self._reach()
-            reached = self._reached
-            leaves = [node for node, mask in reached.items() if not mask & self._unresolved and node not in self._done]
+            reached, given = self._reached, self._given
+            ready = {node: mask for node, mask in reached.items() if not mask & self._unresolved}
+            leaves = [node for node, mask in ready.items() if mask & given and node not in self._done]
             leaves = [node for node in leaves if node not in self._receives]
-            return leaves, [node for node in self._unanswered if not reached.get(node, 0) & self._unresolved]
-        leaves = []
-        for node in self._walk(node for node, _ in self._gradients):
-            if type(node) is _AccumulateGrad and node not in self._done:
-                leaves.append(node)
-        return leaves, list(self._unanswered)
+            unanswered = {node: reached.get(node, 0) for node in self._unanswered}
+            return leaves, {
+                node: bool(mask & given) for node, mask in unanswered.items() if not mask & self._unresolved
+            }
+        behind = dict.fromkeys(self._walk(node for node, _ in self._gradients))
+        leaves = [node for node in behind if type(node) is _AccumulateGrad and node not in self._done]
+        return leaves, {node: node in behind for node in self._unanswered}
 
     def _walk(self, starts: Iterable[Node]) -> list[Node]:
         """All nodes behind `starts`, in no order, as far as they are on this worker."""
