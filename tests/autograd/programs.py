@@ -232,6 +232,7 @@ class Author:
         self._random = random
         self._workers = [f"w{rank}" for rank in range(random.randint(2, 5))]
         self._leaves: dict[str, tuple[str, str, str]] = {}
+        self._values: dict[str, _Value] = {}  # of leaves
         self._kept: dict[str, tuple[str, _Value]] = {}
         self._names = _numbered()
         for worker in self._workers:
@@ -269,7 +270,8 @@ class Author:
         mine = [name for name, (worker, _, _) in self._leaves.items() if worker == scene.worker]
         name = self._random.choice(mine)
         kind = "table" if self._leaves[name][1] == "table" else "square"
-        scene.block.steps.append(Leaf(name, scene.number(_Value(kind, writable=False))))
+        value = self._values.setdefault(name, _Value(kind, writable=False))
+        scene.block.steps.append(Leaf(name, scene.number(value)))
 
     def _compute(self, scene: _Scene, op: str = "") -> None:
         tables = scene.of_kind("table")
