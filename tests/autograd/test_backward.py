@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from telegrad import autograd
+from telegrad import autograd, current_agent
 from telegrad.agent.agent import Agent
 from telegrad.errors import CallCancelled, CallTimeout, UsageError
 from telegrad.nn import RemoteModule
@@ -377,7 +378,6 @@ def test_tensors_kept_on_a_worker_between_calls(workers: LocalCluster, w0: Agent
     assert_equal(found, alone((weight("w1", x) * 3 * x).sum(), x))
 
 
-@pytest.mark.xfail(reason="the caller's grad mode does not travel with its calls", strict=True)
 @pytest.mark.parametrize("how", ["call", "submit"])
 def test_nothing_flows_through_a_call_made_without_gradients(workers: LocalCluster, w0: Agent, how: str) -> None:
     x = new_leaf()
@@ -387,6 +387,23 @@ def test_nothing_flows_through_a_call_made_without_gradients(workers: LocalClust
         autograd.backward(context_id, [(w0.call("w2", weigh, x) - target).sum()])
         found = everything(workers, context_id, x)
     assert_equal(found, alone((weight("w2", x) - weight("w1", x).detach()).sum(), x))
+
+
+def fetch_from(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Hands on what another worker gave, and keeps nothing of it."""
+    agent = current_agent()
+    assert agent is not None
+    return agent.call(name, weigh, x)
+
+
+def test_what_is_only_handed_on_keeps_its_way_back(workers: LocalCluster, w0: Agent) -> None:
+    x = new_leaf()
+    with autograd.context(agent=w0) as context_id:
+        y = w0.call("w1", fetch_from, "w2", x)
+        gc.collect()
+        autograd.backward(context_id, [y.sum()])
+        found = everything(workers, context_id, x)
+    assert_equal(found, alone(weight("w2", x).sum(), x))
 
 
 class Stop(torch.autograd.Function):

@@ -58,7 +58,7 @@ _begun: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary(
 class Send:
     """A tensor that left: where its gradient, once it is back, enters the local graph."""
 
-    __slots__ = ("_leaf", "_node", "_output", "peer")
+    __slots__ = ("_leaf", "_node", "_output", "_owner", "peer")
 
     def __init__(self, tensor: Tensor, peer: str) -> None:
         self.peer = peer
@@ -66,6 +66,8 @@ class Send:
         # As they are now: an operation in place would change them.
         self._node, self._output = _edge_of(tensor) if is_view else (tensor.grad_fn, tensor.output_nr)
         self._leaf = tensor if self._node is None else None
+        # A node that is written in Python, as `Arrived`, lives only while another node leads to it.
+        self._owner = _node_behind(tensor) if isinstance(self._node, torch._C._FunctionBase) else None
 
     def edge(self) -> GradientEdge:
         if self._leaf is not None:
@@ -113,12 +115,17 @@ def _edge_of(tensor: Tensor) -> tuple[Node, int]:
     then needs the GIL, so whoever waits for that lock with the GIL blocks the whole process: `Function.apply` does, and
     if the leaf is a view, `grad_fn` and `is_leaf`.
     """
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        next_one = tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
-    assert next_one.grad_fn is not None
-    node, output = next_one.grad_fn.next_functions[0]
+    node, output = _node_behind(tensor).next_functions[0]
     assert node is not None
     return node, output
+
+
+def _node_behind(tensor: Tensor) -> Node:
+    """A new node of torch's own that leads to where the gradient of a tensor goes."""
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        behind = tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
+    assert behind.grad_fn is not None
+    return behind.grad_fn
 
 
 def accumulator(leaf: Tensor) -> Node:
@@ -158,11 +165,16 @@ class Context:
 
     def follow(self, to: Envelope) -> bytes:
         """A call takes the context to a peer, and the numbers of those that have ended."""
-        if self.released:
+        if not torch.is_grad_enabled() or not self.followed_by(to.peer, to.incarnation):
             return b""
-        self.followers[to.incarnation] = to.peer
-        ended = self._contexts.take_ended(to.incarnation) if self._contexts.has_ended else ()
+        ended = self._contexts.take_ended(to.incarnation) if self._contexts.owes_news else ()
         return _NUMBERS[len(ended)].pack(self.number, *ended)
+
+    def followed_by(self, name: str, incarnation: str) -> bool:
+        """Somebody has a part of this, and is to hear of its end. False: it has ended."""
+        if not self.released:
+            self.followers[incarnation] = name
+        return not self.released
 
     def run(self, call: Callable[[], None]) -> None:
         """A call that came with the context runs here."""
@@ -295,7 +307,7 @@ class Contexts:
             context.release()
 
     @property
-    def has_ended(self) -> bool:
+    def owes_news(self) -> bool:
         """Is there a peer that does not know yet of contexts that ended?"""
         return bool(self._untold)
 
@@ -371,6 +383,8 @@ class _Tracker:
         context = current_scope.get()
         if not isinstance(context, Context) or context.released or current_envelope() is None:
             return 0
+        if not torch.is_grad_enabled():
+            return 0  # nor would the call be noted in one process
         ticket = next(Contexts.of(context.agent).tickets)
         before_sending(tensor, lambda envelope: context.send(ticket, tensor, envelope))
         return ticket
@@ -379,6 +393,8 @@ class _Tracker:
         context, envelope = current_scope.get(), current_envelope()
         if not isinstance(context, Context) or envelope is None:
             return data.requires_grad_()
+        if not ticket:
+            return data  # the answer to a call that was made without gradients
         return context.receive(ticket, data, envelope)
 
 
@@ -423,7 +439,7 @@ def _alive(numbers: list[int], asker: Member) -> list[bool]:
     if agent is None:
         return [False] * len(numbers)
     found = [Contexts.of(agent).find(number) for number in numbers]
-    return [context is not None and context.follow(Envelope(agent, asker.name, asker.incarnation)) for context in found]
+    return [context is not None and context.followed_by(asker.name, asker.incarnation) for context in found]
 
 
 tensors.track(_Tracker())

@@ -43,7 +43,7 @@ class Tracker(Protocol):
         """A ticket for a tensor that is being packed, which travels with it; 0: nobody tracks it."""
 
     def arriving(self, data: Tensor, ticket: int) -> Tensor:
-        """What a tensor is at the other end."""
+        """What a tensor that needed a gradient where it left is at the other end."""
 
 
 class _Registry:
@@ -64,7 +64,7 @@ def _ticket(tensor: Tensor) -> int | None:
 def _arrived(data: Tensor, ticket: int | None) -> Tensor:
     if ticket is None:
         return data
-    if ticket == _UNTRACKED or _Registry.tracker is None:
+    if _Registry.tracker is None:
         return data.requires_grad_()
     return _Registry.tracker.arriving(data, ticket)
 
