@@ -67,7 +67,7 @@ def test_whatever_sits_on_the_memory_holds_it(pool: Pool, kind: str) -> None:
 
 
 def test_a_decoded_tensor_holds_its_memory_until_it_dies(pool: Pool) -> None:
-    body, [buffer] = codec.encode(torch.arange(1000, dtype=torch.int32))
+    body, [buffer] = codec.encode(torch.arange(codec.OUT_OF_BAND))
     memory = pool.reserve(buffer.nbytes)
     memory[:] = buffer
     start = address(memory)
@@ -75,7 +75,7 @@ def test_a_decoded_tensor_holds_its_memory_until_it_dies(pool: Pool) -> None:
     del memory
     other = pool.reserve(buffer.nbytes)
     other[:] = bytes(buffer.nbytes)
-    assert torch.equal(received, torch.arange(1000, dtype=torch.int32))
+    assert torch.equal(received, torch.arange(codec.OUT_OF_BAND))
     del received
     assert address(pool.reserve(buffer.nbytes)) == start
 

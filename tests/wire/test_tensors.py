@@ -181,7 +181,7 @@ def test_a_large_tensor_sits_on_the_memory_that_it_arrived_in() -> None:
 
 
 def test_more_large_tensors_than_a_frame_has_room_for() -> None:
-    sent = [torch.full((512,), float(number)) for number in range(MAX_BUFFERS + 10)]
+    sent = [torch.full((codec.OUT_OF_BAND,), number % 100, dtype=torch.uint8) for number in range(MAX_BUFFERS + 10)]
     body, buffers = codec.encode(sent)
     assert len(buffers) == MAX_BUFFERS
     received = codec.decode(body, [bytearray(buffer) for buffer in buffers])

@@ -19,7 +19,6 @@ State belongs to one pass, which lets one thread in at a time.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -87,7 +86,7 @@ class LocalGraph:
             return Outcome([], [])
         self._done.update(leaves)
         wanted = [node for node, depends in receives.items() if depends]
-        if any(watched.is_watched(node, self._replicated) for node in leaves):
+        if watched.any_watched(leaves, self._replicated):
             gradients = self._run_through_grad(leaves, wanted)
         else:
             ends = [GradientEdge(node, 0) for node in (*leaves, *wanted)]
@@ -100,9 +99,10 @@ class LocalGraph:
 
     def _own(self, leaves: list[Tensor], gradients: list[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
         """Leaves with their gradients, which belong to nobody else and are laid out like the leaf: as in `.grad`."""
-        uses = Counter(id(gradient) for gradient in (*gradients, *self._gradients.values()))
+        found = [id(gradient) for gradient in (*gradients, *self._gradients.values())]
+        shared = set() if len(set(found)) == len(found) else {each for each in found if found.count(each) > 1}
         return [
-            (leaf, gradient if uses[id(gradient)] == 1 and _is_like(gradient, leaf) else _copy(gradient, leaf))
+            (leaf, gradient if id(gradient) not in shared and _is_like(gradient, leaf) else _copy(gradient, leaf))
             for leaf, gradient in zip(leaves, gradients, strict=False)
             if gradient is not None
         ]
@@ -123,22 +123,24 @@ class LocalGraph:
             return leaves, {
                 node: bool(mask & given) for node, mask in unanswered.items() if not mask & self._unresolved
             }
-        behind = dict.fromkeys(self._walk(node for node, _ in self._gradients))
-        leaves = [node for node in behind if type(node) is _AccumulateGrad and node not in self._done]
+        leaves, behind = self._walk(node for node, _ in self._gradients)
         return leaves, {node: node in behind for node in self._unanswered}
 
-    def _walk(self, starts: Iterable[Node]) -> list[Node]:
-        """All nodes behind `starts`, in no order, as far as they are on this worker."""
-        receives = self._receives
+    def _walk(self, starts: Iterable[Node]) -> tuple[list[Node], set[Node]]:
+        """Leaves behind `starts` that are not computed yet, and all nodes there, as far as they are on this worker."""
+        receives, done, leaves = self._receives, self._done, []
         seen = set(starts)
         stack = list(seen)
         for node in stack:
-            if node not in receives:
+            if type(node) is _AccumulateGrad:
+                if node not in done:
+                    leaves.append(node)
+            elif node not in receives:
                 for following, _ in _inputs_of(node):
                     if following is not None and following not in seen:
                         seen.add(following)
                         stack.append(following)
-        return stack
+        return leaves, seen
 
     def _reach(self) -> dict[Node, int]:
         """For each end, the sources that reach it.

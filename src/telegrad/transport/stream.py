@@ -26,8 +26,8 @@ from telegrad.wire.memory import Pool
 
 _IOV_MAX = 1000
 _JOIN_BELOW = 1 << 15  # smaller frames are joined into one buffer; a system call with many parts costs more
-_SPIN = 0.0003  # seconds
 _CORES = len(os.sched_getaffinity(0))
+_SPIN = 0.001 if _CORES >= 8 else 0.0003  # seconds; where cores are few, somebody else needs them
 _SEND_SLICE = 1.0  # seconds after which a blocked sender looks at its deadline
 
 _pack = HEADER.pack

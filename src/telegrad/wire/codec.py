@@ -20,7 +20,7 @@ from telegrad.errors import SerializationError
 from telegrad.wire.frames import MAX_BUFFERS
 from telegrad.wire.tensors import REDUCERS, leaves_pickling_to_torch, reduce_subclass
 
-OUT_OF_BAND = 2048
+OUT_OF_BAND = 1 << 15  # up to here a copy into the pickle costs less than a buffer of its own
 Encoded = tuple[bytes, list[memoryview]]
 
 _PROTOCOL = 5
