@@ -25,6 +25,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LEARNED: dict[str, tuple[str, Callable[[str], bool]]] = {  # the last of these figures shows that a model learned
     "pipeline.py": (r"accuracy ([\d.]+)", lambda accuracy: float(accuracy) > 0.85),
     "language_model.py": (r"perplexity ([\d.]+)", lambda perplexity: float(perplexity) < 9),
+    "batch_update.py": (r"trainers: ([\d.]+)", lambda accuracy: float(accuracy) > 0.9),
     "ddp_embedding.py": (r"trainers: ([\d.]+)", lambda accuracy: float(accuracy) > 0.8),
 }
 ARGUMENTS = {"cartpole.py": ["--observers", "2", "--episodes", "6"]}  # it runs; that it learns takes longer

@@ -1,0 +1,99 @@
+"""A parameter server that waits for all trainers, averages their gradients, and gives all of them the same new model.
+
+Usage:
+
+    python examples/batch_update.py [--trainers 2] [--epochs 8]
+
+`update_and_fetch_model` answers later: it returns a future that completes when the last trainer of the round has come,
+so no thread of the server waits.
+"""
+
+import argparse
+import os
+import socket
+import threading
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import telegrad.rpc as rpc
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+class ParameterServer:
+    def __init__(self, trainers: int) -> None:
+        self.model = new_model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.trainers = trainers
+        self.lock = threading.Lock()
+        self.arrived = 0
+        self.round: rpc.Future[Any] = rpc.Future()
+
+    @rpc.functions.async_execution
+    def update_and_fetch_model(self, gradients: list[Tensor]) -> Any:
+        with self.lock:
+            for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+                share = gradient / self.trainers
+                parameter.grad = share if parameter.grad is None else parameter.grad + share
+            self.arrived += 1
+            this_round = self.round
+            if self.arrived == self.trainers:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.arrived, self.round = 0, rpc.Future()
+                this_round.set_result(self.model)
+            return this_round
+
+
+def train(server: Any, number: int, trainers: int, epochs: int) -> float:
+    """What each trainer runs, on its share of the digits; returns the accuracy on those that nobody trained on."""
+    digits = load_digits()
+    images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    held_out, mine = order[:297], order[297 + number :: trainers][: 1500 // trainers]
+    model = new_model()
+    for epoch in range(epochs):
+        for batch in mine.split(30):
+            loss = F.cross_entropy(model(images[batch]), labels[batch])
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            model = server.rpc_sync().update_and_fetch_model(list(gradients))
+        if number == 0:
+            print(f"epoch {epoch}: loss {loss:.3f}", flush=True)
+    return (model(images[held_out]).argmax(1) == labels[held_out]).float().mean().item()
+
+
+def run_worker(rank: int, port: int, options: argparse.Namespace) -> None:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(port)
+    torch.set_num_threads(1)
+    rpc.init_rpc(f"trainer{rank - 1}" if rank else "server", rank=rank, world_size=options.trainers + 1)
+    if rank == 0:
+        server = rpc.RRef(ParameterServer(options.trainers))
+        calls = [
+            rpc.rpc_async(f"trainer{number}", train, (server, number, options.trainers, options.epochs), timeout=0)
+            for number in range(options.trainers)
+        ]
+        print("accuracy of the trainers:", ", ".join(f"{call.wait():.3f}" for call in calls), flush=True)
+    rpc.shutdown()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trainers", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=8)
+    options = parser.parse_args()
+    mp.spawn(run_worker, args=(free_port(), options), nprocs=options.trainers + 1)
