@@ -34,6 +34,14 @@ def promise(promises: Promises) -> Future[Any]:
 
 
 @async_execution
+def promise_at_last(promises: Promises, gate: Gate) -> Future[Any]:
+    gate.hold()
+    future: Future[Any] = Future()
+    promises.note(future)
+    return future
+
+
+@async_execution
 def hold_elsewhere(promises: Promises, gate: Gate) -> Future[Any]:
     agent = current_agent()
     assert agent is not None
@@ -171,6 +179,18 @@ def test_a_call_that_outlives_its_deadline_leaves_nothing_at_the_callee(
     inbounds = pair["w1"].connections.inbounds
     until(lambda: not any(inbound.under_way for inbound in inbounds))
     assert [inbound._cancelled for inbound in inbounds] == [set() for _ in inbounds]
+
+
+def test_a_promise_that_comes_after_its_deadline_is_not_kept(w0: Agent, pair: LocalCluster, gate: Gate) -> None:
+    promises = Promises()
+    late = w0.start("w1", promise_at_last, (promises, gate), None, SHORT)
+    gate.wait_for(1)
+    assert isinstance(late.exception(PATIENCE), CallTimeout)
+    inbounds = pair["w1"].connections.inbounds
+    until(lambda: any(inbound._cancelled for inbound in inbounds))
+    gate.open()
+    until(lambda: not any(inbound.under_way for inbound in inbounds))
+    assert [(inbound._waiting, inbound._cancelled) for inbound in inbounds] == [({}, set()) for _ in inbounds]
 
 
 def test_early_replies_win_over_later_deadlines(w0: Agent) -> None:

@@ -232,11 +232,12 @@ class Inbound:
 
     def _cancel(self, call: int) -> None:
         waiting = self._waiting.pop(call, None)
+        if waiting is None and call in self._active:
+            self._cancelled.add(call)
+            waiting = self._waiting.pop(call, None)  # it may have begun to wait in between
         if waiting is None:
-            if call in self._active:
-                self._cancelled.add(call)
             return
-        self._active.discard(call)
+        self._answered(call)
         if type(waiting) is Later:
             if waiting.given_up is not None:
                 waiting.given_up()
@@ -375,6 +376,8 @@ class Inbound:
             finally:
                 current_scope.reset(token)
 
+        if call in self._cancelled:  # before it began to wait
+            self._cancel(call)
         future.add_done_callback(reply)
 
     def _fail(self, call: int, target: Target | None, error: BaseException) -> None:
