@@ -483,3 +483,24 @@ def test_a_peer_that_beats_more_slowly_is_not_silent(cluster: Clusters, beats: B
         beats.wait_for(10)
         gate.open()
         assert future.result(PATIENCE) == "done"
+
+
+def test_who_shuts_down_says_so_before_it_waits(cluster: Clusters) -> None:
+    workers = cluster(2)
+    said: list[bool] = []
+    workers["w0"].on_parting(lambda: said.append(workers["w0"].call("w1", abs, -1) == 1))
+    assert workers["w0"].shutdown(timeout=0.2) == ("w1",)
+    assert said == [True]
+
+
+def test_a_lost_worker_is_known_as_lost(cluster: Clusters) -> None:
+    workers = cluster(2)
+    incarnation = workers["w1"].me.incarnation
+    lost = threading.Event()
+    known: list[bool] = []
+    workers["w0"].on_loss(lambda _, which: (known.append(workers["w0"].is_lost(which)), lost.set()))
+    assert workers["w0"].call("w1", abs, -1) == 1
+    assert not workers["w0"].is_lost(incarnation)
+    workers.kill("w1")
+    assert lost.wait(PATIENCE)
+    assert known == [True]

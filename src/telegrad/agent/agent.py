@@ -97,6 +97,7 @@ class Agent:
         self._targets: dict[Function, Target] = {}
         self._loss_listeners: list[Callable[[str, str], None]] = []
         self._close_listeners: list[Callable[[], None]] = []
+        self._parting_listeners: list[Callable[[], None]] = []
         self._figures: list[Callable[[], dict[str, int]]] = []
         self._services: dict[Callable[[Agent], Any], Any] = {}
         self._making = threading.Lock()
@@ -180,6 +181,9 @@ class Agent:
         Returns the names of workers that died or did not come in time; it never hangs on them.
         """
         self._require_open()
+        listeners, self._parting_listeners = self._parting_listeners, []
+        for listener in listeners:
+            listener()
         gone: set[str] = set()
         leads = False
         until = None if timeout is None else time.monotonic() + timeout
@@ -332,6 +336,10 @@ class Agent:
         """Call `listener(name, incarnation)` when a worker is found to be gone. It must be short and not block."""
         self._loss_listeners.append(listener)
 
+    def is_lost(self, incarnation: str) -> bool:
+        """Was this worker found to be gone? True before the listeners of `on_loss` are called."""
+        return incarnation in self._gone
+
     def watch(self, incarnation: str) -> None:
         """Make sure that the loss of a worker is noticed even if it never calls this one: connect to it."""
 
@@ -349,6 +357,10 @@ class Agent:
     def on_close(self, listener: Callable[[], None]) -> None:
         """Call `listener()` when this agent starts to close, while it can still call others."""
         self._close_listeners.append(listener)
+
+    def on_parting(self, listener: Callable[[], None]) -> None:
+        """Call `listener()` when `shutdown` begins, before it waits for anybody."""
+        self._parting_listeners.append(listener)
 
     def service(self, make: Callable[[Agent], S]) -> S:
         """This agent's one `make(agent)`: how layers above keep what they know of an agent with it."""
