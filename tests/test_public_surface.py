@@ -13,7 +13,7 @@ import torch.distributed.rpc as torch_rpc
 import telegrad
 import telegrad.rpc
 
-PACKAGES = ["telegrad", "telegrad.autograd", "telegrad.batching", "telegrad.cli", "telegrad.refs", "telegrad.rpc"]
+PACKAGES = ["telegrad", "telegrad.autograd", "telegrad.batching", "telegrad.cli", "telegrad.ps", "telegrad.refs", "telegrad.rpc"]
 MODULES = [
     "telegrad.compat",
     "telegrad.nn",

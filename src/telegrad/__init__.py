@@ -12,7 +12,7 @@ from telegrad import idling as _idling  # noqa: F401  # first: importing torch, 
 
 # isort: split
 
-from telegrad import autograd, errors, nn, optim, rpc
+from telegrad import autograd, errors, nn, optim, ps, rpc
 from telegrad.agent.agent import Agent, expose
 from telegrad.agent.current import current_agent, current_caller, current_deadline
 from telegrad.agent.membership import WorkerInfo
@@ -38,5 +38,6 @@ __all__ = [
     "expose",
     "nn",
     "optim",
+    "ps",
     "rpc",
 ]

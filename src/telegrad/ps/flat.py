@@ -1,0 +1,96 @@
+"""`Flat`: the parameters of a model in one piece of memory, and their gradients in another.
+
+On the CPU the parameters of the model become views of that memory, and so does each gradient as soon as it has been
+accumulated: what backward computes is where servers read it, and what they answer with is copied to where the model
+reads it. Parameters of other devices are copied in both directions.
+
+State: the memory. It belongs to the trainer except between a push and its answer, when servers read the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from telegrad.ps import segments
+from telegrad.ps.layout import Layout, Slot
+
+
+class Flat:
+    def __init__(self, layout: Layout, parameters: Sequence[Tensor], sharing: bool) -> None:
+        """`parameters` in the order of their numbers."""
+        self.segment = segments.make(layout.nbytes) if sharing else None
+        self.values = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        if self.segment is not None:
+            self.gradients = self.segment.contents
+        else:
+            self.gradients = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        self._entries = [_Entry(parameters[slot.number], slot, self.values, self.gradients) for slot in layout.slots]
+        self._parameters = tuple(entry.parameter for entry in self._entries)
+        self._elsewhere = [entry for entry in self._entries if not entry.here]
+        self._hooks = [entry.hook() for entry in self._entries if entry.here]
+
+    def __repr__(self) -> str:
+        where = "shared memory" if self.segment is not None else "memory of its own"
+        return f"<Flat: {len(self._parameters)} parameters, {self.values.numel()} bytes, gradients in {where}>"
+
+    def collect(self) -> None:
+        """See to it that every gradient is in the flat memory. A parameter without one counts as one with zeros."""
+        for entry in self._entries:
+            entry.collect()
+
+    def take(self, start: int, values: Tensor) -> None:
+        """Fresh values for the bytes from `start` on."""
+        self.values[start : start + values.numel()].copy_(values)
+
+    def deliver(self) -> None:
+        """All fresh values have been taken: show them to the model."""
+        for entry in self._elsewhere:
+            entry.parameter.data.copy_(entry.value)
+        torch.autograd.graph.increment_version(self._parameters)
+
+    def release(self) -> None:
+        """Gradients are the model's own again."""
+        for hook in self._hooks:
+            hook.remove()
+        for entry in self._entries:
+            if entry.parameter.grad is entry.gradient:
+                entry.parameter.grad = entry.gradient.clone()
+
+
+class _Entry:
+    """One parameter and its places."""
+
+    def __init__(self, parameter: Tensor, slot: Slot, values: Tensor, gradients: Tensor) -> None:
+        self.parameter = parameter
+        self.value = slot.of(values)
+        self.gradient = slot.of(gradients)
+        self.here = parameter.device.type == "cpu"
+        self.value.copy_(parameter.detach())
+        if self.here:
+            parameter.data = self.value
+
+    def collect(self) -> None:
+        if self.parameter.grad is None:
+            self.gradient.zero_()
+        elif self.here:
+            _move(self.parameter, self.gradient)
+        else:
+            self.gradient.copy_(self.parameter.grad)
+
+    def hook(self) -> Any:
+        """Move each gradient to its place while it is still in the cache."""
+        gradient = self.gradient  # a hook that knew the parameter would keep it alive for ever
+        return self.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda parameter: _move(parameter, gradient)
+        )
+
+
+def _move(parameter: Tensor, place: Tensor) -> None:
+    gradient = parameter.grad
+    if gradient is not place and gradient is not None:
+        place.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        parameter.grad = place

@@ -1,0 +1,150 @@
+"""Where each parameter lies in one flat piece of memory, and how that is divided among servers.
+
+Parameters lie in *runs*: those of one group and one dtype follow each other, each at a multiple of 64 bytes. What is
+between them is zero and stays zero. Servers get consecutive ranges of equal size. An optimizer that works element by
+element does not care where a range begins, so a parameter may be divided; for others, ranges begin with a parameter.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # a multiple of the size of every element
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies."""
+
+    number: int
+    name: str
+    group: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Where the next one may begin."""
+        return -(-(self.offset + self.nbytes) // ALIGNMENT) * ALIGNMENT
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The parameter inside flat memory, which are bytes."""
+        return flat[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements `first` up to `last` of a parameter, which lie at `offset` of the range of a server."""
+
+    slot: Slot
+    first: int
+    last: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.last - self.first) * self.slot.dtype.itemsize
+
+    @property
+    def label(self) -> str:
+        whole = self.last - self.first == math.prod(self.slot.shape)
+        return self.slot.name if whole else f"{self.slot.name}[{self.first}:{self.last}]"
+
+    def of(self, flat: Tensor) -> Tensor:
+        """These elements inside the memory of the server."""
+        return flat[self.offset : self.offset + self.nbytes].view(self.slot.dtype)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements of one group and dtype that follow each other in the range of a server."""
+
+    group: int
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+    parts: tuple[Part, ...]
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.offset : self.offset + self.nbytes].view(self.dtype)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The range of one server."""
+
+    start: int
+    stop: int
+    runs: tuple[Run, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for run in self.runs for part in run.parts]
+
+
+class Layout:
+    """The places of all parameters of a model, which come in groups.
+
+    >>> layout = Layout.of([[(0, "weight", torch.zeros(10, 10)), (1, "bias", torch.zeros(10))]])
+    >>> [(slot.name, slot.offset) for slot in layout.slots], layout.nbytes
+    ([('weight', 0), ('bias', 448)], 512)
+    >>> [(share.start, share.stop, len(share.parts)) for share in layout.divide(2)]
+    [(0, 256, 1), (256, 512, 2)]
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = tuple(slots)
+        self.nbytes = slots[-1].end if slots else 0
+
+    @classmethod
+    def of(cls, groups: Iterable[Iterable[tuple[int, str, Tensor]]]) -> Layout:
+        """Of the parameters of each group: their numbers, their names, and themselves."""
+        known = [(group, *entry) for group, entries in enumerate(groups) for entry in entries]
+        slots: list[Slot] = []
+        for group, number, name, each in sorted(known, key=lambda entry: (entry[0], str(entry[3].dtype))):
+            offset = slots[-1].end if slots else 0
+            slots.append(Slot(number, name, group, each.dtype, tuple(each.shape), offset))
+        return cls(slots)
+
+    def divide(self, count: int, whole: bool = False) -> list[Share]:
+        """A range for each of `count` servers; `whole` keeps parameters in one piece. Some may be empty."""
+        cuts = [self._cut(self.nbytes * number // count, whole) for number in range(count + 1)]
+        return [Share(start, stop, tuple(self._runs(start, stop))) for start, stop in itertools.pairwise(cuts)]
+
+    def _cut(self, offset: int, whole: bool) -> int:
+        if not whole:
+            return offset // ALIGNMENT * ALIGNMENT
+        places = [*(slot.offset for slot in self.slots), self.nbytes]
+        after = bisect.bisect_left(places, offset)
+        return min(places[max(after - 1, 0) : after + 1], key=lambda place: abs(place - offset))
+
+    def _runs(self, start: int, stop: int) -> Iterable[Run]:
+        inside = [slot for slot in self.slots if slot.offset < stop and slot.end > start]
+        for (group, dtype), slots in itertools.groupby(inside, key=lambda slot: (slot.group, slot.dtype)):
+            together = list(slots)
+            first, last = max(together[0].offset, start), min(together[-1].end, stop)
+            parts = [_clip(slot, start, stop) for slot in together]
+            yield Run(group, dtype, first - start, last - first, tuple(part for part in parts if part.nbytes))
+
+
+def _clip(slot: Slot, start: int, stop: int) -> Part:
+    first = max(slot.offset, start)
+    last = max(min(slot.offset + slot.nbytes, stop), first)
+    size = slot.dtype.itemsize
+    return Part(slot, (first - slot.offset) // size, (last - slot.offset) // size, first - start)

@@ -1,0 +1,282 @@
+"""`Optimizer`: a parameter server, as a trainer sees it.
+
+State: `param_groups` are the trainer's own, and what changed in them travels with the next push; `_known` is what the
+servers have been told. `_attachments`, one per server, hold the rest. Used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from telegrad.agent.current import active_agent
+from telegrad.errors import UsageError
+from telegrad.futures import Future, wait_all
+from telegrad.ps import service
+from telegrad.ps.attachment import Attachment
+from telegrad.ps.consistency import Consistency, Sync
+from telegrad.ps.flat import Flat
+from telegrad.ps.layout import Layout
+from telegrad.ps.shard import Answer, Plan
+from telegrad.ps.solver import Options, State, works_by_element
+
+if TYPE_CHECKING:
+    from telegrad.agent.agent import Agent
+
+_POLL = (0.005, 0.2)
+
+
+class Optimizer(optim.Optimizer):
+    """`optimizer(model.parameters(), **options)`, run by parameter servers for all trainers together.
+
+    `servers` are workers: a pattern of names, or names. `model` is a module, or what `torch.optim` takes. Trainers that
+    say the same `name` train together: the first brings the parameters, the others get them. With `trainers`, they
+    start when so many have come. `step` reports the gradients, waits as `consistency` says, and leaves fresh
+    parameters in the model. `close` lets the others go on without this trainer, and so does the end of its agent.
+
+    >>> from telegrad.testing import LocalCluster
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> _ = nn.init.ones_(model.weight)
+    >>> with LocalCluster(2) as cluster:
+    ...     with Optimizer(model, servers="w1", optimizer=torch.optim.SGD, lr=0.5, agent=cluster["w0"]) as optimizer:
+    ...         model(torch.ones(1, 2)).sum().backward()
+    ...         optimizer.step()
+    >>> model.weight.tolist()
+    [[0.5, 0.5]]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Any],
+        servers: str | Sequence[str],
+        optimizer: Callable[..., optim.Optimizer] = torch.optim.SGD,
+        *,
+        consistency: Consistency | None = None,
+        name: str = "default",
+        trainers: int = 1,
+        agent: Agent | None = None,
+        **options: Any,
+    ) -> None:
+        agent = agent or active_agent()
+        if agent is None:
+            raise UsageError("a trainer needs an agent: pass agent=, or call telegrad.rpc.init_rpc first")
+        template = optimizer(model.parameters() if isinstance(model, nn.Module) else model, **options)
+        self._agent = agent
+        self._attachments: list[Attachment] = []
+        super().__init__(template.param_groups, template.defaults)
+        self.name = name
+        self.steps = 0
+        self.staleness = 0
+        self.dropped = 0
+        self._kind = optimizer
+        self._known = [_options(group) for group in self.param_groups]
+        self._consistency = consistency or Sync()
+        self._layout = Layout.of(_learning(model, self.param_groups))
+        if not self._layout.slots:
+            raise UsageError("none of the parameters requires a gradient")
+        self._flat = Flat(self._layout, self._parameters, service.shares_memory(agent))
+        self._attachments = self._plan(_matching(agent, servers), options, trainers)
+        self._join()
+        agent.on_parting(_weakly(self))
+
+    def __repr__(self) -> str:
+        servers = ", ".join(each.server for each in self._attachments)
+        kind = getattr(self._kind, "__name__", repr(self._kind))
+        return (
+            f"<ps.Optimizer {self.name!r} of {kind} on {servers}, {self._consistency}: "
+            f"{self.steps} steps, staleness {self.staleness}, {self.dropped} dropped>"
+        )
+
+    def __enter__(self) -> Optimizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def version(self) -> int:
+        """How many steps the servers had made when they last answered."""
+        return min(each.version for each in self._attachments)
+
+    def close(self) -> None:
+        """Leave: the other trainers no longer wait for this one. The model keeps its parameters."""
+        attachments, self._attachments = self._attachments, []
+        for leaving in [each.leave() for each in attachments]:
+            leaving.exception()  # a server that is gone need not be told
+        if attachments:
+            self._flat.release()
+
+    # What torch.optim.Optimizer does
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Report the gradients, wait, and take the fresh parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._attachments:
+            raise UsageError(f"the optimizer of parameter server {self.name!r} is closed")
+        self._flat.collect()
+        self.steps += 1
+        self._take(self._push(self._changes()))
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._attachments:
+            raise UsageError("the parameters of a parameter server are fixed; make a new Optimizer under another name")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that servers hold, fetched here, in the form that the optimizer itself would give."""
+        state: dict[int, State] = {}
+        for attachment, parts in zip(self._attachments, self._everywhere(Attachment.state), strict=True):
+            for part, values in zip(attachment.plan.share.parts, parts, strict=True):
+                if values:
+                    self._put(state.setdefault(part.slot.number, {}), part.slot.number, part.first, values)
+        groups, first = [], 0
+        for group in self.param_groups:
+            count = len(group["params"])
+            groups.append({**_options(group), "params": list(range(first, first + count))})
+            first += count
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give every server its share of a state that `state_dict` returned, here or of the optimizer itself."""
+        groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in self.param_groups]
+        if sizes[0] != sizes[1]:
+            raise UsageError(f"the state is of parameter groups of sizes {sizes[0]}, this optimizer's are {sizes[1]}")
+        places = [place for group in groups for place in group["params"]]
+        state = {places.index(place): value for place, value in state_dict["state"].items()}
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update(_options(loaded))
+        changes = self._changes()
+        self._everywhere(lambda each: each.load(state, changes))
+
+    # Inside
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _plan(self, servers: list[str], options: Options, trainers: int) -> list[Attachment]:
+        shares = self._layout.divide(len(servers), whole=not works_by_element(self._kind))
+        groups = tuple(self._known)
+        plans = [Plan(self.name, share, self._kind, options, groups, self._consistency, trainers) for share in shares]
+        return [
+            Attachment(self._agent, server, plan, self._flat)
+            for server, plan in zip(servers, plans, strict=True)
+            if plan.share.nbytes
+        ]
+
+    def _join(self) -> None:
+        self._find_or_found()
+        firsts = [each.announce() for each in self._attachments]
+        if self._consistency == Sync():  # all servers are in the same round, or will be in a moment
+            firsts = [max(firsts)] * len(firsts)
+        entered = [each.enter(first) for each, first in zip(self._attachments, firsts, strict=True)]
+        for attachment, welcome in zip(self._attachments, wait_all(entered), strict=True):
+            attachment.entered(welcome)
+        self._flat.deliver()
+
+    def _find_or_found(self) -> None:
+        lead, *others = self._attachments
+        pause = _POLL[0]
+        while (may := self._agent.invoke(lead.server, service.found, (self.name, self._agent.me.incarnation))) is False:
+            time.sleep(pause)  # somebody else is making the shards
+            pause = min(pause * 1.5, _POLL[1])
+        if may:
+            for attachment in (*others, lead):
+                attachment.create()
+
+    def _changes(self) -> dict[int, Options]:
+        """Options that were set here since the servers last heard of them."""
+        changes: dict[int, Options] = {}
+        for number, (group, known) in enumerate(zip(self.param_groups, self._known, strict=True)):
+            changed = {name: value for name, value in _options(group).items() if not _same(known, name, value)}
+            if changed:
+                changes[number] = changed
+                known.update(changed)
+        return changes
+
+    def _push(self, changes: dict[int, Options]) -> list[Answer]:
+        """Push to all servers at once; the last by a call that is waited for, which is the fastest."""
+        *others, last = self._attachments
+        pushed = [each.start_push(self.steps, changes) for each in others]
+        answer = last.push(self.steps, changes)
+        return [*wait_all(pushed), answer]
+
+    def _take(self, answers: list[Answer]) -> None:
+        for attachment, answer in zip(self._attachments, answers, strict=True):
+            attachment.take(answer)
+        self._flat.deliver()
+        self.staleness = max(answer.staleness for answer in answers)
+        self.dropped += any(answer.dropped for answer in answers)
+
+    def _put(self, state: State, number: int, first: int, values: State) -> None:
+        """Put the state of some elements of a parameter where it belongs."""
+        shape = self._parameters[number].shape
+        for key, value in values.items():
+            flat = works_by_element(self._kind) and torch.is_tensor(value) and value.dim() == 1
+            if not flat:
+                state[key] = value
+                continue
+            whole = state.setdefault(key, torch.empty(shape, dtype=value.dtype))
+            whole.view(-1)[first : first + value.numel()].copy_(value)
+
+    def _everywhere(self, start: Callable[[Attachment], Future[Any]]) -> list[Any]:
+        return wait_all([start(each) for each in self._attachments])
+
+
+def _matching(agent: Agent, servers: str | Sequence[str]) -> list[str]:
+    if not isinstance(servers, str):
+        names = list(servers)
+    else:
+        names = sorted(fnmatch.filter([info.name for info in agent.get_worker_infos()], servers))
+    if not names:
+        raise UsageError(f"no worker of the group is named {servers!r}")
+    return names
+
+
+def _learning(model: Any, groups: list[dict[str, Any]]) -> list[list[tuple[int, str, Tensor]]]:
+    """The parameters of each group that get gradients: their numbers, and their names in the model if there is one."""
+    names = {id(each): name for name, each in model.named_parameters()} if isinstance(model, nn.Module) else {}
+    number = itertools.count()
+    numbered = [[(next(number), each) for each in group["params"]] for group in groups]
+    return [
+        [(place, names.get(id(each), str(place)), each) for place, each in group if each.requires_grad]
+        for group in numbered
+    ]
+
+
+def _options(group: dict[str, Any]) -> Options:
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+
+
+def _same(known: Options, name: str, value: Any) -> bool:
+    if name not in known:
+        return False
+    return bool(torch.equal(known[name], value)) if isinstance(value, Tensor) else bool(known[name] == value)
+
+
+def _weakly(optimizer: Optimizer) -> Callable[[], None]:
+    """Closes the optimizer if there still is one."""
+    reference = weakref.ref(optimizer)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+
+    return close

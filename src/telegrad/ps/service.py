@@ -1,0 +1,152 @@
+"""What trainers call on a server. A worker needs no code of its own to be one: the first trainer that comes makes it.
+
+Which trainer that is, whose parameters everybody starts from, is decided by the first of the servers; it makes the
+shards of all others before that one's. So whoever finds a shard on the first server finds one on all.
+
+State: `Shards`, one per agent: the shards by name, and who is making them, under `_lock`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from telegrad.agent.current import active_agent
+from telegrad.agent.serving import Later, trusted
+from telegrad.errors import InternalError, StaleReference
+from telegrad.futures import Future
+from telegrad.ps.segments import Handle
+from telegrad.ps.shard import Answer, Plan, Shard
+from telegrad.ps.solver import Options, State
+
+if TYPE_CHECKING:
+    from telegrad.agent.agent import Agent
+
+
+class Shards:
+    """The shards that live on one worker."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self._shards: dict[str, Shard] = {}
+        self._founders: dict[str, str] = {}
+        self._lock = threading.Lock()
+        agent.on_loss(self._lost)
+        agent.on_close(self._shards.clear)
+
+    def __repr__(self) -> str:
+        return f"<Shards of {self.agent.name}: {list(self._shards.values())}>"
+
+    @classmethod
+    def here(cls) -> Shards:
+        agent = active_agent()
+        if agent is None:
+            raise InternalError("a parameter server was called outside a worker")
+        return agent.service(cls)
+
+    def find(self, name: str) -> Shard:
+        shard = self._shards.get(name)
+        if shard is None:
+            raise StaleReference(f"worker {self.agent.name!r} holds nothing of parameter server {name!r}")
+        return shard
+
+    def has(self, name: str) -> bool:
+        return name in self._shards
+
+    def found(self, name: str, trainer: str) -> bool:
+        with self._lock:
+            founder = self._founders.get(name)
+            if not self.has(name) and (founder is None or self.agent.is_lost(founder)):
+                founder = self._founders[name] = trainer
+            return not self.has(name) and founder == trainer
+
+    def create(self, plan: Plan, values: Tensor) -> None:
+        with self._lock:
+            if not self.has(plan.name):
+                self._shards[plan.name] = Shard(plan, values, sharing=shares_memory(self.agent))
+
+    def check(self, shard: Shard, trainer: str) -> None:
+        """A call of a trainer may be served after its loss was noticed: it must not stay."""
+        if self.agent.is_lost(trainer):
+            shard.leave(trainer)
+
+    def _lost(self, name: str, incarnation: str) -> None:
+        for shard in list(self._shards.values()):
+            self.agent.threads.start(lambda shard=shard: shard.leave(incarnation))  # type: ignore[misc]
+
+
+def shares_memory(agent: Agent) -> bool:
+    """Who has been told to use TCP only is treated as if it were on another host."""
+    return any(transport != "tcp" for transport in agent.config.transports)
+
+
+@trusted
+def found(name: str, trainer: str) -> bool | None:
+    """May this trainer make the shards? None: they are there already."""
+    shards = Shards.here()
+    if shards.has(name):
+        return None
+    return shards.found(name, trainer)
+
+
+@trusted
+def create(plan: Plan, values: Tensor) -> None:
+    """Make a shard, unless there is one."""
+    Shards.here().create(plan, values)
+
+
+@trusted
+def announce(plan: Plan, trainer: str) -> int:
+    shards = Shards.here()
+    shard = shards.find(plan.name)
+    first = shard.announce(trainer, plan)
+    shards.check(shard, trainer)
+    return first
+
+
+@trusted
+def enter(name: str, trainer: str, first: int, gradients: Handle | None) -> Any:
+    shards = Shards.here()
+    shard = shards.find(name)
+    entered = shard.enter(trainer, first, gradients)
+    shards.check(shard, trainer)
+    return _now_or_later(entered)
+
+
+@trusted
+def push(
+    name: str,
+    trainer: str,
+    step: int,
+    version: int,
+    changes: dict[int, Options],
+    gradients: Tensor | None,
+    by_value: bool,
+) -> Any:
+    return _now_or_later(Shards.here().find(name).push(trainer, step, version, changes, gradients, by_value))
+
+
+@trusted
+def leave(name: str, trainer: str) -> None:
+    Shards.here().find(name).leave(trainer)
+
+
+@trusted
+def pull(name: str) -> Answer:
+    return Shards.here().find(name).pull()
+
+
+@trusted
+def state(name: str) -> list[State]:
+    return Shards.here().find(name).state()
+
+
+@trusted
+def load(name: str, states: dict[int, State], changes: dict[int, Options]) -> None:
+    Shards.here().find(name).load(states, changes)
+
+
+def _now_or_later(future: Future[Any]) -> Any:
+    return future.wait() if future.done() else Later(future)

@@ -1,0 +1,287 @@
+"""`Shard`: what one server holds of a parameter server: its range of the parameters, their optimizer, and the trainers.
+
+State, all of it under `_lock`: the values and the solver; `version`, the number of steps made; who takes part
+(`_members`) and what waits for an answer (`_reports`, `_entering`). Futures are completed after the lock is released.
+
+What trainers read is never half updated. With `Sync()` the values themselves are shared: they change only when every
+trainer has reported again, and it does that after it has read. With the other rules each version is copied into one of
+two places by turns. The counter of the segment says which version is being written; a trainer that finds, after it has
+copied, that it was overtaken fetches the values by a call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, optim
+
+from telegrad.errors import StaleReference, UsageError
+from telegrad.futures import Future
+from telegrad.ps import segments
+from telegrad.ps.consistency import Consistency, Stale, Sync
+from telegrad.ps.layout import Share
+from telegrad.ps.rounds import Clocks, Rounds
+from telegrad.ps.segments import Handle, Mapping
+from telegrad.ps.solver import Options, Solver, State, works_by_element
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What trainers tell a server when they come to it. All of them say the same."""
+
+    name: str
+    share: Share
+    optimizer: Callable[..., optim.Optimizer]
+    options: Options
+    groups: tuple[Options, ...]
+    consistency: Consistency
+    trainers: int  # that must have come before anybody starts
+
+    def make(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
+        return self.optimizer(groups, **self.options)
+
+
+class Answer(NamedTuple):
+    """What a trainer learns: the version it may read now, and by how many others its gradients were overtaken."""
+
+    version: int
+    staleness: int = 0
+    dropped: bool = False
+    values: Tensor | None = None
+
+
+class Welcome(NamedTuple):
+    """What a trainer learns when it enters."""
+
+    answer: Answer
+    shared: bool  # the server reads its gradients where they are
+    memory: Handle | None  # where the values are published
+
+
+class _Report(NamedTuple):
+    trainer: str
+    step: int
+    version: int
+    changes: dict[int, Options]
+    gradients: Tensor
+    by_value: bool
+    future: Future[Answer]
+    staleness: int = 0
+
+
+class _Entering(NamedTuple):
+    trainer: str
+    first: int
+    future: Future[Welcome]
+
+
+Outcome = tuple[Future[Any], Any]
+
+
+class Shard:
+    def __init__(self, plan: Plan, values: Tensor, sharing: bool) -> None:
+        self.plan = plan
+        self.version = 0
+        self._lock = threading.Lock()
+        self._strict = isinstance(plan.consistency, Sync) and plan.consistency.quorum is None
+        self._places = 1 if self._strict else 2
+        self._memory = segments.make(self._places * plan.share.nbytes) if sharing else None
+        if self._memory is not None and self._strict:
+            self._values = self._memory.contents
+        else:
+            self._values = torch.empty(plan.share.nbytes, dtype=torch.uint8)
+        self._values.copy_(values)
+        self._solver = Solver(plan.make, plan.groups, plan.share, self._values, works_by_element(plan.optimizer))
+        self._rounds = Rounds(plan.consistency.quorum) if isinstance(plan.consistency, Sync) else None
+        self._clocks = Clocks(plan.consistency.ahead if isinstance(plan.consistency, Stale) else None)
+        self._members: dict[str, Mapping | None] = {}  # by incarnation; with their gradients, if they share them
+        self._joined: set[str] = set()
+        self._applied: dict[str, int] = {}  # the last step of each trainer that is in the values
+        self._reports: dict[str, _Report] = {}
+        self._entering: list[_Entering] = []
+
+    def __repr__(self) -> str:
+        who = self._rounds if self._rounds is not None else self._clocks
+        return f"<Shard of {self.plan.name!r}: {self.plan.share.nbytes} bytes, version {self.version}, {who!r}>"
+
+    # Who takes part
+
+    def announce(self, trainer: str, plan: Plan) -> int:
+        """A trainer is coming: from which round on this server waits for it."""
+        if (plan.share, plan.consistency) != (self.plan.share, self.plan.consistency):
+            raise UsageError(
+                f"the trainers of parameter server {self.plan.name!r} disagree: "
+                f"{plan.consistency} with {_described(plan.share)}, but it has "
+                f"{self.plan.consistency} with {_described(self.plan.share)}"
+            )
+        with self._lock:
+            return self._rounds.join(trainer) if self._rounds is not None else 0
+
+    def enter(self, trainer: str, first: int, gradients: Handle | None) -> Future[Welcome]:
+        """A trainer is here; the answer comes when it may start, which is in round `first`."""
+        mapped = segments.find(gradients) if gradients is not None and self._memory is not None else None
+        with self._lock:
+            self._members[trainer] = mapped
+            self._joined.add(trainer)
+            if self._rounds is not None:
+                self._rounds.start(trainer, first)
+                self.version = self._rounds.number
+                if self._memory is not None and self._strict:
+                    self._memory.counter = self.version
+            else:
+                self._clocks.join(trainer)
+            self._publish()
+            entering = _Entering(trainer, first, Future())
+            self._entering.append(entering)
+            outcomes = self._advance()
+        _complete(outcomes)
+        return entering.future
+
+    def leave(self, trainer: str) -> None:
+        """A trainer has left or is lost: what it reported in an unfinished round goes with it."""
+        with self._lock:
+            self._members.pop(trainer, None)
+            self._reports.pop(trainer, None)
+            self._entering = [each for each in self._entering if each.trainer != trainer]
+            if self._rounds is not None:
+                self._rounds.leave(trainer)
+            self._clocks.leave(trainer)
+            outcomes = self._advance()
+        _complete(outcomes)
+
+    # What they bring
+
+    def push(
+        self,
+        trainer: str,
+        step: int,
+        version: int,
+        changes: dict[int, Options],
+        gradients: Tensor | None,
+        by_value: bool,
+    ) -> Future[Answer]:
+        """Gradients that were computed with `version`. The same step may be pushed again: it counts once."""
+        with self._lock:
+            if trainer not in self._members:
+                raise StaleReference(f"parameter server {self.plan.name!r} does not know this trainer")
+            if gradients is None:
+                mapped = self._members[trainer]
+                if mapped is None:
+                    raise UsageError("a push without gradients from a trainer that does not share them")
+                gradients = mapped.contents[self.plan.share.start : self.plan.share.stop]
+            report = _Report(trainer, step, version, changes, gradients, by_value, Future())
+            outcomes = self._take(report)
+        _complete(outcomes)
+        return report.future
+
+    def pull(self) -> Answer:
+        """The values now, by value."""
+        with self._lock:
+            return Answer(self.version, values=self._values.clone())
+
+    def state(self) -> list[State]:
+        with self._lock:
+            return self._solver.state()
+
+    def load(self, states: dict[int, State], changes: dict[int, Options]) -> None:
+        """Take the optimizer's state of whole parameters, by number."""
+        with self._lock:
+            self._solver.change(changes)
+            parts = self.plan.share.parts
+            self._solver.load([self._solver.cut(part, states.get(part.slot.number, {})) for part in parts])
+
+    # Inside, under the lock
+
+    def _take(self, report: _Report) -> list[Outcome]:
+        if report.step <= self._applied.get(report.trainer, 0):  # it comes again; the answer was lost
+            return [(report.future, self._answer(report))]
+        if self._rounds is None:
+            return self._apply_one(report)
+        if not self._rounds.report(report.trainer, report.version):
+            late = report._replace(staleness=self.version - report.version)
+            return [(report.future, self._answer(late)._replace(dropped=True))]
+        before = self._reports.get(report.trainer)
+        self._reports[report.trainer] = report
+        superseded: list[Outcome] = [] if before is None else [(before.future, StaleReference("it was pushed again"))]
+        return superseded + self._advance()
+
+    def _apply_one(self, report: _Report) -> list[Outcome]:
+        staleness = self.version - report.version
+        try:
+            self._apply([report])
+        except Exception as error:
+            return [(report.future, error)]
+        self._clocks.advance(report.trainer)
+        self._reports[report.trainer] = report._replace(staleness=staleness)
+        return self._advance()
+
+    def _advance(self) -> list[Outcome]:
+        """Answer everybody who waits for something that is now the case."""
+        outcomes: list[Outcome] = []
+        if self._rounds is not None and self._rounds.complete():
+            reports = [self._reports.pop(trainer) for trainer in self._rounds.reported]
+            try:
+                self._apply(reports)
+                self._rounds.advance()
+                outcomes += [(report.future, self._answer(report)) for report in reports]
+            except Exception as error:
+                self._rounds.reported.clear()
+                outcomes += [(report.future, error) for report in reports]
+        if self._rounds is None:
+            free = [report for report in self._reports.values() if self._clocks.may_go(report.trainer)]
+            for report in free:
+                del self._reports[report.trainer]
+                outcomes.append((report.future, self._answer(report)))
+        return outcomes + self._let_in()
+
+    def _let_in(self) -> list[Outcome]:
+        if len(self._joined) < self.plan.trainers:
+            return []
+        ready = [each for each in self._entering if self._rounds is None or self.version >= each.first]
+        self._entering = [each for each in self._entering if each not in ready]
+        memory = None if self._memory is None else self._memory.handle
+        return [
+            (each.future, Welcome(Answer(self.version, values=self._values.clone()), shared, memory))
+            for each in ready
+            for shared in [self._members[each.trainer] is not None]
+        ]
+
+    def _apply(self, reports: list[_Report]) -> None:
+        for report in reports:
+            self._solver.change(report.changes)
+        if self._memory is not None and self._strict:
+            self._memory.counter = self.version + 1
+        self._solver.step([report.gradients for report in reports])
+        self.version += 1
+        for report in reports:
+            self._applied[report.trainer] = report.step
+        self._publish()
+
+    def _publish(self) -> None:
+        if self._memory is None or self._strict or not any(self._members.values()):
+            return
+        self._memory.counter = self.version
+        place = self.version % self._places * self.plan.share.nbytes
+        self._memory.contents[place : place + self.plan.share.nbytes].copy_(self._values)
+
+    def _answer(self, report: _Report) -> Answer:
+        if not report.by_value:
+            return Answer(self.version, report.staleness)
+        values = self._values if self._strict else self._values.clone()
+        return Answer(self.version, report.staleness, values=values)
+
+
+def _complete(outcomes: list[Outcome]) -> None:
+    for future, value in outcomes:
+        if isinstance(value, Exception):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
+
+
+def _described(share: Share) -> str:
+    return f"{len(share.parts)} parameters in {share.nbytes} bytes"

@@ -1,0 +1,223 @@
+"""`Solver`: an ordinary `torch.optim` optimizer over the range of one server.
+
+An optimizer that works element by element is run on *blocks* of the flat memory, one after the other, each with an
+optimizer of its own: the mean of the gradients of a block is still in the cache when the block is updated, so a step
+reads and writes main memory once. Other optimizers see the parameters one by one, in their shapes.
+
+State: the optimizers' own. A solver is used by one thread at a time; its shard sees to that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn, optim
+
+from telegrad.errors import UsageError
+from telegrad.ps.layout import Part, Run, Share
+
+Options = dict[str, Any]
+Make = Callable[[list[dict[str, Any]]], optim.Optimizer]
+State = dict[str, Any]
+
+_BLOCK = 1 << 20  # bytes
+_BY_ELEMENT = {
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+}
+
+
+def works_by_element(optimizer: Any) -> bool:
+    """Is the result for an element independent of all others? Known for torch's own; assumed of nobody else."""
+    return optimizer in _BY_ELEMENT
+
+
+class _Target(NamedTuple):
+    """A parameter that an optimizer updates, and where its gradient lies in the memory of a trainer."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+    def gradient(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.stop].view(self.parameter.dtype).view(self.parameter.shape)
+
+
+class _Unit(NamedTuple):
+    """An optimizer, its parameters, the numbers of its groups, and memory for their mean gradients."""
+
+    optimizer: optim.Optimizer
+    targets: list[_Target]
+    groups: list[int]
+    means: list[Tensor]
+
+
+class Solver:
+    def __init__(self, make: Make, groups: Sequence[Options], share: Share, values: Tensor, by_element: bool) -> None:
+        self._make = make
+        self._share = share
+        self._by_element = by_element
+        self._groups = [dict(group) for group in groups]
+        self._blocks: list[tuple[Run, list[_Unit]]] = []
+        self._units = self._block_units(values) if by_element else self._whole_units(values)
+        step = inspect.signature(self._units[0].optimizer.step).parameters
+        if "closure" in step and step["closure"].default is inspect.Parameter.empty:
+            kind = type(self._units[0].optimizer).__name__
+            raise UsageError(f"{kind} evaluates the model again and again while it steps, which a server cannot do")
+
+    def __repr__(self) -> str:
+        return f"<Solver: {type(self._units[0].optimizer).__name__} over {len(self._units)} blocks>"
+
+    def _block_units(self, values: Tensor) -> list[_Unit]:
+        scratch: dict[torch.dtype, Tensor] = {}
+        for run in self._share.runs:
+            room = scratch.setdefault(run.dtype, torch.empty(_BLOCK, dtype=torch.uint8).view(run.dtype))
+            units = []
+            for start in range(run.offset, run.offset + run.nbytes, _BLOCK):
+                stop = min(start + _BLOCK, run.offset + run.nbytes)
+                target = _Target(nn.Parameter(values[start:stop].view(run.dtype)), start, stop)
+                optimizer = self._make([{**self._groups[run.group], "params": [target.parameter]}])
+                units.append(_Unit(optimizer, [target], [run.group], [room[: target.parameter.numel()]]))
+            self._blocks.append((run, units))
+        return [unit for _, units in self._blocks for unit in units]
+
+    def _whole_units(self, values: Tensor) -> list[_Unit]:
+        targets: list[_Target] = []
+        groups: list[dict[str, Any]] = []
+        numbers: list[int] = []
+        for run in self._share.runs:
+            parameters = [nn.Parameter(part.of(values).view(part.slot.shape)) for part in run.parts]
+            places = [(part.offset, part.offset + part.nbytes) for part in run.parts]
+            targets += [_Target(each, *place) for each, place in zip(parameters, places, strict=True)]
+            groups.append({**self._groups[run.group], "params": parameters})
+            numbers.append(run.group)
+        means = [torch.empty_like(target.parameter) for target in targets]
+        return [_Unit(self._make(groups), targets, numbers, means)]
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        """One step with the mean of these gradients, each in flat memory like that of the values."""
+        for optimizer, targets, _, means in self._units:
+            for target, mean in zip(targets, means, strict=True):
+                target.parameter.grad = _mean([target.gradient(flat) for flat in gradients], mean)
+            optimizer.step()
+            for target in targets:
+                target.parameter.grad = None
+
+    def change(self, changes: dict[int, Options]) -> None:
+        """Options of groups that are new."""
+        if not changes:
+            return
+        for number, changed in changes.items():
+            self._groups[number].update(changed)
+        for unit in self._units:
+            for number, group in zip(unit.groups, unit.optimizer.param_groups, strict=True):
+                group.update(changes.get(number, {}))
+
+    # The state of the optimizer, part by part
+
+    def state(self) -> list[State]:
+        """The state of each part of the share: copies. What belongs to elements is flat if the solver is."""
+        if not self._by_element:
+            (unit,) = self._units
+            return [_copied(unit.optimizer.state[target.parameter]) for target in unit.targets]
+        return [
+            _slice(run, part, whole) for run, units in self._blocks for whole in [_join(units)] for part in run.parts
+        ]
+
+    def load(self, states: Sequence[State]) -> None:
+        """Take the state of each part, as `state` or `cut` returned it."""
+        if not self._by_element:
+            (unit,) = self._units
+            for target, state in zip(unit.targets, states, strict=True):
+                unit.optimizer.state[target.parameter] = _copied(state)
+            return
+        remaining = iter(states)
+        for run, units in self._blocks:
+            self._load_run(run, units, [next(remaining) for _ in run.parts])
+
+    def cut(self, part: Part, state: State) -> State:
+        """What of a whole parameter's state belongs to one part of it."""
+        if not self._by_element:
+            return state
+        by_element = self._keys_by_element(part.slot.group, part.slot.dtype)
+        return {
+            key: value.reshape(-1)[part.first : part.last] if key in by_element and torch.is_tensor(value) else value
+            for key, value in state.items()
+        }
+
+    def _load_run(self, run: Run, units: list[_Unit], states: list[State]) -> None:
+        for unit in units:
+            unit.optimizer.state.clear()
+        if not any(states):
+            return
+        by_element = self._keys_by_element(run.group, run.dtype)
+        whole: State = dict(next(state for state in states if state))
+        for key in by_element & whole.keys():
+            whole[key] = torch.zeros(run.nbytes // run.dtype.itemsize, dtype=whole[key].dtype)
+            for part, state in zip(run.parts, states, strict=True):
+                if key in state:
+                    _elements(run, part, whole[key]).copy_(state[key].reshape(-1))
+        start = 0
+        for unit in units:
+            parameter = unit.targets[0].parameter
+            stop = start + parameter.numel()
+            unit.optimizer.state[parameter] = _copied(
+                {key: value[start:stop] if key in by_element else value for key, value in whole.items()}
+            )
+            start = stop
+
+    def _keys_by_element(self, group: int, dtype: torch.dtype) -> set[str]:
+        """Which entries of the state have a value for each element: seen on a small parameter."""
+        probe = nn.Parameter(torch.zeros(2, dtype=dtype))
+        probe.grad = torch.zeros_like(probe)
+        optimizer = self._make([{**self._groups[group], "params": [probe]}])
+        optimizer.step()
+        return {key for key, value in optimizer.state[probe].items() if torch.is_tensor(value) and value.dim() == 1}
+
+
+def _mean(gradients: list[Tensor], out: Tensor) -> Tensor:
+    if len(gradients) == 1:
+        return gradients[0]
+    torch.add(gradients[0], gradients[1], out=out)
+    for gradient in gradients[2:]:
+        out.add_(gradient)
+    return out.mul_(1 / len(gradients))
+
+
+def _join(units: list[_Unit]) -> State:
+    """The state of a run from that of its blocks."""
+    states = [unit.optimizer.state[unit.targets[0].parameter] for unit in units]
+    flat = {key for key, value in states[0].items() if torch.is_tensor(value) and value.dim() == 1}
+    return {key: torch.cat([state[key] for state in states]) if key in flat else states[0][key] for key in states[0]}
+
+
+def _slice(run: Run, part: Part, whole: State) -> State:
+    return _copied(
+        {
+            key: _elements(run, part, value) if torch.is_tensor(value) and value.dim() == 1 else value
+            for key, value in whole.items()
+        }
+    )
+
+
+def _elements(run: Run, part: Part, flat: Tensor) -> Tensor:
+    """The elements of a part in something that has one value per element of the run."""
+    start = (part.offset - run.offset) // run.dtype.itemsize
+    return flat[start : start + part.last - part.first]
+
+
+def _copied(state: State) -> State:
+    return {key: value.clone() if torch.is_tensor(value) else value for key, value in state.items()}

@@ -1,0 +1,240 @@
+"""Trainers with a parameter server compute what one process computes on all their batches together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from telegrad import ps
+from telegrad.config import TRANSPORTS
+from telegrad.errors import UsageError
+from telegrad.testing import LocalCluster
+from tests.ps import training
+from tests.ps.training import Trainers, check_same, model
+
+Clusters = Callable[..., LocalCluster]
+Make = Callable[[LocalCluster], Trainers]
+
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.AdamW, {"lr": 0.01}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+    (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
+    (torch.optim.NAdam, {"lr": 0.01}),
+    (torch.optim.Adafactor, {"lr": 0.01}),
+]
+IDS = [f"{kind.__name__}-{number}" for number, (kind, _) in enumerate(KINDS)]
+
+
+def locally(kind: Any, options: dict[str, Any], trainers: int, steps: int) -> tuple[nn.Module, Any]:
+    net = model()
+    optimizer = kind(net.parameters(), **options)
+    training.train(optimizer, net, range(steps), list(range(trainers)))
+    return net, optimizer
+
+
+def servers(count: int) -> list[str]:
+    return [f"w{number}" for number in range(count)]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=IDS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_two_trainers_equal_one_process(
+    cluster: Clusters, trainers_of: Make, kind: Any, options: dict[str, Any], count: int
+) -> None:
+    workers = cluster(count + 2)
+    expected, _ = locally(kind, options, 2, 6)
+    nets = trainers_of(workers).train(2, 6, count, optimizer=kind, servers=servers(count), **options)
+    for net in nets:
+        check_same(net, expected)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("rule", [ps.Sync(), ps.Sync(quorum=3), ps.Stale(1)], ids=repr)
+def test_every_transport(cluster: Clusters, trainers_of: Make, transport: str, rule: Any) -> None:
+    workers = cluster(5)
+    nets = trainers_of(workers).train(3, 5, 2, servers="w[01]", consistency=rule, lr=0.1, momentum=0.9)
+    if rule == ps.Stale(1):  # steps one by one, in any order: all that is sure is that everybody ends with the same
+        assert all(torch.isfinite(each).all() for net in nets for each in net.parameters())
+    else:
+        expected, _ = locally(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 3, 5)
+        for net in nets:
+            check_same(net, expected)
+
+
+def test_shared_memory_is_used_where_it_can_be(cluster: Clusters) -> None:
+    workers = cluster(2)
+    with ps.Optimizer(model(), servers="w1", agent=workers["w0"], lr=0.1) as optimizer:
+        assert "shared memory" in repr(optimizer._attachments[0])
+        training.train(optimizer, model(), range(1), [0])
+    assert workers["w0"].statistics()["calls made"] > 0
+
+
+@pytest.mark.parametrize("transport", ["tcp"])
+def test_elsewhere_calls_carry_everything(cluster: Clusters) -> None:
+    workers = cluster(2)
+    with ps.Optimizer(model(), servers="w1", agent=workers["w0"], lr=0.1) as optimizer:
+        assert "by calls" in repr(optimizer._attachments[0])
+
+
+def test_everybody_starts_from_the_first_trainers_parameters(cluster: Clusters, trainers_of: Make) -> None:
+    workers = cluster(5)
+    nets = trainers_of(workers).train(3, 0, 2, seeds=[0, 1, 2], servers="w[01]", lr=0.1)
+    seeds = [model(seed) for seed in range(3)]
+    for net in nets[1:]:
+        check_same(net, nets[0])
+    assert any(
+        all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), seed.parameters(), strict=True)) for seed in seeds
+    )
+
+
+# What an optimizer can do
+
+
+@pytest.fixture
+def pair(cluster: Clusters) -> Callable[..., tuple[nn.Module, ps.Optimizer, nn.Module, Any]]:
+    """The same model twice: with a parameter server of two workers, and with the optimizer itself."""
+    workers = cluster(3)
+
+    def make(kind: Any = torch.optim.SGD, **options: Any) -> tuple[nn.Module, ps.Optimizer, nn.Module, Any]:
+        mine, other = model(), model()
+        remote = ps.Optimizer(mine, servers=["w1", "w2"], optimizer=kind, agent=workers["w0"], **options)
+        return mine, remote, other, kind(other.parameters(), **options)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10),
+    ],
+)
+def test_schedulers_reach_the_servers(pair: Any, make: Callable[[Any], Any]) -> None:
+    mine, remote, other, local = pair(lr=0.1, momentum=0.9)
+    schedulers = make(remote), make(local)
+    for step in range(6):
+        for optimizer, net in ((remote, mine), (local, other)):
+            training.train(optimizer, net, range(step, step + 1), [0])
+        for scheduler in schedulers:
+            scheduler.step()
+    check_same(mine, other)
+    assert remote.param_groups[0]["lr"] != 0.1
+
+
+def test_clipping_and_accumulation(pair: Any) -> None:
+    mine, remote, other, local = pair(lr=0.1)
+    for net, optimizer in ((mine, remote), (other, local)):
+        for step in range(4):
+            optimizer.zero_grad()
+            for piece in range(3):
+                training.loss(net, training.batch(step, piece)).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+            optimizer.step()
+    check_same(mine, other)
+
+
+def test_gradients_that_the_user_made(pair: Any) -> None:
+    mine, remote, other, local = pair(lr=0.1)
+    for net, optimizer in ((mine, remote), (other, local)):
+        for each in net.parameters():
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        net.zero_grad()
+        training.loss(net, training.batch(0, 0)).backward()
+        optimizer.step()
+    check_same(mine, other)
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=IDS)
+def test_its_state_is_that_of_the_optimizer_itself(pair: Any, kind: Any, options: dict[str, Any]) -> None:
+    mine, remote, other, local = pair(kind, **options)
+    for optimizer, net in ((remote, mine), (local, other)):
+        training.train(optimizer, net, range(3), [0])
+    state, expected = remote.state_dict(), local.state_dict()
+    assert state["param_groups"] == expected["param_groups"]
+    assert state["state"].keys() == expected["state"].keys()
+    for number, values in expected["state"].items():
+        assert state["state"][number].keys() == values.keys()
+        for key, value in values.items():
+            torch.testing.assert_close(state["state"][number][key], value)
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=IDS)
+def test_state_from_elsewhere_is_taken(pair: Any, kind: Any, options: dict[str, Any]) -> None:
+    mine, remote, other, local = pair(kind, **options)
+    third = model()
+    source = kind(third.parameters(), **options)
+    training.train(source, third, range(3), [7])
+    source.param_groups[0]["lr"] = 0.02
+    for optimizer, net in ((remote, mine), (local, other)):
+        optimizer.load_state_dict(source.state_dict())
+        training.train(optimizer, net, range(2), [0])
+    check_same(mine, other)
+    assert remote.param_groups[0]["lr"] == 0.02
+
+
+def test_groups_dtypes_and_frozen_parameters(cluster: Clusters) -> None:
+    workers = cluster(3)
+    results = []
+    for remote in (True, False):
+        net = model()
+        net[2].to(torch.float32)
+        net[4].weight.requires_grad_(False)
+        groups = [
+            {"params": list(net[0].parameters()), "lr": 0.2},
+            {"params": [*net[2].parameters(), *net[4].parameters()]},
+        ]
+        options: dict[str, Any] = {"lr": 0.01, "momentum": 0.5}
+        optimizer: Any
+        if remote:
+            optimizer = ps.Optimizer(groups, servers=["w1", "w2"], agent=workers["w0"], **options)
+        else:
+            optimizer = torch.optim.SGD(groups, **options)
+        for _ in range(3):
+            for each in net.parameters():
+                each.grad = torch.ones_like(each) if each.requires_grad else None
+            optimizer.step()
+        results.append(net)
+    check_same(*results)
+
+
+def test_a_closure_is_evaluated_first(pair: Any) -> None:
+    mine, remote, _, _ = pair(lr=0.1)
+
+    def closure() -> float:
+        remote.zero_grad()
+        value = training.loss(mine, training.batch(0, 0))
+        value.backward()
+        return float(value.item())
+
+    assert remote.step(closure) == pytest.approx(training.loss(model(), training.batch(0, 0)).item())
+
+
+def test_rules_are_checked(cluster: Clusters) -> None:
+    workers = cluster(2)
+    agent = workers["w0"]
+    with pytest.raises(UsageError, match="no worker"):
+        ps.Optimizer(model(), servers="ps*", agent=agent)
+    with pytest.raises(UsageError, match="an agent"):
+        ps.Optimizer(model(), servers="w1")
+    with pytest.raises(UsageError, match="again and again"):
+        ps.Optimizer(model(), servers="w1", optimizer=torch.optim.LBFGS, agent=agent)
+    with pytest.raises(UsageError, match="quorum"):
+        ps.Sync(quorum=0)
+    with pytest.raises(UsageError, match="at least 1 step"):
+        ps.Stale(0)
+    with ps.Optimizer(model(), servers="w1", agent=agent, lr=0.1) as optimizer:
+        with pytest.raises(UsageError, match="fixed"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        with pytest.raises(UsageError, match="disagree"):
+            ps.Optimizer(nn.Linear(2, 2), servers="w1", agent=workers["w1"], lr=0.1)
+    with pytest.raises(UsageError, match="closed"):
+        optimizer.step()
