@@ -4,13 +4,16 @@ The value lives in torch's own future, so `torch.futures.wait_all`, `collect_all
 done here, not in C++: it can be interrupted by Ctrl-C, and a thread of ours hands its work over before it blocks.
 
 State: completed at most once; whoever completes it runs the callbacks. `_settle` decides races between a reply,
-a deadline, a cancellation and a lost peer: the first wins, the others are told so by its return value.
+a deadline, a cancellation and a lost peer: the first wins, the others are told so by its return value. What a call
+raised is kept in `_error`: raising it ties it to the frames it passes, which often hold the future, and that knot only
+Python's garbage collector can undo. torch, into which it cannot look, gets a copy.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import itertools
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -39,28 +42,31 @@ class Future(torch.futures.Future[T]):
     _on_cancel: Callable[[], None] | None = None
     _event: threading.Event | None = None
     _callers = 0
+    _error: Exception | None = None
 
     def wait(self) -> T:
         """Block until the result is there; raises what the call raised."""
         if not self.done():
             self._block(None)
-        return super().wait()
+        return self.value()
+
+    def value(self) -> T:
+        """The result, which must be there; raises what the call raised."""
+        if self._error is not None:
+            raise self._error
+        return super().value()
 
     def result(self, timeout: float | None = None) -> T:
         """Like `wait`, but raises `TimeoutError` after `timeout` seconds. The call itself goes on."""
         if not self.done() and not self._block(timeout):
             raise CallTimeout(f"no result after {timeout} s; the call is still under way")
-        return super().wait()
+        return self.value()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call raised, or None if it returned; waits like `result`."""
         if not self.done() and not self._block(timeout):
             raise CallTimeout(f"no result after {timeout} s; the call is still under way")
-        try:
-            super().wait()
-        except BaseException as error:
-            return error
-        return None
+        return self._error
 
     def cancel(self) -> bool:
         """Stop waiting for the result and tell the callee that nobody wants it. False if it is already there."""
@@ -115,7 +121,7 @@ class Future(torch.futures.Future[T]):
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
             yield from self._as_asyncio().__await__()
-        return super().wait()
+        return self.value()
 
     def _as_asyncio(self) -> asyncio.Future[None]:
         loop = asyncio.get_running_loop()
@@ -160,9 +166,10 @@ class Future(torch.futures.Future[T]):
                 return False
             self._settled = True
             self._cancelled = isinstance(error, CallCancelled)
+            self._error = error
         if error is not None:
             self._set_unwrap_func(_raise)  # as torch's own `set_exception` does
-        torch._C.Future.set_result(self, value if error is None else error)
+        torch._C.Future.set_result(self, value if error is None else _twin(error))
         return True
 
     def _arrival(self) -> threading.Event:
@@ -218,6 +225,16 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _twin(error: Exception) -> Exception:
+    """The same error without the frames that it passed."""
+    try:
+        twin: Exception = copy.copy(error)
+    except Exception:  # its class has ideas of its own about copies
+        return error
+    twin.__cause__ = error.__cause__
+    return twin
 
 
 def _as_runtime_error(error: Exception) -> RuntimeError:

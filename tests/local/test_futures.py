@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
+import gc
 import operator
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -443,3 +445,21 @@ def test_one_future_serves_two_loops(w0: Agent, gate: Gate) -> None:
         gate.wait_for()
         gate.open()
         assert [waiter.result(PATIENCE) for waiter in waiters] == [5, 5]
+
+
+def test_a_failed_future_keeps_nobody_alive() -> None:
+    class Thing:
+        pass
+
+    def fail() -> weakref.ref[Thing]:
+        thing = Thing()
+        future: Future[int] = Future()
+        future.set_exception(ValueError("not today"))
+        for wait in (future.wait, future.result, future.value):
+            with pytest.raises(ValueError, match="not today"):
+                wait()
+        return weakref.ref(thing)
+
+    left = fail()
+    gc.collect()
+    assert left() is None
