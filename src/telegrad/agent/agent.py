@@ -215,8 +215,9 @@ class Agent:
             if self.closing or not self._opened:
                 return
             listeners, self._close_listeners = self._close_listeners, []
-        for listener in listeners:
-            listener()
+        if last_words is not None:
+            for listener in listeners:
+                listener()
         with self._lock:
             if self.closing:
                 return
@@ -355,7 +356,7 @@ class Agent:
         self.threads.start(look)
 
     def on_close(self, listener: Callable[[], None]) -> None:
-        """Call `listener()` when this agent starts to close, while it can still call others."""
+        """Call `listener()` when this agent starts to close, while it can still call others; not if it is aborted."""
         self._close_listeners.append(listener)
 
     def on_parting(self, listener: Callable[[], None]) -> None:
