@@ -22,5 +22,5 @@ def trainers_of() -> Iterator[Callable[[LocalCluster], Trainers]]:
         return made[-1]
 
     yield make
-    for trainers in made:
-        trainers.join()
+    while made:
+        made.pop().join()

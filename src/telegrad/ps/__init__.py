@@ -3,7 +3,8 @@
 To a trainer, a parameter server is a `torch.optim.Optimizer`.
 """
 
+from telegrad.ps.checkpoint import Checkpoint
 from telegrad.ps.consistency import Async, Stale, Sync
 from telegrad.ps.optimizer import Optimizer
 
-__all__ = ["Async", "Optimizer", "Stale", "Sync"]
+__all__ = ["Async", "Checkpoint", "Optimizer", "Stale", "Sync"]

@@ -6,17 +6,22 @@ State: `version`, what of this server's range the model holds; `_memory`, where 
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
+from telegrad.errors import PeerLost
 from telegrad.futures import Future
 from telegrad.ps import segments, service
 from telegrad.ps.flat import Flat
-from telegrad.ps.segments import Mapping
-from telegrad.ps.shard import Answer, Plan, Welcome
+from telegrad.ps.messages import Answer, Plan, Welcome
+from telegrad.ps.segments import Handle, Mapping
 from telegrad.ps.solver import Options, State
 
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
+
+
+_POLL = (0.005, 0.5)
 
 
 class Attachment:
@@ -45,15 +50,27 @@ class Attachment:
         return int(self._agent.invoke(self.server, service.announce, (self.plan, self._me)))
 
     def enter(self, first: int) -> Future[Welcome]:
-        segment = self._flat.segment
-        handle = None if segment is None else segment.handle
-        return self._start(service.enter, self.plan.name, self._me, first, handle)
+        return self._start(service.enter, self.plan.name, self._me, first, self._handle)
 
     def entered(self, welcome: Welcome) -> None:
+        self._map(welcome)
+        self.take(welcome.answer)
+
+    def _come_back(self, acknowledged: int) -> None:
+        """Enter again; what the model holds of this server's range goes along, in case the server has lost it."""
+        share = self.plan.share
+        values = self._flat.values[share.start : share.stop]
+        arguments = (self.plan, self._me, acknowledged, self.version, values, self._handle)
+        self._map(self._agent.invoke(self.server, service.resume, arguments))
+
+    def _map(self, welcome: Welcome) -> None:
         self._shares = welcome.shared
         memory = welcome.memory if self._flat.segment is not None else None
         self._memory = None if memory is None else segments.find(memory)
-        self.take(welcome.answer)
+
+    @property
+    def _handle(self) -> Handle | None:
+        return None if self._flat.segment is None else self._flat.segment.handle
 
     def leave(self) -> Future[None]:
         return self._start(service.leave, self.plan.name, self._me)
@@ -64,6 +81,21 @@ class Attachment:
         """Report the gradients that are in the flat memory and wait for the answer."""
         answer: Answer = self._agent.invoke(self.server, service.push, self._pushed(step, changes), None, None)
         return answer
+
+    def push_again(self, step: int, options: dict[int, Options], error: Exception, patience: float) -> Answer:
+        """Wait until a server that is gone has come back, and push what it has not answered."""
+        if self.plan.checkpoint is None:
+            raise error
+        until, pause = time.monotonic() + patience, _POLL[0]
+        while True:
+            try:
+                self._come_back(step - 1)
+                return self.push(step, options)
+            except PeerLost:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(pause)
+            pause = min(pause * 1.5, _POLL[1])
 
     def start_push(self, step: int, changes: dict[int, Options]) -> Future[Answer]:
         return self._start(service.push, *self._pushed(step, changes))

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn, optim
 
 from telegrad.agent.current import active_agent
-from telegrad.errors import UsageError
+from telegrad.errors import PeerLost, StaleReference, UsageError
 from telegrad.futures import Future, wait_all
 from telegrad.ps import service
 from telegrad.ps.attachment import Attachment
+from telegrad.ps.checkpoint import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync
 from telegrad.ps.flat import Flat
 from telegrad.ps.layout import Layout
-from telegrad.ps.shard import Answer, Plan
+from telegrad.ps.messages import Answer, Plan
 from telegrad.ps.solver import Options, State, works_by_element
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Optimizer(optim.Optimizer):
     say the same `name` train together: the first brings the parameters, the others get them. With `trainers`, they
     start when so many have come. `step` reports the gradients, waits as `consistency` says, and leaves fresh
     parameters in the model. `close` lets the others go on without this trainer, and so does the end of its agent.
+    With `checkpoint`, a server that dies is waited for, `patience` seconds long.
 
     >>> from telegrad.testing import LocalCluster
     >>> model = nn.Linear(2, 1, bias=False)
@@ -61,6 +63,8 @@ class Optimizer(optim.Optimizer):
         consistency: Consistency | None = None,
         name: str = "default",
         trainers: int = 1,
+        checkpoint: Checkpoint | None = None,
+        patience: float = 300.0,
         agent: Agent | None = None,
         **options: Any,
     ) -> None:
@@ -82,7 +86,8 @@ class Optimizer(optim.Optimizer):
         if not self._layout.slots:
             raise UsageError("none of the parameters requires a gradient")
         self._flat = Flat(self._layout, self._parameters, service.shares_memory(agent))
-        self._attachments = self._plan(_matching(agent, servers), options, trainers)
+        self._patience = patience
+        self._attachments = self._plan(_matching(agent, servers), options, trainers, checkpoint)
         self._join()
         agent.on_parting(_weakly(self))
 
@@ -108,8 +113,9 @@ class Optimizer(optim.Optimizer):
     def close(self) -> None:
         """Leave: the other trainers no longer wait for this one. The model keeps its parameters."""
         attachments, self._attachments = self._attachments, []
-        for leaving in [each.leave() for each in attachments]:
-            leaving.exception()  # a server that is gone need not be told
+        if attachments and not self._agent.closing:
+            for leaving in [each.leave() for each in attachments]:
+                leaving.exception()  # a server that is gone need not be told
         if attachments:
             self._flat.release()
 
@@ -166,10 +172,15 @@ class Optimizer(optim.Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _plan(self, servers: list[str], options: Options, trainers: int) -> list[Attachment]:
+    def _plan(
+        self, servers: list[str], options: Options, trainers: int, checkpoint: Checkpoint | None
+    ) -> list[Attachment]:
         shares = self._layout.divide(len(servers), whole=not works_by_element(self._kind))
         groups = tuple(self._known)
-        plans = [Plan(self.name, share, self._kind, options, groups, self._consistency, trainers) for share in shares]
+        plans = [
+            Plan(self.name, share, self._kind, options, groups, self._consistency, trainers, checkpoint)
+            for share in shares
+        ]
         return [
             Attachment(self._agent, server, plan, self._flat)
             for server, plan in zip(servers, plans, strict=True)
@@ -210,8 +221,17 @@ class Optimizer(optim.Optimizer):
         """Push to all servers at once; the last by a call that is waited for, which is the fastest."""
         *others, last = self._attachments
         pushed = [each.start_push(self.steps, changes) for each in others]
-        answer = last.push(self.steps, changes)
-        return [*wait_all(pushed), answer]
+        outcomes = [_outcome(last.push, self.steps, changes)]
+        outcomes = [*(_outcome(each.wait) for each in pushed), *outcomes]
+        return [self._insist(*each) for each in zip(self._attachments, outcomes, strict=True)]
+
+    def _insist(self, attachment: Attachment, outcome: Answer | Exception) -> Answer:
+        """Wait for servers that were lost, which may come back."""
+        if isinstance(outcome, PeerLost | StaleReference):
+            return attachment.push_again(self.steps, dict(enumerate(self._known)), outcome, self._patience)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def _take(self, answers: list[Answer]) -> None:
         for attachment, answer in zip(self._attachments, answers, strict=True):
@@ -233,6 +253,13 @@ class Optimizer(optim.Optimizer):
 
     def _everywhere(self, start: Callable[[Attachment], Future[Any]]) -> list[Any]:
         return wait_all([start(each) for each in self._attachments])
+
+
+def _outcome(function: Callable[..., Answer], *args: Any) -> Answer | Exception:
+    try:
+        return function(*args)
+    except Exception as error:
+        return error
 
 
 def _matching(agent: Agent, servers: str | Sequence[str]) -> list[str]:

@@ -11,14 +11,17 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from telegrad.agent.current import active_agent
 from telegrad.agent.serving import Later, trusted
 from telegrad.errors import InternalError, StaleReference
 from telegrad.futures import Future
+from telegrad.ps.checkpoint import Archive
+from telegrad.ps.messages import Answer, Plan, Welcome
 from telegrad.ps.segments import Handle
-from telegrad.ps.shard import Answer, Plan, Shard
+from telegrad.ps.shard import Shard
 from telegrad.ps.solver import Options, State
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ class Shards:
         self._founders: dict[str, str] = {}
         self._lock = threading.Lock()
         agent.on_loss(self._lost)
-        agent.on_close(self._shards.clear)
+        agent.on_close(self._close)
 
     def __repr__(self) -> str:
         return f"<Shards of {self.agent.name}: {list(self._shards.values())}>"
@@ -62,10 +65,37 @@ class Shards:
                 founder = self._founders[name] = trainer
             return not self.has(name) and founder == trainer
 
-    def create(self, plan: Plan, values: Tensor) -> None:
+    def create(self, plan: Plan, values: Tensor | None) -> None:
         with self._lock:
             if not self.has(plan.name):
-                self._shards[plan.name] = Shard(plan, values, sharing=shares_memory(self.agent))
+                self._shards[plan.name] = self._made(plan, values)
+
+    def _made(self, plan: Plan, values: Tensor | None) -> Shard:
+        """A new shard, from a checkpoint if there is one of this run, or of another to be resumed."""
+        agent, rule = self.agent, plan.checkpoint
+        archive = None if rule is None else Archive(rule, plan.name, agent.name, agent.threads.start)
+        snapshot = None if archive is None else archive.newest()
+        if rule is None or archive is None or snapshot is None or (snapshot.run != agent.group and not rule.resume):
+            if values is None:
+                raise StaleReference(f"worker {agent.name!r} has come back without its part of {plan.name!r}")
+            snapshot = None
+        elif values is None:
+            values = torch.zeros(plan.share.nbytes, dtype=torch.uint8)
+        if archive is not None and snapshot is None:
+            archive.clear()
+        shard = Shard(plan, values, shares_memory(agent), agent.group, archive)
+        if archive is not None and snapshot is not None:
+            expected = archive.members() if snapshot.run == agent.group else []
+            shard.restore(snapshot, expected)
+            for trainer in expected:
+                agent.watch(trainer)
+        shard.save()
+        return shard
+
+    def _close(self) -> None:
+        for shard in self._shards.values():
+            shard.close()
+        self._shards.clear()
 
     def check(self, shard: Shard, trainer: str) -> None:
         """A call of a trainer may be served after its loss was noticed: it must not stay."""
@@ -113,6 +143,19 @@ def enter(name: str, trainer: str, first: int, gradients: Handle | None) -> Any:
     entered = shard.enter(trainer, first, gradients)
     shards.check(shard, trainer)
     return _now_or_later(entered)
+
+
+@trusted
+def resume(
+    plan: Plan, trainer: str, acknowledged: int, version: int, values: Tensor, gradients: Handle | None
+) -> Welcome:
+    """A trainer comes back to a server that has lost it, most likely because it was restarted."""
+    shards = Shards.here()
+    shards.create(plan, None)
+    shard = shards.find(plan.name)
+    welcome = shard.resume(trainer, acknowledged, version, values, gradients)
+    shards.check(shard, trainer)
+    return welcome
 
 
 @trusted

@@ -12,54 +12,23 @@ copied, that it was overtaken fetches the values by a call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+import traceback
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor
 
 from telegrad.errors import StaleReference, UsageError
 from telegrad.futures import Future
 from telegrad.ps import segments
-from telegrad.ps.consistency import Consistency, Stale, Sync
+from telegrad.ps.checkpoint import Archive, Snapshot
+from telegrad.ps.consistency import Stale, Sync
 from telegrad.ps.layout import Share
+from telegrad.ps.messages import Answer, Plan, Welcome
 from telegrad.ps.rounds import Clocks, Rounds
 from telegrad.ps.segments import Handle, Mapping
 from telegrad.ps.solver import Options, Solver, State, works_by_element
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What trainers tell a server when they come to it. All of them say the same."""
-
-    name: str
-    share: Share
-    optimizer: Callable[..., optim.Optimizer]
-    options: Options
-    groups: tuple[Options, ...]
-    consistency: Consistency
-    trainers: int  # that must have come before anybody starts
-
-    def make(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
-        return self.optimizer(groups, **self.options)
-
-
-class Answer(NamedTuple):
-    """What a trainer learns: the version it may read now, and by how many others its gradients were overtaken."""
-
-    version: int
-    staleness: int = 0
-    dropped: bool = False
-    values: Tensor | None = None
-
-
-class Welcome(NamedTuple):
-    """What a trainer learns when it enters."""
-
-    answer: Answer
-    shared: bool  # the server reads its gradients where they are
-    memory: Handle | None  # where the values are published
 
 
 class _Report(NamedTuple):
@@ -83,9 +52,15 @@ Outcome = tuple[Future[Any], Any]
 
 
 class Shard:
-    def __init__(self, plan: Plan, values: Tensor, sharing: bool) -> None:
+    """`run` names the group of workers; a snapshot of the same run brings back the trainers that took part."""
+
+    def __init__(
+        self, plan: Plan, values: Tensor, sharing: bool, run: str = "", archive: Archive | None = None
+    ) -> None:
         self.plan = plan
         self.version = 0
+        self._run = run
+        self._archive = archive
         self._lock = threading.Lock()
         self._strict = isinstance(plan.consistency, Sync) and plan.consistency.quorum is None
         self._places = 1 if self._strict else 2
@@ -103,6 +78,7 @@ class Shard:
         self._applied: dict[str, int] = {}  # the last step of each trainer that is in the values
         self._reports: dict[str, _Report] = {}
         self._entering: list[_Entering] = []
+        self._saved = -1  # the last version that was given to the archive
 
     def __repr__(self) -> str:
         who = self._rounds if self._rounds is not None else self._clocks
@@ -125,15 +101,10 @@ class Shard:
         """A trainer is here; the answer comes when it may start, which is in round `first`."""
         mapped = segments.find(gradients) if gradients is not None and self._memory is not None else None
         with self._lock:
-            self._members[trainer] = mapped
-            self._joined.add(trainer)
+            self._add(trainer, mapped)
             if self._rounds is not None:
                 self._rounds.start(trainer, first)
                 self.version = self._rounds.number
-                if self._memory is not None and self._strict:
-                    self._memory.counter = self.version
-            else:
-                self._clocks.join(trainer)
             self._publish()
             entering = _Entering(trainer, first, Future())
             self._entering.append(entering)
@@ -141,16 +112,39 @@ class Shard:
         _complete(outcomes)
         return entering.future
 
+    def resume(
+        self, trainer: str, acknowledged: int, version: int, values: Tensor, gradients: Handle | None
+    ) -> Welcome:
+        """A trainer comes back to a server that was restarted. If it holds a newer version, the server takes that."""
+        mapped = segments.find(gradients) if gradients is not None and self._memory is not None else None
+        outcomes: list[Outcome] = []
+        with self._lock:
+            self._add(trainer, mapped)
+            self._applied[trainer] = max(self._applied.get(trainer, 0), acknowledged)
+            if self._rounds is not None:
+                self._rounds.join(trainer)
+            if version > self.version:
+                self._values.copy_(values)
+                self.version = version
+                outcomes = self._skip_to(version)
+            self._publish()
+            welcome = Welcome(Answer(self.version), mapped is not None, self._handle)
+            outcomes += self._advance()
+        _complete(outcomes)
+        return welcome
+
     def leave(self, trainer: str) -> None:
         """A trainer has left or is lost: what it reported in an unfinished round goes with it."""
         with self._lock:
-            self._members.pop(trainer, None)
+            known = self._members.pop(trainer, self)
             self._reports.pop(trainer, None)
             self._entering = [each for each in self._entering if each.trainer != trainer]
             if self._rounds is not None:
                 self._rounds.leave(trainer)
             self._clocks.leave(trainer)
             outcomes = self._advance()
+            if known is not self:
+                self._note_members()
         _complete(outcomes)
 
     # What they bring
@@ -194,7 +188,66 @@ class Shard:
             parts = self.plan.share.parts
             self._solver.load([self._solver.cut(part, states.get(part.slot.number, {})) for part in parts])
 
+    # Checkpoints
+
+    def restore(self, snapshot: Snapshot, expected: Iterable[str]) -> None:
+        """Begin where a snapshot ends. Of the same run, the trainers that took part are waited for."""
+        with self._lock:
+            for part in self.plan.share.parts:
+                part.of(self._values).copy_(snapshot.values[part.label])
+            self._solver.change(dict(enumerate(snapshot.groups)))
+            self._solver.load(snapshot.states)
+            self.version = self._saved = snapshot.version
+            same = snapshot.run == self._run
+            self._applied = dict(snapshot.applied) if same else {}
+            if self._rounds is not None:
+                self._rounds.number = snapshot.version
+                self._rounds.expected = set(expected) if same else set()
+            self._publish()
+
+    def save(self) -> None:
+        """Put what is here now into the archive."""
+        with self._lock:
+            self._save()
+
+    def close(self) -> None:
+        """The worker leaves: save what it has, and wait until that is on disk."""
+        if self._archive is not None:
+            self.save()
+            self._archive.finish()
+
     # Inside, under the lock
+
+    def _add(self, trainer: str, mapped: Mapping | None) -> None:
+        self._members[trainer] = mapped
+        self._joined.add(trainer)
+        self._clocks.join(trainer)
+        self._note_members()
+
+    def _note_members(self) -> None:
+        if self._archive is not None:
+            self._archive.note_members(self._members)
+            if not self._members:
+                self._save()
+
+    def _save(self) -> None:
+        if self._archive is None or self.version == self._saved:
+            return
+        values = {part.label: part.of(self._values).clone() for part in self.plan.share.parts}
+        states, groups = self._solver.state(), self._solver.options()
+        self._archive.save(Snapshot(self.version, self._run, values, states, groups, dict(self._applied)))
+        self._saved = self.version
+
+    def _skip_to(self, version: int) -> list[Outcome]:
+        """Rounds before this version are over; who reported in them is answered."""
+        if self._rounds is None:
+            return []
+        self._rounds.number = version
+        over = [report for report in self._reports.values() if report.version < version]
+        for report in over:
+            del self._reports[report.trainer]
+            self._rounds.reported.pop(report.trainer, None)
+        return [(report.future, self._answer(report)) for report in over]
 
     def _take(self, report: _Report) -> list[Outcome]:
         if report.step <= self._applied.get(report.trainer, 0):  # it comes again; the answer was lost
@@ -203,7 +256,7 @@ class Shard:
             return self._apply_one(report)
         if not self._rounds.report(report.trainer, report.version):
             late = report._replace(staleness=self.version - report.version)
-            return [(report.future, self._answer(late)._replace(dropped=True))]
+            return [(report.future, self._answer(late)._replace(dropped=not self._strict))]
         before = self._reports.get(report.trainer)
         self._reports[report.trainer] = report
         superseded: list[Outcome] = [] if before is None else [(before.future, StaleReference("it was pushed again"))]
@@ -213,9 +266,10 @@ class Shard:
         staleness = self.version - report.version
         try:
             self._apply([report])
+            self._clocks.advance(report.trainer)
+            self._save_if_due()
         except Exception as error:
             return [(report.future, error)]
-        self._clocks.advance(report.trainer)
         self._reports[report.trainer] = report._replace(staleness=staleness)
         return self._advance()
 
@@ -227,6 +281,7 @@ class Shard:
             try:
                 self._apply(reports)
                 self._rounds.advance()
+                self._save_if_due()
                 outcomes += [(report.future, self._answer(report)) for report in reports]
             except Exception as error:
                 self._rounds.reported.clear()
@@ -243,9 +298,8 @@ class Shard:
             return []
         ready = [each for each in self._entering if self._rounds is None or self.version >= each.first]
         self._entering = [each for each in self._entering if each not in ready]
-        memory = None if self._memory is None else self._memory.handle
         return [
-            (each.future, Welcome(Answer(self.version, values=self._values.clone()), shared, memory))
+            (each.future, Welcome(Answer(self.version, values=self._values.clone()), shared, self._handle))
             for each in ready
             for shared in [self._members[each.trainer] is not None]
         ]
@@ -261,10 +315,20 @@ class Shard:
             self._applied[report.trainer] = report.step
         self._publish()
 
+    def _save_if_due(self) -> None:
+        if self._archive is not None and self.version % self._archive.rule.every == 0:
+            self._save()
+
+    @property
+    def _handle(self) -> Handle | None:
+        return None if self._memory is None else self._memory.handle
+
     def _publish(self) -> None:
-        if self._memory is None or self._strict or not any(self._members.values()):
+        if self._memory is None:
             return
         self._memory.counter = self.version
+        if self._strict or not any(self._members.values()):
+            return
         place = self.version % self._places * self.plan.share.nbytes
         self._memory.contents[place : place + self.plan.share.nbytes].copy_(self._values)
 
@@ -278,6 +342,7 @@ class Shard:
 def _complete(outcomes: list[Outcome]) -> None:
     for future, value in outcomes:
         if isinstance(value, Exception):
+            traceback.clear_frames(value.__traceback__)  # a future is no place to keep gradients alive
             future.set_exception(value)
         else:
             future.set_result(value)

@@ -126,6 +126,10 @@ class Solver:
             for number, group in zip(unit.groups, unit.optimizer.param_groups, strict=True):
                 group.update(changes.get(number, {}))
 
+    def options(self) -> list[Options]:
+        """The options of each group, as they are now."""
+        return [dict(group) for group in self._groups]
+
     # The state of the optimizer, part by part
 
     def state(self) -> list[State]:

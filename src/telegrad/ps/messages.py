@@ -1,0 +1,49 @@
+"""What trainers and servers say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, optim
+
+from telegrad.ps.checkpoint import Checkpoint
+from telegrad.ps.consistency import Consistency
+from telegrad.ps.layout import Share
+from telegrad.ps.segments import Handle
+from telegrad.ps.solver import Options
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What trainers tell a server when they come to it. All of them say the same."""
+
+    name: str
+    share: Share
+    optimizer: Callable[..., optim.Optimizer]
+    options: Options
+    groups: tuple[Options, ...]
+    consistency: Consistency
+    trainers: int  # that must have come before anybody starts
+    checkpoint: Checkpoint | None
+
+    def make(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
+        return self.optimizer(groups, **self.options)
+
+
+class Answer(NamedTuple):
+    """What a trainer learns: the version it may read now, and by how many others its gradients were overtaken."""
+
+    version: int
+    staleness: int = 0
+    dropped: bool = False
+    values: Tensor | None = None
+
+
+class Welcome(NamedTuple):
+    """What a trainer learns when it enters."""
+
+    answer: Answer
+    shared: bool  # the server reads its gradients where they are
+    memory: Handle | None  # where the values are published

@@ -1,0 +1,249 @@
+"""Servers die at planned points and come back; what was acknowledged is not lost, and nothing counts twice."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from telegrad import current_agent, ps
+from telegrad.agent.agent import Agent
+from telegrad.errors import PeerLost, UsageError
+from telegrad.ps.checkpoint import Archive, Snapshot
+from telegrad.ps.shard import Shard
+from telegrad.testing import LocalCluster
+from tests.local.gates import PATIENCE
+from tests.ps import training
+from tests.ps.training import Trainers, check_same, model
+
+Clusters = Callable[..., LocalCluster]
+Make = Callable[[LocalCluster], Trainers]
+STEPS = 12
+
+
+class Accidents:
+    """Stops servers at planned points so that the test can kill them there. What they did not do is never done."""
+
+    def __init__(self, where: Any, method: str, plan: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._reached = threading.Semaphore(0)
+        self._dead = threading.Semaphore(0)
+        self._victim: Agent | None = None
+        real, count = getattr(where, method), itertools.count(1)
+
+        def counted(*args: Any) -> Any:
+            if next(count) in plan:
+                self._victim = current_agent()
+                self._reached.release()
+                assert self._dead.acquire(timeout=PATIENCE)
+                raise RuntimeError("this worker is dead")
+            return real(*args)
+
+        monkeypatch.setattr(where, method, counted)
+
+    def happen(self, cluster: LocalCluster) -> None:
+        """Wait for the next accident, kill that server and start it again."""
+        assert self._reached.acquire(timeout=PATIENCE)
+        victim = self._victim
+        assert victim is not None
+        end_threads = victim.threads.close
+
+        def cut_off(timeout: float) -> None:  # its connections are closed by now, so nobody hears from it any more
+            self._dead.release()
+            end_threads(timeout)
+
+        victim.threads.close = cut_off  # type: ignore[method-assign]
+        cluster.kill(victim.name)
+        cluster.join(victim.name, victim.me.rank)
+
+
+def undisturbed(trainers: int, steps: int, **options: Any) -> nn.Module:
+    net = model()
+    training.train(torch.optim.SGD(net.parameters(), **options), net, range(steps), list(range(trainers)))
+    return net
+
+
+@pytest.fixture
+def started(trainers_of: Make) -> Iterator[Callable[..., Any]]:
+    """Starts trainers that train while the test does something to their servers."""
+    threads: list[threading.Thread] = []
+
+    def start(cluster: LocalCluster, count: int, first: int, **options: Any) -> Callable[[], list[nn.Module]]:
+        nets: list[nn.Module] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                nets.extend(trainers_of(cluster).train(count, STEPS, first, **options))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        threads.append(thread)
+        thread.start()
+
+        def ended() -> list[nn.Module]:
+            thread.join(PATIENCE)
+            assert not errors, errors
+            return nets
+
+        return ended
+
+    yield start
+    for thread in threads:
+        thread.join(PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("where", "method", "plan"),
+    [(Shard, "_apply", [6, 11]), (Archive, "_write", [7, 12]), (Shard, "_save_if_due", [8])],
+    ids=["before a step", "before it is saved", "after a step"],
+)
+@pytest.mark.parametrize("servers", [["w0"], ["w0", "w1"]], ids=len)
+def test_chaos_ends_where_an_undisturbed_run_does(
+    cluster: Clusters,
+    started: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: Any,
+    method: str,
+    plan: list[int],
+    servers: list[str],
+) -> None:
+    """With every step on disk before it is acknowledged, nothing is lost, momentum included."""
+    workers = cluster(4)
+    accidents = Accidents(where, method, plan, monkeypatch)
+    rule = ps.Checkpoint(tmp_path, every=1, wait=True)
+    ended = started(workers, 2, 2, servers=servers, checkpoint=rule, lr=0.1, momentum=0.9)
+    for _ in plan:
+        accidents.happen(workers)
+    expected = undisturbed(2, STEPS, lr=0.1, momentum=0.9)
+    for net in ended():
+        check_same(net, expected)
+
+
+@pytest.mark.parametrize("servers", [["w0"], ["w0", "w1"]], ids=len)
+def test_trainers_bring_back_what_a_server_had_not_saved(
+    cluster: Clusters,
+    started: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    servers: list[str],
+) -> None:
+    workers = cluster(5)
+    accidents = Accidents(Shard, "_apply", [9], monkeypatch)
+    rule = ps.Checkpoint(tmp_path, every=1000)
+    ended = started(workers, 3, 2, servers=servers, checkpoint=rule, lr=0.1)
+    accidents.happen(workers)
+    expected = undisturbed(3, STEPS, lr=0.1)
+    for net in ended():
+        check_same(net, expected)
+
+
+def test_without_checkpoints_a_dead_server_is_an_error(cluster: Clusters) -> None:
+    workers = cluster(2)
+    net = model()
+    optimizer = ps.Optimizer(net, servers="w1", agent=workers["w0"], lr=0.1)
+    training.train(optimizer, net, range(1), [0])
+    workers.kill("w1")
+    with pytest.raises(PeerLost, match="w1"):
+        training.train(optimizer, net, range(1), [0])
+
+
+def test_patience_has_an_end(cluster: Clusters, tmp_path: Path) -> None:
+    workers = cluster(2)
+    net = model()
+    rule = ps.Checkpoint(tmp_path)
+    optimizer = ps.Optimizer(net, servers="w1", agent=workers["w0"], checkpoint=rule, patience=0.05, lr=0.1)
+    workers.kill("w1")
+    with pytest.raises(PeerLost, match="w1"):
+        training.train(optimizer, net, range(1), [0])
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adafactor])
+@pytest.mark.parametrize("rule", [ps.Sync(), ps.Async()], ids=repr)
+def test_a_new_run_goes_on_where_an_old_one_ended(cluster: Clusters, tmp_path: Path, kind: Any, rule: Any) -> None:
+    expected = model()
+    training.train(kind(expected.parameters(), lr=0.01), expected, range(10), [0])
+    net = model()
+    for steps in (range(5), range(5, 10)):
+        workers = cluster(3)
+        point = ps.Checkpoint(tmp_path, every=1000, resume=True)
+        with ps.Optimizer(
+            net, ["w1", "w2"], kind, agent=workers["w0"], consistency=rule, checkpoint=point, lr=0.01
+        ) as optimizer:
+            assert optimizer.version == steps[0]
+            training.train(optimizer, net, steps, [0])
+        workers.close()
+        final, net = net, model(seed=1)  # the next run starts with other parameters, and does not use them
+    check_same(final, expected)
+
+
+def test_without_resume_a_new_run_starts_anew(cluster: Clusters, tmp_path: Path) -> None:
+    for _ in range(2):
+        workers = cluster(2)
+        net = model()
+        with ps.Optimizer(net, "w1", agent=workers["w0"], checkpoint=ps.Checkpoint(tmp_path, every=1), lr=0.1) as made:
+            assert made.version == 0
+            training.train(made, net, range(3), [0])
+        workers.close()
+
+
+def snapshot(version: int) -> Snapshot:
+    return Snapshot(version, "run", {"weight": torch.full((3,), float(version))}, [], [{"lr": 0.1}], {"a": version})
+
+
+def in_the_foreground(job: Callable[[], None]) -> None:
+    job()
+
+
+def test_an_archive_keeps_the_newest_and_ignores_what_is_not_whole(tmp_path: Path) -> None:
+    archive = Archive(ps.Checkpoint(tmp_path, keep=2), "default", "w0", in_the_foreground)
+    for version in (1, 2, 10):
+        archive.save(snapshot(version))
+    (tmp_path / "default" / "w0" / "11.new").mkdir()
+    assert archive.versions() == [2, 10]
+    found = archive.newest()
+    assert found is not None
+    assert (found.version, found.applied, found.groups) == (10, {"a": 10}, [{"lr": 0.1}])
+    assert torch.equal(found.values["weight"], torch.full((3,), 10.0))
+
+
+def test_what_cannot_be_written_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = Archive(ps.Checkpoint(tmp_path), "default", "w0", in_the_foreground)
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        archive.save(snapshot(1))
+    with pytest.raises(OSError, match="no space left"):
+        archive.save(snapshot(2))
+    archive.save(snapshot(3))
+    assert archive.versions() == [3]
+
+
+def test_writing_goes_on_beside_training_and_the_newest_wins(tmp_path: Path) -> None:
+    jobs: list[Callable[[], None]] = []
+    archive = Archive(ps.Checkpoint(tmp_path), "default", "w0", jobs.append)
+    for version in (1, 2, 3):
+        archive.save(snapshot(version))
+    assert archive.versions() == []
+    (job,) = jobs
+    job()
+    archive.finish()
+    assert archive.versions() == [3]
+
+
+def test_its_rules_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="every"):
+        ps.Checkpoint(tmp_path, every=0)
