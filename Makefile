@@ -19,8 +19,8 @@ UV  := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed  ## two workers on this machine call each other
-	$(BIN)/python examples/two_workers.py $(ARGS)
+demo: $(VENV)/.installed-examples  ## one server and two trainers on this machine learn handwritten digits
+	$(BIN)/telegrad train mnist $(ARGS)
 
 test: $(VENV)/.installed-dev  ## every test that this machine can run
 	$(BIN)/python -m pytest $(ARGS)

@@ -26,6 +26,7 @@ LEARNED: dict[str, tuple[str, Callable[[str], bool]]] = {  # the last of these f
     "pipeline.py": (r"accuracy ([\d.]+)", lambda accuracy: float(accuracy) > 0.85),
     "language_model.py": (r"perplexity ([\d.]+)", lambda perplexity: float(perplexity) < 9),
     "batch_update.py": (r"trainers: ([\d.]+)", lambda accuracy: float(accuracy) > 0.9),
+    "mnist.py": (r"test accuracy ([\d.]+) %$", lambda accuracy: float(accuracy) > 97),
     "ddp_embedding.py": (r"trainers: ([\d.]+)", lambda accuracy: float(accuracy) > 0.8),
 }
 ARGUMENTS = {"cartpole.py": ["--observers", "2", "--episodes", "6"]}  # it runs; that it learns takes longer

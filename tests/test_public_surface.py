@@ -13,8 +13,17 @@ import torch.distributed.rpc as torch_rpc
 import telegrad
 import telegrad.rpc
 
-PACKAGES = ["telegrad", "telegrad.autograd", "telegrad.batching", "telegrad.cli", "telegrad.ps", "telegrad.refs", "telegrad.rpc"]
+PACKAGES = [
+    "telegrad",
+    "telegrad.autograd",
+    "telegrad.batching",
+    "telegrad.cli",
+    "telegrad.ps",
+    "telegrad.refs",
+    "telegrad.rpc",
+]
 MODULES = [
+    "telegrad.cli.journal",
     "telegrad.compat",
     "telegrad.nn",
     "telegrad.optim",

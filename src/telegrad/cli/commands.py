@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 import telegrad
-from telegrad.cli import run
+from telegrad.cli import run, train
 
 __all__ = ["main"]
 
@@ -17,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"telegrad {telegrad.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     run.add(commands)
+    train.add(commands)
     chosen = parser.parse_args(arguments)
     code: int = chosen.command(chosen)
     return code
