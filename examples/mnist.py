@@ -152,10 +152,12 @@ def main() -> None:
     options = parser.parse_args()
     consistency(options.consistency)
 
-    reports = mp.get_context("spawn").SimpleQueue()
+    mp.set_forkserver_preload(["__main__", "torch._dynamo"])  # imported once, not by every worker
+    reports = mp.get_context("forkserver").SimpleQueue()
     size = options.servers + options.trainers
     with Journal(f"{options.data}, {options.servers} servers, {options.trainers} trainers") as journal:
-        workers = mp.spawn(run_worker, args=(free_port(), options, reports), nprocs=size, join=False)
+        arguments = (free_port(), options, reports)
+        workers = mp.start_processes(run_worker, arguments, size, join=False, start_method="forkserver")
         try:
             ended = False
             while not ended:
