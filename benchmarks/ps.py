@@ -1,0 +1,250 @@
+"""Rounds per second of a batch-update parameter server with gradients that are there already.
+
+    python -m benchmarks.ps                                    ResNet-18, 2 trainers
+    python -m benchmarks.ps --model resnet50 --trainers 4 --servers 2 --rounds 5
+    python -m benchmarks.ps --entries telegrad.ps,torch
+
+In each round every trainer brings the gradients of the whole model and gets the new parameters; the server makes one
+step of SGD with momentum with their mean. The entries:
+
+    telegrad.ps        `telegrad.ps.Optimizer`
+    telegrad           the code of PyTorch's tutorial on batch RPC processing, on Telegrad
+    torch              the same code on torch.distributed.rpc
+    one process        the same steps in one process, where nothing is copied: the limit for one server
+
+Every measurement has processes of its own; entries take turns, and the table shows the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.rpc as torch_rpc
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import telegrad
+import telegrad.rpc as telegrad_rpc
+from benchmarks import machine, results
+from benchmarks.group import free_port
+from benchmarks.processes import import_path
+
+SERVER = "server"
+LIMIT_S = 300.0
+WARM = 3
+RATE, MOMENTUM = 1e-6, 0.9
+BLOCKS = {"resnet18": ([2, 2, 2, 2], False), "resnet50": ([3, 4, 6, 3], True)}
+
+
+def shapes(model: str) -> list[tuple[int, ...]]:
+    """The shapes of all parameters of a residual network for ImageNet."""
+    counts, bottleneck = BLOCKS[model]
+    found: list[tuple[int, ...]] = []
+
+    def conv(into: int, out: int, size: int) -> None:
+        found.extend([(out, into, size, size), (out,), (out,)])  # with the two parameters of its normalisation
+
+    conv(3, 64, 7)
+    width = 64
+    for stage, count in enumerate(counts):
+        inner = 64 << stage
+        out = inner * (4 if bottleneck else 1)
+        for block in range(count):
+            sizes = [(width, inner, 1), (inner, inner, 3), (inner, out, 1)] if bottleneck else []
+            for each in sizes or [(width, inner, 3), (inner, inner, 3)]:
+                conv(*each)
+            if block == 0 and width != out:
+                conv(width, out, 1)
+            width = out
+    return [*found, (1000, width), (1000,)]
+
+
+class Model(nn.Module):
+    """The parameters of a network, without what it computes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes(name)])
+
+    def fill_gradients(self) -> None:
+        for each in self.parameters():
+            each.grad = torch.randn_like(each)
+
+
+# The tutorial's server, under both packages
+
+
+class BatchUpdateServer:
+    def __init__(self, model: str, trainers: int, future: Any) -> None:
+        self.model = Model(model)
+        self.lock = threading.Lock()
+        self.new_future = future
+        self.future_model = future()
+        self.trainers = trainers
+        self.updates = 0
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM)
+        for each in self.model.parameters():
+            each.grad = torch.zeros_like(each)
+
+    def get_model(self) -> nn.Module:
+        return self.model
+
+    def update(self, gradients: list[Tensor]) -> Any:
+        with self.lock:
+            self.updates += 1
+            for each, gradient in zip(self.model.parameters(), gradients, strict=True):
+                assert each.grad is not None
+                each.grad += gradient
+            future = self.future_model
+            if self.updates >= self.trainers:
+                for each in self.model.parameters():
+                    assert each.grad is not None
+                    each.grad /= self.trainers
+                self.updates = 0
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=False)
+                future.set_result(self.model)
+                self.future_model = self.new_future()
+        return future
+
+
+@torch_rpc.functions.async_execution
+def update_on_torch(server: Any, gradients: list[Tensor]) -> Any:
+    return server.local_value().update(gradients)
+
+
+@telegrad_rpc.functions.async_execution
+def update_on_telegrad(server: Any, gradients: list[Tensor]) -> Any:
+    return server.local_value().update(gradients)
+
+
+# What each process does
+
+
+def timed(once: Callable[[], object], steps: int) -> float:
+    """Rounds per second, after some that do not count."""
+    for _ in range(WARM):
+        once()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        once()
+    return steps / (time.perf_counter() - begin)
+
+
+def train_by_calls(package: str, server: Any, model: str, steps: int) -> float:
+    """A trainer of the tutorial: sends its gradients, gets the model."""
+    rpc, update = {"torch": (torch_rpc, update_on_torch), "telegrad": (telegrad_rpc, update_on_telegrad)}[package]
+    mine = Model(model)
+    mine.fill_gradients()
+    gradients = [each.grad for each in mine.parameters()]
+    return timed(lambda: rpc.rpc_sync(SERVER, update, args=(server, gradients)), steps)
+
+
+def tutorial(package: str, rank: int, options: argparse.Namespace) -> float:
+    rpc: Any = {"torch": torch_rpc, "telegrad": telegrad_rpc}[package]
+    rpc.init_rpc(SERVER if rank == 0 else f"trainer{rank}", rank=rank, world_size=1 + options.trainers)
+    rate = 0.0
+    if rank == 0:
+        future = torch.futures.Future if package == "torch" else telegrad.Future
+        server = rpc.RRef(BatchUpdateServer(options.model, options.trainers, future))
+        arguments = (package, server, options.model, options.steps)
+        started = [
+            rpc.rpc_async(f"trainer{number}", train_by_calls, args=arguments, timeout=LIMIT_S)
+            for number in range(1, 1 + options.trainers)
+        ]
+        rate = min(each.wait() for each in started)
+    rpc.shutdown()
+    return rate
+
+
+def parameter_server(rank: int, options: argparse.Namespace) -> float:
+    name = f"ps{rank}" if rank < options.servers else f"trainer{rank}"
+    telegrad_rpc.init_rpc(name, rank=rank, world_size=options.servers + options.trainers)
+    rate = 0.0
+    if rank >= options.servers:
+        model = Model(options.model)
+        with telegrad.ps.Optimizer(
+            model, "ps*", torch.optim.SGD, lr=RATE, momentum=MOMENTUM, trainers=options.trainers
+        ) as optimizer:
+            model.fill_gradients()
+            rate = timed(optimizer.step, options.steps)
+    telegrad_rpc.shutdown()
+    return rate
+
+
+def one_process(options: argparse.Namespace) -> float:
+    server = BatchUpdateServer(options.model, options.trainers, telegrad.Future)
+    gradients = [[torch.randn_like(each) for each in server.model.parameters()] for _ in range(options.trainers)]
+
+    def once() -> None:
+        for each in gradients:
+            server.update(each)
+
+    return timed(once, options.steps)
+
+
+def work(rank: int, entry: str, port: int, options: argparse.Namespace, rates: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.manual_seed(rank)
+    if entry == "one process":
+        rate = one_process(options)
+    elif entry == "telegrad.ps":
+        rate = parameter_server(rank, options)
+    else:
+        rate = tutorial(entry, rank, options)
+    if rate:
+        rates.put(rate)
+
+
+def measure(entry: str, options: argparse.Namespace) -> float:
+    servers = {"telegrad.ps": options.servers, "one process": 0}.get(entry, 1)
+    size = 1 if entry == "one process" else servers + options.trainers
+    rates = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(work, args=(entry, free_port(), options, rates), nprocs=size)
+    found = []
+    while not rates.empty():
+        found.append(rates.get())
+    return min(found)
+
+
+ENTRIES = ("telegrad.ps", "telegrad", "torch", "one process")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ps", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=BLOCKS, default="resnet18")
+    parser.add_argument("--trainers", type=int, default=2)
+    parser.add_argument("--servers", type=int, default=1, help="of telegrad.ps; the others have one")
+    parser.add_argument("--entries", type=lambda text: text.split(","), default=list(ENTRIES))
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each entry")
+    parser.add_argument("--steps", type=int, default=40, help="rounds of training in each measurement")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/ps.jsonl"), help="default %(default)s")
+    options = parser.parse_args(argv)
+    os.environ["PYTHONPATH"] = import_path()
+    run = machine.heading("ps", **{key: value for key, value in vars(options).items() if key != "out"})
+    measured: dict[str, list[float]] = {entry: [] for entry in options.entries}
+    for number in range(options.rounds):
+        for entry, rates in measured.items():
+            rates.append(measure(entry, options))
+            print(f"round {number + 1}: {entry} {rates[-1]:.1f} rounds/s", flush=True)
+    base = statistics.median(measured.get(results.BASELINE, [float("nan")]))
+    rows = [["", "rounds/s", "from", "to", "against torch"]]
+    for entry, rates in measured.items():
+        middle = statistics.median(rates)
+        rows.append([entry, *(f"{each:.1f}" for each in (middle, min(rates), max(rates))), f"{middle / base:.2f}x"])
+    print(f"\n{options.model}, {options.trainers} trainers\n{results.aligned(rows)}")
+    lines = [{"kind": "result", "entry": entry, "rounds": rates} for entry, rates in measured.items()]
+    results.write(options.out, run, lines)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
