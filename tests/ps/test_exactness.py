@@ -12,6 +12,7 @@ from torch import nn
 from telegrad import ps
 from telegrad.config import TRANSPORTS
 from telegrad.errors import UsageError
+from telegrad.ps import solver
 from telegrad.testing import LocalCluster
 from tests.ps import training
 from tests.ps.training import Trainers, check_same, model
@@ -53,6 +54,24 @@ def test_two_trainers_equal_one_process(
     nets = trainers_of(workers).train(2, 6, count, optimizer=kind, servers=servers(count), **options)
     for net in nets:
         check_same(net, expected)
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=IDS)
+def test_many_blocks_are_as_good_as_one(
+    pair: Any, monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any]
+) -> None:
+    """Parameters that begin in one block and end in another, with their states."""
+    monkeypatch.setattr(solver, "_BLOCK", 128)
+    mine, remote, other, local = pair(kind, **options)
+    for optimizer, net in ((remote, mine), (local, other)):
+        training.train(optimizer, net, range(3), [0])
+        optimizer.load_state_dict(optimizer.state_dict())
+        training.train(optimizer, net, range(3, 6), [0])
+    check_same(mine, other)
+    state = remote.state_dict()["state"]
+    for number, values in local.state_dict()["state"].items():
+        for key, value in values.items():  # torch changes the dtype of some scalars when it loads them
+            torch.testing.assert_close(state[number][key], value, check_dtype=False)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -23,7 +23,7 @@ Options = dict[str, Any]
 Make = Callable[[list[dict[str, Any]]], optim.Optimizer]
 State = dict[str, Any]
 
-_BLOCK = 1 << 20  # bytes
+_BLOCK = 8 << 20  # bytes: a few of them fit into the cache that cores share, and few enough make Python's part small
 _BY_ELEMENT = {
     optim.ASGD,
     optim.Adadelta,
