@@ -9,9 +9,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from telegrad.errors import PeerLost
 from telegrad.futures import Future
 from telegrad.ps import segments, service
+from telegrad.ps.compression import Compressor
 from telegrad.ps.flat import Flat
 from telegrad.ps.messages import Answer, Plan, Welcome
 from telegrad.ps.segments import Handle, Mapping
@@ -25,7 +29,9 @@ _POLL = (0.005, 0.5)
 
 
 class Attachment:
-    def __init__(self, agent: Agent, server: str, plan: Plan, flat: Flat) -> None:
+    def __init__(
+        self, agent: Agent, server: str, plan: Plan, flat: Flat, compression: torch.dtype | None = None
+    ) -> None:
         self.server = server
         self.plan = plan
         self.version = 0
@@ -34,6 +40,7 @@ class Attachment:
         self._me = agent.me.incarnation
         self._memory: Mapping | None = None
         self._shares = False
+        self._compressor = None if compression is None else Compressor(plan.share, compression)
 
     def __repr__(self) -> str:
         how = "shared memory" if self._memory is not None and self._shares else "calls"
@@ -101,8 +108,11 @@ class Attachment:
         return self._start(service.push, *self._pushed(step, changes))
 
     def _pushed(self, step: int, changes: dict[int, Options]) -> tuple[Any, ...]:
-        share = self.plan.share
-        gradients = None if self._shares else self._flat.gradients[share.start : share.stop]
+        gradients: Tensor | list[Tensor] | None = None
+        if not self._shares:
+            gradients = self._flat.gradients[self.plan.share.start : self.plan.share.stop]
+            if self._compressor is not None:
+                gradients = self._compressor.pack(step, gradients)
         return self.plan.name, self._me, step, self.version, changes, gradients, self._memory is None
 
     def take(self, answer: Answer) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn, optim
 from telegrad.agent.current import active_agent
 from telegrad.errors import PeerLost, StaleReference, UsageError
 from telegrad.futures import Future, wait_all
+from telegrad.ps import compression as compressing
 from telegrad.ps import service
 from telegrad.ps.attachment import Attachment
 from telegrad.ps.checkpoint import Checkpoint
@@ -41,7 +42,8 @@ class Optimizer(optim.Optimizer):
     say the same `name` train together: the first brings the parameters, the others get them. With `trainers`, they
     start when so many have come. `step` reports the gradients, waits as `consistency` says, and leaves fresh
     parameters in the model. `close` lets the others go on without this trainer, and so does the end of its agent.
-    With `checkpoint`, a server that dies is waited for, `patience` seconds long.
+    With `checkpoint`, a server that dies is waited for, `patience` seconds long. `compression`, such as
+    `torch.bfloat16`, is for gradients that travel by calls, to other hosts.
 
     >>> from telegrad.testing import LocalCluster
     >>> model = nn.Linear(2, 1, bias=False)
@@ -64,6 +66,7 @@ class Optimizer(optim.Optimizer):
         name: str = "default",
         trainers: int = 1,
         checkpoint: Checkpoint | None = None,
+        compression: torch.dtype | None = None,
         patience: float = 300.0,
         agent: Agent | None = None,
         **options: Any,
@@ -71,6 +74,7 @@ class Optimizer(optim.Optimizer):
         agent = agent or active_agent()
         if agent is None:
             raise UsageError("a trainer needs an agent: pass agent=, or call telegrad.rpc.init_rpc first")
+        compressing.check(compression)
         template = optimizer(model.parameters() if isinstance(model, nn.Module) else model, **options)
         self._agent = agent
         self._attachments: list[Attachment] = []
@@ -87,6 +91,7 @@ class Optimizer(optim.Optimizer):
             raise UsageError("none of the parameters requires a gradient")
         self._flat = Flat(self._layout, self._parameters, service.shares_memory(agent))
         self._patience = patience
+        self._compression = compression
         self._attachments = self._plan(_matching(agent, servers), options, trainers, checkpoint)
         self._join()
         agent.on_parting(_weakly(self))
@@ -182,7 +187,7 @@ class Optimizer(optim.Optimizer):
             for share in shares
         ]
         return [
-            Attachment(self._agent, server, plan, self._flat)
+            Attachment(self._agent, server, plan, self._flat, self._compression)
             for server, plan in zip(servers, plans, strict=True)
             if plan.share.nbytes
         ]

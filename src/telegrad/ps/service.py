@@ -165,7 +165,7 @@ def push(
     step: int,
     version: int,
     changes: dict[int, Options],
-    gradients: Tensor | None,
+    gradients: Tensor | list[Tensor] | None,
     by_value: bool,
 ) -> Any:
     return _now_or_later(Shards.here().find(name).push(trainer, step, version, changes, gradients, by_value))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from telegrad.errors import StaleReference, UsageError
 from telegrad.futures import Future
-from telegrad.ps import segments
+from telegrad.ps import compression, segments
 from telegrad.ps.checkpoint import Archive, Snapshot
 from telegrad.ps.consistency import Stale, Sync
 from telegrad.ps.layout import Share
@@ -155,10 +155,12 @@ class Shard:
         step: int,
         version: int,
         changes: dict[int, Options],
-        gradients: Tensor | None,
+        gradients: Tensor | list[Tensor] | None,
         by_value: bool,
     ) -> Future[Answer]:
         """Gradients that were computed with `version`. The same step may be pushed again: it counts once."""
+        if isinstance(gradients, list):
+            gradients = compression.unpack(self.plan.share, gradients)
         with self._lock:
             if trainer not in self._members:
                 raise StaleReference(f"parameter server {self.plan.name!r} does not know this trainer")
