@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from telegrad import current_agent, ps
 from telegrad.agent.agent import Agent
 from telegrad.errors import PeerLost, UsageError
 from telegrad.ps.checkpoint import Archive, Snapshot
+from telegrad.ps.service import Shards
 from telegrad.ps.shard import Shard
 from telegrad.testing import LocalCluster
-from tests.local.gates import PATIENCE
+from tests.local.gates import PATIENCE, until
 from tests.ps import training
 from tests.ps.training import Trainers, check_same, model
 
@@ -247,3 +249,54 @@ def test_writing_goes_on_beside_training_and_the_newest_wins(tmp_path: Path) -> 
 def test_its_rules_are_checked(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="every"):
         ps.Checkpoint(tmp_path, every=0)
+
+
+# Trainers
+
+
+def test_trainers_die_and_others_take_their_place(cluster: Clusters) -> None:
+    """At planned steps one trainer is killed with its gradients on the server, and a new one joins."""
+    workers = cluster(7)
+    servers = ["w0", "w1"]
+    expected = model()
+    local = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+
+    def begin(worker: str) -> tuple[nn.Module, ps.Optimizer]:
+        net = model(seed=int(worker[1:]))
+        return net, ps.Optimizer(net, servers, agent=workers[worker], lr=0.1, momentum=0.9)
+
+    def round_of(alive: dict[str, tuple[nn.Module, ps.Optimizer]], step: int) -> None:
+        numbers = [int(worker[1:]) for worker in alive]
+        with ThreadPoolExecutor(len(alive)) as pool:
+            each = [
+                pool.submit(training.train, optimizer, net, range(step, step + 1), [number])
+                for (net, optimizer), number in zip(alive.values(), numbers, strict=True)
+            ]
+            for trained in each:
+                trained.result(PATIENCE)
+        training.train(local, expected, range(step, step + 1), numbers)
+        for net, _ in alive.values():
+            check_same(net, expected)
+
+    first = begin("w2")
+    expected.load_state_dict(first[0].state_dict())
+    alive = {"w2": first, "w3": begin("w3"), "w4": begin("w4")}
+    round_of(alive, 0)
+    for step, victim, newcomer in ((1, "w3", "w5"), (2, "w2", "w6")):
+        net, optimizer = alive.pop(victim)
+        with ThreadPoolExecutor(1) as pool:
+            doomed = pool.submit(training.train, optimizer, net, range(step, step + 1), [int(victim[1:])])
+            shards = [workers[server].service(Shards).find("default") for server in servers]
+            until(lambda victim=victim, shards=shards: all(_has(each, workers[victim]) for each in shards))  # type: ignore[misc]
+            workers.kill(victim)
+            assert doomed.exception(PATIENCE) is not None
+        until(lambda victim=victim, shards=shards: not any(_has(each, workers[victim]) for each in shards))  # type: ignore[misc]
+        round_of(alive, step)
+        alive[newcomer] = begin(newcomer)
+        check_same(alive[newcomer][0], expected)
+    round_of(alive, 3)
+
+
+def _has(shard: Shard, agent: Agent) -> bool:
+    """Has this trainer reported in the round that is under way?"""
+    return agent.me.incarnation in shard._reports
