@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from telegrad import ps
-from telegrad.errors import StaleReference
+from telegrad.errors import JoinError, StaleReference
 from telegrad.ps import service
 from telegrad.ps.shard import Shard
 from telegrad.testing import LocalCluster
@@ -73,7 +73,7 @@ def shard(cluster: LocalCluster) -> Shard:
 
 
 def waiting(cluster: LocalCluster, trainer: Trainer) -> Callable[[], bool]:
-    return lambda: trainer.agent.me.incarnation in shard(cluster)._reports
+    return lambda: trainer.optimizer._trainer in shard(cluster)._reports
 
 
 def two(cluster: LocalCluster, trainer: Callable[..., Trainer], rule: Any) -> tuple[Trainer, Trainer]:
@@ -184,6 +184,13 @@ def test_the_fastest_waits_when_it_is_too_far_ahead(cluster: Clusters, trainer: 
     fourth.result(PATIENCE)
 
 
+def test_who_waits_in_vain_for_others_to_come_leaves(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
+    workers = cluster(3, join_timeout=0.2)
+    alone = trainer(workers, "w1", ps.Sync(), trainers=3)
+    assert isinstance(alone.joined.exception(PATIENCE), JoinError)
+    assert shard(workers)._members == {}
+
+
 @pytest.mark.parametrize("rule", [ps.Sync(), ps.Sync(quorum=2), ps.Async(), ps.Stale(1)], ids=repr)
 def test_who_joins_gets_the_current_model(cluster: Clusters, trainer: Callable[..., Trainer], rule: Any) -> None:
     workers = cluster(4)
@@ -225,12 +232,24 @@ def test_who_joins_in_the_middle_of_a_round_starts_with_the_next(
     assert a.weight() == c.weight()
 
 
+def test_a_worker_may_have_one_trainer_after_the_other(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
+    workers = cluster(2)
+    first = trainer(workers, "w1", ps.Sync())
+    first.step()
+    first.step()
+    first.close()
+    second = trainer(workers, "w1", ps.Sync())
+    assert second.weight() == first.weight()
+    second.step()  # its first, which is not one of the other's again
+    assert second.weight() == first.weight() - 1.0
+
+
 def test_a_push_that_is_repeated_counts_once(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
     workers = cluster(2)
     a = trainer(workers, "w1", ps.Async())
     a.step()
     after = a.weight()
-    again = ("default", a.agent.me.incarnation, 1, 0, {}, None, True)
+    again = ("default", a.optimizer._trainer, 1, 0, {}, None, True)
     answer = a.agent.call("w0", service.push, *again)
     assert answer.version == 1
     assert float(answer.values[:8].view(torch.float64)) == after

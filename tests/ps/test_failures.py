@@ -17,6 +17,7 @@ from telegrad import current_agent, ps
 from telegrad.agent.agent import Agent
 from telegrad.errors import PeerLost, UsageError
 from telegrad.ps.checkpoint import Archive, Snapshot
+from telegrad.ps.messages import worker_of
 from telegrad.ps.service import Shards
 from telegrad.ps.shard import Shard
 from telegrad.testing import LocalCluster
@@ -299,4 +300,4 @@ def test_trainers_die_and_others_take_their_place(cluster: Clusters) -> None:
 
 def _has(shard: Shard, agent: Agent) -> bool:
     """Has this trainer reported in the round that is under way?"""
-    return agent.me.incarnation in shard._reports
+    return agent.me.incarnation in map(worker_of, shard._reports)

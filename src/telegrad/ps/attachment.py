@@ -30,14 +30,20 @@ _POLL = (0.005, 0.5)
 
 class Attachment:
     def __init__(
-        self, agent: Agent, server: str, plan: Plan, flat: Flat, compression: torch.dtype | None = None
+        self,
+        agent: Agent,
+        trainer: str,
+        server: str,
+        plan: Plan,
+        flat: Flat,
+        compression: torch.dtype | None,
     ) -> None:
         self.server = server
         self.plan = plan
         self.version = 0
         self._agent = agent
         self._flat = flat
-        self._me = agent.me.incarnation
+        self._me = trainer
         self._memory: Mapping | None = None
         self._shares = False
         self._compressor = None if compression is None else Compressor(plan.share, compression)
@@ -56,8 +62,9 @@ class Attachment:
     def announce(self) -> int:
         return int(self._agent.invoke(self.server, service.announce, (self.plan, self._me)))
 
-    def enter(self, first: int) -> Future[Welcome]:
-        return self._start(service.enter, self.plan.name, self._me, first, self._handle)
+    def enter(self, first: int, timeout: float) -> Future[Welcome]:
+        arguments = (self.plan.name, self._me, first, self._handle)
+        return self._agent.start(self.server, service.enter, arguments, None, timeout)
 
     def entered(self, welcome: Welcome) -> None:
         self._map(welcome)

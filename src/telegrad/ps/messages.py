@@ -15,6 +15,16 @@ from telegrad.ps.segments import Handle
 from telegrad.ps.solver import Options
 
 
+def trainer_name(incarnation: str, number: int) -> str:
+    """What identifies a trainer: a worker may have several, one after the other or at the same time."""
+    return f"{incarnation}/{number}"
+
+
+def worker_of(trainer: str) -> str:
+    """The incarnation of the worker that a trainer lives on."""
+    return trainer.partition("/")[0]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What trainers tell a server when they come to it. All of them say the same."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from telegrad.agent.current import active_agent
-from telegrad.errors import PeerLost, StaleReference, UsageError
+from telegrad.errors import CallTimeout, JoinError, PeerLost, StaleReference, UsageError
 from telegrad.futures import Future, wait_all
 from telegrad.ps import compression as compressing
 from telegrad.ps import service
@@ -26,13 +26,14 @@ from telegrad.ps.checkpoint import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync
 from telegrad.ps.flat import Flat
 from telegrad.ps.layout import Layout
-from telegrad.ps.messages import Answer, Plan
+from telegrad.ps.messages import Answer, Plan, trainer_name
 from telegrad.ps.solver import Options, State, works_by_element
 
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
 _POLL = (0.005, 0.2)
+_numbers = itertools.count(1)
 
 
 class Optimizer(optim.Optimizer):
@@ -90,6 +91,7 @@ class Optimizer(optim.Optimizer):
         if not self._layout.slots:
             raise UsageError("none of the parameters requires a gradient")
         self._flat = Flat(self._layout, self._parameters, service.shares_memory(agent))
+        self._trainer = trainer_name(agent.me.incarnation, next(_numbers))
         self._patience = patience
         self._compression = compression
         self._attachments = self._plan(_matching(agent, servers), options, trainers, checkpoint)
@@ -187,25 +189,40 @@ class Optimizer(optim.Optimizer):
             for share in shares
         ]
         return [
-            Attachment(self._agent, server, plan, self._flat, self._compression)
+            Attachment(self._agent, self._trainer, server, plan, self._flat, self._compression)
             for server, plan in zip(servers, plans, strict=True)
             if plan.share.nbytes
         ]
 
     def _join(self) -> None:
-        self._find_or_found()
+        try:
+            self._find_or_found()
+            self._enter()
+        except BaseException:
+            self.close()  # nobody is to wait for a trainer that did not start
+            raise
+        self._flat.deliver()
+
+    def _enter(self) -> None:
         firsts = [each.announce() for each in self._attachments]
         if self._consistency == Sync():  # all servers are in the same round, or will be in a moment
             firsts = [max(firsts)] * len(firsts)
-        entered = [each.enter(first) for each, first in zip(self._attachments, firsts, strict=True)]
-        for attachment, welcome in zip(self._attachments, wait_all(entered), strict=True):
+        limit = self._agent.config.join_timeout
+        entered = [each.enter(first, limit) for each, first in zip(self._attachments, firsts, strict=True)]
+        try:
+            welcomes = wait_all(entered)
+        except CallTimeout as error:
+            raise JoinError(
+                f"parameter server {self.name!r} did not start within {limit} s: fewer trainers came than it waits "
+                "for, or a round takes longer. Start them, or raise Config.join_timeout"
+            ) from error
+        for attachment, welcome in zip(self._attachments, welcomes, strict=True):
             attachment.entered(welcome)
-        self._flat.deliver()
 
     def _find_or_found(self) -> None:
         lead, *others = self._attachments
         pause = _POLL[0]
-        while (may := self._agent.invoke(lead.server, service.found, (self.name, self._agent.me.incarnation))) is False:
+        while (may := self._agent.invoke(lead.server, service.found, (self.name, self._trainer))) is False:
             time.sleep(pause)  # somebody else is making the shards
             pause = min(pause * 1.5, _POLL[1])
         if may:

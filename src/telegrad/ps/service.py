@@ -19,7 +19,7 @@ from telegrad.agent.serving import Later, trusted
 from telegrad.errors import InternalError, StaleReference
 from telegrad.futures import Future
 from telegrad.ps.checkpoint import Archive
-from telegrad.ps.messages import Answer, Plan, Welcome
+from telegrad.ps.messages import Answer, Plan, Welcome, worker_of
 from telegrad.ps.segments import Handle
 from telegrad.ps.shard import Shard
 from telegrad.ps.solver import Options, State
@@ -61,9 +61,16 @@ class Shards:
     def found(self, name: str, trainer: str) -> bool:
         with self._lock:
             founder = self._founders.get(name)
-            if not self.has(name) and (founder is None or self.agent.is_lost(founder)):
+            if not self.has(name) and (founder is None or self.agent.is_lost(worker_of(founder))):
                 founder = self._founders[name] = trainer
             return not self.has(name) and founder == trainer
+
+    def leave(self, name: str, trainer: str) -> None:
+        with self._lock:
+            if self._founders.get(name) == trainer:
+                del self._founders[name]  # if it could not make the shards, the next may try
+        if self.has(name):
+            self.find(name).leave(trainer)
 
     def create(self, plan: Plan, values: Tensor | None) -> None:
         with self._lock:
@@ -87,8 +94,8 @@ class Shards:
         if archive is not None and snapshot is not None:
             expected = archive.members() if snapshot.run == agent.group else []
             shard.restore(snapshot, expected)
-            for trainer in expected:
-                agent.watch(trainer)
+            for worker in set(map(worker_of, expected)):
+                agent.watch(worker)
         shard.save()
         return shard
 
@@ -99,12 +106,12 @@ class Shards:
 
     def check(self, shard: Shard, trainer: str) -> None:
         """A call of a trainer may be served after its loss was noticed: it must not stay."""
-        if self.agent.is_lost(trainer):
+        if self.agent.is_lost(worker_of(trainer)):
             shard.leave(trainer)
 
     def _lost(self, name: str, incarnation: str) -> None:
         for shard in list(self._shards.values()):
-            self.agent.threads.start(lambda shard=shard: shard.leave(incarnation))  # type: ignore[misc]
+            self.agent.threads.start(lambda shard=shard: shard.lose(incarnation))  # type: ignore[misc]
 
 
 def shares_memory(agent: Agent) -> bool:
@@ -173,7 +180,7 @@ def push(
 
 @trusted
 def leave(name: str, trainer: str) -> None:
-    Shards.here().find(name).leave(trainer)
+    Shards.here().leave(name, trainer)
 
 
 @trusted

@@ -25,7 +25,7 @@ from telegrad.ps import compression, segments
 from telegrad.ps.checkpoint import Archive, Snapshot
 from telegrad.ps.consistency import Stale, Sync
 from telegrad.ps.layout import Share
-from telegrad.ps.messages import Answer, Plan, Welcome
+from telegrad.ps.messages import Answer, Plan, Welcome, worker_of
 from telegrad.ps.rounds import Clocks, Rounds
 from telegrad.ps.segments import Handle, Mapping
 from telegrad.ps.solver import Options, Solver, State, works_by_element
@@ -73,7 +73,7 @@ class Shard:
         self._solver = Solver(plan.make, plan.groups, plan.share, self._values, works_by_element(plan.optimizer))
         self._rounds = Rounds(plan.consistency.quorum) if isinstance(plan.consistency, Sync) else None
         self._clocks = Clocks(plan.consistency.ahead if isinstance(plan.consistency, Stale) else None)
-        self._members: dict[str, Mapping | None] = {}  # by incarnation; with their gradients, if they share them
+        self._members: dict[str, Mapping | None] = {}  # with their gradients, if they share them
         self._joined: set[str] = set()
         self._applied: dict[str, int] = {}  # the last step of each trainer that is in the values
         self._reports: dict[str, _Report] = {}
@@ -146,6 +146,15 @@ class Shard:
             if known is not self:
                 self._note_members()
         _complete(outcomes)
+
+    def lose(self, worker: str) -> None:
+        """A worker is gone, by its incarnation, and with it every trainer there."""
+        with self._lock:
+            rounds = self._rounds
+            known = {*self._members, *(() if rounds is None else (*rounds.members, *rounds.expected))}
+        for trainer in known:
+            if worker_of(trainer) == worker:
+                self.leave(trainer)
 
     # What they bring
 
