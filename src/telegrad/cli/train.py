@@ -14,7 +14,10 @@ from typing import Any
 
 _PACKAGE = Path(__file__).parent.parent
 _FOLDERS = (_PACKAGE / "examples", _PACKAGE.parent.parent / "examples")
-_JOBS = {"mnist": "handwritten digits, with parameter servers"}
+_JOBS = {
+    "cartpole": "a pole to balance: one policy, many observers, batched calls",
+    "mnist": "handwritten digits, with parameter servers",
+}
 
 
 def add(commands: Any) -> None:
