@@ -112,4 +112,5 @@ LOOPS: dict[str, Callable[..., Measured]] = {
     "reference": reference,
     "backward": training.backward,
     "digits": training.digits,
+    "digits_backward": training.digits_backward,
 }

@@ -76,6 +76,13 @@ CASES = (
     reference("proxied", "proxied call, rref.rpc_sync().add(1)", "proxied"),
     backward(2),
     backward(4),
+    Case(
+        "backward/digits",
+        "backward pass of the network on the callee, minus a local one",
+        "us",
+        "digits_backward",
+        builtin=True,
+    ),
     Case("training/digits", "training, network on the callee", "iterations/s", "digits", {}, True, builtin=True),
     Case("idle/cpu", "CPU of one idle caller and callee", "cores", "idle"),
     limit("digits", "the same training in one process", "iterations/s", "digits"),

@@ -118,6 +118,27 @@ def digits(peer: Any, seconds: float) -> Measured:
     return {"value": 1 / statistics.median(times), "n": len(times)}
 
 
+def digits_backward(peer: Any, seconds: float) -> Measured:
+    """Microseconds that the backward pass of that network takes longer on the callee than in one process."""
+    server, here, (x, y) = peer.rpc.remote(CALLEE, Server), Digits(), batch()
+
+    def remote() -> float:
+        with peer.autograd.context() as context_id:
+            loss = F.nll_loss(server.rpc_sync().forward(x), y)
+            begin = time.perf_counter()
+            peer.autograd.backward(context_id, [loss])
+            return time.perf_counter() - begin
+
+    def local() -> float:
+        loss = F.nll_loss(here(x), y)
+        begin = time.perf_counter()
+        torch.autograd.grad(loss, list(here.parameters()))
+        return time.perf_counter() - begin
+
+    there, found = alternate([remote, local], seconds)
+    return {"value": (statistics.median(there) - statistics.median(found)) * 1e6, "n": len(there)}
+
+
 def digits_here(seconds: float) -> Measured:
     """The same in one process."""
     network = Digits()

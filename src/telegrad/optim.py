@@ -20,20 +20,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from telegrad import autograd
+from telegrad import autograd, groups
 from telegrad.agent.current import active_agent
 from telegrad.agent.serving import trusted
 from telegrad.autograd.contexts import Context, Contexts, find_context
 from telegrad.errors import InternalError, UsageError, WorkersFailed
 from telegrad.futures import Future
+from telegrad.groups import Options
 from telegrad.refs import RRef
 
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
 __all__ = ["DistributedOptimizer"]
-
-_Options = dict[str, Any]
 
 
 class _Turn:
@@ -47,7 +46,7 @@ class _Share(NamedTuple):
     """The parameters of one group that live on one worker."""
 
     group: int
-    options: _Options
+    options: Options
     numbers: list[int]  # among all parameters of the optimizer
     parameters: list[RRef[Tensor]]
 
@@ -83,13 +82,13 @@ class _Part:
             self._versions.share(taken["params"])
 
     @trusted
-    def options(self) -> tuple[_Options, dict[int, _Options]]:
+    def options(self) -> tuple[Options, dict[int, Options]]:
         """The defaults of the optimizer, and the options of its groups by number."""
-        groups = zip(self._groups, self._optimizer.param_groups, strict=True)
-        return self._optimizer.defaults, {number: _options(group) for number, group in groups}
+        numbered = zip(self._groups, self._optimizer.param_groups, strict=True)
+        return self._optimizer.defaults, {number: groups.options(group) for number, group in numbered}
 
     @trusted
-    def step(self, context_id: int | None, changed: dict[int, _Options]) -> None:
+    def step(self, context_id: int | None, changed: dict[int, Options]) -> None:
         with self._turn.lock:
             self._set(changed)
             parameters = self._parameters
@@ -151,28 +150,28 @@ class _Part:
             return {self._numbers[place]: value for place, value in state.items()}
 
     @trusted
-    def load(self, state: dict[int, Any], options: dict[int, _Options]) -> None:
+    def load(self, state: dict[int, Any], options: dict[int, Options]) -> None:
         with self._turn.lock:
             places = {number: place for place, number in enumerate(self._numbers)}
-            groups = self._optimizer.state_dict()["param_groups"]
-            for number, group in zip(self._groups, groups, strict=True):
+            mine = self._optimizer.state_dict()["param_groups"]
+            for number, group in zip(self._groups, mine, strict=True):
                 group.update(options[number])
             local = {places[number]: value for number, value in state.items() if number in places}
-            self._optimizer.load_state_dict({"state": local, "param_groups": groups})
+            self._optimizer.load_state_dict({"state": local, "param_groups": mine})
 
-    def _set(self, changed: dict[int, _Options]) -> None:
+    def _set(self, changed: dict[int, Options]) -> None:
         for number, group in zip(self._groups, self._optimizer.param_groups, strict=True):
             group.update(changed.get(number, {}))
 
 
 @trusted
 def _make_part(
-    optimizer_class: Callable[..., Optimizer], shares: list[_Share], args: tuple[Any, ...], kwargs: _Options
+    optimizer_class: Callable[..., Optimizer], shares: list[_Share], args: tuple[Any, ...], kwargs: Options
 ) -> RRef[_Part]:
     agent = active_agent()
     if agent is None:
         raise InternalError("a part of an optimizer was to be made outside a worker")
-    return RRef(_Part(agent, lambda groups: optimizer_class(groups, *args, **kwargs), shares), agent=agent)
+    return RRef(_Part(agent, lambda shared: optimizer_class(shared, *args, **kwargs), shares), agent=agent)
 
 
 class DistributedOptimizer(Optimizer):
@@ -207,13 +206,13 @@ class DistributedOptimizer(Optimizer):
         self._make = optimizer_class, args, kwargs
         self._parts: dict[str, RRef[_Part]] = {}  # by owner
         self._count = 0
-        self._known: list[_Options] = []  # what the parts know of each group's options
-        groups = list(params_rref)
-        if not groups:
+        self._known: list[Options] = []  # what the parts know of each group's options
+        given: list[Any] = list(params_rref)
+        if not given:
             raise UsageError("optimizer got an empty parameter list")
-        if not isinstance(groups[0], dict):
-            groups = [{"params": groups}]
-        self._new_groups = [self._group(group) for group in groups if isinstance(group, dict)]
+        if not isinstance(given[0], dict):
+            given = [{"params": given}]
+        self._new_groups = [self._group(group) for group in given]
         self._agent: Agent = self._new_groups[0]["params"][0]._agent
         self._distribute(range(len(self._new_groups)), self._new_groups)
         super().__init__(self._new_groups, self._defaults)  # type: ignore[arg-type]  # which adds the groups
@@ -235,7 +234,7 @@ class DistributedOptimizer(Optimizer):
             self._distribute([len(self.param_groups)], [param_group])
         number = len(self.param_groups)
         self.param_groups.append({**self._options[number], "params": param_group["params"]})
-        self._known.append(_options(self.param_groups[-1]))
+        self._known.append(groups.options(self.param_groups[-1]))
 
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
         """Step on every worker with the gradients of a context, or with those that were accumulated.
@@ -246,7 +245,7 @@ class DistributedOptimizer(Optimizer):
             if callable(context_id):
                 raise UsageError("a distributed step takes the id of an autograd context, not a closure")
             find_context(context_id)
-        self._everywhere("step", context_id, self._changes())
+        self._everywhere("step", context_id, groups.changes(self.param_groups, self._known))
 
     def accumulate(self, context_id: int) -> None:
         """Add the gradients of a context to the `.grad` of the parameters, for a later `step()`."""
@@ -280,26 +279,16 @@ class DistributedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of all parts, fetched here, in the form that `optimizer_class` itself would give."""
         state = {number: value for part in self._everywhere("state").values() for number, value in part.items()}
-        groups, first = [], 0
-        for group in self.param_groups:
-            count = len(group["params"])
-            groups.append({**_options(group), "params": list(range(first, first + count))})
-            first += count
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        return {"state": dict(sorted(state.items())), "param_groups": groups.packed(self.param_groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give every part its share of a state that `state_dict` returned, here or by `optimizer_class` itself."""
-        groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in self.param_groups]
-        if sizes[0] != sizes[1]:
-            raise UsageError(f"the state is of parameter groups of sizes {sizes[0]}, this optimizer's are {sizes[1]}")
-        places = [place for group in groups for place in group["params"]]
-        state = {places.index(place): value for place, value in state_dict["state"].items()}
-        options = {number: _options(group) for number, group in enumerate(groups)}
+        state = groups.state_by_number(state_dict, self.param_groups)
+        options = {number: groups.options(group) for number, group in enumerate(state_dict["param_groups"])}
         self._everywhere("load", state, options)
         for number, group in enumerate(self.param_groups):
             group.update(options[number])
-            self._known[number] = _options(group)
+            self._known[number] = groups.options(group)
 
     # Inside
 
@@ -316,14 +305,14 @@ class DistributedOptimizer(Optimizer):
             raise UsageError("optimizer got a group without parameters")
         return {**group, "params": parameters}
 
-    def _distribute(self, numbers: Iterable[int], groups: list[dict[str, Any]]) -> None:
+    def _distribute(self, numbers: Iterable[int], new: list[dict[str, Any]]) -> None:
         """Give the workers that own parameters of new groups their parts of them."""
         shares: dict[str, list[_Share]] = {}
-        for number, group in zip(numbers, groups, strict=True):
+        for number, group in zip(numbers, new, strict=True):
             for parameter in group["params"]:
                 owned = shares.setdefault(parameter.owner_name(), [])
                 if not owned or owned[-1].group != number:
-                    owned.append(_Share(number, _options(group), [], []))
+                    owned.append(_Share(number, groups.options(group), [], []))
                 owned[-1].numbers.append(self._count)
                 owned[-1].parameters.append(parameter)
                 self._count += 1
@@ -336,20 +325,10 @@ class DistributedOptimizer(Optimizer):
             else:
                 made[owner] = self._agent.start(owner, _make_part, (optimizer_class, owned, args, kwargs))
         self._parts.update(_gather(made))
-        self._options: dict[int, _Options] = {}
+        self._options: dict[int, Options] = {}
         for defaults, options in self._everywhere("options").values():
-            self._defaults: _Options = defaults
+            self._defaults: Options = defaults
             self._options.update(options)
-
-    def _changes(self) -> dict[int, _Options]:
-        """Options that were set here since the parts last heard of them."""
-        changes: dict[int, _Options] = {}
-        for number, (group, known) in enumerate(zip(self.param_groups, self._known, strict=True)):
-            changed = {name: value for name, value in _options(group).items() if not _same(known, name, value)}
-            if changed:
-                changes[number] = changed
-                known.update(changed)
-        return changes
 
     def _everywhere(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method of every part at the same time; all results, or all errors."""
@@ -359,20 +338,6 @@ class DistributedOptimizer(Optimizer):
             getattr(part.rpc_sync(timeout=0), method), *args
         )  # a call that is waited for is the fastest
         return _gather(calls)
-
-
-def _options(group: dict[str, Any]) -> _Options:
-    return {name: _copied(value) for name, value in group.items() if name != "params"}
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _same(known: _Options, name: str, value: Any) -> bool:
-    if name not in known:
-        return False
-    return bool(torch.equal(known[name], value)) if isinstance(value, Tensor) else bool(known[name] == value)
 
 
 def _gradients(context_id: int) -> dict[Tensor, Tensor]:

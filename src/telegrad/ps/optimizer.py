@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn, optim
 
+from telegrad import groups
 from telegrad.agent.current import active_agent
 from telegrad.errors import CallTimeout, JoinError, PeerLost, StaleReference, UsageError
 from telegrad.futures import Future, wait_all
@@ -85,7 +86,7 @@ class Optimizer(optim.Optimizer):
         self.staleness = 0
         self.dropped = 0
         self._kind = optimizer
-        self._known = [_options(group) for group in self.param_groups]
+        self._known = [groups.options(group) for group in self.param_groups]
         self._consistency = consistency or Sync()
         self._layout = Layout.of(_learning(model, self.param_groups))
         if not self._layout.slots:
@@ -138,7 +139,7 @@ class Optimizer(optim.Optimizer):
             raise UsageError(f"the optimizer of parameter server {self.name!r} is closed")
         self._flat.collect()
         self.steps += 1
-        self._take(self._push(self._changes()))
+        self._take(self._push(groups.changes(self.param_groups, self._known)))
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -153,24 +154,14 @@ class Optimizer(optim.Optimizer):
             for part, values in zip(attachment.plan.share.parts, parts, strict=True):
                 if values:
                     self._put(state.setdefault(part.slot.number, {}), part.slot.number, part.first, values)
-        groups, first = [], 0
-        for group in self.param_groups:
-            count = len(group["params"])
-            groups.append({**_options(group), "params": list(range(first, first + count))})
-            first += count
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        return {"state": dict(sorted(state.items())), "param_groups": groups.packed(self.param_groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give every server its share of a state that `state_dict` returned, here or of the optimizer itself."""
-        groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in self.param_groups]
-        if sizes[0] != sizes[1]:
-            raise UsageError(f"the state is of parameter groups of sizes {sizes[0]}, this optimizer's are {sizes[1]}")
-        places = [place for group in groups for place in group["params"]]
-        state = {places.index(place): value for place, value in state_dict["state"].items()}
-        for group, loaded in zip(self.param_groups, groups, strict=True):
-            group.update(_options(loaded))
-        changes = self._changes()
+        state = groups.state_by_number(state_dict, self.param_groups)
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(groups.options(loaded))
+        changes = groups.changes(self.param_groups, self._known)
         self._everywhere(lambda each: each.load(state, changes))
 
     # Inside
@@ -183,9 +174,9 @@ class Optimizer(optim.Optimizer):
         self, servers: list[str], options: Options, trainers: int, checkpoint: Checkpoint | None
     ) -> list[Attachment]:
         shares = self._layout.divide(len(servers), whole=not works_by_element(self._kind))
-        groups = tuple(self._known)
+        known = tuple(self._known)
         plans = [
-            Plan(self.name, share, self._kind, options, groups, self._consistency, trainers, checkpoint)
+            Plan(self.name, share, self._kind, options, known, self._consistency, trainers, checkpoint)
             for share in shares
         ]
         return [
@@ -228,16 +219,6 @@ class Optimizer(optim.Optimizer):
         if may:
             for attachment in (*others, lead):
                 attachment.create()
-
-    def _changes(self) -> dict[int, Options]:
-        """Options that were set here since the servers last heard of them."""
-        changes: dict[int, Options] = {}
-        for number, (group, known) in enumerate(zip(self.param_groups, self._known, strict=True)):
-            changed = {name: value for name, value in _options(group).items() if not _same(known, name, value)}
-            if changed:
-                changes[number] = changed
-                known.update(changed)
-        return changes
 
     def _push(self, changes: dict[int, Options]) -> list[Answer]:
         """Push to all servers at once; the last by a call that is waited for, which is the fastest."""
@@ -303,20 +284,6 @@ def _learning(model: Any, groups: list[dict[str, Any]]) -> list[list[tuple[int, 
         [(place, names.get(id(each), str(place)), each) for place, each in group if each.requires_grad]
         for group in numbered
     ]
-
-
-def _options(group: dict[str, Any]) -> Options:
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if name not in ("params", "param_names")
-    }
-
-
-def _same(known: Options, name: str, value: Any) -> bool:
-    if name not in known:
-        return False
-    return bool(torch.equal(known[name], value)) if isinstance(value, Tensor) else bool(known[name] == value)
 
 
 def _weakly(optimizer: Optimizer) -> Callable[[], None]:
