@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -52,6 +53,14 @@ class Config:
     """Connections to one peer that are kept open between calls."""
     only_registered: bool = False
     """Serve only functions that were marked with `telegrad.expose`."""
+    device_maps: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By worker: where tensors on a device of this worker arrive there, as in ``{"ps": {"cuda:0": "cpu"}}``.
+    Results come back the same way."""
+    unmapped_devices: str = "same"
+    """Where CUDA tensors arrive that no map mentions: ``same`` (the same index), ``cpu`` (the same, or the CPU if the
+    worker has no such device) or ``refuse`` (torch's rule: an error)."""
+    cuda_ipc: bool = True
+    """Send CUDA tensors between processes of one host from device to device; False: through host memory."""
 
     def __post_init__(self) -> None:
         def require(good: bool, message: str) -> None:
@@ -75,6 +84,10 @@ class Config:
         require(not unknown, f"unknown transports {sorted(unknown)}; choose from {TRANSPORTS}")
         require(bool(self.transports), "transports must not be empty")
         require(1 <= self.threads <= self.max_threads, f"need 1 <= threads <= max_threads, not {self.threads}")
+        require(
+            self.unmapped_devices in ("same", "cpu", "refuse"),
+            f"unmapped_devices must be 'same', 'cpu' or 'refuse', not {self.unmapped_devices!r}",
+        )
         require(self.secret is None or len(self.secret) >= 16, "secret must have at least 16 characters")
 
     @classmethod
@@ -93,6 +106,9 @@ def _parse(name: str, kind: str, text: str) -> object:
     try:
         if name == "transports":
             return tuple(part.strip() for part in text.split(","))
+        if name == "device_maps":
+            maps: dict[str, dict[str, str]] = json.loads(text)
+            return {worker: dict(devices) for worker, devices in maps.items()}
         if kind.startswith("float"):
             return None if text.lower() == "none" and kind.endswith("None") else float(text)
         if kind == "int":
@@ -100,5 +116,5 @@ def _parse(name: str, kind: str, text: str) -> object:
         if kind == "bool":
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
         return text
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"TELEGRAD_{name.upper()}={text!r} is not a valid {kind}") from None

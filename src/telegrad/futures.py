@@ -43,24 +43,37 @@ class Future(torch.futures.Future[T]):
     _event: threading.Event | None = None
     _callers = 0
     _error: Exception | None = None
+    _arrivals: Sequence[Any] = ()  # copies between devices that bring tensors of the result
+    _on_devices = False
+
+    def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
+        """`devices`: CUDA devices that the result may lie on. Whoever waits, and callbacks, use it in stream order."""
+        torch._C.Future.__init__(self, [torch.device(device) for device in devices or ()])
+        if devices:
+            self._on_devices = True
 
     def wait(self) -> T:
-        """Block until the result is there; raises what the call raised."""
+        """Block until the result is there; raises what the call raised. CUDA tensors in it are ready for use."""
         if not self.done():
             self._block(None)
+        if self._on_devices and self._error is None:
+            result: T = torch._C.Future.wait(self)
+            return result
         return self.value()
 
     def value(self) -> T:
         """The result, which must be there; raises what the call raised."""
         if self._error is not None:
             raise self._error
+        for arrival in self._arrivals:
+            arrival.join()
         return super().value()
 
     def result(self, timeout: float | None = None) -> T:
         """Like `wait`, but raises `TimeoutError` after `timeout` seconds. The call itself goes on."""
         if not self.done() and not self._block(timeout):
             raise CallTimeout(f"no result after {timeout} s; the call is still under way")
-        return self.value()
+        return self.wait()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call raised, or None if it returned; waits like `result`."""
@@ -121,7 +134,7 @@ class Future(torch.futures.Future[T]):
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
             yield from self._as_asyncio().__await__()
-        return self.value()
+        return self.wait()
 
     def _as_asyncio(self) -> asyncio.Future[None]:
         loop = asyncio.get_running_loop()

@@ -27,9 +27,10 @@ _TRAVELS = ("on", "device", "module_rref", "training")
 class RemoteModule(nn.Module):
     """`module_cls(*args, **kwargs)`, made on `remote_device`: ``"worker/cuda:0"``, ``"worker"`` or ``"rank:1/cpu"``.
 
-    Calling it runs `forward` there. It can stand inside a local `nn.Sequential` and travels over RPC. What would only
-    make sense with the parameters at hand (`parameters`, `register_buffer`, hooks) says so; `train`, `eval`, `to`,
-    `state_dict`, `load_state_dict`, `zero_grad` and `requires_grad_` act on the module where it is.
+    Calling it runs `forward` there: CPU tensors are moved to the module's device and results come back on the CPU;
+    CUDA tensors go and come as device maps say. It can stand inside a local `nn.Sequential` and travels over RPC. What
+    would only make sense with the parameters at hand (`parameters`, `register_buffer`, hooks) says so; `train`, `eval`,
+    `to`, `state_dict`, `load_state_dict`, `zero_grad` and `requires_grad_` act on the module where it is.
 
     >>> from telegrad.testing import LocalCluster
     >>> with LocalCluster(2) as cluster:
@@ -198,10 +199,13 @@ RemoteModule.parameters = _not_here(  # type: ignore[method-assign, assignment]
 
 def _parse_device(text: str) -> tuple[str | int, str]:
     """Worker and device of ``worker/device``, ``rank:n/device`` or ``worker``."""
-    worker, _, device = text.partition("/")
-    if not worker:
-        raise ValueError(f"{text!r} names no worker; write it like 'worker1/cuda:0' or 'rank:1/cpu'")
-    device = str(torch.device(device or "cpu"))
+    worker, slash, device = text.partition("/")
+    if not worker or "/" in device:
+        raise ValueError(
+            f"Could not parse remote_device: {text}. The valid format is '<workername>/<device>', "
+            "such as 'worker1/cuda:0' or 'rank:1/cpu'; the device may be left out"
+        )
+    device = str(torch.device(device if slash else "cpu"))
     if worker.startswith("rank:"):
         number = worker.removeprefix("rank:")
         if not number.isdigit():
@@ -230,8 +234,11 @@ def _forward(owner: str, key: Key, device: str, /, *args: Any, **kwargs: Any) ->
     def run(_: Keeper, module: nn.Module) -> Any:
         if device == "cpu":
             return module(*args, **kwargs)
+        came_from_host = not any(isinstance(value, Tensor) and not value.is_cpu for value in (*args, *kwargs.values()))
         moved = [_to(value, device) for value in args]
         result = module(*moved, **{name: _to(value, device) for name, value in kwargs.items()})
+        if not came_from_host:
+            return result
         return [_to(part, "cpu") for part in result] if isinstance(result, list) else _back(result)
 
     return with_object(owner, key, run)

@@ -95,6 +95,8 @@ def test_an_empty_environment_gives_the_defaults() -> None:
         ("TELEGRAD_MAX_FRAME", "1048576", "max_frame", 1 << 20),
         ("TELEGRAD_ONLY_REGISTERED", "true", "only_registered", True),
         ("TELEGRAD_ONLY_REGISTERED", "0", "only_registered", False),
+        ("TELEGRAD_UNMAPPED_DEVICES", "cpu", "unmapped_devices", "cpu"),
+        ("TELEGRAD_DEVICE_MAPS", '{"ps": {"cuda:0": "cpu"}}', "device_maps", {"ps": {"cuda:0": "cpu"}}),
     ],
 )
 def test_a_variable_fills_its_field_and_no_other(name: str, text: str, field: str, value: Any) -> None:
@@ -104,8 +106,10 @@ def test_a_variable_fills_its_field_and_no_other(name: str, text: str, field: st
 
 
 def test_every_field_can_be_set_from_the_environment() -> None:
-    texts = {"float": "3600", "float | None": "3600", "int": "64", "bool": "1", "tuple[str, ...]": "tcp"}
+    texts = {"float": "3600", "float | None": "3600", "int": "64", "tuple[str, ...]": "tcp"}
     given = {entry.name: texts.get(str(entry.type), SECRET) for entry in dataclasses.fields(Config)}
+    given |= {entry.name: str(not entry.default) for entry in dataclasses.fields(Config) if entry.type == "bool"}
+    given |= {"device_maps": '{"ps": {"cuda:0": "cpu"}}', "unmapped_devices": "refuse"}
     config = Config.from_environment(
         {"TELEGRAD_" + name.upper(): text for name, text in given.items()} | {"TELEGRAD_HEARTBEAT_INTERVAL": "1"}
     )
@@ -125,6 +129,8 @@ def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.Monke
         ("TELEGRAD_THREADS", "2.5", "int"),
         ("TELEGRAD_ONLY_REGISTERED", "perhaps", "bool"),
         ("TELEGRAD_JOIN_TIMEOUT", "none", "float"),
+        ("TELEGRAD_DEVICE_MAPS", "cuda:0", "Mapping[str, Mapping[str, str]]"),
+        ("TELEGRAD_DEVICE_MAPS", "[0]", "Mapping[str, Mapping[str, str]]"),
     ],
 )
 def test_a_variable_of_the_wrong_type_is_named(name: str, text: str, kind: str) -> None:

@@ -27,10 +27,12 @@ from telegrad.agent import parting, upkeep
 from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections
 from telegrad.agent.current import local
+from telegrad.agent.devices import Devices
 from telegrad.agent.gathering import Gathering, broken
 from telegrad.agent.links import Dialled, Link
 from telegrad.agent.membership import Directory, Member, Store, WorkerInfo, check_name
 from telegrad.agent.packing import Envelope
+from telegrad.agent.routes import Route
 from telegrad.agent.secret import group_secret
 from telegrad.agent.serving import Inbound, Target, is_trusted
 from telegrad.agent.threads import Executor, Threads
@@ -106,6 +108,7 @@ class Agent:
         self._dialing: defaultdict[str | int, threading.Lock] = defaultdict(threading.Lock)
         self._opened = False
         self.numbers = Numbers()
+        self.devices = Devices(self)
         self.group = ""
         self.me = Member(name, -1 if rank is None else rank, "", ())
 
@@ -148,7 +151,9 @@ class Agent:
         self.group = self.directory.group
         self._check_free()
         self.connections.listen()
-        self.me = self.directory.register(self.name, self._rank, self.connections.addresses)
+        self.me = self.directory.register(
+            self.name, self._rank, self.connections.addresses, bool(self.config.device_maps)
+        )
 
     def meet(self) -> None:
         """Wait for the rest of a group of fixed size."""
@@ -388,8 +393,8 @@ class Agent:
 
     # What links, connections and serving need (see their protocols)
 
-    def envelope(self, peer: str, incarnation: str) -> Envelope:
-        return Envelope(self, peer, incarnation)
+    def envelope(self, peer: str, incarnation: str, route: Route) -> Envelope:
+        return Envelope(self, peer, incarnation, route)
 
     def dial(self, member: Member, purpose: str) -> Dialled:
         if self.closing:

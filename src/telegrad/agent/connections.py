@@ -24,6 +24,7 @@ from telegrad.agent.clock import Clock
 from telegrad.agent.links import Dialled
 from telegrad.agent.membership import Member
 from telegrad.agent.program import main_identity
+from telegrad.agent.routes import is_map
 from telegrad.agent.segments import Segments
 from telegrad.agent.serving import Host, Inbound
 from telegrad.agent.threads import Threads
@@ -150,7 +151,7 @@ class Connections:
         other = _in_process.get(address)
         if other is None:
             raise ProtocolError("another process")
-        near, far = handshake.client(self._secret, self._introduce(purpose)), other._server_steps()
+        near, far = handshake.client(self._secret, self._introduce(purpose, member.name)), other._server_steps()
         peer, client_said = handshake.converse(near, far)
         self._verify(peer, member)
         mine, theirs = memory.pair(self._pool)
@@ -168,7 +169,8 @@ class Connections:
         timeout = self._config.connect_timeout
         sock = sockets.connect(address, timeout)
         try:
-            peer = sockets.shake_hands(sock, handshake.client(self._secret, self._introduce(purpose)), timeout)
+            introduction = self._introduce(purpose, "" if member is None else member.name)
+            peer = sockets.shake_hands(sock, handshake.client(self._secret, introduction), timeout)
             if member is not None:
                 self._verify(peer, member)
         except BaseException:
@@ -251,6 +253,8 @@ class Connections:
             return "this worker belongs to another group"
         if not all(isinstance(peer.get(name), kind) for name, kind in _INTRODUCTION.items()):
             return "the introduction makes no sense"
+        if not is_map(peer.get("devices", {})):
+            return "the device map makes no sense"
         if peer.get("purpose") not in ("lane", "pipe", "segment", "probe"):
             return f"unknown purpose {peer.get('purpose')!r}"
         return None
@@ -340,7 +344,7 @@ class Connections:
             if inbound.incarnation == incarnation:
                 inbound.channel.shut()
 
-    def _introduce(self, purpose: str) -> Introduction:
+    def _introduce(self, purpose: str, to: str = "") -> Introduction:
         me = self._owner.me
         return {
             "name": me.name,
@@ -352,6 +356,7 @@ class Connections:
             "heartbeat": self._config.heartbeat_interval,
             "max_frame": self._config.max_frame,
             "unix": _unix_address(self.addresses),
+            "devices": dict(self._config.device_maps.get(to, {})),
         }
 
     def _advertised(self, address: str) -> str:

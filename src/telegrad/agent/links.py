@@ -23,6 +23,7 @@ from telegrad.agent.clock import Clock
 from telegrad.agent.membership import Member
 from telegrad.agent.packing import Envelope, pack, unpack
 from telegrad.agent.reading import ReadLoop
+from telegrad.agent.routes import ANYWHERE, ANYWHERE_MARK, Route, outward
 from telegrad.agent.scope import Scope, current_scope
 from telegrad.agent.threads import Threads
 from telegrad.config import Config
@@ -59,7 +60,7 @@ class Dialer(Protocol):
     numbers: Numbers
     calls_made: int
 
-    def envelope(self, peer: str, incarnation: str) -> Envelope: ...
+    def envelope(self, peer: str, incarnation: str, route: Route) -> Envelope: ...
     def dial(self, member: Member, purpose: str) -> Dialled: ...
     def link_lost(self, link: Link) -> None: ...
 
@@ -91,7 +92,8 @@ class Link:
     def __init__(self, agent: Dialer, member: Member) -> None:
         self.member = member
         self._agent = agent
-        self._envelope = agent.envelope(member.name, member.incarnation)
+        self._route = outward(agent.config.device_maps, member.name, agent.config.unmapped_devices)
+        self._envelope = agent.envelope(member.name, member.incarnation, self._route)
         self._ids = itertools.count(1)
         self._idle: list[Lane] = []
         self._busy: set[Lane] = set()
@@ -187,24 +189,27 @@ class Link:
     ) -> Message:
         entry = self._agent.numbers.find(function)
         by_value = not self._same_main
+        envelope = self._envelope
+        if hasattr(function, ANYWHERE_MARK):
+            envelope = envelope._replace(route=ANYWHERE)
         if entry is None or (by_value and defined_in_main(function)):
-            body, buffers = pack(self._envelope, (function, args, kwargs or {}), by_value=by_value, kept=kept)
+            body, buffers = pack(envelope, (function, args, kwargs or {}), by_value=by_value, kept=kept)
             return 0, INLINE_FUNCTION, body, buffers
         number, definition = entry
         flags = 0
         if kwargs:
             flags = KEYWORDS
-            body, buffers = pack(self._envelope, (args, kwargs), by_value=by_value, kept=kept)
+            body, buffers = pack(envelope, (args, kwargs), by_value=by_value, kept=kept)
         else:
-            body, buffers = pack(self._envelope, args, by_value=by_value, kept=kept)
+            body, buffers = pack(envelope, args, by_value=by_value, kept=kept)
         if number not in heard:
             flags |= DEFINES
             body = len(definition).to_bytes(4, "little") + definition + body
         return number, flags, body, buffers
 
-    def decode(self, frame: Frame, call: str | Function) -> Any:
+    def decode(self, frame: Frame, call: str | Function, arrivals: list[Any] | None = None) -> Any:
         try:
-            return unpack(self._envelope, frame.body, frame.buffers)
+            return unpack(self._envelope, frame.body, frame.buffers, arrivals)
         except Exception as error:
             name = call if isinstance(call, str) else describe(call)
             raise SerializationError(
@@ -379,10 +384,11 @@ class Pipe:
                 return  # timed out or cancelled
             value: Any = None
             error: Exception | None = None
+            arrivals: list[Any] = []
             if frame.kind == _REPLY:
                 token = current_scope.set(pending.scope)
                 try:
-                    value = self._link.decode(frame, pending.call)
+                    value = self._link.decode(frame, pending.call, arrivals)
                 except SerializationError as failure:
                     error = failure
                 finally:
@@ -390,6 +396,8 @@ class Pipe:
             else:
                 error = decode_failure(frame.body)
             del frame
+            if arrivals:
+                pending.future._arrivals = arrivals
             pending.future._settle(value, error)
         elif frame.kind == Kind.BYE:
             self._link.lose_to(frame)

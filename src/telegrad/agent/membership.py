@@ -74,6 +74,7 @@ class Member:
     incarnation: str
     addresses: tuple[str, ...]
     left: bool = False
+    maps_devices: bool = False
 
     @property
     def info(self) -> WorkerInfo:
@@ -93,12 +94,12 @@ class Directory:
     def __repr__(self) -> str:
         return f"<Directory of group {self.group}: {sorted(member.name for member in self._seen.values())}>"
 
-    def register(self, name: str, rank: int | None, addresses: tuple[str, ...]) -> Member:
+    def register(self, name: str, rank: int | None, addresses: tuple[str, ...], maps_devices: bool = False) -> Member:
         """Put this worker into the directory. Without a rank, it gets the next one that nobody has."""
         given = False
         while rank is None or (given and self._get(f"rank/{rank}") is not None):
             rank, given = int(self._store.add("next_rank", 1)) - 1, True
-        member = Member(name, rank, secrets.token_hex(8), addresses)
+        member = Member(name, rank, secrets.token_hex(8), addresses, maps_devices=maps_devices)
         self._write(member)
         self._store.set(f"name/{name}", str(rank))
         self._store.set(f"slot/{self._store.add('arrivals', 1)}", str(rank))
@@ -211,6 +212,7 @@ class Directory:
             str(entry["incarnation"]),
             tuple(map(str, entry["addresses"])),
             bool(entry["left"]),
+            bool(entry.get("maps_devices")),
         )
         self._remember(member)
         return member

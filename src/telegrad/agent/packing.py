@@ -3,7 +3,7 @@
 Some objects (references) mean something only to an agent and a peer. While a message is packed or unpacked, the
 `Envelope` of the connection is in `current_envelope()`; their reducers and constructors look there. What has to happen
 once the message is packed, but before it leaves, they register with `before_sending`; what must live until a call has
-been answered, with `keep_until_answered`.
+been answered, with `keep_until_answered`; what belongs to one message, on either side, with `accompany`.
 
 State: of each thread, what it is packing, changed only by that thread.
 """
@@ -11,9 +11,10 @@ State: of each thread, what it is packing, changed only by that thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from telegrad.agent.routes import Route
 from telegrad.wire import codec
 
 if TYPE_CHECKING:
@@ -21,15 +22,27 @@ if TYPE_CHECKING:
 
 
 class Envelope(NamedTuple):
-    """Which agent packs or unpacks, and which incarnation of which peer is at the other end."""
+    """Which agent packs or unpacks, which incarnation of which peer is at the other end, and where tensors go there."""
 
     agent: Agent
     peer: str
     incarnation: str
+    route: Route
+
+
+class Companion(Protocol):
+    """Something that belongs to one message."""
+
+    def finish(self) -> None:
+        """The message is packed, or unpacked."""
+
+
+C = TypeVar("C", bound=Companion)
 
 
 class _Local(threading.local):
     envelope: Envelope | None = None
+    companions: dict[Hashable, Any] | None = None
     actions: dict[int, tuple[Any, Callable[[Envelope], None]]] | None = None
     kept: list[Any] | None = None
 
@@ -49,6 +62,16 @@ def before_sending(subject: object, action: Callable[[Envelope], None]) -> None:
     _local.actions[id(subject)] = subject, action
 
 
+def accompany(key: Hashable, make: Callable[[], C]) -> C:
+    """The one companion of the message in hand that is known by `key`, made on first use."""
+    if _local.companions is None:
+        _local.companions = {}
+    companion: C | None = _local.companions.get(key)
+    if companion is None:
+        companion = _local.companions[key] = make()
+    return companion
+
+
 def keep_until_answered(subject: object) -> bool:
     """Keep `subject` alive as long as the call that is being packed is under way. False: it is no call."""
     if _local.kept is None:
@@ -59,22 +82,33 @@ def keep_until_answered(subject: object) -> bool:
 
 def pack(envelope: Envelope, value: Any, *, by_value: bool = False, kept: list[Any] | None = None) -> codec.Encoded:
     """Encode `value` for the peer of `envelope`. Who packs a call gives a list to keep things in."""
-    outer = _local.envelope, _local.actions, _local.kept
-    _local.envelope, _local.actions, _local.kept = envelope, None, kept
+    outer = _local.envelope, _local.actions, _local.kept, _local.companions
+    _local.envelope, _local.actions, _local.kept, _local.companions = envelope, None, kept, None
     try:
         encoded = codec.encode(value, by_value=by_value)
+        if _local.companions:
+            for companion in _local.companions.values():
+                companion.finish()
         if _local.actions:
             for _, action in _local.actions.values():
                 action(envelope)
         return encoded
     finally:
-        _local.envelope, _local.actions, _local.kept = outer
+        _local.envelope, _local.actions, _local.kept, _local.companions = outer
 
 
-def unpack(envelope: Envelope, body: bytes | memoryview, buffers: Sequence[Any]) -> Any:
-    """Decode what the peer of `envelope` sent."""
-    outer, _local.envelope = _local.envelope, envelope
+def unpack(
+    envelope: Envelope, body: bytes | memoryview, buffers: Sequence[Any], arrivals: list[Any] | None = None
+) -> Any:
+    """Decode what the peer of `envelope` sent. What came along is added to `arrivals`."""
+    outer = _local.envelope, _local.companions
+    _local.envelope, _local.companions = envelope, None
     try:
         return codec.decode(body, buffers)
     finally:
-        _local.envelope = outer
+        if _local.companions:
+            for companion in _local.companions.values():
+                companion.finish()
+            if arrivals is not None:
+                arrivals.extend(_local.companions.values())
+        _local.envelope, _local.companions = outer

@@ -24,8 +24,10 @@ from telegrad.agent.clock import Clock
 from telegrad.agent.current import local
 from telegrad.agent.packing import Envelope, pack, unpack
 from telegrad.agent.reading import ReadLoop
+from telegrad.agent.routes import ANYWHERE, ANYWHERE_MARK, Route, backward
 from telegrad.agent.scope import current_scope
 from telegrad.agent.threads import Executor, Threads
+from telegrad.config import Config
 from telegrad.deadline import Deadline
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError
 from telegrad.futures import Future
@@ -102,7 +104,7 @@ def internal(function: F) -> F:
 class Target:
     """A function that peers call here, and how long it takes."""
 
-    __slots__ = ("answers_later", "function", "internal", "must_run", "name", "run", "seconds")
+    __slots__ = ("answers_later", "anywhere", "function", "internal", "must_run", "name", "run", "seconds")
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -110,6 +112,7 @@ class Target:
         self.name = describe(function)
         self.answers_later = getattr(self.run, ASYNC_MARK, None) is not None
         self.internal = hasattr(function, _INTERNAL_MARK)
+        self.anywhere = hasattr(function, ANYWHERE_MARK)
         self.must_run = bool(getattr(function, "must_run", False))  # even if its caller no longer waits
         self.seconds = -1.0  # a moving average; negative: never run
 
@@ -130,7 +133,9 @@ class Host(Protocol):
     clock: Clock
     calls_served: int
 
-    def envelope(self, peer: str, incarnation: str) -> Envelope: ...
+    config: Config
+
+    def envelope(self, peer: str, incarnation: str, route: Route) -> Envelope: ...
     def target(self, function: Function) -> Target: ...
     def allowed(self, function: Function | None) -> bool: ...
     def inbound_ended(self, inbound: Inbound, error: Exception) -> None: ...
@@ -147,7 +152,8 @@ class Inbound:
         self.loop: ReadLoop | None = None
         self._active: set[int] = set()  # calls of users that have not been answered
         self._host = host
-        self._envelope = host.envelope(self.peer_name, self.incarnation)
+        route = backward(peer.get("devices", {}), host.config.unmapped_devices)
+        self._envelope = host.envelope(self.peer_name, self.incarnation, route)
         self._functions: dict[int, Target] = {}
         self._reading: Target | None = None  # what the reader of a pipe is running
         self._waiting: dict[int, Any] = {}
@@ -334,7 +340,8 @@ class Inbound:
 
     def _answer(self, call: int, target: Target, value: Any, loop: ReadLoop | None = None, epoch: int = 0) -> None:
         try:
-            body, buffers = pack(self._envelope, value)
+            envelope = self._envelope._replace(route=ANYWHERE) if target.anywhere else self._envelope
+            body, buffers = pack(envelope, value)
         except Exception as error:
             self._fail(call, target, error)
             return

@@ -58,10 +58,11 @@ _begun: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary(
 class Send:
     """A tensor that left: where its gradient, once it is back, enters the local graph."""
 
-    __slots__ = ("_leaf", "_node", "_output", "_owner", "peer")
+    __slots__ = ("_leaf", "_node", "_output", "_owner", "device", "peer")
 
     def __init__(self, tensor: Tensor, peer: str) -> None:
         self.peer = peer
+        self.device = tensor.device
         is_view = tensor._is_view()
         # As they are now: an operation in place would change them.
         self._node, self._output = _edge_of(tensor) if is_view else (tensor.grad_fn, tensor.output_nr)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad.agent.current import active_agent
+from telegrad.agent.routes import anywhere
 from telegrad.agent.scope import current_scope
 from telegrad.agent.serving import Later, trusted
 from telegrad.autograd.contexts import Context, Contexts
@@ -102,6 +103,7 @@ class Pass:
         self._graph = LocalGraph(sources, receives, context.slots, retain_graph)
         for number, root in enumerate(roots):
             self._graph.resolve(("root", number), torch.ones_like(root))
+        self._homes = {ticket: send.device for ticket, send in sends.items()}
         self._sent: dict[str, set[int]] = {}  # by peer, the tickets that it has not answered
         for ticket, send in sends.items():
             self._sent.setdefault(send.peer, set()).add(ticket)
@@ -198,6 +200,9 @@ class Pass:
         for ticket, gradient in answers:
             if ticket in waiting:
                 waiting.discard(ticket)
+                home = self._homes[ticket]
+                if gradient is not None and gradient.device != home:  # a map moved the tensor
+                    gradient = gradient.to(home)
                 self._graph.resolve(ticket, gradient)
         if announced is not None and peer not in self._heard:
             self._heard.add(peer)
@@ -305,6 +310,7 @@ class Pass:
 
 
 @trusted
+@anywhere
 def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender: str, message: Message) -> Any:
     """A message of a pass arrives."""
     agent = active_agent()

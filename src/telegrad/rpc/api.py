@@ -24,7 +24,7 @@ from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.refs import RRef
 from telegrad.refs.keeper import Keeper
-from telegrad.rpc import backend_registry
+from telegrad.rpc import backend_registry, device_maps
 from telegrad.rpc.backend_registry import BackendType
 from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from telegrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
@@ -152,6 +152,11 @@ def _start_agent(
     profiling.watch()
     agent.open()
     agent.meet()
+    try:
+        device_maps.agree(agent, getattr(rpc_backend_options, "devices", ()))
+    except BaseException:
+        agent.close()
+        raise
     return agent
 
 

@@ -73,18 +73,27 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     def to_config(self) -> Config:
         config = super().to_config()
-        return replace(config, threads=min(self.num_worker_threads, config.max_threads))
+        maps = {
+            worker: {str(near): str(far) for near, far in devices.items()}
+            for worker, devices in self.device_maps.items()
+        }
+        return replace(
+            config,
+            threads=min(self.num_worker_threads, config.max_threads),
+            device_maps={**config.device_maps, **maps},
+        )
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
-        """Tensors on a device of this worker arrive on the mapped device of worker `to`."""
+        """Tensors on a device of this worker arrive on the mapped device of worker `to`.
+
+        Results come back the same way. `init_rpc` checks that the devices exist and that no two go to the same one.
+        """
         known = dict(self.device_maps.get(to, {}))
         for source, target in device_map.items():
             near, far = torch.device(source), torch.device(target)
             if known.get(near, far) != far:
                 raise ValueError(f"`set_device_map` only supports 1-to-1 mapping, trying to map {near} to {far} too")
             known[near] = far
-        if len(set(known.values())) != len(known):
-            raise ValueError(f"`set_device_map` only supports 1-to-1 mapping, but {known} is not")
         self.device_maps[to] = known
 
     def set_devices(self, devices: Sequence[Device]) -> None:

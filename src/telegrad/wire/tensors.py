@@ -3,7 +3,8 @@
 Only the bytes a tensor uses travel. A dense tensor keeps its strides: as it is if it fills its memory without gaps
 (transposed, channels-last), packed for the way if it has gaps; only a view of a small part of its memory arrives
 contiguous. An expanded tensor travels unexpanded. The receiver builds the tensor on the memory that the bytes arrived
-in, so nothing is copied again and the tensor is the receiver's own. `REDUCERS` is what the codec gives its pickler.
+in, so nothing is copied again and the tensor is the receiver's own. Memory of another device leaves as its `Carrier`
+says. `REDUCERS` is what the codec gives its pickler.
 """
 
 from __future__ import annotations
@@ -46,12 +47,33 @@ class Tracker(Protocol):
         """What a tensor that needed a gradient where it left is at the other end."""
 
 
+class Carrier(Protocol):
+    """Who knows how tensors get from device to device."""
+
+    def leaving(self, tensor: Tensor, code: int) -> Reduced | None:
+        """A contiguous tensor of another device than the CPU that is being packed; None: through host memory."""
+
+    def leaving_host(self, tensor: Tensor) -> str | None:
+        """Where else than on the CPU a CPU tensor that is being packed should arrive. Asked once `moves_host`."""
+
+
 class _Registry:
     tracker: Tracker | None = None
+    carrier: Carrier | None = None
+    moves_host = False
 
 
 def track(tracker: Tracker) -> None:
     _Registry.tracker = tracker
+
+
+def carry(carrier: Carrier) -> None:
+    _Registry.carrier = carrier
+
+
+def move_host() -> None:
+    """Some peer wants CPU tensors elsewhere: from now on the carrier is asked about each of them."""
+    _Registry.moves_host = True
 
 
 def _ticket(tensor: Tensor) -> int | None:
@@ -71,6 +93,20 @@ def _arrived(data: Tensor, ticket: int | None) -> Tensor:
 
 def reduce_tensor(tensor: Tensor) -> Reduced:
     """A plain `torch.Tensor` of any dtype, layout and device."""
+    if _Registry.moves_host and tensor.is_cpu:
+        return _reduce_host(tensor)
+    return _reduce(tensor)
+
+
+def _reduce_host(tensor: Tensor) -> Reduced:
+    """A CPU tensor that may have to arrive on another device."""
+    assert _Registry.carrier is not None
+    device = None if tensor.requires_grad or tensor.__dict__ else _Registry.carrier.leaving_host(tensor)
+    reduced = _reduce(tensor)
+    return reduced if device is None else (_moved, (*reduced, device))
+
+
+def _reduce(tensor: Tensor) -> Reduced:
     code = _CODES.get(tensor.dtype)
     plain = code in _NUMPY and tensor.is_cpu and tensor.layout is _strided and not tensor.__dict__
     if plain and not tensor.requires_grad and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
@@ -86,8 +122,9 @@ def reduce_tensor(tensor: Tensor) -> Reduced:
         return _meta, (code, tuple(tensor.shape), tensor.stride())
     if tensor.layout is not _strided:
         return _reduce_sparse(tensor)
-    if not tensor.is_cpu:
-        return _on_device, (tensor.cpu(), str(tensor.device))
+    if not tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        carried = None if _Registry.carrier is None else _Registry.carrier.leaving(tensor, code)
+        return carried or (_moved, (*_reduce(tensor.cpu()), str(tensor.device)))
     return _reduce_dense(tensor, code)
 
 
@@ -113,7 +150,7 @@ def _reduce_dense(tensor: Tensor, code: int) -> Reduced:
     tensor = tensor.resolve_conj().resolve_neg()
     shape, stride, numel = tuple(tensor.shape), tensor.stride(), tensor.numel()
     if numel == 0:
-        return _shaped, (code, shape, b"")
+        return _shaped, (code, shape, b"" if tensor.is_cpu else tensor.contiguous().view(-1))
     if not tensor.is_contiguous():
         if any(size > 1 and step == 0 for size, step in zip(shape, stride, strict=True)):
             seed = [size if step else 1 for size, step in zip(shape, stride, strict=True)]
@@ -129,8 +166,9 @@ def _reduce_dense(tensor: Tensor, code: int) -> Reduced:
     return _shaped, (code, shape, _bytes(tensor.as_strided((numel,), (1,))))
 
 
-def _bytes(flat: Tensor) -> PickleBuffer:
-    return PickleBuffer(flat.view(torch.uint8).numpy())
+def _bytes(flat: Tensor) -> PickleBuffer | Tensor:
+    raw = flat.view(torch.uint8)
+    return PickleBuffer(raw.numpy()) if raw.is_cpu else raw
 
 
 def _reduce_sparse(tensor: Tensor) -> Reduced:
@@ -159,15 +197,24 @@ def _flat(code: int, data: Any) -> Tensor:
     return _frombuffer(data, dtype=_DTYPES[code])
 
 
+def empty(code: int, shape: Sequence[int], device: str) -> Tensor:
+    """Memory for a tensor that a carrier brings."""
+    return torch.empty(shape, dtype=_DTYPES[code], device=device)
+
+
 def _shaped(code: int, shape: Sequence[int], data: Any) -> Tensor:
     dtype = _DTYPES[code]
     if not len(data):
-        return torch.empty(shape, dtype=dtype)
-    return _frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=data.device if isinstance(data, Tensor) else None)
+    return _from_bytes(data).view(dtype).view(shape)
 
 
 def _restrided(code: int, shape: Sequence[int], stride: Sequence[int], data: Any) -> Tensor:
-    return _frombuffer(data, dtype=torch.uint8).view(_DTYPES[code]).as_strided(shape, stride)
+    return _from_bytes(data).view(_DTYPES[code]).as_strided(shape, stride)
+
+
+def _from_bytes(data: Any) -> Tensor:
+    return data if isinstance(data, Tensor) else _frombuffer(data, dtype=torch.uint8)
 
 
 def _reinterpreted(code: int, tensor: Tensor) -> Tensor:
@@ -179,7 +226,7 @@ def _expanded(seed: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _with_gaps(packed: Tensor, stride: Sequence[int]) -> Tensor:
-    return torch.empty_strided(packed.shape, stride, dtype=packed.dtype).copy_(packed)
+    return torch.empty_strided(packed.shape, stride, dtype=packed.dtype, device=packed.device).copy_(packed)
 
 
 def _dressed(data: Tensor, ticket: int | None, state: dict[str, Any] | None) -> Tensor:
@@ -206,8 +253,8 @@ def _meta(code: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=_DTYPES[code], device="meta")
 
 
-def _on_device(tensor: Tensor, device: str) -> Tensor:
-    return tensor.to(device)
+def _moved(build: Callable[..., Tensor], parts: tuple[Any, ...], device: str) -> Tensor:
+    return build(*parts).to(device)
 
 
 def _coo(indices: Tensor, values: Tensor, shape: tuple[int, ...], coalesced: bool) -> Tensor:

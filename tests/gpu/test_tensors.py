@@ -1,0 +1,305 @@
+"""CUDA tensors as arguments and results: whatever they are like, they arrive as they were when they were sent."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import telegrad.rpc as rpc
+from telegrad.errors import PeerLost
+from telegrad.testing import LocalCluster
+from tests.gpu.group import join, join_without_gpu
+from tests.local.gates import until
+from tests.process.fleet import Fleet
+
+KINDS: dict[str, Callable[[], Tensor]] = {
+    "scalar": lambda: torch.tensor(3.5, device="cuda"),
+    "flat": lambda: torch.randn(1000, device="cuda"),
+    "bytes": lambda: torch.arange(256, device="cuda").to(torch.uint8),
+    "flags": lambda: torch.randn(77, device="cuda") > 0,
+    "half": lambda: torch.randn(64, 64, device="cuda", dtype=torch.bfloat16),
+    "complex": lambda: torch.randn(9, device="cuda", dtype=torch.complex64),
+    "conjugate": lambda: torch.randn(9, device="cuda", dtype=torch.complex64).conj(),
+    "empty": lambda: torch.empty(0, 3, device="cuda"),
+    "transposed": lambda: torch.randn(4, 5, device="cuda").t(),
+    "with gaps": lambda: torch.randn(8, 8, device="cuda")[:, ::2],
+    "small part": lambda: torch.randn(8, 800, device="cuda")[:, ::200],
+    "expanded": lambda: torch.randn(3, 1, device="cuda").expand(3, 7),
+    "channels last": lambda: torch.randn(2, 3, 4, 5, device="cuda").to(memory_format=torch.channels_last),
+    "sparse": lambda: torch.randn(6, 6, device="cuda").relu().to_sparse(),
+    "compressed": lambda: torch.randn(6, 6, device="cuda").relu().to_sparse_csr(),
+    "large": lambda: torch.randn(5_000_000, device="cuda"),
+    "needs a gradient": lambda: torch.randn(4, device="cuda", requires_grad=True),
+}
+
+
+def echo(value: object) -> object:
+    return value
+
+
+def dense(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+
+
+def check_same(sent: Tensor, back: object) -> None:
+    assert isinstance(back, Tensor)
+    assert back.device == sent.device
+    assert back.dtype == sent.dtype
+    assert back.layout == sent.layout
+    assert back.requires_grad == sent.requires_grad
+    assert torch.equal(dense(back), dense(sent))
+
+
+def send_kinds() -> None:
+    torch.manual_seed(0)
+    for make in KINDS.values():
+        tensor = make()
+        check_same(tensor, rpc.rpc_sync("w1", echo, args=(tensor,)))
+        check_same(tensor, rpc.rpc_async("w1", echo, args=({"deep": [tensor]},)).wait()["deep"][0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_travels_between_workers_of_one_process(kind: str) -> None:
+    torch.manual_seed(0)
+    for transport in ("memory", "unix", "tcp"):
+        with LocalCluster(2, transports=(transport,)) as cluster:
+            tensor = KINDS[kind]()
+            check_same(tensor, cluster["w0"].call("w1", echo, tensor))
+
+
+def test_every_kind_travels_between_processes(pair: Fleet) -> None:
+    pair[0].do(send_kinds)
+
+
+def send_many_at_once() -> None:
+    tensors = [torch.full((number + 1,), float(number), device="cuda") for number in range(300)]
+    back = rpc.rpc_sync("w1", echo, args=(tensors,))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors, back, strict=True))
+    futures = [rpc.rpc_async("w1", echo, args=(tensor,)) for tensor in tensors]
+    assert all(torch.equal(mine, future.wait()) for mine, future in zip(tensors, futures, strict=True))
+
+
+def test_many_tensors_in_one_message_and_many_messages_at_once(pair: Fleet) -> None:
+    pair[0].do(send_many_at_once)
+
+
+# What was sent stays what it was
+
+
+def overwrite_after_sending() -> None:
+    for number in range(10):
+        tensor = torch.full((5_000_000,), float(number), device="cuda")
+        future = rpc.rpc_async("w1", echo, args=(tensor,))
+        tensor.fill_(-1)
+        assert torch.all(future.wait() == number).item()
+
+
+def test_writing_to_a_tensor_that_was_sent_changes_nothing_there(pair: Fleet) -> None:
+    pair[0].do(overwrite_after_sending)
+
+
+class Weights:
+    value: Tensor | None = None
+
+
+def weights() -> Tensor:
+    if Weights.value is None:
+        Weights.value = torch.zeros(5_000_000, device="cuda")
+    return Weights.value
+
+
+def change_weights(to: float) -> None:
+    weights().fill_(to)
+
+
+def read_while_they_change() -> None:
+    for number in range(20):
+        rpc.rpc_sync("w1", change_weights, args=(float(number),))
+        seen = rpc.rpc_async("w1", weights)
+        rpc.rpc_sync("w1", echo, args=(None,))
+        later = rpc.rpc_async("w1", change_weights, args=(-1.0,))
+        values = set(seen.wait().unique().tolist())
+        assert values in ({float(number)}, {-1.0})  # one or the other, never a mixture
+        later.wait()
+
+
+def test_a_result_is_what_it_was_when_it_was_returned(pair: Fleet) -> None:
+    pair[0].do(read_while_they_change)
+
+
+def receive_and_write() -> None:
+    first = rpc.rpc_sync("w1", weights)
+    first.fill_(7)
+    assert torch.all(rpc.rpc_sync("w1", weights) == 0).item()
+
+
+def test_writing_to_a_tensor_that_arrived_changes_nothing_at_its_sender(pair: Fleet) -> None:
+    pair[0].do(receive_and_write)
+
+
+# Streams
+
+
+def use_streams() -> None:
+    mine, other = torch.cuda.Stream(), torch.cuda.Stream()
+    for number in range(5):
+        with torch.cuda.stream(mine):
+            torch.cuda._sleep(50_000_000)
+            tensor = torch.full((1000,), float(number), device="cuda")
+            future = rpc.rpc_async("w1", increase_late, args=(tensor,))
+        with torch.cuda.stream(other):
+            assert torch.all(future.wait() == number + 1).item()
+        with torch.cuda.stream(mine):
+            assert torch.all(rpc.rpc_sync("w1", increase_late, args=(tensor,)) == number + 1).item()
+
+
+def increase_late(tensor: Tensor) -> Tensor:
+    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(here)
+    tensor.record_stream(side)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        result = tensor + 1
+    here.wait_stream(side)
+    result.record_stream(here)
+    return result
+
+
+def test_work_on_any_stream_is_waited_for(pair: Fleet) -> None:
+    pair[0].do(use_streams)
+
+
+# Lifetime
+
+
+def held() -> tuple[int, int]:
+    figures = rpc._get_current_rpc_agent().statistics()
+    return figures["CUDA snapshots lent"], figures["CUDA copies under way"]
+
+
+def wait_until_nothing_is_held() -> None:
+    until(lambda: held() == (0, 0))
+
+
+def send_and_drop() -> None:
+    for size in (1, 1000, 3_000_000):
+        for _ in range(50):
+            rpc.rpc_sync("w1", echo, args=(torch.ones(size, device="cuda"),))
+
+
+def reserved() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.memory_reserved()
+
+
+def test_memory_is_given_back(pair: Fleet) -> None:
+    pair[0].do(send_and_drop)
+    first = pair[0].do(reserved), pair[1].do(reserved)
+    for _ in range(3):
+        pair[0].do(send_and_drop)
+    pair[0].do(wait_until_nothing_is_held)
+    pair[1].do(wait_until_nothing_is_held)
+    again = pair[0].do(reserved), pair[1].do(reserved)
+    assert all(now <= 2 * before for now, before in zip(again, first, strict=True))
+
+
+class Kept:
+    value: Tensor | None = None
+
+
+def keep(size: int) -> None:
+    Kept.value = rpc.rpc_sync("w1", torch.full, args=((size,), 4.0), kwargs={"device": "cuda"})
+
+
+def is_intact() -> bool:
+    assert Kept.value is not None
+    churn = [torch.full((1_000_000,), 9.0, device="cuda") for _ in range(20)]
+    torch.cuda.synchronize()
+    return bool(torch.all(Kept.value == 4.0).item()) and len(churn) == 20
+
+
+def test_what_arrived_outlives_its_sender(pair: Fleet) -> None:
+    pair[0].do(keep, 3_000_000)
+    pair[1].kill()
+    assert pair[0].do(is_intact)
+    pair[0].do(wait_until_nothing_is_held)
+
+
+def send_to_the_dying() -> str:
+    future = rpc.rpc_async("w1", die_with, args=(torch.ones(3_000_000, device="cuda"),))
+    try:
+        future.wait()
+    except PeerLost as error:
+        return type(error).__name__
+    return "no error"
+
+
+def die_with(tensor: Tensor) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_receiver_that_dies_gives_back_what_it_had(pair: Fleet) -> None:
+    assert pair[0].do(send_to_the_dying) == "PeerLost"
+    pair[0].do(wait_until_nothing_is_held)
+
+
+# Device maps
+
+
+def describe(tensor: Tensor) -> tuple[str, Tensor]:
+    return str(tensor.device), tensor + 1
+
+
+def ask_where(device: str) -> tuple[str, str]:
+    there, back = rpc.rpc_sync("w1", describe, args=(torch.ones(3, device=device),))
+    assert torch.all(back == 2).item()
+    return there, str(back.device)
+
+
+@pytest.mark.parametrize(
+    ("devices", "source", "there", "back"),
+    [
+        ({}, "cuda:0", "cuda:0", "cuda:0"),
+        ({0: 0}, "cuda:0", "cuda:0", "cuda:0"),
+        ({0: "cpu"}, "cuda:0", "cpu", "cuda:0"),
+        ({"cpu": 0}, "cpu", "cuda:0", "cpu"),
+        ({"cpu": 0, 0: "cpu"}, "cpu", "cuda:0", "cpu"),
+    ],
+)
+def test_maps_say_where_tensors_arrive(
+    tmp_path: Path, devices: dict[object, object], source: str, there: str, back: str
+) -> None:
+    with Fleet(2, join, str(tmp_path / "store"), {"maps": {0: {"w1": devices}}}) as fleet:
+        assert fleet[0].do(ask_where, source) == (there, back)
+
+
+def ask_worker_without_gpu() -> str:
+    try:
+        return str(ask_where("cuda:0"))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_worker_without_a_gpu_is_named_and_what_to_do(tmp_path: Path) -> None:
+    with Fleet(2, join_without_gpu, str(tmp_path / "store"), {}) as fleet:
+        answer = fleet[0].do(ask_worker_without_gpu)
+    assert "worker 'w1' has 0 CUDA devices" in answer
+    assert "set_device_map" in answer
+
+
+def test_a_worker_without_a_gpu_gets_cpu_tensors_if_allowed(tmp_path: Path) -> None:
+    settings = {"config": {"unmapped_devices": "cpu"}}
+    with Fleet(2, join_without_gpu, str(tmp_path / "store"), settings) as fleet:
+        assert fleet[0].do(ask_worker_without_gpu) == "('cpu', 'cpu')"
+
+
+def test_unmapped_devices_can_be_refused_as_torch_does(tmp_path: Path) -> None:
+    with Fleet(2, join, str(tmp_path / "store"), {"config": {"unmapped_devices": "refuse"}}) as fleet:
+        answer = fleet[0].do(ask_worker_without_gpu)
+    assert "only supports CPU tensors by default" in answer
