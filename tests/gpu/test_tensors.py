@@ -18,6 +18,8 @@ from tests.gpu.group import join, join_without_gpu
 from tests.local.gates import until
 from tests.process.fleet import Fleet
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")  # torch says that such tensors are new or unchecked
+
 KINDS: dict[str, Callable[[], Tensor]] = {
     "scalar": lambda: torch.tensor(3.5, device="cuda"),
     "flat": lambda: torch.randn(1000, device="cuda"),

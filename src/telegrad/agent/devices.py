@@ -3,8 +3,8 @@
 A tensor leaves as a *snapshot*: the sender copies it, in the order of its stream, into memory that the receiver may map
 (`transport/cuda.py`), so whoever writes to the tensor after the call was sent changes nothing that was sent. The
 receiver copies the snapshot into memory of its own, on its current stream, and gives it back when that copy is done.
-Nobody's host waits for a device. Where processes cannot map each other's memory (other hosts, other containers),
-tensors go through page-locked host memory.
+Nobody's host waits for a device. A few bytes that are ready go inside the message instead. Where processes cannot map
+each other's memory (other hosts, other containers), tensors go through page-locked host memory.
 
 State of `Devices`, under `_lock`: `_lent` (snapshots that receivers have not given back, by number), `_taken` (copies
 that this worker has begun, oldest first) and `_void` (numbers that the sender was told to take back: a message that
@@ -17,6 +17,7 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,6 +40,8 @@ _ASK_EVERY = 15.0
 _INTRODUCTION = 120.0  # seconds that a peer may take to start CUDA
 _REMEMBERED = 10_000
 _CHUNK = 8 << 20  # bytes that go through page-locked memory at a time
+_TINY = 4096  # bytes: so few are quicker through the host, if nothing is to be waited for
+_LOOKS = 20
 _CPU = torch.device("cpu")
 
 
@@ -168,11 +171,11 @@ class Devices:
         if target is None:
             raise UsageError(_unmapped(envelope, device))
         if target.type == "cpu":
-            return tensors.reduce_tensor(_to_host(tensor))
+            return tensors.reduce_as_it_is(_to_host(tensor))
         peer = self._peers.get(envelope.incarnation) or self._introduce(envelope, device.index)
         if target.index >= peer.gpus:
             if route.falls_back_to_cpu(device):
-                return tensors.reduce_tensor(_to_host(tensor))
+                return tensors.reduce_as_it_is(_to_host(tensor))
             raise UsageError(
                 f"a tensor on {device} would arrive on {target}, but worker {envelope.peer!r} has {peer.gpus} CUDA "
                 f"devices: say where it should arrive with set_device_map (or Config.device_maps), for example "
@@ -180,8 +183,11 @@ class Devices:
             )
         if not tensor.numel():
             return tensors.empty, (code, tuple(tensor.shape), str(target))
+        size = tensor.numel() * tensor.itemsize
+        if size <= _TINY and _is_idle(torch.cuda.current_stream(device)):
+            return tensors.reduce_for(tensor.cpu(), str(target))
         if not peer.maps:
-            return _from_host, (_to_host(tensor), target.index)
+            return _from_host, (*tensors.reduce_as_it_is(_to_host(tensor)), target.index)
         shipment = accompany(("device", device.index), lambda: _Shipment(self, envelope, device.index))
         return _copy, (shipment, *shipment.take(tensor), target.index, code, tuple(tensor.shape))
 
@@ -374,7 +380,13 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host
 
 
-def _from_host(host: Tensor, index: int) -> Tensor:
+def _is_idle(stream: torch.cuda.Stream) -> bool:
+    """Is there nothing to wait for on a stream, or not for long?"""
+    return any(stream.query() for _ in range(_LOOKS))
+
+
+def _from_host(build: Callable[..., Tensor], parts: tuple[Any, ...], index: int) -> Tensor:
+    host = build(*parts)
     if host.numel() * host.itemsize < _CHUNK:
         return host.to(f"cuda:{index}")
     tensor = torch.empty(host.shape, dtype=host.dtype, device=f"cuda:{index}")

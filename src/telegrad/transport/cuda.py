@@ -218,6 +218,7 @@ class _Mappings:
 
     def __init__(self) -> None:
         self.addresses: dict[bytes, int] = {}
+        self._devices: dict[bytes, int] = {}
         self._events: dict[tuple[int, bytes], Any] = {}
         self._mine: set[bytes] = set()
         self._lock = threading.Lock()
@@ -239,7 +240,9 @@ class _Mappings:
                 address = self.addresses.get(handle)
                 if address is None:
                     with torch.cuda.device(index):
-                        address = self.addresses[handle] = driver().open(handle)
+                        address = driver().open(handle)
+                    self._devices[handle] = index
+                    self.addresses[handle] = address
         return address
 
     def event(self, handle: bytes, index: int) -> torch.cuda.Event:
@@ -255,6 +258,7 @@ class _Mappings:
             for handle in handles - self._mine:
                 base = self.addresses.pop(handle, None)
                 if base is not None:
+                    enter(self._devices[handle])
                     driver().close(base)
 
 

@@ -95,18 +95,23 @@ def reduce_tensor(tensor: Tensor) -> Reduced:
     """A plain `torch.Tensor` of any dtype, layout and device."""
     if _Registry.moves_host and tensor.is_cpu:
         return _reduce_host(tensor)
-    return _reduce(tensor)
+    return reduce_as_it_is(tensor)
 
 
 def _reduce_host(tensor: Tensor) -> Reduced:
     """A CPU tensor that may have to arrive on another device."""
     assert _Registry.carrier is not None
     device = None if tensor.requires_grad or tensor.__dict__ else _Registry.carrier.leaving_host(tensor)
-    reduced = _reduce(tensor)
-    return reduced if device is None else (_moved, (*reduced, device))
+    return reduce_as_it_is(tensor) if device is None else reduce_for(tensor, device)
 
 
-def _reduce(tensor: Tensor) -> Reduced:
+def reduce_for(tensor: Tensor, device: str) -> Reduced:
+    """A CPU tensor that is to arrive on another device."""
+    return _moved, (*reduce_as_it_is(tensor), device)
+
+
+def reduce_as_it_is(tensor: Tensor) -> Reduced:
+    """Like `reduce_tensor`, but a CPU tensor arrives on the CPU."""
     code = _CODES.get(tensor.dtype)
     plain = code in _NUMPY and tensor.is_cpu and tensor.layout is _strided and not tensor.__dict__
     if plain and not tensor.requires_grad and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
@@ -124,7 +129,7 @@ def _reduce(tensor: Tensor) -> Reduced:
         return _reduce_sparse(tensor)
     if not tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         carried = None if _Registry.carrier is None else _Registry.carrier.leaving(tensor, code)
-        return carried or (_moved, (*_reduce(tensor.cpu()), str(tensor.device)))
+        return carried or reduce_for(tensor.cpu(), str(tensor.device))
     return _reduce_dense(tensor, code)
 
 

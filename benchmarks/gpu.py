@@ -1,0 +1,184 @@
+"""CUDA tensors between processes that share one GPU: latency, bandwidth, and parameter servers on it.
+
+    python -m benchmarks.gpu                                calls and parameter servers, without and with MPS
+    python -m benchmarks.gpu --only calls --plain           calls alone, without MPS
+    python -m benchmarks.gpu --out build/bench/gpu.jsonl
+
+A GPU serves one process at a time: when another one has work for it, it switches, which takes some 150 us on an H200.
+NVIDIA's MPS daemon lets it serve several at once. Where it can be started, everything is measured with it, too.
+Every measurement has processes of its own; packages take turns, and the table shows the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.rpc as torch_rpc
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import telegrad.rpc as telegrad_rpc
+from benchmarks import machine, ps, results
+from benchmarks.group import free_port
+from benchmarks.processes import import_path
+from benchmarks.suite import Case
+
+PACKAGES: dict[str, Any] = {"telegrad": telegrad_rpc, "torch": torch_rpc}
+MEGABYTES = (1, 16, 100, 1000)
+SECONDS = 0.5
+FEWEST = 10
+LIMIT_S = 300
+LIMIT = "machine"
+
+
+def echo(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def took(once: Callable[[], object]) -> float:
+    """The median of many times, each until the GPU is done."""
+    for _ in range(FEWEST):
+        once()
+    times: list[float] = []
+    until = time.perf_counter() + SECONDS
+    while len(times) < FEWEST or time.perf_counter() < until:
+        begin = time.perf_counter()
+        once()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def call(package: str, rank: int, port: int, figures: Any) -> None:
+    """One of two workers; the second measures calls to the first."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    rpc = PACKAGES[package]
+    options = rpc.TensorPipeRpcBackendOptions(device_maps={"w0": {0: 0}} if rank else {}, rpc_timeout=LIMIT_S)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank:
+        one = torch.ones(1, device="cuda")
+        figures.put(("latency/cuda-1-element", took(lambda: rpc.rpc_sync("w0", torch.add, args=(one, 1))) * 1e6))
+        for megabytes in MEGABYTES:
+            large = torch.ones(megabytes * 250_000, device="cuda")
+            seconds = took(lambda large=large: rpc.rpc_sync("w0", echo, args=(large,)))  # type: ignore[misc]
+            figures.put((f"bandwidth/cuda-{megabytes}MB", 2 * megabytes / 1000 / seconds))
+    rpc.shutdown()
+
+
+def limits(_: int, figures: Any) -> None:
+    """What one process reaches with a copy in each direction."""
+    one = torch.ones(1, device="cuda")
+    figures.put(("latency/cuda-1-element", took(lambda: torch.add(one, 1)) * 1e6))
+    for megabytes in MEGABYTES:
+        large = torch.ones(megabytes * 250_000, device="cuda")
+        seconds = took(lambda large=large: large.clone().clone())  # type: ignore[misc]
+        figures.put((f"bandwidth/cuda-{megabytes}MB", 2 * megabytes / 1000 / seconds))
+
+
+def _call(rank: int, package: str, port: int, figures: Any) -> None:
+    call(package, rank, port, figures)
+
+
+def measure_calls(package: str) -> dict[str, float]:
+    figures = mp.get_context("spawn").SimpleQueue()
+    if package == LIMIT:
+        mp.spawn(limits, args=(figures,), nprocs=1)
+    else:
+        mp.spawn(_call, args=(package, free_port(), figures), nprocs=2)
+    found: dict[str, float] = {}
+    while not figures.empty():
+        name, value = figures.get()
+        found[name] = value
+    return found
+
+
+def measure_training(entry: str, trainers: int) -> dict[str, float]:
+    options = ps.parser().parse_args(
+        ["--model", "resnet50", "--trainers", str(trainers), "--device", "cuda", "--steps", "20"]
+    )
+    return {f"ps/cuda-resnet50-{trainers}-trainers": 1000 / ps.measure(entry, options)}
+
+
+def case(name: str, suffix: str) -> Case:
+    group, _, rest = name.partition("/")
+    if group == "latency":
+        return Case(name + suffix, f"sync call of torch.add, 1 element on the GPU{suffix}", "us", "gpu")
+    if group == "bandwidth":
+        size = rest.removeprefix("cuda-").replace("MB", " MB")
+        return Case(name + suffix, f"{size} on the GPU there and back, each way{suffix}", "GB/s", "gpu", {}, True)
+    count = rest.split("-")[2]
+    return Case(name + suffix, f"ResNet-50 on the GPU, {count} trainers, a round{suffix}", "ms", "gpu")
+
+
+@contextlib.contextmanager
+def mps() -> Iterator[bool]:
+    """NVIDIA's daemon that lets processes use the GPU at the same time; False where there is none."""
+    control = shutil.which("nvidia-cuda-mps-control") or shutil.which("/usr/local/nvidia/bin/nvidia-cuda-mps-control")
+    if control is None:
+        yield False
+        return
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
+        os.environ.update(CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder)
+        started = subprocess.run([control, "-d"], capture_output=True, text=True, timeout=60, check=False)
+        try:
+            yield started.returncode == 0
+        finally:
+            subprocess.run([control], input="quit\n", capture_output=True, text=True, timeout=60, check=False)
+            del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
+
+
+def one_round(options: argparse.Namespace, number: int, suffix: str, figures: results.Results) -> None:
+    entries: list[tuple[str, Callable[[], dict[str, float]]]] = []
+    if "calls" in options.only:
+        for package in (*PACKAGES, LIMIT):
+            entries.append((package, lambda package=package: measure_calls(package)))  # type: ignore[misc]
+    if "ps" in options.only:
+        for trainers in options.trainers:
+            for entry in ps.ENTRIES:
+                measure = lambda entry=entry, trainers=trainers: measure_training(entry, trainers)  # noqa: E731
+                entries.append((entry, measure))
+    for entry, measure in entries:
+        for name, value in measure().items():
+            figures.of(case(name, suffix), entry).add({"value": value, "n": 1})
+            print(f"round {number + 1}: {name}{suffix} {entry} {results.number(value)}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", type=lambda text: text.split(","), default=["calls", "ps"], help="calls, ps or both")
+    parser.add_argument("--trainers", type=lambda text: list(map(int, text.split(","))), default=[2, 5])
+    parser.add_argument("--plain", action="store_true", help="without MPS only")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each entry")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/gpu.jsonl"), help="default %(default)s")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("this benchmark needs a CUDA device, and torch sees none here")
+        return 1
+    os.environ["PYTHONPATH"] = import_path()
+    figures = results.Results()
+    run = machine.heading("gpu", rounds=options.rounds, mps=False)
+    for number in range(options.rounds):
+        one_round(options, number, "", figures)
+        if not options.plain:
+            with mps() as there:
+                run["mps"] = there
+                if there:
+                    one_round(options, number, ", with MPS", figures)
+        results.write(options.out, run, figures.lines())
+    print(results.table(figures.lines()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
