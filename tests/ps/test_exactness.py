@@ -14,6 +14,7 @@ from telegrad.config import TRANSPORTS
 from telegrad.errors import UsageError
 from telegrad.ps import solver
 from telegrad.testing import LocalCluster
+from tests.local.gates import PATIENCE
 from tests.ps import training
 from tests.ps.training import Trainers, check_same, model
 
@@ -170,6 +171,60 @@ def test_gradients_that_the_user_made(pair: Any) -> None:
         training.loss(net, training.batch(0, 0)).backward()
         optimizer.step()
     check_same(mine, other)
+
+
+def give_gradients(net: nn.Module, step: int, without: set[int]) -> None:
+    for number, each in enumerate(net.parameters()):
+        each.grad = None if number in without else torch.full_like(each, 1.0 + step + number)
+
+
+WITHOUT = [{2, 3}, set(), {0}, {2, 5}, {0, 1, 2, 3, 4, 5}, set()]  # which parameters have no gradient in each step
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=IDS)
+def test_parameters_without_gradients_are_left_alone(pair: Any, kind: Any, options: dict[str, Any]) -> None:
+    """With their momentum and the number of their steps, also when the state is taken out and put back."""
+    mine, remote, other, local = pair(kind, **options)
+    for optimizer, net in ((remote, mine), (local, other)):
+        for step, without in enumerate(WITHOUT):
+            give_gradients(net, step, without)
+            optimizer.step()
+            if step == 3:
+                remote.load_state_dict(remote.state_dict())
+    check_same(mine, other)
+    state, expected = remote.state_dict()["state"], local.state_dict()["state"]
+    for number, values in expected.items():
+        for key, value in values.items():
+            torch.testing.assert_close(state[number][key], value, check_dtype=False)
+
+
+def test_a_gradient_that_some_trainer_has_counts(cluster: Clusters, trainers_of: Make) -> None:
+    """Like samples of one batch that do not all use a parameter."""
+    without = [{0, 2, 3}, {2, 3, 5}]
+
+    def work(number: int) -> training.Work:
+        def run(optimizer: ps.Optimizer, net: nn.Module) -> nn.Module:
+            for step in range(3):
+                give_gradients(net, step, without[number])
+                optimizer.step()
+            return net
+
+        return run
+
+    trainers = trainers_of(cluster(4))
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
+    started = [
+        trainers.start(f"w{2 + number}", work(number), servers=servers(2), trainers=2, **options) for number in (0, 1)
+    ]
+    expected = model()
+    local = torch.optim.SGD(expected.parameters(), **options)
+    for step in range(3):
+        give_gradients(expected, step, {2, 3})
+        for number in (0, 5):
+            list(expected.parameters())[number].grad /= 2
+        local.step()
+    for each in started:
+        check_same(each.result(PATIENCE), expected)
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=IDS)

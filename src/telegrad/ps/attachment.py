@@ -120,7 +120,8 @@ class Attachment:
             gradients = self._flat.gradients[self.plan.share.start : self.plan.share.stop]
             if self._compressor is not None:
                 gradients = self._compressor.pack(step, gradients)
-        return self.plan.name, self._me, step, self.version, changes, gradients, self._memory is None
+        pushed = (self.plan.name, self._me, step, self.version, changes, gradients, self._memory is None)
+        return (*pushed, self._flat.missing) if self._flat.missing else pushed
 
     def take(self, answer: Answer) -> None:
         """Copy what the server answered into the flat memory."""

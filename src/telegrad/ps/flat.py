@@ -31,6 +31,7 @@ class Flat:
         self._entries = [_Entry(parameters[slot.number], slot, self.values, self.gradients) for slot in layout.slots]
         self._parameters = tuple(entry.parameter for entry in self._entries)
         self._elsewhere = [entry for entry in self._entries if not entry.here]
+        self.missing: frozenset[int] = frozenset()  # the numbers of those that had no gradient when last collected
         self._hooks = [entry.hook() for entry in self._entries if entry.here]
 
     def __repr__(self) -> str:
@@ -38,9 +39,8 @@ class Flat:
         return f"<Flat: {len(self._parameters)} parameters, {self.values.numel()} bytes, gradients in {where}>"
 
     def collect(self) -> None:
-        """See to it that every gradient is in the flat memory. A parameter without one counts as one with zeros."""
-        for entry in self._entries:
-            entry.collect()
+        """See to it that every gradient is in the flat memory, and zeros where there is none."""
+        self.missing = frozenset([entry.number for entry in self._entries if not entry.collect()])
 
     def take(self, start: int, values: Tensor) -> None:
         """Fresh values for the bytes from `start` on."""
@@ -66,6 +66,7 @@ class _Entry:
 
     def __init__(self, parameter: Tensor, slot: Slot, values: Tensor, gradients: Tensor) -> None:
         self.parameter = parameter
+        self.number = slot.number
         self.value = slot.of(values)
         self.gradient = slot.of(gradients)
         self.here = parameter.device.type == "cpu"
@@ -73,13 +74,15 @@ class _Entry:
         if self.here:
             parameter.data = self.value
 
-    def collect(self) -> None:
+    def collect(self) -> bool:
+        """False if there is no gradient."""
         if self.parameter.grad is None:
             self.gradient.zero_()
         elif self.here:
             _move(self.parameter, self.gradient)
         else:
             self.gradient.copy_(self.parameter.grad)
+        return self.parameter.grad is not None
 
     def hook(self) -> Any:
         """Move each gradient to its place while it is still in the cache."""

@@ -174,8 +174,9 @@ def push(
     changes: dict[int, Options],
     gradients: Tensor | list[Tensor] | None,
     by_value: bool,
+    missing: frozenset[int] = frozenset(),
 ) -> Any:
-    return _now_or_later(Shards.here().find(name).push(trainer, step, version, changes, gradients, by_value))
+    return _now_or_later(Shards.here().find(name).push(trainer, step, version, changes, gradients, by_value, missing))
 
 
 @trusted

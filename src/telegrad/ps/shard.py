@@ -38,6 +38,7 @@ class _Report(NamedTuple):
     changes: dict[int, Options]
     gradients: Tensor
     by_value: bool
+    missing: frozenset[int]
     future: Future[Answer]
     staleness: int = 0
 
@@ -166,8 +167,12 @@ class Shard:
         changes: dict[int, Options],
         gradients: Tensor | list[Tensor] | None,
         by_value: bool,
+        missing: frozenset[int] = frozenset(),
     ) -> Future[Answer]:
-        """Gradients that were computed with `version`. The same step may be pushed again: it counts once."""
+        """Gradients that were computed with `version`. The same step may be pushed again: it counts once.
+
+        `missing` are the numbers of parameters that have no gradient; zeros stand in their place.
+        """
         if isinstance(gradients, list):
             gradients = compression.unpack(self.plan.share, gradients)
         with self._lock:
@@ -178,7 +183,7 @@ class Shard:
                 if mapped is None:
                     raise UsageError("a push without gradients from a trainer that does not share them")
                 gradients = mapped.contents[self.plan.share.start : self.plan.share.stop]
-            report = _Report(trainer, step, version, changes, gradients, by_value, Future())
+            report = _Report(trainer, step, version, changes, gradients, by_value, missing, Future())
             outcomes = self._take(report)
         _complete(outcomes)
         return report.future
@@ -320,7 +325,8 @@ class Shard:
             self._solver.change(report.changes)
         if self._memory is not None and self._strict:
             self._memory.counter = self.version + 1
-        self._solver.step([report.gradients for report in reports])
+        missing = frozenset.intersection(*(report.missing for report in reports))
+        self._solver.step([report.gradients for report in reports], missing)
         self.version += 1
         for report in reports:
             self._applied[report.trainer] = report.step

@@ -4,13 +4,18 @@ An optimizer that works element by element is run on *blocks* of the flat memory
 optimizer of its own: the mean of the gradients of a block is still in the cache when the block is updated, so a step
 reads and writes main memory once. Other optimizers see the parameters one by one, in their shapes.
 
-State: the optimizers' own. A solver is used by one thread at a time; its shard sees to that.
+A parameter that nobody has a gradient for is left alone with its state, as torch does it. In a block that is a matter
+of where blocks end: parts that have been left alone and others get blocks of their own, from then on.
+
+State: the optimizers' own, and `_blocks`. A solver is used by one thread at a time; its shard sees to that.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +55,7 @@ class _Target(NamedTuple):
     parameter: nn.Parameter
     start: int
     stop: int
+    slots: frozenset[int]  # the numbers of what it consists of in the model
 
     def gradient(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.stop].view(self.parameter.dtype).view(self.parameter.shape)
@@ -70,8 +76,13 @@ class Solver:
         self._share = share
         self._by_element = by_element
         self._groups = [dict(group) for group in groups]
+        self._values = values
+        self._scratch: dict[torch.dtype, Tensor] = {}
         self._blocks: list[tuple[Run, list[_Unit]]] = []
-        self._units = self._block_units(values) if by_element else self._whole_units(values)
+        if by_element:
+            self._arrange([(run, self._block_units(run)) for run in share.runs])
+        else:
+            self._units = self._whole_units()
         step = inspect.signature(self._units[0].optimizer.step).parameters
         if "closure" in step and step["closure"].default is inspect.Parameter.empty:
             kind = type(self._units[0].optimizer).__name__
@@ -80,41 +91,64 @@ class Solver:
     def __repr__(self) -> str:
         return f"<Solver: {type(self._units[0].optimizer).__name__} over {len(self._units)} blocks>"
 
-    def _block_units(self, values: Tensor) -> list[_Unit]:
-        scratch: dict[torch.dtype, Tensor] = {}
-        for run in self._share.runs:
-            room = scratch.setdefault(run.dtype, torch.empty(_BLOCK, dtype=torch.uint8).view(run.dtype))
-            units = []
-            for start in range(run.offset, run.offset + run.nbytes, _BLOCK):
-                stop = min(start + _BLOCK, run.offset + run.nbytes)
-                target = _Target(nn.Parameter(values[start:stop].view(run.dtype)), start, stop)
-                optimizer = self._make([{**self._groups[run.group], "params": [target.parameter]}])
-                units.append(_Unit(optimizer, [target], [run.group], [room[: target.parameter.numel()]]))
-            self._blocks.append((run, units))
-        return [unit for _, units in self._blocks for unit in units]
+    def _arrange(self, blocks: list[tuple[Run, list[_Unit]]]) -> None:
+        self._blocks = blocks
+        self._units = [unit for _, units in blocks for unit in units]
 
-    def _whole_units(self, values: Tensor) -> list[_Unit]:
+    def _block_units(self, run: Run) -> list[_Unit]:
+        room = self._scratch.setdefault(run.dtype, torch.empty(_BLOCK, dtype=torch.uint8).view(run.dtype))
+        slots = frozenset(part.slot.number for part in run.parts)
+        units = []
+        for start in range(run.offset, run.offset + run.nbytes, _BLOCK):
+            stop = min(start + _BLOCK, run.offset + run.nbytes)
+            target = _Target(nn.Parameter(self._values[start:stop].view(run.dtype)), start, stop, slots)
+            optimizer = self._make([{**self._groups[run.group], "params": [target.parameter]}])
+            units.append(_Unit(optimizer, [target], [run.group], [room[: target.parameter.numel()]]))
+        return units
+
+    def _whole_units(self) -> list[_Unit]:
         targets: list[_Target] = []
         groups: list[dict[str, Any]] = []
         numbers: list[int] = []
         for run in self._share.runs:
-            parameters = [nn.Parameter(part.of(values).view(part.slot.shape)) for part in run.parts]
-            places = [(part.offset, part.offset + part.nbytes) for part in run.parts]
-            targets += [_Target(each, *place) for each, place in zip(parameters, places, strict=True)]
+            parameters = [nn.Parameter(part.of(self._values).view(part.slot.shape)) for part in run.parts]
+            for each, part in zip(parameters, run.parts, strict=True):
+                slots = frozenset([part.slot.number])
+                targets.append(_Target(each, part.offset, part.offset + part.nbytes, slots))
             groups.append({**self._groups[run.group], "params": parameters})
             numbers.append(run.group)
         means = [torch.empty_like(target.parameter) for target in targets]
         return [_Unit(self._make(groups), targets, numbers, means)]
 
     @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor]) -> None:
-        """One step with the mean of these gradients, each in flat memory like that of the values."""
+    def step(self, gradients: Sequence[Tensor], missing: AbstractSet[int] = frozenset()) -> None:
+        """One step with the mean of these gradients, each in flat memory like that of the values.
+
+        Parameters whose numbers are `missing` have none.
+        """
+        if missing and self._by_element:
+            self._separate(missing)
         for optimizer, targets, _, means in self._units:
             for target, mean in zip(targets, means, strict=True):
-                target.parameter.grad = _mean([target.gradient(flat) for flat in gradients], mean)
+                if not target.slots <= missing:
+                    target.parameter.grad = _mean([target.gradient(flat) for flat in gradients], mean)
             optimizer.step()
             for target in targets:
                 target.parameter.grad = None
+
+    def _separate(self, missing: AbstractSet[int]) -> None:
+        """See to it that of each run, all or none is missing."""
+        blocks: list[tuple[Run, list[_Unit]]] = []
+        for run, units in self._blocks:
+            pieces = _pieces(run, [part.slot.number in missing for part in run.parts])
+            if len(pieces) < 2:
+                blocks.append((run, units))
+                continue
+            whole = _join(units)
+            for piece in pieces:
+                blocks.append((piece, self._block_units(piece)))
+                self._load_run(*blocks[-1], [_slice(run, part, whole) for part in piece.parts])
+        self._arrange(blocks)
 
     def change(self, changes: dict[int, Options]) -> None:
         """Options of groups that are new."""
@@ -149,8 +183,14 @@ class Solver:
                 unit.optimizer.state[target.parameter] = _copied(state)
             return
         remaining = iter(states)
-        for run, units in self._blocks:
-            self._load_run(run, units, [next(remaining) for _ in run.parts])
+        blocks = []
+        for run in self._share.runs:
+            mine = {part: next(remaining) for part in run.parts}
+            by_element = self._keys_by_element(run.group, run.dtype)
+            for piece in _pieces(run, [_common(state, by_element) for state in mine.values()]):
+                blocks.append((piece, self._block_units(piece)))
+                self._load_run(*blocks[-1], [mine[part] for part in piece.parts])
+        self._arrange(blocks)
 
     def cut(self, part: Part, state: State) -> State:
         """What of a whole parameter's state belongs to one part of it."""
@@ -163,23 +203,22 @@ class Solver:
         }
 
     def _load_run(self, run: Run, units: list[_Unit], states: list[State]) -> None:
-        for unit in units:
-            unit.optimizer.state.clear()
+        """Give new units the states of their parts, which differ only in what belongs to elements."""
         if not any(states):
             return
         by_element = self._keys_by_element(run.group, run.dtype)
-        whole: State = dict(next(state for state in states if state))
-        for key in by_element & whole.keys():
+        whole: State = dict(states[0])
+        flat = {key for key in by_element if torch.is_tensor(whole.get(key))}
+        for key in flat:
             whole[key] = torch.zeros(run.nbytes // run.dtype.itemsize, dtype=whole[key].dtype)
             for part, state in zip(run.parts, states, strict=True):
-                if key in state:
-                    _elements(run, part, whole[key]).copy_(state[key].reshape(-1))
+                _elements(run, part, whole[key]).copy_(state[key].reshape(-1))
         start = 0
         for unit in units:
             parameter = unit.targets[0].parameter
             stop = start + parameter.numel()
             unit.optimizer.state[parameter] = _copied(
-                {key: value[start:stop] if key in by_element else value for key, value in whole.items()}
+                {key: value[start:stop] if key in flat else value for key, value in whole.items()}
             )
             start = stop
 
@@ -199,6 +238,29 @@ def _mean(gradients: list[Tensor], out: Tensor) -> Tensor:
     for gradient in gradients[2:]:
         out.add_(gradient)
     return out.mul_(1 / len(gradients))
+
+
+def _pieces(run: Run, keys: Sequence[Any]) -> list[Run]:
+    """The run, divided where the keys of its parts change."""
+    keyed = list(zip(keys, run.parts, strict=True))
+    found = [[part for _, part in parts] for _, parts in itertools.groupby(keyed, key=lambda entry: entry[0])]
+    if len(found) < 2:
+        return [run]
+    return [
+        Run(run.group, run.dtype, parts[0].offset, parts[-1].offset + parts[-1].nbytes - parts[0].offset, tuple(parts))
+        for parts in found
+    ]
+
+
+def _common(state: State, by_element: set[str]) -> list[tuple[str, Any]]:
+    """What of a state parts must agree on to be in one block."""
+    return [
+        (
+            key,
+            None if key in by_element and torch.is_tensor(value) else float(value) if torch.is_tensor(value) else value,
+        )
+        for key, value in sorted(state.items())
+    ]
 
 
 def _join(units: list[_Unit]) -> State:
