@@ -1,7 +1,8 @@
 """`Attachment`: a trainer's side of one server.
 
-State: `version`, what of this server's range the model holds; `_memory`, where the server publishes its values, and
-`_shares`, whether it reads gradients where they are. Used by the thread that steps the optimizer.
+State: `version`, what of this server's range the model holds; `_memory`, where the server publishes its values;
+`_shares`, whether it reads gradients where they are; if it does not, `_early`, what has left before its step. Used by
+the thread that steps the optimizer, except `ready`, which backward calls.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from torch import Tensor
 from telegrad.errors import PeerLost
 from telegrad.futures import Future
 from telegrad.ps import segments, service
+from telegrad.ps.buckets import Bucket, Early
 from telegrad.ps.compression import Compressor
 from telegrad.ps.flat import Flat
-from telegrad.ps.messages import Answer, Plan, Welcome
+from telegrad.ps.messages import Answer, Gradients, Plan, Welcome
 from telegrad.ps.segments import Handle, Mapping
 from telegrad.ps.solver import Options, State
 
@@ -37,6 +39,7 @@ class Attachment:
         plan: Plan,
         flat: Flat,
         compression: torch.dtype | None,
+        overlap: bool,
     ) -> None:
         self.server = server
         self.plan = plan
@@ -47,10 +50,16 @@ class Attachment:
         self._memory: Mapping | None = None
         self._shares = False
         self._compressor = None if compression is None else Compressor(plan.share, compression)
+        self._overlap = overlap
+        self._early: Early | None = None
+        self._step = 0  # the last that was pushed
+        flat.listen(self.ready)
 
     def __repr__(self) -> str:
         how = "shared memory" if self._memory is not None and self._shares else "calls"
-        return f"<Attachment to {self.server!r}: {self.plan.share.nbytes} bytes, version {self.version}, by {how}>"
+        early = "" if self._early is None else f", {self._early!r}"
+        size = f"{self.plan.share.nbytes} bytes"
+        return f"<Attachment to {self.server!r}: {size}, version {self.version}, by {how}{early}>"
 
     # Coming and going
 
@@ -79,6 +88,8 @@ class Attachment:
 
     def _map(self, welcome: Welcome) -> None:
         self._shares = welcome.shared
+        if self._overlap and not self._shares and self._early is None:
+            self._early = Early(self.plan.share, self._copy, self._bring, self._agent.threads.start)
         memory = welcome.memory if self._flat.segment is not None else None
         self._memory = None if memory is None else segments.find(memory)
 
@@ -90,6 +101,22 @@ class Attachment:
         return self._start(service.leave, self.plan.name, self._me)
 
     # Steps
+
+    def ready(self, slot: int) -> None:
+        """The gradient of a parameter is in the flat memory."""
+        early = self._early
+        if early is not None:
+            early.ready(slot)
+
+    def _copy(self, bucket: Bucket) -> Tensor:
+        gradients = self._range(self._flat.gradients)
+        if self._compressor is not None:
+            return self._compressor.preview(bucket, gradients)
+        return bucket.of(self._runs(gradients)).clone()
+
+    def _bring(self, number: int, piece: Tensor) -> None:
+        arguments = (self.plan.name, self._me, self._step + 1, {number: piece})
+        self._agent.invoke(self.server, service.bring, arguments, None, None)
 
     def push(self, step: int, changes: dict[int, Options]) -> Answer:
         """Report the gradients that are in the flat memory and wait for the answer."""
@@ -115,13 +142,29 @@ class Attachment:
         return self._start(service.push, *self._pushed(step, changes))
 
     def _pushed(self, step: int, changes: dict[int, Options]) -> tuple[Any, ...]:
-        gradients: Tensor | list[Tensor] | None = None
-        if not self._shares:
-            gradients = self._flat.gradients[self.plan.share.start : self.plan.share.stop]
-            if self._compressor is not None:
-                gradients = self._compressor.pack(step, gradients)
+        gradients = None if self._shares else self._travelling(step)
+        self._step = step
         pushed = (self.plan.name, self._me, step, self.version, changes, gradients, self._memory is None)
         return (*pushed, self._flat.missing) if self._flat.missing else pushed
+
+    def _travelling(self, step: int) -> Gradients:
+        """The gradients of this step, less what is there already."""
+        gradients = self._range(self._flat.gradients)
+        if self._early is not None:
+            self._early.stop()
+        packed = None if self._compressor is None else self._compressor.pack(step, gradients)
+        if self._early is not None:
+            runs = self._runs(gradients) if packed is None else packed
+            missing = self._early.missing(runs)
+            if len(missing) < len(self._early.buckets):
+                return {bucket.number: bucket.of(runs) for bucket in missing}
+        return gradients if packed is None else packed
+
+    def _range(self, flat: Tensor) -> Tensor:
+        return flat[self.plan.share.start : self.plan.share.stop]
+
+    def _runs(self, gradients: Tensor) -> list[Tensor]:
+        return [run.of(gradients) for run in self.plan.share.runs]
 
     def take(self, answer: Answer) -> None:
         """Copy what the server answered into the flat memory."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import UsageError
+from telegrad.ps.buckets import Bucket
 from telegrad.ps.layout import Share
 
 _LARGE = (torch.float32, torch.float64)
@@ -37,6 +38,14 @@ class Compressor:
             self._step = step
             self._packed = [self._smaller(run.of(gradients), run.of(self._rest)) for run in self._share.runs]
         return self._packed
+
+    def preview(self, bucket: Bucket, gradients: Tensor) -> Tensor:
+        """What `pack` would make of a bucket, if its gradients stay what they are now."""
+        run = self._share.runs[bucket.run]
+        piece = run.of(gradients)[bucket.first : bucket.last]
+        if piece.dtype not in _LARGE:
+            return piece.clone()
+        return (run.of(self._rest)[bucket.first : bucket.last] + piece).to(self._dtype)
 
     def _smaller(self, gradient: Tensor, rest: Tensor) -> Tensor:
         if gradient.dtype not in _LARGE:

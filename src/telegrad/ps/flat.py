@@ -4,12 +4,14 @@ On the CPU the parameters of the model become views of that memory, and so does 
 accumulated: what backward computes is where servers read it, and what they answer with is copied to where the model
 reads it. Parameters of other devices are copied in both directions.
 
-State: the memory. It belongs to the trainer except between a push and its answer, when servers read the gradients.
+State: the memory. It belongs to the trainer except between a push and its answer, when servers read the gradients. Who
+listens is known to the hooks weakly: they live as long as the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +34,16 @@ class Flat:
         self._parameters = tuple(entry.parameter for entry in self._entries)
         self._elsewhere = [entry for entry in self._entries if not entry.here]
         self.missing: frozenset[int] = frozenset()  # the numbers of those that had no gradient when last collected
-        self._hooks = [entry.hook() for entry in self._entries if entry.here]
+        self._listeners: list[weakref.WeakMethod[Callable[[int], None]]] = []
+        self._hooks = [entry.hook(self._listeners) for entry in self._entries if entry.here]
 
     def __repr__(self) -> str:
         where = "shared memory" if self.segment is not None else "memory of its own"
         return f"<Flat: {len(self._parameters)} parameters, {self.values.numel()} bytes, gradients in {where}>"
+
+    def listen(self, ready: Callable[[int], None]) -> None:
+        """Call a method with the number of each parameter whose gradient backward has just put into the memory."""
+        self._listeners.append(weakref.WeakMethod(ready))
 
     def collect(self) -> None:
         """See to it that every gradient is in the flat memory, and zeros where there is none."""
@@ -84,12 +91,18 @@ class _Entry:
             self.gradient.copy_(self.parameter.grad)
         return self.parameter.grad is not None
 
-    def hook(self) -> Any:
+    def hook(self, listeners: list[weakref.WeakMethod[Callable[[int], None]]]) -> Any:
         """Move each gradient to its place while it is still in the cache."""
-        gradient = self.gradient  # a hook that knew the parameter would keep it alive for ever
-        return self.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            lambda parameter: _move(parameter, gradient)
-        )
+        gradient, number = self.gradient, self.number  # a hook that knew the parameter would keep it alive for ever
+
+        def accumulated(parameter: Tensor) -> None:
+            _move(parameter, gradient)
+            for listener in listeners:
+                ready = listener()
+                if ready is not None:
+                    ready(number)
+
+        return self.parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
 
 
 def _move(parameter: Tensor, place: Tensor) -> None:

@@ -14,6 +14,9 @@ from telegrad.ps.layout import Share
 from telegrad.ps.segments import Handle
 from telegrad.ps.solver import Options
 
+# Of a server's range: all as they are; compressed, run by run; by bucket, those that the server does not have yet.
+Gradients = Tensor | list[Tensor] | dict[int, Tensor]
+
 
 def trainer_name(incarnation: str, number: int) -> str:
     """What identifies a trainer: a worker may have several, one after the other or at the same time."""

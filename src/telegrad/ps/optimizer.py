@@ -44,8 +44,9 @@ class Optimizer(optim.Optimizer):
     say the same `name` train together: the first brings the parameters, the others get them. With `trainers`, they
     start when so many have come. `step` reports the gradients, waits as `consistency` says, and leaves fresh
     parameters in the model. `close` lets the others go on without this trainer, and so does the end of its agent.
-    With `checkpoint`, a server that dies is waited for, `patience` seconds long. `compression`, such as
-    `torch.bfloat16`, is for gradients that travel by calls, to other hosts.
+    With `checkpoint`, a server that dies is waited for, `patience` seconds long. Gradients that travel by calls, to
+    other hosts, can be made smaller (`compression`, such as `torch.bfloat16`), and unless `overlap` is off they leave
+    while backward is under way.
 
     >>> from telegrad.testing import LocalCluster
     >>> model = nn.Linear(2, 1, bias=False)
@@ -69,6 +70,7 @@ class Optimizer(optim.Optimizer):
         trainers: int = 1,
         checkpoint: Checkpoint | None = None,
         compression: torch.dtype | None = None,
+        overlap: bool = True,
         patience: float = 300.0,
         agent: Agent | None = None,
         **options: Any,
@@ -95,6 +97,7 @@ class Optimizer(optim.Optimizer):
         self._trainer = trainer_name(agent.me.incarnation, next(_numbers))
         self._patience = patience
         self._compression = compression
+        self._overlap = overlap
         self._attachments = self._plan(_matching(agent, servers), options, trainers, checkpoint)
         self._join()
         agent.on_parting(_weakly(self))
@@ -180,7 +183,7 @@ class Optimizer(optim.Optimizer):
             for share in shares
         ]
         return [
-            Attachment(self._agent, self._trainer, server, plan, self._flat, self._compression)
+            Attachment(self._agent, self._trainer, server, plan, self._flat, self._compression, self._overlap)
             for server, plan in zip(servers, plans, strict=True)
             if plan.share.nbytes
         ]

@@ -19,7 +19,7 @@ from telegrad.agent.serving import Later, trusted
 from telegrad.errors import InternalError, StaleReference
 from telegrad.futures import Future
 from telegrad.ps.checkpoint import Archive
-from telegrad.ps.messages import Answer, Plan, Welcome, worker_of
+from telegrad.ps.messages import Answer, Gradients, Plan, Welcome, worker_of
 from telegrad.ps.segments import Handle
 from telegrad.ps.shard import Shard
 from telegrad.ps.solver import Options, State
@@ -166,13 +166,19 @@ def resume(
 
 
 @trusted
+def bring(name: str, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
+    """Buckets of gradients that are ready before the step that they are for."""
+    Shards.here().find(name).bring(trainer, step, pieces)
+
+
+@trusted
 def push(
     name: str,
     trainer: str,
     step: int,
     version: int,
     changes: dict[int, Options],
-    gradients: Tensor | list[Tensor] | None,
+    gradients: Gradients | None,
     by_value: bool,
     missing: frozenset[int] = frozenset(),
 ) -> Any:

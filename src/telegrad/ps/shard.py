@@ -22,10 +22,11 @@ from torch import Tensor
 from telegrad.errors import StaleReference, UsageError
 from telegrad.futures import Future
 from telegrad.ps import compression, segments
+from telegrad.ps.buckets import Staging
 from telegrad.ps.checkpoint import Archive, Snapshot
 from telegrad.ps.consistency import Stale, Sync
 from telegrad.ps.layout import Share
-from telegrad.ps.messages import Answer, Plan, Welcome, worker_of
+from telegrad.ps.messages import Answer, Gradients, Plan, Welcome, worker_of
 from telegrad.ps.rounds import Clocks, Rounds
 from telegrad.ps.segments import Handle, Mapping
 from telegrad.ps.solver import Options, Solver, State, works_by_element
@@ -78,6 +79,7 @@ class Shard:
         self._joined: set[str] = set()
         self._applied: dict[str, int] = {}  # the last step of each trainer that is in the values
         self._reports: dict[str, _Report] = {}
+        self._stagings: dict[str, Staging] = {}  # of trainers whose gradients come piece by piece
         self._entering: list[_Entering] = []
         self._saved = -1  # the last version that was given to the archive
 
@@ -139,6 +141,7 @@ class Shard:
         with self._lock:
             known = self._members.pop(trainer, self)
             self._reports.pop(trainer, None)
+            self._stagings.pop(trainer, None)
             self._entering = [each for each in self._entering if each.trainer != trainer]
             if self._rounds is not None:
                 self._rounds.leave(trainer)
@@ -159,13 +162,25 @@ class Shard:
 
     # What they bring
 
+    def bring(self, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
+        """Some of the gradients that a trainer is going to push."""
+        self._staging(trainer).bring(step, pieces)
+
+    def _staging(self, trainer: str) -> Staging:
+        with self._lock:
+            if trainer not in self._members:
+                raise StaleReference(f"parameter server {self.plan.name!r} does not know this trainer")
+            if trainer not in self._stagings:
+                self._stagings[trainer] = Staging(self.plan.share)
+            return self._stagings[trainer]
+
     def push(
         self,
         trainer: str,
         step: int,
         version: int,
         changes: dict[int, Options],
-        gradients: Tensor | list[Tensor] | None,
+        gradients: Gradients | None,
         by_value: bool,
         missing: frozenset[int] = frozenset(),
     ) -> Future[Answer]:
@@ -175,6 +190,8 @@ class Shard:
         """
         if isinstance(gradients, list):
             gradients = compression.unpack(self.plan.share, gradients)
+        elif isinstance(gradients, dict):
+            gradients = self._staging(trainer).complete(step, gradients)
         with self._lock:
             if trainer not in self._members:
                 raise StaleReference(f"parameter server {self.plan.name!r} does not know this trainer")

@@ -1,0 +1,281 @@
+"""Gradients leave while backward is under way; whatever happens to them then, the step takes what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from telegrad import ps
+from telegrad.errors import StaleReference
+from telegrad.ps import buckets
+from telegrad.ps.buckets import Early, Staging, divide
+from telegrad.ps.layout import Layout
+from telegrad.ps.service import Shards
+from telegrad.ps.shard import Shard
+from telegrad.testing import LocalCluster
+from tests.local.gates import until
+from tests.ps import training
+from tests.ps.training import check_same, model
+
+Clusters = Callable[..., LocalCluster]
+Left = Callable[[], None]  # waits until everything that is ready has left
+
+
+@pytest.fixture
+def transport() -> str:
+    return "tcp"
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "_SIZE", 128)
+
+
+class Both:
+    """The same model twice: with a parameter server that is called, and with the optimizer itself."""
+
+    def __init__(self, cluster: LocalCluster, **options: Any) -> None:
+        self.net, self.local_net = model(), model()
+        self.remote = ps.Optimizer(self.net, ["w1", "w2"], agent=cluster["w0"], lr=0.1, momentum=0.9, **options)
+        self.local = torch.optim.SGD(self.local_net.parameters(), lr=0.1, momentum=0.9)
+
+    @property
+    def early(self) -> list[Early]:
+        return [early for each in self.remote._attachments for early in [each._early] if early is not None]
+
+    def wait(self) -> None:
+        until(lambda: not any(early._sending for early in self.early))
+
+    def train(self, steps: int, body: Callable[[Any, nn.Module, int, Left], None]) -> None:
+        for step in range(steps):
+            body(self.local, self.local_net, step, lambda: None)
+            body(self.remote, self.net, step, self.wait)
+            check_same(self.net, self.local_net)
+
+
+@pytest.fixture
+def both(cluster: Clusters) -> Both:
+    return Both(cluster(3))
+
+
+@pytest.fixture
+def pushed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What goes with each push: None or a tensor or, if some was there before, the other buckets."""
+    found: list[Any] = []
+    real = Shard.push
+
+    def push(self: Shard, *args: Any) -> Any:
+        found.append(args[4])
+        return real(self, *args)
+
+    monkeypatch.setattr(Shard, "push", push)
+    return found
+
+
+def backward(net: nn.Module, step: int, piece: int = 0) -> None:
+    training.loss(net, training.batch(step, piece)).backward()
+
+
+def plain(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
+    optimizer.zero_grad()
+    backward(net, step)
+    left()
+    optimizer.step()
+
+
+def test_everything_may_leave_before_the_step(both: Both, pushed: list[Any]) -> None:
+    both.train(3, plain)
+    assert pushed == [{}] * 6
+    assert all(len(early.buckets) > 2 for early in both.early)
+
+
+def accumulated(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
+    optimizer.zero_grad()
+    for piece in range(3):
+        backward(net, step, piece)
+        left()
+    optimizer.step()
+
+
+def test_accumulation(both: Both, pushed: list[Any]) -> None:
+    """From the second step on it is known when to leave."""
+    both.train(3, accumulated)
+    assert all(isinstance(each, Tensor) for each in pushed[:2])
+    assert pushed[2:] == [{}] * 4
+
+
+def clipped(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
+    optimizer.zero_grad()
+    backward(net, step)
+    left()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+    optimizer.step()
+
+
+def changed_by_hand(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
+    optimizer.zero_grad()
+    backward(net, step)
+    left()
+    net[0].weight.grad.data.clamp_(-0.01, 0.01)  # no version counter sees these two
+    net[2].bias.grad.numpy()[...] *= 3
+    optimizer.step()
+
+
+def replaced(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
+    optimizer.zero_grad()
+    backward(net, step)
+    left()
+    for each in net[0].parameters():
+        each.grad = torch.full_like(each, 0.5)
+    net[4].bias.grad = None
+    optimizer.step()
+
+
+def zeroed(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
+    """A step that is given up: its gradients have left, and do not count."""
+    optimizer.zero_grad(set_to_none=step % 2 == 0)
+    backward(net, step, 7)
+    left()
+    optimizer.zero_grad(set_to_none=step % 2 == 1)
+    backward(net, step)
+    left()
+    optimizer.step()
+
+
+def no_gradients(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
+    optimizer.zero_grad()
+    backward(net, step)
+    left()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def used_twice(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
+    optimizer.zero_grad()
+    (training.loss(net, training.batch(step, 0)) + training.loss(net, training.batch(step, 1))).backward()
+    left()
+    optimizer.step()
+
+
+def unused(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
+    optimizer.zero_grad()
+    assert isinstance(net, nn.Sequential)
+    net[: 4 if step % 2 else 2](training.batch(step, 0)).square().sum().backward()
+    left()
+    optimizer.step()
+
+
+CASES = [clipped, changed_by_hand, replaced, zeroed, no_gradients, used_twice, unused]
+
+
+@pytest.mark.parametrize("body", CASES, ids=lambda body: body.__name__)
+def test_the_step_takes_what_is_there(both: Both, body: Any) -> None:
+    both.train(5, body)
+
+
+@pytest.mark.parametrize("body", [plain, accumulated, *CASES], ids=lambda body: body.__name__)
+def test_compressed_gradients_are_those_of_a_run_without_overlap(cluster: Clusters, body: Any) -> None:
+    """What rounding takes away is carried on once, whether a bucket left in vain or not."""
+    workers = cluster(3)
+    small: dict[str, Any] = {"compression": torch.bfloat16}
+    early, late = Both(workers, name="early", **small), Both(workers, name="late", overlap=False, **small)
+    assert late.early == []
+    for step in range(5):
+        body(early.remote, early.net, step, early.wait)
+        body(late.remote, late.net, step, lambda: None)
+        for mine, its in zip(early.net.parameters(), late.net.parameters(), strict=True):
+            assert torch.equal(mine, its)
+
+
+def test_who_always_clips_soon_stops_sending_early(both: Both, pushed: list[Any]) -> None:
+    tries = []
+    for step in range(8):
+        both.remote.zero_grad()
+        backward(both.net, step)
+        both.wait()
+        tries.append(bool(both.early[0]._sent))
+        nn.utils.clip_grad_norm_(both.net.parameters(), 0.01)
+        both.remote.step()
+    assert tries == [True, False, True, False, False, True, False, False]
+    assert isinstance(pushed[-1], Tensor)
+
+
+@pytest.mark.parametrize("transport", ["unix"])
+def test_shared_memory_has_nothing_to_send(cluster: Clusters, pushed: list[Any]) -> None:
+    both = Both(cluster(3))
+    both.train(2, plain)
+    assert both.early == []
+    assert pushed == [None] * 4
+
+
+def test_a_server_that_comes_back_gets_everything(cluster: Clusters, tmp_path: Path, pushed: list[Any]) -> None:
+    workers = cluster(3)
+    both = Both(workers, checkpoint=ps.Checkpoint(tmp_path, every=1, wait=True))
+
+    def killed_before_the_step(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
+        optimizer.zero_grad()
+        backward(net, step)
+        left()
+        if step == 2 and optimizer is both.remote:
+            workers.kill("w1")
+            workers.join("w1", 1)
+        optimizer.step()
+
+    both.train(4, killed_before_the_step)
+    assert sum(isinstance(each, Tensor) for each in pushed) == 1
+
+
+def test_a_trainer_that_leaves_takes_back_what_it_sent(both: Both) -> None:
+    backward(both.net, 0)
+    both.wait()
+    shards = [both.remote._agent.call(server, staged) for server in ("w1", "w2")]
+    assert shards == [1, 1]
+    both.remote.close()
+    assert [both.remote._agent.call(server, staged) for server in ("w1", "w2")] == [0, 0]
+
+
+def staged() -> int:
+    return len(Shards.here().find("default")._stagings)
+
+
+# The parts
+
+
+def test_buckets_cover_every_element_once() -> None:
+    entries = [(0, "a", torch.zeros(100)), (1, "b", torch.zeros(3, dtype=torch.float64)), (2, "c", torch.zeros(40))]
+    for share in Layout.of([entries]).divide(2):
+        found = divide(share)
+        runs = [run.of(torch.zeros(share.nbytes, dtype=torch.uint8)) for run in share.runs]
+        for bucket in found:
+            bucket.of(runs).add_(1)
+        assert all(bool((run == 1).all()) for run in runs)
+        assert {slot for bucket in found for slot in bucket.slots} == {part.slot.number for part in share.parts}
+
+
+def test_what_was_brought_for_another_step_does_not_count() -> None:
+    (share,) = Layout.of([[(0, "a", torch.zeros(50))]]).divide(1)
+    staging = Staging(share)
+    first, second = [torch.ones(bucket.last - bucket.first) for bucket in divide(share)]
+    staging.bring(1, {0: first})
+    assert bool((share.parts[0].of(staging.complete(1, {1: second})) == 1).all())
+    staging.bring(2, {0: first})
+    with pytest.raises(StaleReference):
+        staging.complete(3, {1: second})
+
+
+def test_an_error_of_the_sender_is_heard_at_the_step() -> None:
+    (share,) = Layout.of([[(0, "a", torch.zeros(50))]]).divide(1)
+
+    def send(number: int, piece: Tensor) -> None:
+        raise ArithmeticError("not today")
+
+    early = Early(share, lambda bucket: torch.zeros(1), send, lambda job: job())
+    early.ready(0)
+    with pytest.raises(ArithmeticError, match="not today"):
+        early.stop()
+    assert len(early.missing([run.of(torch.zeros(share.nbytes, dtype=torch.uint8)) for run in share.runs])) == 2
