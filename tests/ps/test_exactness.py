@@ -13,6 +13,7 @@ from telegrad import ps
 from telegrad.config import TRANSPORTS
 from telegrad.errors import UsageError
 from telegrad.ps import solver
+from telegrad.ps.service import Shards
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
 from tests.ps import training
@@ -312,3 +313,18 @@ def test_rules_are_checked(cluster: Clusters) -> None:
             ps.Optimizer(nn.Linear(2, 2), servers="w1", agent=workers["w1"], lr=0.1)
     with pytest.raises(UsageError, match="closed"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(("options", "fused"), [({}, True), ({"foreach": False}, None), ({"fused": False}, False)])
+def test_servers_step_in_one_pass_unless_told_otherwise(pair: Any, options: dict[str, Any], fused: bool | None) -> None:
+    _, remote, _, _ = pair(lr=0.1, **options)
+    remote.load_state_dict(remote.state_dict())
+    remote.param_groups[0]["lr"] = 0.2
+    remote.step()
+    assert remote.param_groups[0]["fused"] == options.get("fused")
+    for server in ("w1", "w2"):
+        assert remote._agent.call(server, how_steps_are_made) == [fused]
+
+
+def how_steps_are_made() -> list[Any]:
+    return [unit.optimizer.param_groups[0]["fused"] for unit in Shards.here().find("default")._solver._units]

@@ -42,6 +42,7 @@ _BY_ELEMENT = {
     optim.Rprop,
     optim.SGD,
 }
+_FUSED = {torch.float32, torch.float64}
 
 
 def works_by_element(optimizer: Any) -> bool:
@@ -102,7 +103,8 @@ class Solver:
         for start in range(run.offset, run.offset + run.nbytes, _BLOCK):
             stop = min(start + _BLOCK, run.offset + run.nbytes)
             target = _Target(nn.Parameter(self._values[start:stop].view(run.dtype)), start, stop, slots)
-            optimizer = self._make([{**self._groups[run.group], "params": [target.parameter]}])
+            options = {**self._groups[run.group], **_fastest(self._groups[run.group], run.dtype)}
+            optimizer = self._make([{**options, "params": [target.parameter]}])
             units.append(_Unit(optimizer, [target], [run.group], [room[: target.parameter.numel()]]))
         return units
 
@@ -159,6 +161,8 @@ class Solver:
         for unit in self._units:
             for number, group in zip(unit.groups, unit.optimizer.param_groups, strict=True):
                 group.update(changes.get(number, {}))
+                if self._by_element:
+                    group.update(_fastest(self._groups[number], unit.targets[0].parameter.dtype))
 
     def options(self) -> list[Options]:
         """The options of each group, as they are now."""
@@ -238,6 +242,12 @@ def _mean(gradients: list[Tensor], out: Tensor) -> Tensor:
     for gradient in gradients[2:]:
         out.add_(gradient)
     return out.mul_(1 / len(gradients))
+
+
+def _fastest(options: Options, dtype: torch.dtype) -> Options:
+    """Where the user has left open how a step is computed: in one pass, if the optimizer offers that."""
+    open_to_all = "fused" in options and options["fused"] is None and options.get("foreach") is None
+    return {"fused": True} if open_to_all and dtype in _FUSED and not options.get("differentiable") else {}
 
 
 def _pieces(run: Run, keys: Sequence[Any]) -> list[Run]:
