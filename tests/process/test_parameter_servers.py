@@ -1,22 +1,15 @@
-"""Real processes: killed ones, and the command that trains."""
+"""Real processes, killed ones."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import telegrad
-import telegrad.cli
 import telegrad.rpc as rpc
 from telegrad import Config, ps
-from tests.local.gates import until
 from tests.process.fleet import Fleet
 from tests.ps import training
 from tests.ps.training import check_same, model
@@ -77,38 +70,3 @@ def loaded(state: dict[str, torch.Tensor]) -> torch.nn.Module:
     net = model()
     net.load_state_dict(state)
     return net
-
-
-def test_a_training_that_is_interrupted_ends_cleanly(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(Path(telegrad.__path__[0]).parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "telegrad", "train", "mnist", "--trainers", "1", "--epochs", "100000"]
-    process = subprocess.Popen(
-        [*command, "--consistency", "stale:2", "--out", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # so that Ctrl-C, which all of its processes get, does not reach this one
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("epoch")
-    os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=30)
-    assert process.returncode == 1, output + errors
-    assert errors.strip().splitlines()[-1] == "stopped"
-    assert "Traceback" not in errors
-    until(lambda: not exists(process.pid))
-
-
-def exists(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_an_unknown_job_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        telegrad.cli.main(["train", "nothing"])
-    assert "mnist" in capsys.readouterr().err

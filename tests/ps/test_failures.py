@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -188,6 +189,47 @@ def test_a_new_run_goes_on_where_an_old_one_ended(cluster: Clusters, tmp_path: P
         workers.close()
         final, net = net, model(seed=1)  # the next run starts with other parameters, and does not use them
     check_same(final, expected)
+
+
+def test_a_new_run_begins_with_the_newest_version_that_all_servers_have(cluster: Clusters, tmp_path: Path) -> None:
+    """One of them was killed before it had saved as much as the other."""
+    expected = model()
+    training.train(torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9), expected, range(9), [0])
+
+    def run(first: int, last: int, seed: int) -> nn.Module:
+        workers = cluster(3)
+        net = model(seed)
+        point = ps.Checkpoint(tmp_path, every=2, resume=True, wait=True, keep=3)
+        with ps.Optimizer(net, ["w1", "w2"], agent=workers["w0"], checkpoint=point, lr=0.1, momentum=0.9) as optimizer:
+            assert optimizer.version == first
+            training.train(optimizer, net, range(first, last), [0])
+        workers.close()
+        return net
+
+    run(0, 6, seed=0)
+    shutil.rmtree(tmp_path / "default" / "w1" / "6")
+    check_same(run(4, 9, seed=1), expected)
+    saved = {
+        server: sorted(int(each.name) for each in (tmp_path / "default" / server).glob("[0-9]*"))
+        for server in ("w1", "w2")
+    }
+    assert saved == {"w1": [6, 8, 9], "w2": [6, 8, 9]}
+    for version in (6, 8):
+        shutil.rmtree(tmp_path / "default" / "w1" / str(version))
+    shutil.rmtree(tmp_path / "default" / "w2" / "9")
+    with pytest.raises(UsageError, match="none in common"):
+        run(9, 9, seed=0)
+
+
+def test_a_checkpoint_of_something_else_is_refused(cluster: Clusters, tmp_path: Path) -> None:
+    point = ps.Checkpoint(tmp_path, resume=True)
+    workers = cluster(3)
+    with ps.Optimizer(model(), ["w1"], agent=workers["w0"], checkpoint=point, lr=0.1):
+        pass
+    workers.close()
+    workers = cluster(3)
+    with pytest.raises(UsageError, match="another number of servers"):
+        ps.Optimizer(model()[:3], ["w1"], agent=workers["w0"], checkpoint=point, lr=0.1)
 
 
 def test_without_resume_a_new_run_starts_anew(cluster: Clusters, tmp_path: Path) -> None:

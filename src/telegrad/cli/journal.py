@@ -1,6 +1,7 @@
-"""`Journal`: how a training goes, for people: a live view, and afterwards a plot and a report.
+"""How a training goes, for people: `Progress` is what a trainer says, `Journal` shows it.
 
-The view is a table that changes in place if `rich` is installed and this is a terminal; otherwise a line per entry.
+The view is a table that changes in place if `rich` is installed and this is a terminal; otherwise a line per epoch and
+trainer. Afterwards there are a plot and a report.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import html
 import io
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +27,14 @@ try:
 except ImportError:  # the report does without a plot
     Figure = None  # type: ignore[assignment,misc]
 
-__all__ = ["Entry", "Journal"]
+__all__ = ["Entry", "Journal", "Progress"]
 
+_MOMENT = 0.5  # seconds between two entries of one epoch
 _STYLE = "body{font:15px sans-serif;margin:2em}table{border-collapse:collapse}td,th{padding:.2em 1em;text-align:right}"
 
 
 class Entry(NamedTuple):
-    """One epoch of one trainer."""
+    """One epoch of one trainer, or what there is of it so far."""
 
     trainer: str
     epoch: int
@@ -39,6 +42,7 @@ class Entry(NamedTuple):
     speed: float  # samples per second
     staleness: int = 0
     accuracy: float | None = None
+    complete: bool = True
 
     def cells(self) -> list[str]:
         right = "" if self.accuracy is None else f"{100 * self.accuracy:.2f} %"
@@ -53,12 +57,52 @@ class Entry(NamedTuple):
 _COLUMNS = ["trainer", "epoch", "loss", "samples/s", "staleness", "test accuracy"]
 
 
+class Progress:
+    """What one trainer reports, from its own process: `note` after each step, `end` after each epoch."""
+
+    def __init__(self, trainer: str, put: Callable[[Entry], None]) -> None:
+        self._trainer = trainer
+        self._put = put
+        self._begin(0)
+
+    def __repr__(self) -> str:
+        return f"<Progress of {self._trainer}: {self._steps} steps of epoch {self._epoch}>"
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._loss, self._samples, self._steps, self._staleness = 0.0, 0, 0, 0
+        self._started = self._said = self._noted = time.perf_counter()
+
+    def note(self, epoch: int, loss: float, samples: int, staleness: int = 0) -> None:
+        if epoch != self._epoch:
+            self._begin(epoch)
+        self._loss += loss
+        self._samples += samples
+        self._steps += 1
+        self._staleness = max(self._staleness, staleness)
+        self._noted = time.perf_counter()
+        if self._noted - self._said > _MOMENT:
+            self._said = self._noted
+            self._put(self._entry()._replace(complete=False))
+
+    def end(self, accuracy: float | None = None) -> None:
+        """The epoch is over; who knows it says how much of the test data is right now."""
+        self._put(self._entry()._replace(accuracy=accuracy))
+        self._begin(self._epoch + 1)
+
+    def _entry(self) -> Entry:
+        speed = self._samples / max(self._noted - self._started, 1e-9)
+        return Entry(self._trainer, self._epoch, self._loss / max(self._steps, 1), speed, self._staleness)
+
+
 class Journal:
     """Use as a context manager around the training; `note` entries as they come."""
 
     def __init__(self, title: str) -> None:
         self.title = title
         self.entries: list[Entry] = []
+        self.seconds = 0.0
+        self._newest: dict[str, Entry] = {}
         self._started = time.monotonic()
         self._live: Any = None
         if Live is not None and sys.stdout.isatty():
@@ -80,6 +124,9 @@ class Journal:
         return next((entry.accuracy for entry in reversed(self.entries) if entry.accuracy is not None), float("nan"))
 
     def note(self, entry: Entry) -> None:
+        self._newest[entry.trainer] = entry
+        if not entry.complete:
+            return
         self.entries.append(entry)
         if self._live is None:
             sys.stdout.write(f"{entry}\n")
@@ -107,8 +154,7 @@ class Journal:
 
     def _table(self) -> Any:
         table = Table(*_COLUMNS, title=self.title)
-        newest = {entry.trainer: entry for entry in self.entries}
-        for _, entry in sorted(newest.items()):
+        for _, entry in sorted(self._newest.items()):
             table.add_row(*entry.cells())
         return table
 

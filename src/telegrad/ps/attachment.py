@@ -63,10 +63,12 @@ class Attachment:
 
     # Coming and going
 
-    def create(self) -> None:
-        """Make the shard there, with the values of this model."""
-        share = self.plan.share
-        self._agent.invoke(self.server, service.create, (self.plan, self._flat.values[share.start : share.stop]))
+    def saved(self) -> list[int]:
+        return list(self._agent.invoke(self.server, service.saved, (self.plan,)))
+
+    def create(self, version: int | None) -> None:
+        """Make the shard there: with a version that was saved or, if that is None, with the values of this model."""
+        self._agent.invoke(self.server, service.create, (self.plan, self._range(self._flat.values), version))
 
     def announce(self) -> int:
         return int(self._agent.invoke(self.server, service.announce, (self.plan, self._me)))

@@ -89,17 +89,18 @@ class Archive:
 
     def newest(self) -> Snapshot | None:
         versions = self.versions()
-        if not versions:
-            return None
-        folder = self._folder / str(versions[-1])
+        return self.read(versions[-1]) if versions else None
+
+    def read(self, version: int) -> Snapshot:
+        folder = self._folder / str(version)
         rest: dict[str, Any] = torch.load(folder / _OPTIMIZER, weights_only=True)
         return Snapshot(values=load_file(folder / _PARAMETERS), **rest)
 
-    def clear(self) -> None:
-        """Remove what an earlier run left."""
+    def clear(self, after: int = -1) -> None:
+        """Remove what an earlier run left: versions after this one, which would be taken for this run's."""
         for version in self.versions():
-            shutil.rmtree(self._folder / str(version))
-        self.note_members([])
+            if version > after:
+                shutil.rmtree(self._folder / str(version))
 
     def members(self) -> list[str]:
         """Who took part when this was last noted."""

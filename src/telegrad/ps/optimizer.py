@@ -220,8 +220,19 @@ class Optimizer(optim.Optimizer):
             time.sleep(pause)  # somebody else is making the shards
             pause = min(pause * 1.5, _POLL[1])
         if may:
+            version = self._newest_common()
             for attachment in (*others, lead):
-                attachment.create()
+                attachment.create(version)
+
+    def _newest_common(self) -> int | None:
+        """The newest version of which every server has a checkpoint, or None to begin anew."""
+        saved = {each.server: each.saved() for each in self._attachments}
+        if not any(saved.values()):
+            return None
+        common = set.intersection(*map(set, saved.values()))
+        if not common:
+            raise UsageError(f"the servers have checkpoints of different versions, and none in common: {saved}")
+        return max(common)
 
     def _push(self, changes: dict[int, Options]) -> list[Answer]:
         """Push to all servers at once; the last by a call that is waited for, which is the fastest."""

@@ -18,7 +18,7 @@ from telegrad.agent.current import active_agent
 from telegrad.agent.serving import Later, trusted
 from telegrad.errors import InternalError, StaleReference
 from telegrad.futures import Future
-from telegrad.ps.checkpoint import Archive
+from telegrad.ps.checkpoint import Archive, Snapshot
 from telegrad.ps.messages import Answer, Gradients, Plan, Welcome, worker_of
 from telegrad.ps.segments import Handle
 from telegrad.ps.shard import Shard
@@ -72,24 +72,44 @@ class Shards:
         if self.has(name):
             self.find(name).leave(trainer)
 
-    def create(self, plan: Plan, values: Tensor | None) -> None:
-        with self._lock:
-            if not self.has(plan.name):
-                self._shards[plan.name] = self._made(plan, values)
+    def saved(self, plan: Plan) -> list[int]:
+        """The versions that a new shard could begin with."""
+        archive = self._archive(plan)
+        if archive is None:
+            return []
+        newest = None if archive.rule.resume else archive.newest()
+        usable = archive.rule.resume or (newest is not None and newest.run == self.agent.group)
+        return archive.versions() if usable else []
 
-    def _made(self, plan: Plan, values: Tensor | None) -> Shard:
-        """A new shard, from a checkpoint if there is one of this run, or of another to be resumed."""
-        agent, rule = self.agent, plan.checkpoint
-        archive = None if rule is None else Archive(rule, plan.name, agent.name, agent.threads.start)
-        snapshot = None if archive is None else archive.newest()
-        if rule is None or archive is None or snapshot is None or (snapshot.run != agent.group and not rule.resume):
-            if values is None:
-                raise StaleReference(f"worker {agent.name!r} has come back without its part of {plan.name!r}")
-            snapshot = None
-        elif values is None:
+    def create(self, plan: Plan, values: Tensor, version: int | None) -> None:
+        """A shard with a version that was saved or, if that is None, with these values."""
+        with self._lock:
+            if self.has(plan.name):
+                return
+            archive = self._archive(plan)
+            snapshot = None if archive is None or version is None else archive.read(version)
+            if archive is not None:
+                archive.clear(after=-1 if version is None else version)
+            self._shards[plan.name] = self._made(plan, values, archive, snapshot)
+
+    def recreate(self, plan: Plan) -> None:
+        """A shard that was here in an earlier life of this worker, from its newest checkpoint; unless it is here."""
+        with self._lock:
+            if self.has(plan.name):
+                return
+            archive = self._archive(plan)
+            snapshot = None if archive is None else archive.newest()
+            if archive is None or snapshot is None or not (archive.rule.resume or snapshot.run == self.agent.group):
+                raise StaleReference(f"worker {self.agent.name!r} has come back without its part of {plan.name!r}")
             values = torch.zeros(plan.share.nbytes, dtype=torch.uint8)
-        if archive is not None and snapshot is None:
-            archive.clear()
+            self._shards[plan.name] = self._made(plan, values, archive, snapshot)
+
+    def _archive(self, plan: Plan) -> Archive | None:
+        agent, rule = self.agent, plan.checkpoint
+        return None if rule is None else Archive(rule, plan.name, agent.name, agent.threads.start)
+
+    def _made(self, plan: Plan, values: Tensor, archive: Archive | None, snapshot: Snapshot | None) -> Shard:
+        agent = self.agent
         shard = Shard(plan, values, shares_memory(agent), agent.group, archive)
         if archive is not None and snapshot is not None:
             expected = archive.members() if snapshot.run == agent.group else []
@@ -129,9 +149,15 @@ def found(name: str, trainer: str) -> bool | None:
 
 
 @trusted
-def create(plan: Plan, values: Tensor) -> None:
+def saved(plan: Plan) -> list[int]:
+    """The versions of which this server has a checkpoint."""
+    return Shards.here().saved(plan)
+
+
+@trusted
+def create(plan: Plan, values: Tensor, version: int | None) -> None:
     """Make a shard, unless there is one."""
-    Shards.here().create(plan, values)
+    Shards.here().create(plan, values, version)
 
 
 @trusted
@@ -158,7 +184,7 @@ def resume(
 ) -> Welcome:
     """A trainer comes back to a server that has lost it, most likely because it was restarted."""
     shards = Shards.here()
-    shards.create(plan, None)
+    shards.recreate(plan)
     shard = shards.find(plan.name)
     welcome = shard.resume(trainer, acknowledged, version, values, gradients)
     shards.check(shard, trainer)

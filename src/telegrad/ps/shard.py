@@ -225,6 +225,11 @@ class Shard:
 
     def restore(self, snapshot: Snapshot, expected: Iterable[str]) -> None:
         """Begin where a snapshot ends. Of the same run, the trainers that took part are waited for."""
+        if snapshot.values.keys() != {part.label for part in self.plan.share.parts}:
+            raise UsageError(
+                f"the checkpoint of parameter server {self.plan.name!r} is of other parameters, or of another number "
+                f"of servers: it has {', '.join(sorted(snapshot.values))}"
+            )
         with self._lock:
             for part in self.plan.share.parts:
                 part.of(self._values).copy_(snapshot.values[part.label])
