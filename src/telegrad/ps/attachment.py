@@ -49,7 +49,7 @@ class Attachment:
         self._me = trainer
         self._memory: Mapping | None = None
         self._shares = False
-        self._compressor = None if compression is None else Compressor(plan.share, compression)
+        self._compressor = None if compression is None else Compressor(plan.share, compression, flat.device)
         self._overlap = overlap
         self._early: Early | None = None
         self._step = 0  # the last that was pushed

@@ -93,7 +93,7 @@ class Archive:
 
     def read(self, version: int) -> Snapshot:
         folder = self._folder / str(version)
-        rest: dict[str, Any] = torch.load(folder / _OPTIMIZER, weights_only=True)
+        rest: dict[str, Any] = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True)
         return Snapshot(values=load_file(folder / _PARAMETERS), **rest)
 
     def clear(self, after: int = -1) -> None:

@@ -25,10 +25,10 @@ def check(dtype: torch.dtype | None) -> None:
 
 
 class Compressor:
-    def __init__(self, share: Share, dtype: torch.dtype) -> None:
+    def __init__(self, share: Share, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self._share = share
         self._dtype = dtype
-        self._rest = torch.zeros(share.nbytes, dtype=torch.uint8)
+        self._rest = torch.zeros(share.nbytes, dtype=torch.uint8, device=device)
         self._step = -1
         self._packed: list[Tensor] = []
 
@@ -58,7 +58,7 @@ class Compressor:
 
 def unpack(share: Share, packed: Sequence[Tensor]) -> Tensor:
     """What `pack` was given, rounded."""
-    gradients = torch.empty(share.nbytes, dtype=torch.uint8)
+    gradients = torch.empty(share.nbytes, dtype=torch.uint8, device=packed[0].device)
     for run, part in zip(share.runs, packed, strict=True):
         run.of(gradients).copy_(part)
     return gradients

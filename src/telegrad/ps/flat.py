@@ -1,8 +1,8 @@
 """`Flat`: the parameters of a model in one piece of memory, and their gradients in another.
 
-On the CPU the parameters of the model become views of that memory, and so does each gradient as soon as it has been
-accumulated: what backward computes is where servers read it, and what they answer with is copied to where the model
-reads it. Parameters of other devices are copied in both directions.
+The memory is on the device that all parameters are on. They become views of it, and so does each gradient as soon as it
+has been accumulated: what backward computes is where servers read it, and what they answer with is copied to where the
+model reads it. If parameters are on several devices, it is on the CPU, and those of the others are copied.
 
 State: the memory. It belongs to the trainer except between a push and its answer, when servers read the gradients. Who
 listens is known to the hooks weakly: they live as long as the model.
@@ -24,12 +24,13 @@ from telegrad.ps.layout import Layout, Slot
 class Flat:
     def __init__(self, layout: Layout, parameters: Sequence[Tensor], sharing: bool) -> None:
         """`parameters` in the order of their numbers."""
-        self.segment = segments.make(layout.nbytes) if sharing else None
-        self.values = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        self.device = _common_device([parameters[slot.number] for slot in layout.slots])
+        self.segment = segments.make(layout.nbytes) if sharing and self.device.type == "cpu" else None
+        self.values = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device)
         if self.segment is not None:
             self.gradients = self.segment.contents
         else:
-            self.gradients = torch.zeros(layout.nbytes, dtype=torch.uint8)
+            self.gradients = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device)
         self._entries = [_Entry(parameters[slot.number], slot, self.values, self.gradients) for slot in layout.slots]
         self._parameters = tuple(entry.parameter for entry in self._entries)
         self._elsewhere = [entry for entry in self._entries if not entry.here]
@@ -38,7 +39,7 @@ class Flat:
         self._hooks = [entry.hook(self._listeners) for entry in self._entries if entry.here]
 
     def __repr__(self) -> str:
-        where = "shared memory" if self.segment is not None else "memory of its own"
+        where = "shared memory" if self.segment is not None else f"memory of its own on {self.device}"
         return f"<Flat: {len(self._parameters)} parameters, {self.values.numel()} bytes, gradients in {where}>"
 
     def listen(self, ready: Callable[[int], None]) -> None:
@@ -68,6 +69,11 @@ class Flat:
                 entry.parameter.grad = entry.gradient.clone()
 
 
+def _common_device(parameters: Sequence[Tensor]) -> torch.device:
+    devices = {parameter.device for parameter in parameters}
+    return devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+
 class _Entry:
     """One parameter and its places."""
 
@@ -76,7 +82,7 @@ class _Entry:
         self.number = slot.number
         self.value = slot.of(values)
         self.gradient = slot.of(gradients)
-        self.here = parameter.device.type == "cpu"
+        self.here = parameter.device == values.device
         self.value.copy_(parameter.detach())
         if self.here:
             parameter.data = self.value

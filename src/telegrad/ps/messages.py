@@ -40,6 +40,7 @@ class Plan:
     consistency: Consistency
     trainers: int  # that must have come before anybody starts
     checkpoint: Checkpoint | None
+    device: str = "cpu"  # that the parameters are on
 
     def make(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
         return self.optimizer(groups, **self.options)

@@ -97,7 +97,7 @@ class Optimizer(optim.Optimizer):
         self._trainer = trainer_name(agent.me.incarnation, next(_numbers))
         self._patience = patience
         self._compression = compression
-        self._overlap = overlap
+        self._overlap = overlap and self._flat.device.type == "cpu"  # elsewhere, to look would be to wait
         self._attachments = self._plan(_matching(agent, servers), options, trainers, checkpoint)
         self._join()
         agent.on_parting(_weakly(self))
@@ -177,9 +177,9 @@ class Optimizer(optim.Optimizer):
         self, servers: list[str], options: Options, trainers: int, checkpoint: Checkpoint | None
     ) -> list[Attachment]:
         shares = self._layout.divide(len(servers), whole=not works_by_element(self._kind))
-        known = tuple(self._known)
+        known, device = tuple(self._known), str(self._flat.device)
         plans = [
-            Plan(self.name, share, self._kind, options, known, self._consistency, trainers, checkpoint)
+            Plan(self.name, share, self._kind, options, known, self._consistency, trainers, checkpoint, device)
             for share in shares
         ]
         return [
@@ -265,7 +265,8 @@ class Optimizer(optim.Optimizer):
             if not flat:
                 state[key] = value
                 continue
-            whole = state.setdefault(key, torch.empty(shape, dtype=value.dtype))
+            device = self._parameters[number].device
+            whole = state.setdefault(key, torch.empty(shape, dtype=value.dtype, device=device))
             whole.view(-1)[first : first + value.numel()].copy_(value)
 
     def _everywhere(self, start: Callable[[Attachment], Future[Any]]) -> list[Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from telegrad.agent.current import active_agent
+from telegrad.agent.routes import anywhere
 from telegrad.agent.serving import Later, trusted
 from telegrad.errors import InternalError, StaleReference
 from telegrad.futures import Future
@@ -101,7 +102,7 @@ class Shards:
             snapshot = None if archive is None else archive.newest()
             if archive is None or snapshot is None or not (archive.rule.resume or snapshot.run == self.agent.group):
                 raise StaleReference(f"worker {self.agent.name!r} has come back without its part of {plan.name!r}")
-            values = torch.zeros(plan.share.nbytes, dtype=torch.uint8)
+            values = torch.zeros(plan.share.nbytes, dtype=torch.uint8, device=_usable(plan.device))
             self._shards[plan.name] = self._made(plan, values, archive, snapshot)
 
     def _archive(self, plan: Plan) -> Archive | None:
@@ -134,6 +135,12 @@ class Shards:
             self.agent.threads.start(lambda shard=shard: shard.lose(incarnation))  # type: ignore[misc]
 
 
+def _usable(device: str) -> str:
+    """The device of the trainers if this worker has it, too."""
+    wanted = torch.device(device)
+    return device if wanted.type == "cuda" and (wanted.index or 0) < torch.cuda.device_count() else "cpu"
+
+
 def shares_memory(agent: Agent) -> bool:
     """Who has been told to use TCP only is treated as if it were on another host."""
     return any(transport != "tcp" for transport in agent.config.transports)
@@ -155,6 +162,7 @@ def saved(plan: Plan) -> list[int]:
 
 
 @trusted
+@anywhere
 def create(plan: Plan, values: Tensor, version: int | None) -> None:
     """Make a shard, unless there is one."""
     Shards.here().create(plan, values, version)
@@ -170,6 +178,7 @@ def announce(plan: Plan, trainer: str) -> int:
 
 
 @trusted
+@anywhere
 def enter(name: str, trainer: str, first: int, gradients: Handle | None) -> Any:
     shards = Shards.here()
     shard = shards.find(name)
@@ -179,6 +188,7 @@ def enter(name: str, trainer: str, first: int, gradients: Handle | None) -> Any:
 
 
 @trusted
+@anywhere
 def resume(
     plan: Plan, trainer: str, acknowledged: int, version: int, values: Tensor, gradients: Handle | None
 ) -> Welcome:
@@ -192,12 +202,14 @@ def resume(
 
 
 @trusted
+@anywhere
 def bring(name: str, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
     """Buckets of gradients that are ready before the step that they are for."""
     Shards.here().find(name).bring(trainer, step, pieces)
 
 
 @trusted
+@anywhere
 def push(
     name: str,
     trainer: str,
@@ -217,16 +229,19 @@ def leave(name: str, trainer: str) -> None:
 
 
 @trusted
+@anywhere
 def pull(name: str) -> Answer:
     return Shards.here().find(name).pull()
 
 
 @trusted
+@anywhere
 def state(name: str) -> list[State]:
     return Shards.here().find(name).state()
 
 
 @trusted
+@anywhere
 def load(name: str, states: dict[int, State], changes: dict[int, Options]) -> None:
     Shards.here().find(name).load(states, changes)
 

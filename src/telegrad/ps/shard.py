@@ -66,11 +66,12 @@ class Shard:
         self._lock = threading.Lock()
         self._strict = isinstance(plan.consistency, Sync) and plan.consistency.quorum is None
         self._places = 1 if self._strict else 2
+        sharing = sharing and values.is_cpu
         self._memory = segments.make(self._places * plan.share.nbytes) if sharing else None
         if self._memory is not None and self._strict:
             self._values = self._memory.contents
         else:
-            self._values = torch.empty(plan.share.nbytes, dtype=torch.uint8)
+            self._values = torch.empty(plan.share.nbytes, dtype=torch.uint8, device=values.device)
         self._values.copy_(values)
         self._solver = Solver(plan.make, plan.groups, plan.share, self._values, works_by_element(plan.optimizer))
         self._rounds = Rounds(plan.consistency.quorum) if isinstance(plan.consistency, Sync) else None
@@ -200,6 +201,7 @@ class Shard:
                 if mapped is None:
                     raise UsageError("a push without gradients from a trainer that does not share them")
                 gradients = mapped.contents[self.plan.share.start : self.plan.share.stop]
+            gradients = gradients.to(self._values.device)
             report = _Report(trainer, step, version, changes, gradients, by_value, missing, Future())
             outcomes = self._take(report)
         _complete(outcomes)

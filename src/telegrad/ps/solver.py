@@ -97,16 +97,28 @@ class Solver:
         self._units = [unit for _, units in blocks for unit in units]
 
     def _block_units(self, run: Run) -> list[_Unit]:
-        room = self._scratch.setdefault(run.dtype, torch.empty(_BLOCK, dtype=torch.uint8).view(run.dtype))
+        size = _BLOCK if self._values.is_cpu else run.nbytes
+        room = self._room(run.dtype, size)
         slots = frozenset(part.slot.number for part in run.parts)
         units = []
-        for start in range(run.offset, run.offset + run.nbytes, _BLOCK):
-            stop = min(start + _BLOCK, run.offset + run.nbytes)
+        for start in range(run.offset, run.offset + run.nbytes, size):
+            stop = min(start + size, run.offset + run.nbytes)
             target = _Target(nn.Parameter(self._values[start:stop].view(run.dtype)), start, stop, slots)
-            options = {**self._groups[run.group], **_fastest(self._groups[run.group], run.dtype)}
+            options = {**self._groups[run.group], **self._fastest(run.group, run.dtype)}
             optimizer = self._make([{**options, "params": [target.parameter]}])
             units.append(_Unit(optimizer, [target], [run.group], [room[: target.parameter.numel()]]))
         return units
+
+    def _room(self, dtype: torch.dtype, size: int) -> Tensor:
+        """Memory for a mean, which all blocks of a dtype share."""
+        known = self._scratch.get(dtype)
+        if known is None or known.numel() * dtype.itemsize < size:
+            known = torch.empty(size, dtype=torch.uint8, device=self._values.device).view(dtype)
+            self._scratch[dtype] = known
+        return known
+
+    def _fastest(self, group: int, dtype: torch.dtype) -> Options:
+        return _fastest(self._groups[group], dtype) if self._values.is_cpu else {}
 
     def _whole_units(self) -> list[_Unit]:
         targets: list[_Target] = []
@@ -162,7 +174,7 @@ class Solver:
             for number, group in zip(unit.groups, unit.optimizer.param_groups, strict=True):
                 group.update(changes.get(number, {}))
                 if self._by_element:
-                    group.update(_fastest(self._groups[number], unit.targets[0].parameter.dtype))
+                    group.update(self._fastest(number, unit.targets[0].parameter.dtype))
 
     def options(self) -> list[Options]:
         """The options of each group, as they are now."""
@@ -183,8 +195,8 @@ class Solver:
         """Take the state of each part, as `state` or `cut` returned it."""
         if not self._by_element:
             (unit,) = self._units
-            for target, state in zip(unit.targets, states, strict=True):
-                unit.optimizer.state[target.parameter] = _copied(state)
+            for number, (target, state) in enumerate(zip(unit.targets, states, strict=True)):
+                unit.optimizer.state[target.parameter] = _placed(state, unit, number)
             return
         remaining = iter(states)
         blocks = []
@@ -221,9 +233,8 @@ class Solver:
         for unit in units:
             parameter = unit.targets[0].parameter
             stop = start + parameter.numel()
-            unit.optimizer.state[parameter] = _copied(
-                {key: value[start:stop] if key in flat else value for key, value in whole.items()}
-            )
+            mine = {key: value[start:stop] if key in flat else value for key, value in whole.items()}
+            unit.optimizer.state[parameter] = _placed(mine, unit, 0)
             start = stop
 
     def _keys_by_element(self, group: int, dtype: torch.dtype) -> set[str]:
@@ -293,6 +304,18 @@ def _elements(run: Run, part: Part, flat: Tensor) -> Tensor:
     """The elements of a part in something that has one value per element of the run."""
     start = (part.offset - run.offset) // run.dtype.itemsize
     return flat[start : start + part.last - part.first]
+
+
+def _placed(state: State, unit: _Unit, number: int) -> State:
+    """A copy of a state where an optimizer expects it: with the parameter, but counters of steps stay on the CPU."""
+    parameter = unit.targets[number].parameter
+    together = any(group.get("fused") or group.get("capturable") for group in unit.optimizer.param_groups)
+    return {
+        key: value.to(parameter.device if key != "step" or together else "cpu", copy=True)
+        if torch.is_tensor(value)
+        else value
+        for key, value in state.items()
+    }
 
 
 def _copied(state: State) -> State:
