@@ -14,16 +14,20 @@ UV  := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench conformance docs clean FORCE
+.PHONY: help demo test test-gpu check bench conformance docs clean FORCE
 
 help:  ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-examples  ## one server and two trainers on this machine learn handwritten digits
 	$(BIN)/telegrad train mnist $(ARGS)
 
 test: $(VENV)/.installed-dev  ## every test that this machine can run
 	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-conformance  ## the tests that need a GPU, and those of PyTorch's suites
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python tests/conformance/run.py -j 4 --limit 60 -k Cuda
 
 check: $(VENV)/.installed-dev  ## lint, format, types, layers
 	$(BIN)/ruff check
