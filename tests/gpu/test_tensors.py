@@ -251,6 +251,22 @@ def test_a_receiver_that_dies_gives_back_what_it_had(pair: Fleet) -> None:
     pair[0].do(wait_until_nothing_is_held)
 
 
+def send_without_room() -> bool:
+    tensor = torch.full((50_000_000,), 3.0, device="cuda")
+    torch.cuda.synchronize()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (32 << 20)) / total)
+    return bool(rpc.rpc_sync("w1", total_of, args=(tensor,)) == 150_000_000)
+
+
+def total_of(tensor: Tensor) -> float:
+    return float(tensor.double().sum().item())
+
+
+def test_a_tensor_for_whose_copy_there_is_no_room_goes_through_the_host(pair: Fleet) -> None:
+    assert pair[0].do(send_without_room)
+
+
 # Device maps
 
 

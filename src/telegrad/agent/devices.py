@@ -189,7 +189,11 @@ class Devices:
         if not peer.maps:
             return _from_host, (*tensors.reduce_as_it_is(_to_host(tensor)), target.index)
         shipment = accompany(("device", device.index), lambda: _Shipment(self, envelope, device.index))
-        return _copy, (shipment, *shipment.take(tensor), target.index, code, tuple(tensor.shape))
+        try:
+            place = shipment.take(tensor)
+        except torch.OutOfMemoryError:  # there is no room for a snapshot
+            return _from_host, (*tensors.reduce_as_it_is(_to_host(tensor)), target.index)
+        return _copy, (shipment, *place, target.index, code, tuple(tensor.shape))
 
     def lend(self, number: int, incarnation: str, snapshots: list[object]) -> None:
         with self._lock:
@@ -285,8 +289,11 @@ class Devices:
             incarnations = {each.incarnation for each in self._taken}
         for incarnation in incarnations:
             done = self.done_with(incarnation)
-            if done:
-                self._agent.start(self._name(incarnation), _given_back, (done,), None, None, internal=True)
+            if done and not self._agent.closing:
+                try:
+                    self._agent.start(self._name(incarnation), _given_back, (done,), None, None, internal=True)
+                except TelegradError:
+                    continue  # it cannot be reached now; if it is not lost, it will ask
 
     def _ask(self) -> None:
         """Messages can be lost between packing and unpacking (a caller that timed out): what became of them?"""
