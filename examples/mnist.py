@@ -80,34 +80,21 @@ def train(number: int, options: argparse.Namespace, progress: Progress) -> None:
         trainers=options.trainers,
         checkpoint=crew.checkpoint(options),
     )
-    generator = torch.Generator().manual_seed(number)
-    mine = torch.arange(number, len(y) // options.trainers * options.trainers, options.trainers)
-    done = crew.steps_done(optimizer, options)
-    for epoch in range(options.epochs):
-        batches = mine[torch.randperm(len(mine), generator=generator)].split(BATCH)
-        left, done = batches[done:], max(done - len(batches), 0)
+    for epoch, batches in crew.epochs(optimizer, number, len(y), BATCH, options):
         optimizer.param_groups[0]["lr"] = rate(epoch / options.epochs)
-        for rows in left:
+        for rows in batches:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x[rows].to(options.device)), y[rows].to(options.device))
             loss.backward()
             optimizer.step()
             progress.note(epoch, loss.item(), len(rows), optimizer.staleness)
-        if left:
-            progress.end(accuracy(model, test, options.device) if number == 0 else None)
+        progress.end(crew.accuracy(model, *test, options.device) if number == 0 else None)
     optimizer.close()  # whoever has more to do need not wait for us
 
 
 def rate(part: float) -> float:
     """The learning rate after this part of the training."""
     return 1e-4 + (3e-3 - 1e-4) * (1 + math.cos(math.pi * part)) / 2
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, data: Data, device: str) -> float:
-    x, y = data
-    right = [model(x[rows].to(device)).argmax(1).cpu() == y[rows] for rows in torch.arange(len(y)).split(1000)]
-    return float(torch.cat(right).float().mean())
 
 
 def main() -> None:

@@ -27,9 +27,13 @@ LEARNED: dict[str, tuple[str, Callable[[str], bool]]] = {  # the last of these f
     "language_model.py": (r"perplexity ([\d.]+)", lambda perplexity: float(perplexity) < 9),
     "batch_update.py": (r"trainers: ([\d.]+)", lambda accuracy: float(accuracy) > 0.9),
     "mnist.py": (r"test accuracy ([\d.]+) %$", lambda accuracy: float(accuracy) > 97),
+    "resnet.py": (r"test accuracy ([\d.]+) %$", lambda accuracy: float(accuracy) > 90),
     "ddp_embedding.py": (r"trainers: ([\d.]+)", lambda accuracy: float(accuracy) > 0.8),
 }
-ARGUMENTS = {"cartpole.py": ["--observers", "2", "--episodes", "6"]}  # it runs; that it learns takes longer
+ARGUMENTS = {
+    "cartpole.py": ["--observers", "2", "--episodes", "6"],  # it runs; that it learns takes longer
+    "resnet.py": ["--network", "small", "--epochs", "5"],
+}
 MODULES = ["telegrad", *(module.name for module in pkgutil.walk_packages(telegrad.__path__, "telegrad."))]
 
 

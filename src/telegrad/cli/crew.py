@@ -11,19 +11,20 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessExitedException
 
 import telegrad.rpc as rpc
 from telegrad import ps
 from telegrad.cli.journal import Journal, Progress
 
-__all__ = ["checkpoint", "parser", "run", "steps_done"]
+__all__ = ["accuracy", "checkpoint", "epochs", "parser", "run"]
 
 Train = Callable[[int, argparse.Namespace, Progress], None]
 
@@ -57,11 +58,29 @@ def checkpoint(options: argparse.Namespace) -> ps.Checkpoint | None:
     return ps.Checkpoint(options.checkpoint, every=options.every, resume=options.resume)
 
 
-def steps_done(optimizer: ps.Optimizer, options: argparse.Namespace) -> int:
-    """How many steps each trainer has made in the run that is resumed; 0 in a new one."""
-    if not options.resume:
-        return 0
-    return optimizer.version // (1 if isinstance(options.consistency, ps.Sync) else options.trainers)
+def epochs(
+    optimizer: ps.Optimizer, number: int, samples: int, batch: int, options: argparse.Namespace
+) -> Iterator[tuple[int, Sequence[Tensor]]]:
+    """Epochs and their batches: this trainer's part of the samples, in a new order each time.
+
+    A run that is resumed leaves out what has been done.
+    """
+    generator = torch.Generator().manual_seed(number)
+    mine = torch.arange(number, samples // options.trainers * options.trainers, options.trainers)
+    together = isinstance(options.consistency, ps.Sync)  # all trainers make one step, or each makes its own
+    done = optimizer.version // (1 if together else options.trainers) if options.resume else 0
+    for epoch in range(options.epochs):
+        batches = torch.split(mine[torch.randperm(len(mine), generator=generator)], batch)
+        left, done = batches[done:], max(done - len(batches), 0)
+        if left:
+            yield epoch, left
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, x: Tensor, y: Tensor, device: str) -> float:
+    """Which part of the samples a classifier gets right."""
+    right = [model(x[rows].to(device)).argmax(1).cpu() == y[rows] for rows in torch.split(torch.arange(len(y)), 500)]
+    return float(torch.cat(right).float().mean())
 
 
 def run(train: Train, options: argparse.Namespace) -> Journal:
