@@ -1,8 +1,9 @@
 """Rounds per second of a batch-update parameter server with gradients that are there already.
 
     python -m benchmarks.ps                                    ResNet-18, 2 trainers
-    python -m benchmarks.ps --model resnet50 --trainers 4 --servers 2 --rounds 5
+    python -m benchmarks.ps --model resnet18,resnet50 --trainers 2,4 --rounds 5
     python -m benchmarks.ps --entries telegrad.ps,torch
+    python -m benchmarks.ps --scaling                          telegrad.ps, 1 to 8 trainers, 1 to 4 servers, with a plot
 
 In each round every trainer brings the gradients of the whole model and gets the new parameters; the server makes one
 step of SGD with momentum with their mean. The entries:
@@ -12,12 +13,14 @@ step of SGD with momentum with their mean. The entries:
     torch              the same code on torch.distributed.rpc
     one process        the same steps in one process, where nothing is copied: the limit for one server
 
-Every measurement has processes of its own; entries take turns, and the table shows the median over the rounds.
+Every measurement has processes of its own; entries take turns, and the tables show the median over the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import itertools
 import os
 import statistics
 import threading
@@ -33,7 +36,7 @@ from torch import Tensor, nn
 
 import telegrad
 import telegrad.rpc as telegrad_rpc
-from benchmarks import machine, results
+from benchmarks import machine, plots, results
 from benchmarks.group import free_port
 from benchmarks.processes import import_path
 
@@ -216,34 +219,82 @@ def measure(entry: str, options: argparse.Namespace) -> float:
 
 
 ENTRIES = ("telegrad.ps", "telegrad", "torch", "one process")
+Rates = dict[str, list[float]]  # by entry, a figure for each round
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ps", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=BLOCKS, default="resnet18")
-    parser.add_argument("--trainers", type=int, default=2)
-    parser.add_argument("--servers", type=int, default=1, help="of telegrad.ps; the others have one")
-    parser.add_argument("--entries", type=lambda text: text.split(","), default=list(ENTRIES))
+    parser.add_argument("--model", type=names, default=["resnet18"], help=f"one or more of {','.join(BLOCKS)}")
+    parser.add_argument("--trainers", type=numbers, default=[2])
+    parser.add_argument("--servers", type=numbers, default=[1], help="of telegrad.ps; the others have one")
+    parser.add_argument("--entries", type=names, default=list(ENTRIES))
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each entry")
     parser.add_argument("--steps", type=int, default=40, help="rounds of training in each measurement")
+    parser.add_argument(
+        "--scaling", action="store_true", help="telegrad.ps with 1, 2, 4, 8 trainers and 1, 2, 4 servers"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/bench/ps.jsonl"), help="default %(default)s")
     options = parser.parse_args(argv)
+    if options.scaling:
+        options.entries, options.trainers, options.servers = ["telegrad.ps"], [1, 2, 4, 8], [1, 2, 4]
     os.environ["PYTHONPATH"] = import_path()
     run = machine.heading("ps", **{key: value for key, value in vars(options).items() if key != "out"})
-    measured: dict[str, list[float]] = {entry: [] for entry in options.entries}
-    for number in range(options.rounds):
+    lines: list[dict[str, Any]] = []
+    for model, trainers, servers in itertools.product(options.model, options.trainers, options.servers):
+        case = {"model": model, "trainers": trainers, "servers": servers}
+        rates = measure_all(argparse.Namespace(**case, steps=options.steps), options.entries, options.rounds)
+        print(f"\n{model}, {trainers} trainers, {servers} servers\n{table(rates)}\n", flush=True)
+        lines += [{"kind": "result", "entry": entry, **case, "rounds": found} for entry, found in rates.items()]
+        results.write(options.out, run, lines)
+    if options.scaling:
+        draw(lines, options.out.with_suffix(".png"))
+    return 0
+
+
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
+def measure_all(case: argparse.Namespace, entries: list[str], rounds: int) -> Rates:
+    measured: Rates = {entry: [] for entry in entries}
+    for number in range(rounds):
         for entry, rates in measured.items():
-            rates.append(measure(entry, options))
+            rates.append(measure(entry, case))
             print(f"round {number + 1}: {entry} {rates[-1]:.1f} rounds/s", flush=True)
+    return measured
+
+
+def table(measured: Rates) -> str:
     base = statistics.median(measured.get(results.BASELINE, [float("nan")]))
     rows = [["", "rounds/s", "from", "to", "against torch"]]
     for entry, rates in measured.items():
         middle = statistics.median(rates)
         rows.append([entry, *(f"{each:.1f}" for each in (middle, min(rates), max(rates))), f"{middle / base:.2f}x"])
-    print(f"\n{options.model}, {options.trainers} trainers\n{results.aligned(rows)}")
-    lines = [{"kind": "result", "entry": entry, "rounds": rates} for entry, rates in measured.items()]
-    results.write(options.out, run, lines)
-    return 0
+    return results.aligned(rows)
+
+
+def draw(lines: list[dict[str, Any]], path: Path) -> None:
+    """Gradients that servers take in, over the number of trainers: a curve for each number of servers."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed: no plot")
+        return
+    models = list(dict.fromkeys(line["model"] for line in lines))
+    figure, axes = plots.blank(1, len(models), (6.0 * len(models), 4.4))
+    for axis, model in zip(axes, models, strict=True):
+        for servers in dict.fromkeys(line["servers"] for line in lines):
+            own = [line for line in lines if (line["model"], line["servers"]) == (model, servers)]
+            trainers = [line["trainers"] for line in own]
+            rates = [line["trainers"] * statistics.median(line["rounds"]) for line in own]
+            axis.plot(trainers, rates, marker="o", label=f"{servers} server{'s' if servers > 1 else ''}")
+        axis.set(title=f"{model}: gradients per second", xlabel="trainers", ylim=(0, None))
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(path, dpi=110)
+    print(f"plot: {path}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ import telegrad
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
-    page for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/batching.md") if (ROOT / page).exists()
+    page
+    for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/batching.md", "docs/parameter-servers.md")
+    if (ROOT / page).exists()
 ]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LEARNED: dict[str, tuple[str, Callable[[str], bool]]] = {  # the last of these figures shows that a model learned

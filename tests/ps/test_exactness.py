@@ -58,6 +58,36 @@ def test_two_trainers_equal_one_process(
         check_same(net, expected)
 
 
+def test_the_loss_curve_is_that_of_one_process_with_the_large_batch(cluster: Clusters, trainers_of: Make) -> None:
+    def curve(optimizer: Any, net: nn.Module, numbers: list[int]) -> list[float]:
+        found = []
+        for step in range(15):
+            optimizer.zero_grad()
+            loss = training.loss(net, torch.cat([training.batch(step, number) for number in numbers]))
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    expected = model()
+    whole = curve(torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9), expected, [0, 1, 2])
+    trainers = trainers_of(cluster(5))
+    started = [
+        trainers.start(
+            f"w{2 + number}",
+            lambda optimizer, net, number=number: curve(optimizer, net, [number]),
+            servers=servers(2),
+            trainers=3,
+            lr=0.1,
+            momentum=0.9,
+        )
+        for number in range(3)
+    ]
+    curves = [each.result(PATIENCE) for each in started]
+    assert [sum(losses) / 3 for losses in zip(*curves, strict=True)] == pytest.approx(whole, rel=1e-9)
+    assert whole[-1] < whole[0]
+
+
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=IDS)
 def test_many_blocks_are_as_good_as_one(
     pair: Any, monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any]
