@@ -21,6 +21,7 @@ from torch import Tensor
 
 from telegrad import waiting
 from telegrad.errors import PeerLost, StaleReference
+from telegrad.ps import segments
 from telegrad.ps.layout import Share
 
 _SIZE = 4 << 20  # bytes: large enough to fill a fast network, small enough that most leave before backward ends
@@ -169,7 +170,7 @@ class Staging:
 
     def __init__(self, share: Share) -> None:
         self._buckets = divide(share)
-        self._flat = torch.empty(share.nbytes, dtype=torch.uint8)
+        self._flat = segments.private(share.nbytes)
         self._runs = [run.of(self._flat) for run in share.runs]
         self._step = 0
         self._here: set[int] = set()

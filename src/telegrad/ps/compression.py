@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import UsageError
+from telegrad.ps import segments
 from telegrad.ps.buckets import Bucket
 from telegrad.ps.layout import Share
 
@@ -28,7 +29,7 @@ class Compressor:
     def __init__(self, share: Share, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self._share = share
         self._dtype = dtype
-        self._rest = torch.zeros(share.nbytes, dtype=torch.uint8, device=device)
+        self._rest = segments.private(share.nbytes, device)
         self._step = -1
         self._packed: list[Tensor] = []
 
@@ -58,7 +59,7 @@ class Compressor:
 
 def unpack(share: Share, packed: Sequence[Tensor]) -> Tensor:
     """What `pack` was given, rounded."""
-    gradients = torch.empty(share.nbytes, dtype=torch.uint8, device=packed[0].device)
+    gradients = segments.private(share.nbytes, packed[0].device)
     for run, part in zip(share.runs, packed, strict=True):
         run.of(gradients).copy_(part)
     return gradients

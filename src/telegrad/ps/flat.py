@@ -26,11 +26,11 @@ class Flat:
         """`parameters` in the order of their numbers."""
         self.device = _common_device([parameters[slot.number] for slot in layout.slots])
         self.segment = segments.make(layout.nbytes) if sharing and self.device.type == "cpu" else None
-        self.values = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device)
+        self.values = segments.private(layout.nbytes, self.device)
         if self.segment is not None:
             self.gradients = self.segment.contents
         else:
-            self.gradients = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device)
+            self.gradients = segments.private(layout.nbytes, self.device)
         self._entries = [_Entry(parameters[slot.number], slot, self.values, self.gradients) for slot in layout.slots]
         self._parameters = tuple(entry.parameter for entry in self._entries)
         self._elsewhere = [entry for entry in self._entries if not entry.here]

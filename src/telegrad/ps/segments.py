@@ -1,4 +1,6 @@
-"""Memory that two workers of one user on one host both map: one writes what the other reads, and nothing travels.
+"""The flat memory of trainers and servers, which is made here and nowhere else: shared where it can be, or private.
+
+Shared memory is what two workers of one user on one host both map: one writes what the other reads, nothing travels.
 
 A segment is a memfd. Whoever is told its `Handle` opens it through `/proc`, which the kernel allows to the same user in
 the same process namespace only, and compares the token that stands at its beginning: elsewhere, the same numbers may
@@ -69,6 +71,11 @@ class Segment(Mapping):
         super().__init__(descriptor, nbytes)
         self._map[:_TOKEN] = secrets.token_bytes(_TOKEN)
         self.handle = Handle(os.getpid(), descriptor, self.token, nbytes)
+
+
+def private(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
+    """Bytes of this worker alone, all zero."""
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
 def make(nbytes: int) -> Segment | None:

@@ -19,6 +19,7 @@ from telegrad.agent.routes import anywhere
 from telegrad.agent.serving import Later, trusted
 from telegrad.errors import InternalError, StaleReference
 from telegrad.futures import Future
+from telegrad.ps import segments
 from telegrad.ps.checkpoint import Archive, Snapshot
 from telegrad.ps.messages import Answer, Gradients, Plan, Welcome, worker_of
 from telegrad.ps.segments import Handle
@@ -102,7 +103,7 @@ class Shards:
             snapshot = None if archive is None else archive.newest()
             if archive is None or snapshot is None or not (archive.rule.resume or snapshot.run == self.agent.group):
                 raise StaleReference(f"worker {self.agent.name!r} has come back without its part of {plan.name!r}")
-            values = torch.zeros(plan.share.nbytes, dtype=torch.uint8, device=_usable(plan.device))
+            values = segments.private(plan.share.nbytes, _usable(plan.device))
             self._shards[plan.name] = self._made(plan, values, archive, snapshot)
 
     def _archive(self, plan: Plan) -> Archive | None:

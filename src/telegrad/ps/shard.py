@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from telegrad.errors import StaleReference, UsageError
@@ -71,7 +70,7 @@ class Shard:
         if self._memory is not None and self._strict:
             self._values = self._memory.contents
         else:
-            self._values = torch.empty(plan.share.nbytes, dtype=torch.uint8, device=values.device)
+            self._values = segments.private(plan.share.nbytes, values.device)
         self._values.copy_(values)
         self._solver = Solver(plan.make, plan.groups, plan.share, self._values, works_by_element(plan.optimizer))
         self._rounds = Rounds(plan.consistency.quorum) if isinstance(plan.consistency, Sync) else None
