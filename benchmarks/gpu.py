@@ -104,9 +104,7 @@ def measure_calls(package: str) -> dict[str, float]:
 
 
 def measure_training(entry: str, trainers: int) -> dict[str, float]:
-    options = ps.parser().parse_args(
-        ["--model", "resnet50", "--trainers", str(trainers), "--device", "cuda", "--steps", "20"]
-    )
+    options = argparse.Namespace(model="resnet50", trainers=trainers, servers=1, device="cuda", steps=20)
     return {f"ps/cuda-resnet50-{trainers}-trainers": 1000 / ps.measure(entry, options)}
 
 

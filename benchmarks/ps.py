@@ -19,6 +19,7 @@ Every measurement has processes of its own; entries take turns, and the tables s
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import os
@@ -73,9 +74,9 @@ def shapes(model: str) -> list[tuple[int, ...]]:
 class Model(nn.Module):
     """The parameters of a network, without what it computes."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: str) -> None:
         super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes(name)])
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape, device=device)) for shape in shapes(name)])
 
     def fill_gradients(self) -> None:
         for each in self.parameters():
@@ -86,12 +87,12 @@ class Model(nn.Module):
 
 
 class BatchUpdateServer:
-    def __init__(self, model: str, trainers: int, future: Any) -> None:
-        self.model = Model(model)
+    def __init__(self, options: argparse.Namespace, future: Any) -> None:
+        self.model = Model(options.model, options.device)
         self.lock = threading.Lock()
         self.new_future = future
         self.future_model = future()
-        self.trainers = trainers
+        self.trainers = options.trainers
         self.updates = 0
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM)
         for each in self.model.parameters():
@@ -132,33 +133,43 @@ def update_on_telegrad(server: Any, gradients: list[Tensor]) -> Any:
 # What each process does
 
 
-def timed(once: Callable[[], object], steps: int) -> float:
+def timed(once: Callable[[], object], options: argparse.Namespace) -> float:
     """Rounds per second, after some that do not count."""
     for _ in range(WARM):
         once()
+    finish(options)
     begin = time.perf_counter()
-    for _ in range(steps):
+    for _ in range(options.steps):
         once()
-    return steps / (time.perf_counter() - begin)
+    finish(options)
+    return float(options.steps / (time.perf_counter() - begin))
 
 
-def train_by_calls(package: str, server: Any, model: str, steps: int) -> float:
+def finish(options: argparse.Namespace) -> None:
+    if options.device != "cpu":
+        torch.cuda.synchronize()
+
+
+def train_by_calls(package: str, server: Any, options: argparse.Namespace) -> float:
     """A trainer of the tutorial: sends its gradients, gets the model."""
     rpc, update = {"torch": (torch_rpc, update_on_torch), "telegrad": (telegrad_rpc, update_on_telegrad)}[package]
-    mine = Model(model)
+    mine = Model(options.model, options.device)
     mine.fill_gradients()
     gradients = [each.grad for each in mine.parameters()]
-    return timed(lambda: rpc.rpc_sync(SERVER, update, args=(server, gradients)), steps)
+    return timed(lambda: rpc.rpc_sync(SERVER, update, args=(server, gradients)), options)
 
 
 def tutorial(package: str, rank: int, options: argparse.Namespace) -> float:
     rpc: Any = {"torch": torch_rpc, "telegrad": telegrad_rpc}[package]
-    rpc.init_rpc(SERVER if rank == 0 else f"trainer{rank}", rank=rank, world_size=1 + options.trainers)
+    on_gpu = options.device != "cpu"
+    how = rpc.TensorPipeRpcBackendOptions(device_maps={SERVER: {0: 0}} if on_gpu and rank else {})
+    name = SERVER if rank == 0 else f"trainer{rank}"
+    rpc.init_rpc(name, rank=rank, world_size=1 + options.trainers, rpc_backend_options=how)
     rate = 0.0
     if rank == 0:
-        future = torch.futures.Future if package == "torch" else telegrad.Future
-        server = rpc.RRef(BatchUpdateServer(options.model, options.trainers, future))
-        arguments = (package, server, options.model, options.steps)
+        kind = torch.futures.Future if package == "torch" else telegrad.Future
+        server = rpc.RRef(BatchUpdateServer(options, functools.partial(kind, devices=[0] if on_gpu else [])))
+        arguments = (package, server, options)
         started = [
             rpc.rpc_async(f"trainer{number}", train_by_calls, args=arguments, timeout=LIMIT_S)
             for number in range(1, 1 + options.trainers)
@@ -173,25 +184,25 @@ def parameter_server(rank: int, options: argparse.Namespace) -> float:
     telegrad_rpc.init_rpc(name, rank=rank, world_size=options.servers + options.trainers)
     rate = 0.0
     if rank >= options.servers:
-        model = Model(options.model)
+        model = Model(options.model, options.device)
         with telegrad.ps.Optimizer(
             model, "ps*", torch.optim.SGD, lr=RATE, momentum=MOMENTUM, trainers=options.trainers
         ) as optimizer:
             model.fill_gradients()
-            rate = timed(optimizer.step, options.steps)
+            rate = timed(optimizer.step, options)
     telegrad_rpc.shutdown()
     return rate
 
 
 def one_process(options: argparse.Namespace) -> float:
-    server = BatchUpdateServer(options.model, options.trainers, telegrad.Future)
+    server = BatchUpdateServer(options, telegrad.Future)
     gradients = [[torch.randn_like(each) for each in server.model.parameters()] for _ in range(options.trainers)]
 
     def once() -> None:
         for each in gradients:
             server.update(each)
 
-    return timed(once, options.steps)
+    return timed(once, options)
 
 
 def work(rank: int, entry: str, port: int, options: argparse.Namespace, rates: Any) -> None:
@@ -227,6 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", type=names, default=["resnet18"], help=f"one or more of {','.join(BLOCKS)}")
     parser.add_argument("--trainers", type=numbers, default=[2])
     parser.add_argument("--servers", type=numbers, default=[1], help="of telegrad.ps; the others have one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of models and gradients")
     parser.add_argument("--entries", type=names, default=list(ENTRIES))
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each entry")
     parser.add_argument("--steps", type=int, default=40, help="rounds of training in each measurement")
@@ -241,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     run = machine.heading("ps", **{key: value for key, value in vars(options).items() if key != "out"})
     lines: list[dict[str, Any]] = []
     for model, trainers, servers in itertools.product(options.model, options.trainers, options.servers):
-        case = {"model": model, "trainers": trainers, "servers": servers}
+        case = {"model": model, "trainers": trainers, "servers": servers, "device": options.device}
         rates = measure_all(argparse.Namespace(**case, steps=options.steps), options.entries, options.rounds)
         print(f"\n{model}, {trainers} trainers, {servers} servers\n{table(rates)}\n", flush=True)
         lines += [{"kind": "result", "entry": entry, **case, "rounds": found} for entry, found in rates.items()]
