@@ -17,6 +17,8 @@ from torch import nn
 from telegrad import current_agent, ps
 from telegrad.agent.agent import Agent
 from telegrad.errors import PeerLost, UsageError
+from telegrad.ps import service
+from telegrad.ps.attachment import Attachment
 from telegrad.ps.checkpoint import Archive, Snapshot
 from telegrad.ps.messages import worker_of
 from telegrad.ps.service import Shards
@@ -147,6 +149,59 @@ def test_trainers_bring_back_what_a_server_had_not_saved(
     expected = undisturbed(3, STEPS, lr=0.1)
     for net in ended():
         check_same(net, expected)
+
+
+@pytest.mark.parametrize("rule", [ps.Async(), ps.Stale(5)], ids=repr)
+def test_a_step_that_another_trainer_brings_back_counts_once(
+    cluster: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: Any
+) -> None:
+    """Its answer got lost with the server, which had saved nothing; but somebody had already got the new version."""
+    workers = cluster(3)
+    point = ps.Checkpoint(tmp_path, every=1000)
+    nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    first, second = (
+        ps.Optimizer(net, "w0", agent=workers[worker], consistency=rule, checkpoint=point, lr=1.0)
+        for net, worker in zip(nets, ("w1", "w2"), strict=True)
+    )
+    before = nets[0].weight.detach().clone()
+    for net in nets:
+        net.weight.grad = torch.ones_like(net.weight)
+    pushed, lost, brought = threading.Event(), threading.Event(), threading.Event()
+    push, come_back = service._now_or_later, Attachment._come_back
+
+    def answer_later(future: Any) -> Any:
+        answer = push(future)
+        if not pushed.is_set():
+            pushed.set()
+            assert lost.wait(PATIENCE)
+        return answer
+
+    def come_back_later(self: Attachment, acknowledged: int) -> None:
+        if self is first._attachments[0]:
+            assert brought.wait(PATIENCE)
+        come_back(self, acknowledged)
+
+    monkeypatch.setattr(service, "_now_or_later", answer_later)
+    monkeypatch.setattr(Attachment, "_come_back", come_back_later)
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(first.step)
+        assert pushed.wait(PATIENCE)
+        second.step()
+        torch.testing.assert_close(nets[1].weight.detach(), before - 2)
+        victim = workers["w0"]
+        end_threads = victim.threads.close
+
+        def cut_off(timeout: float) -> None:
+            lost.set()
+            end_threads(timeout)
+
+        victim.threads.close = cut_off  # type: ignore[method-assign]
+        workers.kill("w0")
+        workers.join("w0", 0)
+        second.step()
+        brought.set()
+        step.result(PATIENCE)
+    torch.testing.assert_close(nets[0].weight.detach(), before - 3)
 
 
 def test_without_checkpoints_a_dead_server_is_an_error(cluster: Clusters) -> None:

@@ -53,6 +53,7 @@ class Attachment:
         self._overlap = overlap
         self._early: Early | None = None
         self._step = 0  # the last that was pushed
+        self._applied: dict[str, int] = {}  # whose steps are in that version
         flat.listen(self.ready)
 
     def __repr__(self) -> str:
@@ -85,7 +86,7 @@ class Attachment:
         """Enter again; what the model holds of this server's range goes along, in case the server has lost it."""
         share = self.plan.share
         values = self._flat.values[share.start : share.stop]
-        arguments = (self.plan, self._me, acknowledged, self.version, values, self._handle)
+        arguments = (self.plan, self._me, acknowledged, self.version, values, self._handle, self._applied)
         self._map(self._agent.invoke(self.server, service.resume, arguments))
 
     def _map(self, welcome: Welcome) -> None:
@@ -178,6 +179,7 @@ class Attachment:
             assert answer.values is not None
             self._flat.take(share.start, answer.values)
         self.version = answer.version
+        self._applied = answer.applied or {}
 
     def _read(self, version: int) -> bool:
         """Copy a published version. False if the server began to write over it meanwhile."""

@@ -53,6 +53,7 @@ class Answer(NamedTuple):
     staleness: int = 0
     dropped: bool = False
     values: Tensor | None = None
+    applied: dict[str, int] | None = None  # the last step of each trainer in this version, where it may be asked for
 
 
 class Welcome(NamedTuple):

@@ -191,13 +191,19 @@ def enter(name: str, trainer: str, first: int, gradients: Handle | None) -> Any:
 @trusted
 @anywhere
 def resume(
-    plan: Plan, trainer: str, acknowledged: int, version: int, values: Tensor, gradients: Handle | None
+    plan: Plan,
+    trainer: str,
+    acknowledged: int,
+    version: int,
+    values: Tensor,
+    gradients: Handle | None,
+    applied: dict[str, int],
 ) -> Welcome:
     """A trainer comes back to a server that has lost it, most likely because it was restarted."""
     shards = Shards.here()
     shards.recreate(plan)
     shard = shards.find(plan.name)
-    welcome = shard.resume(trainer, acknowledged, version, values, gradients)
+    welcome = shard.resume(trainer, acknowledged, version, values, gradients, applied)
     shards.check(shard, trainer)
     return welcome
 

@@ -116,9 +116,18 @@ class Shard:
         return entering.future
 
     def resume(
-        self, trainer: str, acknowledged: int, version: int, values: Tensor, gradients: Handle | None
+        self,
+        trainer: str,
+        acknowledged: int,
+        version: int,
+        values: Tensor,
+        gradients: Handle | None,
+        applied: dict[str, int],
     ) -> Welcome:
-        """A trainer comes back to a server that was restarted. If it holds a newer version, the server takes that."""
+        """A trainer comes back to a server that was restarted. If it holds a newer version, the server takes that.
+
+        `applied` says whose steps are in that version: they may be pushed again, and must not count twice.
+        """
         mapped = segments.find(gradients) if gradients is not None and self._memory is not None else None
         outcomes: list[Outcome] = []
         with self._lock:
@@ -129,6 +138,8 @@ class Shard:
             if version > self.version:
                 self._values.copy_(values)
                 self.version = version
+                for each, step in applied.items():
+                    self._applied[each] = max(self._applied.get(each, 0), step)
                 outcomes = self._skip_to(version)
             self._publish()
             welcome = Welcome(Answer(self.version), mapped is not None, self._handle)
@@ -209,7 +220,7 @@ class Shard:
     def pull(self) -> Answer:
         """The values now, by value."""
         with self._lock:
-            return Answer(self.version, values=self._values.clone())
+            return Answer(self.version, values=self._values.clone(), applied=self._told)
 
     def state(self) -> list[State]:
         with self._lock:
@@ -338,7 +349,10 @@ class Shard:
         ready = [each for each in self._entering if self._rounds is None or self.version >= each.first]
         self._entering = [each for each in self._entering if each not in ready]
         return [
-            (each.future, Welcome(Answer(self.version, values=self._values.clone()), shared, self._handle))
+            (
+                each.future,
+                Welcome(Answer(self.version, values=self._values.clone(), applied=self._told), shared, self._handle),
+            )
             for each in ready
             for shared in [self._members[each.trainer] is not None]
         ]
@@ -372,11 +386,16 @@ class Shard:
         place = self.version % self._places * self.plan.share.nbytes
         self._memory.contents[place : place + self.plan.share.nbytes].copy_(self._values)
 
+    @property
+    def _told(self) -> dict[str, int] | None:
+        """What trainers must know to bring back a version. In rounds, its number says it all."""
+        return dict(self._applied) if self._archive is not None and self._rounds is None else None
+
     def _answer(self, report: _Report) -> Answer:
         if not report.by_value:
-            return Answer(self.version, report.staleness)
+            return Answer(self.version, report.staleness, applied=self._told)
         values = self._values if self._strict else self._values.clone()
-        return Answer(self.version, report.staleness, values=values)
+        return Answer(self.version, report.staleness, values=values, applied=self._told)
 
 
 def _complete(outcomes: list[Outcome]) -> None:
