@@ -281,11 +281,12 @@ def measure_all(case: argparse.Namespace, entries: list[str], rounds: int) -> Ra
 
 
 def table(measured: Rates) -> str:
-    base = statistics.median(measured.get(results.BASELINE, [float("nan")]))
+    base = statistics.median(measured[results.BASELINE]) if results.BASELINE in measured else None
     rows = [["", "rounds/s", "from", "to", "against torch"]]
     for entry, rates in measured.items():
         middle = statistics.median(rates)
-        rows.append([entry, *(f"{each:.1f}" for each in (middle, min(rates), max(rates))), f"{middle / base:.2f}x"])
+        ratio = "-" if base is None else f"{middle / base:.2f}x"
+        rows.append([entry, *(f"{each:.1f}" for each in (middle, min(rates), max(rates))), ratio])
     return results.aligned(rows)
 
 
