@@ -82,7 +82,8 @@ class Group:
     def _start(self, size: int) -> None:
         folder = Path(self.folder.name)
         for rank in range(size):
-            self.workers.append(Worker(self.spec.python, folder / f"worker{rank}.log", self.spec.package))
+            log = folder / f"worker{rank}.log"
+            self.workers.append(Worker(self.spec.python, log, self.spec.package, self.spec.environment))
         port = free_port()
         for rank, worker in enumerate(self.workers):
             worker.send("start", self.spec.adapter, asdict(Place(rank, size, port, self.folder.name)))

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ class WorkerLost(Exception):
 class Worker:
     """One child process and the pipe to it. Not thread-safe: one thread owns it."""
 
-    def __init__(self, python: str, log: Path, package: str = "torch") -> None:
+    def __init__(
+        self, python: str, log: Path, package: str = "torch", environment: Mapping[str, str] | None = None
+    ) -> None:
         """`package` is the first thing that the process imports, as a program written for it would."""
         self.log = log
         self.pipe, theirs = Pipe()
@@ -45,7 +48,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "PYTHONPATH": import_path()},
+                env={**os.environ, **(environment or {}), "PYTHONPATH": import_path()},
                 start_new_session=True,
             )
         theirs.close()

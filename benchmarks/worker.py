@@ -62,10 +62,10 @@ class Commands:
 
 
 def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # not installed, found on the path
-        return str(getattr(sys.modules.get(package), "__version__", "unknown"))
+    names = importlib.metadata.packages_distributions().get(package)
+    if names:
+        return importlib.metadata.version(names[0])
+    return str(getattr(sys.modules.get(package), "__version__", "unknown"))  # not installed, found on the path
 
 
 def serve(pipe: Connection) -> None:

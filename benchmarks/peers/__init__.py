@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from benchmarks.peers.base import CALLEE, Peer, Place
 
-__all__ = ["CALLEE", "PEERS", "Peer", "PeerSpec", "Place", "load"]
+__all__ = ["CALLEE", "PEERS", "Peer", "PeerSpec", "Place", "folder", "load"]
 
 
 @dataclass(frozen=True)
@@ -19,23 +21,86 @@ class PeerSpec:
     name: str
     adapter: str  # "module:class" or "module:class:argument"
     package: str
+    about: str  # its configuration, and what the adapter does
     builtin: bool = False  # can call a torch operator without a Python function around it
     spins: bool = False  # its idle processes keep a core busy: they are stopped while they are not measured
     on_request: bool = False  # runs only when asked for by name
+    environment: Mapping[str, str] = field(default_factory=dict)  # of its processes, from their start
 
     @property
     def python(self) -> str:
-        """The interpreter with this peer installed: `TELEGRAD_BENCH_PYTHON_RAY=/path/to/python` names another one."""
-        return os.environ.get(f"TELEGRAD_BENCH_PYTHON_{self.name.upper().replace('-', '_')}", sys.executable)
+        """The interpreter with this peer installed.
+
+        `TELEGRAD_BENCH_PYTHON_RAY=/path/to/python` names it; otherwise it is the one that `telegrad bench peers` made, and
+        where there is none, this one.
+        """
+        own = folder() / self.name / "bin" / "python"
+        default = str(own) if own.exists() else sys.executable
+        return os.environ.get(f"TELEGRAD_BENCH_PYTHON_{self.name.upper().replace('-', '_')}", default)
+
+
+def folder() -> Path:
+    """Where the peers' environments are: `TELEGRAD_BENCH_PEERS`, or a folder in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("TELEGRAD_BENCH_PEERS") or Path(cache, "telegrad", "peers"))
 
 
 _SPECS = (
-    PeerSpec("telegrad", "torch_rpc:TorchShaped:telegrad.rpc", "telegrad", builtin=True),
-    PeerSpec("torch", "torch_rpc:TorchShaped:torch.distributed.rpc", "torch", builtin=True, spins=True),
-    PeerSpec("torch-uv", "torch_rpc:TorchOverTcp", "torch", builtin=True, on_request=True),
-    PeerSpec("moolib", "moolib_rpc:Moolib", "moolib", spins=True),
-    PeerSpec("ray", "ray_actor:Ray", "ray"),
-    PeerSpec("rpyc", "rpyc_service:Rpyc", "rpyc"),
+    PeerSpec(
+        "telegrad",
+        "torch_rpc:TorchShaped:telegrad.rpc",
+        "telegrad",
+        "default configuration, through `telegrad.rpc`: unix sockets, and shared memory for large tensors",
+        builtin=True,
+    ),
+    PeerSpec(
+        "torch",
+        "torch_rpc:TorchShaped:torch.distributed.rpc",
+        "torch",
+        "`torch.distributed.rpc`, default options: on one machine TensorPipe chooses its shared-memory transport",
+        builtin=True,
+        spins=True,
+    ),
+    PeerSpec(
+        "torch-uv",
+        "torch_rpc:TorchOverTcp",
+        "torch",
+        "`torch.distributed.rpc` over TCP only",
+        builtin=True,
+        on_request=True,
+    ),
+    PeerSpec(
+        "moolib",
+        "moolib_rpc:Moolib",
+        "moolib",
+        "functions served by name, default transports (shared memory on one machine)",
+        spins=True,
+    ),
+    PeerSpec(
+        "ray",
+        "ray_actor:Ray",
+        "ray",
+        "one named actor; the callers are drivers of one local cluster, large values go through its object store",
+        environment={"RAY_AUTH_MODE": "token"},  # without it only children may join
+    ),
+    PeerSpec(
+        "monarch",
+        "monarch_actor:Monarch",
+        "monarch",
+        "one actor on this host, called with `call_one` by clients that hold a reference to it; default transport",
+    ),
+    PeerSpec(
+        "grpc",
+        "grpc_service:Grpc",
+        "grpc",
+        "a server with ten threads on a unix socket, no limit on the size of messages; tensors as bytes",
+    ),
+    PeerSpec(
+        "rpyc",
+        "rpyc_service:Rpyc",
+        "rpyc",
+        "a threaded server over TCP; tensors as bytes, since RPyC would pass them by reference",
+    ),
 )
 PEERS = {spec.name: spec for spec in _SPECS}
 

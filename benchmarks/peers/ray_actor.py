@@ -9,15 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RAY_AUTH_MODE", "token")  # read when Ray is imported; without it only children may join
-
 import ray
 
 from benchmarks import remote
 from benchmarks.peers.base import CALLEE, Place
 
 NAMESPACE = "benchmarks"
-OBJECT_STORE_BYTES = 2_000_000_000
+OBJECT_STORE_BYTES = 4_000_000_000  # two messages of 1000 MB, there and back
 Callee = type("Callee", (), {fn.__name__: staticmethod(fn) for fn in remote.FUNCTIONS})
 
 

@@ -1,38 +1,27 @@
-"""RPyC. It passes objects by reference, so tensors go as pickled bytes and plain values as they are."""
+"""RPyC over TCP. It passes objects by reference, so arguments and results go as bytes."""
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import rpyc
-import torch
 from rpyc.utils.server import ThreadedServer
 
 from benchmarks import remote
 from benchmarks.peers.base import Place
+from benchmarks.peers.packing import packed, unpacked
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
 FUNCTIONS: dict[str, Callable[..., Any]] = {fn.__name__: fn for fn in remote.FUNCTIONS}
 
 
-def packed(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    return value
-
-
-def unpacked(value: Any) -> Any:
-    return pickle.loads(value) if isinstance(value, bytes) else value
-
-
 class Service(rpyc.Service):
-    def exposed_run(self, name: str, *args: Any) -> Any:
-        return packed(FUNCTIONS[name](*map(unpacked, args)))
+    def exposed_run(self, name: str, args: bytes) -> bytes:
+        return packed(FUNCTIONS[name](*unpacked(args)))
 
 
 class Rpyc:
@@ -54,11 +43,11 @@ class Rpyc:
 
     def call(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         run, name = self.connection.root.run, fn.__name__
-        return lambda *args: unpacked(run(name, *map(packed, args)))
+        return lambda *args: unpacked(run(name, packed(args)))
 
     def submit(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         run, name = rpyc.async_(self.connection.root.run), fn.__name__
-        return lambda *args: run(name, *map(packed, args))
+        return lambda *args: run(name, packed(args))
 
     def result(self, pending: Any) -> Any:
         return unpacked(pending.value)
