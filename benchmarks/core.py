@@ -27,18 +27,20 @@ from benchmarks.peers import PEERS, PeerSpec
 from benchmarks.processes import WorkerError, WorkerLost, import_path
 from benchmarks.suite import CASES, MACHINE, Case
 
-FULL_SECONDS, QUICK_SECONDS = 1.0, 0.25
-FULL_ROUNDS, QUICK_ROUNDS = 5, 3
+ROUNDS = 5
+FULL_SECONDS, QUICK_SECONDS = 0.5, 0.1
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes are ended on the way out
-    cases = [case for case in CASES if any(case.name.startswith(prefix) for prefix in options.cases)]
+    cases = chosen(options)
     figures = results.Results()
     run = machine.heading("core", rounds=options.rounds, seconds=options.seconds, peers={}, skipped={})
     with ExitStack() as stack:
         entries = start(options.peers, cases, stack, run)
+        if not entries:
+            return 1
         try:
             rounds(entries, cases, options, figures)
         except KeyboardInterrupt:
@@ -54,17 +56,23 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.core", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="shorter loops, fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="shorter loops, fewer cases")
     default = ",".join(name for name, spec in PEERS.items() if not spec.on_request)
     parser.add_argument("--peers", type=names(PEERS), default=default, help=f"from {','.join(PEERS)}")
-    parser.add_argument("--cases", type=lambda text: text.split(","), default=[""], help="only these, by prefix")
-    parser.add_argument("--rounds", type=int, help=f"default {FULL_ROUNDS}, quick {QUICK_ROUNDS}")
+    parser.add_argument("--cases", type=lambda text: text.split(","), help="only these, by prefix")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="default %(default)s")
     parser.add_argument("--seconds", type=float, help=f"per case, default {FULL_SECONDS}, quick {QUICK_SECONDS}")
     parser.add_argument("--out", type=Path, default=Path("build/bench/core.jsonl"), help="default %(default)s")
     options = parser.parse_args(argv)
-    options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else FULL_ROUNDS)
     options.seconds = options.seconds or (QUICK_SECONDS if options.quick else FULL_SECONDS)
     return options
+
+
+def chosen(options: argparse.Namespace) -> list[Case]:
+    """The cases that are asked for by name, otherwise those of the mode."""
+    if options.cases:
+        return [case for case in CASES if case.name.startswith(tuple(options.cases))]
+    return [case for case in CASES if case.quick or not options.quick]
 
 
 def names(known: dict[str, PeerSpec]) -> Callable[[str], list[str]]:

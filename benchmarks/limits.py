@@ -1,14 +1,17 @@
-"""What the machine itself can do: copies of memory and a bare ping-pong over a unix socket."""
+"""What the machine itself can do: copies of memory and bare ping-pongs over a unix socket."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -71,6 +74,20 @@ def ping_pong(seconds: float) -> Measured:
         echo.wait()
 
 
+def ping_pong_c(seconds: float) -> Measured:
+    """The same, both sides C."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        raise RuntimeError("there is no C compiler on this machine")
+    source = Path(__file__).with_name("ping_pong.c")
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        program = f"{folder}/ping_pong"
+        subprocess.run([compiler, "-O2", "-o", program, str(source)], check=True)
+        done = subprocess.run([program, str(seconds)], capture_output=True, text=True, check=True)
+    median, p99, n = map(float, done.stdout.split())
+    return {"value": median, "p99": p99, "n": n}
+
+
 def filled(size: int) -> torch.Tensor:
     return torch.ones(size, dtype=torch.uint8)
 
@@ -85,5 +102,6 @@ LOOPS: dict[str, Callable[..., Measured]] = {
     "memcpy_threads": memcpy_threads,
     "memcpy_fresh": memcpy_fresh,
     "ping_pong": ping_pong,
+    "ping_pong_c": ping_pong_c,
     "digits": training.digits_here,
 }

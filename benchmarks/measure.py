@@ -23,6 +23,7 @@ Measured = dict[str, float]
 WAYS: dict[str, Callable[..., Any]] = {"echo": remote.echo, "push": remote.sink, "pull": remote.source}
 MIN_CALLS = 30
 MIN_COPIES = 3
+CHURN, CHURN_LIMIT_S = 64, 30.0
 
 
 def latency(peer: Peer, seconds: float, function: str, elements: int) -> Measured:
@@ -80,6 +81,29 @@ def reference(peer: Any, seconds: float, use: str) -> Measured:
     return percentiles(lambda: counter.rpc_sync().add(1), seconds)
 
 
+def churn(peer: Any, seconds: float) -> Measured:
+    """Objects per second that are made on the callee and dropped; it ends when the callee has none of them any more."""
+    rpc = peer.rpc
+
+    def owned() -> int:
+        return int(rpc.rpc_sync(CALLEE, rpc._rref_context_get_debug_info)["num_owner_rrefs"])
+
+    def make() -> None:
+        references = [rpc.remote(CALLEE, remote.Counter) for _ in range(CHURN)]
+        references[-1].to_here()  # nobody runs ahead of the owner
+
+    before, made = owned(), 0
+    make()
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        make()
+        made += CHURN
+    while owned() > before:
+        if time.perf_counter() - begin > seconds + CHURN_LIMIT_S:
+            raise TimeoutError(f"{owned() - before} of {made} dropped objects are still there")
+    return {"value": made / (time.perf_counter() - begin), "n": made}
+
+
 def percentiles(once: Callable[[], object], seconds: float) -> Measured:
     times = sorted(timed(once, seconds, MIN_CALLS))
     p99 = times[min(len(times) - 1, round(len(times) * 0.99))]
@@ -110,6 +134,7 @@ LOOPS: dict[str, Callable[..., Measured]] = {
     "rate": rate,
     "bandwidth": bandwidth,
     "reference": reference,
+    "churn": churn,
     "backward": training.backward,
     "digits": training.digits,
     "digits_backward": training.digits_backward,

@@ -54,6 +54,8 @@ class Series:
             "unit": case.unit,
             "better": "higher" if case.higher_is_better else "lower",
             "callers": case.callers,
+            "axis": case.axis,
+            "at": case.at,
             "rounds": self.values,
             "median": self.median,
             "min": min(self.values, default=None),

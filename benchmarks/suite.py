@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 KB, MB = 1024, 1_000_000
@@ -25,6 +25,9 @@ class Case:
     helpers: int = 0  # workers besides the callee and the callers that are called, too
     builtin: bool = False  # torch-shaped (a torch operator, an RRef): only peers that have such things take part
     machine: bool = False  # a limit of the machine: measured without a peer
+    quick: bool = True  # also in the quick mode
+    axis: str = ""  # what grows from case to case along a curve,
+    at: float | None = None  # and its amount here
 
     @property
     def group(self) -> str:
@@ -35,13 +38,22 @@ def latency(name: str, title: str, builtin: bool = False, **params: Any) -> Case
     return Case(f"latency/{name}", f"sync call, {title}", "us", "latency", params, builtin=builtin)
 
 
-def rate(name: str, title: str, window: int, callers: int = 1) -> Case:
-    return Case(f"rate/{name}", title, "calls/s", "rate", {"window": window}, higher_is_better=True, callers=callers)
+def rate(in_flight: int) -> Case:
+    title = f"async, {in_flight} in flight"
+    params = {"window": in_flight}
+    return Case(f"rate/{in_flight}-in-flight", title, "calls/s", "rate", params, True, axis="in flight", at=in_flight)
 
 
-def bandwidth(way: str, megabytes: int, title: str) -> Case:
+def callers(number: int, quick: bool = True) -> Case:
+    title, params = f"{number} callers, 64 in flight each", {"window": 64}
+    case = Case(f"rate/{number}-callers", title, "calls/s", "rate", params, True, callers=number, quick=quick)
+    return replace(case, axis="callers", at=number)
+
+
+def bandwidth(way: str, megabytes: int, title: str, quick: bool = True) -> Case:
     params = {"way": way, "elements": megabytes * MB // FLOAT_BYTES}
-    return Case(f"bandwidth/{way}-{megabytes}MB", title, "GB/s", "bandwidth", params, higher_is_better=True)
+    case = Case(f"bandwidth/{way}-{megabytes}MB", title, "GB/s", "bandwidth", params, True, quick=quick)
+    return replace(case, axis="MB" if way == "echo" else "", at=megabytes)
 
 
 def reference(name: str, title: str, use: str) -> Case:
@@ -63,17 +75,21 @@ CASES = (
     latency("1-element-builtin", "1 element, torch.add", builtin=True, function="torch.add", elements=1),
     latency("1KB", "1 KB echoed", function="echo", elements=KB // FLOAT_BYTES),
     latency("1MB", "1 MB echoed", function="echo", elements=MB // FLOAT_BYTES),
-    rate("1-in-flight", "async, 1 in flight", 1),
-    rate("64-in-flight", "async, 64 in flight", 64),
-    rate("1000-in-flight", "async, 1000 in flight", 1000),
-    rate("4-callers", "4 callers, 64 in flight each", 64, callers=4),
+    rate(1),
+    rate(64),
+    rate(1000),
+    callers(2, quick=False),
+    callers(4),
+    callers(8, quick=False),
     bandwidth("echo", 1, "1 MB there and back, each way"),
-    bandwidth("echo", 16, "16 MB there and back, each way"),
+    bandwidth("echo", 16, "16 MB there and back, each way", quick=False),
     bandwidth("echo", 100, "100 MB there and back, each way"),
-    bandwidth("push", 100, "100 MB to the callee"),
-    bandwidth("pull", 100, "100 MB from the callee"),
+    bandwidth("echo", 1000, "1000 MB there and back, each way", quick=False),
+    bandwidth("push", 100, "100 MB to the callee", quick=False),
+    bandwidth("pull", 100, "100 MB from the callee", quick=False),
     reference("remote-to-here", "remote() + to_here()", "remote"),
     reference("proxied", "proxied call, rref.rpc_sync().add(1)", "proxied"),
+    Case("churn/objects", "remote objects made and deleted", "objects/s", "churn", {}, True, builtin=True),
     backward(2),
     backward(4),
     Case(
@@ -90,4 +106,5 @@ CASES = (
     limit("memcpy-warm-threads", "memcpy 100 MB, warm, all cores", "GB/s", "memcpy_threads", size=100 * MB),
     limit("memcpy-fresh", "memcpy 100 MB, fresh memory", "GB/s", "memcpy_fresh", size=100 * MB),
     limit("unix-ping-pong", "unix socket ping-pong, Python", "us", "ping_pong"),
+    limit("unix-ping-pong-c", "unix socket ping-pong, C", "us", "ping_pong_c"),
 )

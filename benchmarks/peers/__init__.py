@@ -31,8 +31,8 @@ class PeerSpec:
     def python(self) -> str:
         """The interpreter with this peer installed.
 
-        `TELEGRAD_BENCH_PYTHON_RAY=/path/to/python` names it; otherwise it is the one that `telegrad bench peers` made, and
-        where there is none, this one.
+        `TELEGRAD_BENCH_PYTHON_RAY=/path/to/python` names it; otherwise it is the one that `telegrad bench peers` made,
+        and where there is none, this one.
         """
         own = folder() / self.name / "bin" / "python"
         default = str(own) if own.exists() else sys.executable
@@ -80,8 +80,12 @@ _SPECS = (
         "ray",
         "ray_actor:Ray",
         "ray",
-        "one named actor; the callers are drivers of one local cluster, large values go through its object store",
-        environment={"RAY_AUTH_MODE": "token"},  # without it only children may join
+        "one named actor; the callers are drivers of one local cluster, large values go through its "
+        "object store, where tensors are read without a copy",
+        environment={
+            "RAY_AUTH_MODE": "token",
+            "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+        },  # a token: else only children join
     ),
     PeerSpec(
         "monarch",

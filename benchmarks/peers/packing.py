@@ -1,6 +1,6 @@
-"""Tensors as bytes, for peers that do not know them: NumPy's view of the memory in a pickle of protocol 5, one copy each way.
+"""Tensors as bytes, for peers that do not know them: NumPy's view of the memory, in a pickle.
 
-This is what their users are told to do, and several times faster than a pickle of the tensor itself.
+One copy each way. This is what their users are told to do, and several times faster than a pickle of the tensor itself.
 """
 
 from __future__ import annotations
