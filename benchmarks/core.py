@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, plots, results
+from benchmarks import machine, results
 from benchmarks.entries import Entry, MachineEntry, PeerEntry
-from benchmarks.peers import PEERS, PeerSpec
-from benchmarks.processes import WorkerError, WorkerLost, import_path
+from benchmarks.peers import PEERS, PeerSpec, installed
+from benchmarks.processes import WorkerError, WorkerLost, summary
+from benchmarks.progress import say
 from benchmarks.suite import CASES, MACHINE, Case
 
 ROUNDS = 5
@@ -50,7 +49,6 @@ def main(argv: list[str] | None = None) -> int:
     results.write(options.out, run, lines)
     say(results.table(lines))
     say(f"\nmedian of {options.rounds} rounds; 2.00x is twice as good as {results.BASELINE}; written to {options.out}")
-    plots.save(options.out)
     return 0 if any(line["peer"] != MACHINE for line in lines) and "interrupted" not in run else 1
 
 
@@ -107,44 +105,35 @@ def start(wanted: list[str], cases: list[Case], stack: ExitStack, run: dict[str,
     return entries
 
 
-def installed(spec: PeerSpec) -> bool:
-    """Asked of the peer's own interpreter, without importing the peer."""
-    code = f"import sys, importlib.util as u; sys.exit(u.find_spec({spec.package!r}) is None)"
-    environment = {**os.environ, "PYTHONPATH": import_path()}
-    try:
-        return subprocess.run([spec.python, "-c", code], env=environment, timeout=60, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-
-
 def rounds(entries: list[Entry], cases: list[Case], options: argparse.Namespace, figures: results.Results) -> None:
     """One case after the other, each on all entries; who comes first changes from round to round."""
-    for number, case in itertools.product(range(options.rounds), cases):
-        first = number % len(entries)
-        for entry in entries[first:] + entries[:first]:
-            if case.name in entry.cases:
-                measure(entry, case, options.seconds, figures.of(case, entry.name), number + 1)
+    plan = [
+        (number, case, entry)
+        for number, case in itertools.product(range(options.rounds), cases)
+        for entry in turned(entries, number)
+        if case.name in entry.cases
+    ]
+    for step, (number, case, entry) in enumerate(plan, 1):
+        if case.name in entry.cases:
+            text = measure(entry, case, options.seconds, figures.of(case, entry.name))
+            say(f"round {number + 1}  {case.name:26} {entry.name:10} {text}", step, len(plan))
 
 
-def measure(entry: Entry, case: Case, seconds: float, series: results.Series, number: int) -> None:
+def turned(entries: list[Entry], number: int) -> list[Entry]:
+    first = number % len(entries)
+    return entries[first:] + entries[:first]
+
+
+def measure(entry: Entry, case: Case, seconds: float, series: results.Series) -> str:
+    """Adds a round to the series; returns what there is to say about it."""
     try:
         measured = entry.run(case, seconds)
     except (WorkerError, WorkerLost) as error:
         entry.drop(case)
         series.errors.append(summary(error))
-        say(f"{entry.name}: {case.name} failed and is not tried again: {error}")
-        return
+        return f"failed and is not tried again: {error}"
     series.add(measured)
-    say(f"round {number}  {case.name:26} {entry.name:10} {results.number(measured['value'])} {case.unit}")
-
-
-def summary(error: Exception) -> str:
-    """One line for the table's file: of a traceback the last one, of a lost process what happened to it."""
-    return str(error).strip().splitlines()[0 if isinstance(error, WorkerLost) else -1]
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
+    return f"{results.number(measured['value'])} {case.unit}"
 
 
 if __name__ == "__main__":

@@ -32,6 +32,11 @@ class WorkerLost(Exception):
     """The worker died or did not answer within the time limit: it takes no more commands."""
 
 
+def summary(error: Exception) -> str:
+    """One line for the file: of a traceback the last one, of a lost process what happened to it."""
+    return str(error).strip().splitlines()[0 if isinstance(error, WorkerLost) else -1]
+
+
 class Worker:
     """One child process and the pipe to it. Not thread-safe: one thread owns it."""
 
@@ -131,6 +136,17 @@ def session_pids(session: int) -> list[int]:
     """Every living process of a session."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     return [pid for pid in pids if (stat := _stat(pid)) and int(stat[3]) == session]
+
+
+def with_descendants(pids: list[int]) -> list[int]:
+    """These processes, those that they started, and so on."""
+    parents = {
+        int(entry): int(stat[1]) for entry in os.listdir("/proc") if entry.isdigit() and (stat := _stat(int(entry)))
+    }
+    found = set(pids)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found)
 
 
 def cpu_seconds(pids: list[int]) -> float:

@@ -3,28 +3,29 @@
     python -m benchmarks.startup
     python -m benchmarks.startup --workers 2,8 --rounds 1 --peers telegrad
 
-Workers are forked from a server that has imported torch and the peers already, so imports are not in the figures. The
-clock runs from before the first process is started until every worker has joined the group and had one call to the
-callee answered. `bare` is the same without a peer: what the processes alone cost.
+Workers are forked from a server that has imported torch and the peer already, so imports are not in the figures. The
+clock runs from before the first process is started until every worker has joined the group and every caller had one
+call to the callee answered. `bare` is the same without a peer: what the processes alone cost.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import signal
 import sys
-from multiprocessing.context import ForkServerContext
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks import machine, plots, results
-from benchmarks.peers import PEERS, load
-from benchmarks.processes import import_path
+from benchmarks import machine, progress, results
+from benchmarks.group import ask
+from benchmarks.peers import PEERS, installed
+from benchmarks.processes import Worker, WorkerError, WorkerLost, stop, summary
 from benchmarks.suite import Case
-from benchmarks.worlds import BARE, DidNotComeUp, forkserver, measure
+from benchmarks.worlds import BARE, LIMIT_S
 
-SHAPED = {"telegrad": "telegrad.rpc", "torch": "torch.distributed.rpc"}
+SIZES = [2, 4, 8, 16, 32]
 METRICS = {
     "startup": ("until every worker is up", "s"),
     "memory": ("memory per worker (PSS)", "MB"),
@@ -32,77 +33,103 @@ METRICS = {
     "idle": ("CPU of all workers together, idle", "cores"),
     "shutdown": ("until every worker has left", "s"),
 }
+CLEANUP_S = 60.0
 
 
-def rounds(options: argparse.Namespace, context: ForkServerContext) -> results.Results:
+class Launcher:
+    """The process that starts groups of one peer, with its interpreter."""
+
+    def __init__(self, peer: str, folder: str) -> None:
+        self.peer = peer
+        self.log = Path(folder, f"{peer}.log")
+        self.worker = self._start()
+
+    def _start(self) -> Worker:
+        if self.peer == BARE:
+            return Worker(sys.executable, self.log)
+        spec = PEERS[self.peer]
+        return Worker(spec.python, self.log, spec.package, spec.environment)
+
+    def measure(self, size: int) -> dict[str, float]:
+        """One group from start to end. After a failure the next one is started by another process."""
+        try:
+            measured: dict[str, float] = ask([self.worker], 2 * LIMIT_S + CLEANUP_S, "world", self.peer, size)[0]
+            return measured
+        except (WorkerError, WorkerLost):
+            self.worker.end()
+            self.worker = self._start()
+            raise
+
+    def close(self) -> None:
+        stop([self.worker])
+
+
+def rounds(options: argparse.Namespace, launchers: list[Launcher]) -> results.Results:
     figures = results.Results()
     failed: set[tuple[str, int]] = set()
-    for size, number, peer in itertools.product(options.workers, range(options.rounds), options.peers):
-        if (peer, size) in failed:
+    plan = list(itertools.product(options.workers, range(options.rounds), launchers))
+    for step, (size, number, launcher) in enumerate(plan, 1):
+        if (launcher.peer, size) in failed:
             continue
         try:
-            measured = measure(peer, size, context)
-        except DidNotComeUp as error:
-            failed.add((peer, size))
-            note(figures, peer, size, str(error))
+            measured = launcher.measure(size)
+        except (WorkerError, WorkerLost) as error:
+            failed.add((launcher.peer, size))
+            figures.of(case("startup", size), launcher.peer).errors.append(summary(error))
+            progress.say(f"{launcher.peer}: {size} workers did not come up and are not tried again: {error}")
             continue
         for metric, value in measured.items():
-            figures.of(case(metric, size), peer).add({"value": value, "n": 1})
+            figures.of(case(metric, size), launcher.peer).add({"value": value, "n": 1})
         text = "  ".join(f"{metric} {value:.2f}" for metric, value in measured.items())
-        say(f"round {number + 1}  {size:2} workers  {peer:10} {text}")
+        progress.say(f"round {number + 1}  {size:2} workers  {launcher.peer:10} {text}", step, len(plan))
     return figures
-
-
-def note(figures: results.Results, peer: str, size: int, error: str) -> None:
-    figures.of(case("startup", size), peer).errors.append(error.strip().splitlines()[-1])
-    say(f"{peer}: {size} workers did not come up and are not tried again: {error}")
 
 
 def case(metric: str, size: int) -> Case:
     title, unit = METRICS[metric]
-    return Case(f"{metric}/{size:02}", f"{size:2} workers: {title}", unit, metric, callers=size)
-
-
-def available(peer: str) -> bool:
-    if peer == BARE:
-        return True
-    try:
-        load(PEERS[peer].adapter)
-        return True
-    except Exception as error:
-        say(f"{peer}: skipped: {error}")
-        return False
+    return Case(f"{metric}/{size:02}", f"{size} workers: {title}", unit, metric, callers=size, axis="workers", at=size)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.startup", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--peers", type=lambda text: text.split(","), default=[*SHAPED, BARE], help="default: all")
-    sizes = [2, 4, 8, 16, 32]
-    parser.add_argument("--workers", type=lambda text: [int(n) for n in text.split(",")], default=sizes)
-    parser.add_argument("--rounds", type=int, default=3)
+    default = [*(name for name, spec in PEERS.items() if not spec.on_request), BARE]
+    parser.add_argument("--peers", type=lambda text: text.split(","), default=default, help="default: all")
+    parser.add_argument("--workers", type=lambda text: [int(n) for n in text.split(",")], default=SIZES)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("build/bench/startup.jsonl"), help="default %(default)s")
     return parser.parse_args(argv)
+
+
+def hindrance(peer: str) -> str:
+    """Why this peer cannot take part, if so."""
+    if peer == BARE:
+        return ""
+    if not PEERS[peer].forks:
+        return "does not work in a process that was forked after its import"
+    return "" if installed(PEERS[peer]) else "not installed"
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes are ended on the way out
-    sys.path[:0] = import_path().split(os.pathsep)
-    options.peers = [peer for peer in options.peers if available(peer)]
-    run = machine.heading("startup", rounds=options.rounds)
-    lines = rounds(options, forkserver(list(SHAPED.values()))).lines()
+    run = machine.heading("startup", rounds=options.rounds, skipped={})
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
+        launchers = []
+        for peer in options.peers:
+            if reason := hindrance(peer):
+                progress.say(f"{peer}: skipped: {reason}")
+                run["skipped"][peer] = reason
+                continue
+            launchers.append(Launcher(peer, folder))
+            stack.callback(launchers[-1].close)
+        lines = rounds(options, launchers).lines()
     lines.sort(key=lambda line: list(METRICS).index(line["group"]))
     results.write(options.out, run, lines)
-    say(results.table(lines))
-    say(f"\nmedian of {options.rounds} rounds; written to {options.out}")
-    plots.save(options.out)
+    progress.say(f"{results.table(lines)}\n\nmedian of {options.rounds} rounds; written to {options.out}")
     return 0
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

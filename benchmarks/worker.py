@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import limits, peers, remote
+from benchmarks import limits, peers, remote, worlds
 from benchmarks.measure import LOOPS, Measured
 from benchmarks.peers.base import Peer, Place
 from benchmarks.processes import die_with_parent
@@ -51,6 +51,9 @@ class Commands:
 
     def limit(self, loop: str, seconds: float, params: dict[str, Any]) -> Measured:
         return limits.LOOPS[loop](seconds, **params)
+
+    def world(self, peer: str, size: int) -> dict[str, float]:
+        return worlds.measure(peer, size)
 
     def versions(self, package: str) -> dict[str, str]:
         return {"python": platform.python_version(), package: version(package), "torch": str(torch.__version__)}

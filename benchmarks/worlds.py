@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -18,22 +19,33 @@ import torch
 from benchmarks import remote
 from benchmarks.group import free_port
 from benchmarks.peers import PEERS, Place, load
-from benchmarks.processes import LOG_LINES, cpu_seconds, die_with_parent, import_path
+from benchmarks.processes import LOG_LINES, cpu_seconds, die_with_parent, import_path, with_descendants
 
 BARE = "bare"
 LIMIT_S = 120.0
 IDLE_S = 1.0
 
 
-def forkserver(modules: list[str]) -> ForkServerContext:
-    """Its server imports torch and these modules, as far as they exist, once."""
+@cache
+def forkserver(adapter: str | None) -> ForkServerContext:
+    """Its server imports torch and the adapter with its peer, once."""
     os.environ["PYTHONPATH"] = import_path()  # for the server; the workers get our `sys.path`
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", *modules, "benchmarks.worlds", "benchmarks.peers.torch_rpc"])
+    context.set_forkserver_preload(["torch", "benchmarks.worlds", *(modules(adapter) if adapter else [])])
     warm = context.Process(target=int)  # the first process waits for the imports
     warm.start()
     warm.join()
     return context
+
+
+def modules(adapter: str) -> list[str]:
+    """What an adapter imports: its own module, and what it is told to be the adapter of."""
+    name, _, *shaped = adapter.split(":")
+    packages = [module.removesuffix(".rpc") for module in shaped]
+    return [
+        f"benchmarks.peers.{name}",
+        *(f"{each}.{part}" for each in packages for part in ("rpc", "autograd", "optim")),
+    ]
 
 
 class DidNotComeUp(Exception):
@@ -65,7 +77,7 @@ class Child:
 
 
 def work(adapter: str | None, place: Place, pipe: Connection) -> None:
-    """The life of a worker: join, call the callee once, wait to be looked at, leave."""
+    """The life of a worker: join, as a caller call the callee once, wait to be looked at, leave."""
     die_with_parent()
     with open(Path(place.folder, "log"), "ab") as log:
         os.dup2(log.fileno(), sys.stderr.fileno())
@@ -73,6 +85,7 @@ def work(adapter: str | None, place: Place, pipe: Connection) -> None:
         peer = load(adapter) if adapter else None
         if peer is not None:
             peer.start(place)
+        if peer is not None and place.rank:
             peer.call(remote.add)(torch.ones(1), 1)
         pipe.send((True, time.monotonic()))
         pipe.recv()
@@ -83,9 +96,10 @@ def work(adapter: str | None, place: Place, pipe: Connection) -> None:
         pipe.send((False, traceback.format_exc()))
 
 
-def measure(peer: str, size: int, context: ForkServerContext) -> dict[str, float]:
+def measure(peer: str, size: int) -> dict[str, float]:
     """One group from start to end."""
     adapter = None if peer == BARE else PEERS[peer].adapter
+    context = forkserver(adapter)
     port, folder, children = free_port(), tempfile.TemporaryDirectory(prefix="bench-"), list[Child]()
     log_file = Path(folder.name, "log")
     begin = time.monotonic()
@@ -93,7 +107,7 @@ def measure(peer: str, size: int, context: ForkServerContext) -> dict[str, float
         for rank in range(size):
             children.append(spawn(adapter, Place(rank, size, port, folder.name), context))
         up = last(children, begin + LIMIT_S)
-        looked_at = look_at([child.process.pid or 0 for child in children])
+        looked_at = look_at([child.process.pid or 0 for child in children], size)
         leave = time.monotonic()
         for child in children:
             child.pipe.send("leave")
@@ -128,14 +142,15 @@ def spawn(adapter: str | None, place: Place, context: ForkServerContext) -> Chil
     return Child(process, ours)
 
 
-def look_at(pids: list[int]) -> dict[str, float]:
-    """Memory and CPU of workers that have nothing to do."""
+def look_at(workers: list[int], size: int) -> dict[str, float]:
+    """Memory and CPU of workers that have nothing to do, and of everything that they started."""
+    pids = with_descendants(workers)
     maps = [memory(pid) for pid in pids]
     begin, used = time.monotonic(), cpu_seconds(pids)
     time.sleep(IDLE_S)
     return {
-        "memory": sum(entry["Pss"] for entry in maps) / len(maps),
-        "private": sum(entry["Private_Clean"] + entry["Private_Dirty"] for entry in maps) / len(maps),
+        "memory": sum(entry["Pss"] for entry in maps) / size,
+        "private": sum(entry["Private_Clean"] + entry["Private_Dirty"] for entry in maps) / size,
         "idle": (cpu_seconds(pids) - used) / (time.monotonic() - begin),
     }
 

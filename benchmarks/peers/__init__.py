@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.peers.base import CALLEE, Peer, Place
+from benchmarks.processes import import_path
 
-__all__ = ["CALLEE", "PEERS", "Peer", "PeerSpec", "Place", "folder", "load"]
+__all__ = ["CALLEE", "PEERS", "Peer", "PeerSpec", "Place", "folder", "installed", "load"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class PeerSpec:
     about: str  # its configuration, and what the adapter does
     builtin: bool = False  # can call a torch operator without a Python function around it
     spins: bool = False  # its idle processes keep a core busy: they are stopped while they are not measured
+    forks: bool = True  # can be used in a process that was forked after its import
     on_request: bool = False  # runs only when asked for by name
     environment: Mapping[str, str] = field(default_factory=dict)  # of its processes, from their start
 
@@ -75,6 +78,7 @@ _SPECS = (
         "moolib",
         "functions served by name, default transports (shared memory on one machine)",
         spins=True,
+        forks=False,
     ),
     PeerSpec(
         "ray",
@@ -92,6 +96,7 @@ _SPECS = (
         "monarch_actor:Monarch",
         "monarch",
         "one actor on this host, called with `call_one` by clients that hold a reference to it; default transport",
+        forks=False,
     ),
     PeerSpec(
         "grpc",
@@ -115,3 +120,13 @@ def load(adapter: str) -> Peer:
     factory = getattr(importlib.import_module(f"benchmarks.peers.{module}"), name)
     peer: Peer = factory(*arguments)
     return peer
+
+
+def installed(spec: PeerSpec) -> bool:
+    """Asked of the peer's own interpreter, without importing the peer."""
+    code = f"import sys, importlib.util as u; sys.exit(u.find_spec({spec.package!r}) is None)"
+    environment = {**os.environ, "PYTHONPATH": import_path()}
+    try:
+        return subprocess.run([spec.python, "-c", code], env=environment, timeout=60, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False

@@ -1,0 +1,76 @@
+"""What a benchmark says while it runs: lines, with a count in front where it knows how much there is to do.
+
+`benchmarks.parts` shows the lines of all parts as one bar where `rich` is installed and this is a terminal.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+try:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+except ImportError:  # lines do as well
+    Progress = None  # type: ignore[assignment,misc]
+
+__all__ = ["Bars", "say"]
+
+_COUNT = re.compile(r"\[ *(\d+)/(\d+)\] ")
+
+
+def say(text: str, step: int = 0, steps: int = 0) -> None:
+    """One line, or several. `step` of `steps` measurements are done with it."""
+    count = f"[{step:{len(str(steps))}}/{steps}] " if steps else ""
+    print(f"{count}{text}", flush=True)
+
+
+class Bars:
+    """A bar for each part, with its newest line beside it; use as a context manager. Without a terminal, the lines."""
+
+    def __init__(self, parts: list[str]) -> None:
+        self.progress: Any = None
+        self.tasks: dict[str, Any] = {}
+        if Progress is not None and sys.stdout.isatty():
+            columns = (
+                TextColumn("{task.description:12}"),
+                BarColumn(20),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[line]}"),
+            )
+            self.progress = Progress(*columns)
+            self.tasks = {part: self.progress.add_task(part, start=False, total=None, line="") for part in parts}
+
+    def __enter__(self) -> Bars:
+        if self.progress is not None:
+            self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def begin(self, part: str) -> None:
+        if self.progress is not None:
+            self.progress.start_task(self.tasks[part])
+        else:
+            say(f"-- {part}")
+
+    def line(self, part: str, text: str) -> None:
+        if self.progress is None:
+            say(text)
+            return
+        count = _COUNT.match(text)
+        if count:
+            self.progress.update(
+                self.tasks[part], completed=int(count[1]), total=int(count[2]), line=text[count.end() :]
+            )
+        elif text.startswith("round"):
+            self.progress.update(self.tasks[part], line=text)
+        else:
+            self.progress.console.print(text, markup=False, highlight=False)
+
+    def end(self, part: str) -> None:
+        if self.progress is not None:
+            self.progress.update(self.tasks[part], total=1, completed=1, line="")
+            self.progress.stop_task(self.tasks[part])
