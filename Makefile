@@ -8,13 +8,15 @@ VENV   ?= .venv
 TORCH  ?= torch
 ARGS   ?=
 
+export TELEGRAD_BENCH_PEERS ?= $(CURDIR)/.venv-peers
+
 BIN := $(VENV)/bin
 # uv where there is a working one, otherwise a copy inside the environment.
 UV  := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu check bench conformance docs clean FORCE
+.PHONY: help demo test test-gpu check bench bench-peers conformance docs clean FORCE
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,8 +37,11 @@ check: $(VENV)/.installed-dev  ## lint, format, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed-bench  ## run the benchmarks
-	$(BIN)/python -m benchmarks.core $(ARGS)
+bench: $(VENV)/.installed-bench  ## measure this machine; ARGS="--full" for everything
+	$(BIN)/telegrad bench $(ARGS)
+
+bench-peers: $(VENV)/.installed-bench  ## environments for the peers that are measured beside Telegrad
+	$(BIN)/telegrad bench peers $(ARGS)
 
 conformance: $(VENV)/.installed-conformance  ## PyTorch's own RPC test suites, run against this package
 	$(BIN)/python tests/conformance/run.py $(ARGS)
@@ -45,7 +50,7 @@ docs: $(VENV)/.installed-docs  ## API reference into site/
 	$(BIN)/pdoc telegrad -o site $(ARGS)
 
 clean:  ## remove the environment, caches and everything built
-	rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-peers build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- Bootstrap: each stamp file says "this is installed"; pyproject.toml or another TORCH makes it stale ---------------

@@ -1,150 +1,215 @@
-"""One picture of a run: `python -m benchmarks.plots core.jsonl [core.png]`. Without matplotlib nothing is drawn."""
+"""Pictures of a run: `python -m benchmarks.plots results.jsonl [picture.png]`. Without matplotlib nothing is drawn.
+
+Cases that differ only in an amount (callers, megabytes, workers, trainers) are curves over it; the others are bars.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import io
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import results
 from benchmarks.suite import MACHINE
 
-PANELS = {
-    "latency": "sync call, p50 with p99 as whisker (us, lower is better)",
-    "rate": "calls per second (higher is better)",
-    "bandwidth": "bandwidth (GB/s, higher is better)",
-    "reference": "remote references, microseconds (lower is better)",
-    "backward": "distributed backward pass minus a local one, microseconds (lower is better)",
-    "training": "training with the network on the callee, iterations/s (higher is better)",
-}
-CURVES = {
-    "startup": "seconds until every worker is up",
-    "memory": "MB per worker (PSS)",
-    "private": "MB per worker (private)",
-    "idle": "cores busy when all are idle",
-    "shutdown": "seconds until every worker has left",
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+except ImportError:  # tables do without
+    matplotlib = None  # type: ignore[assignment]
+
+__all__ = ["GROUPS", "Panel", "panels", "save", "svg"]
+
+Line = dict[str, Any]
+
+GROUPS = {
+    "latency": "synchronous calls",
+    "rate": "asynchronous calls",
+    "bandwidth": "bandwidth",
+    "reference": "remote references",
+    "churn": "remote objects made and deleted",
+    "backward": "distributed backward pass minus a local one",
+    "training": "training with the network on the callee",
+    "idle": "CPU used while nothing happens",
+    "startup": "until every worker is up",
+    "memory": "memory per worker (PSS)",
+    "private": "private memory per worker",
+    "shutdown": "until every worker has left",
 }
 LIMITS = {
     "training": ["limit/digits"],
-    "latency": ["limit/unix-ping-pong"],
+    "latency": ["limit/unix-ping-pong", "limit/unix-ping-pong-c"],
     "bandwidth": ["limit/memcpy-warm", "limit/memcpy-fresh"],
 }
-GROUP_WIDTH = 0.8
-COLOURS = {"telegrad": "C3", "torch": "C0", "torch-uv": "C9", "moolib": "C2", "ray": "C4", "rpyc": "C1", "bare": "C7"}
+OVERVIEW = ("latency", "rate", "bandwidth", "training", "startup", "ps resnet18", "cartpole")
+GROUP_WIDTH = 0.84
+COLOURS = {
+    "telegrad": "#d62839",
+    "torch": "#1f5fa8",
+    "torch-uv": "#74a9d8",
+    "moolib": "#2f9e60",
+    "ray": "#7b4fa6",
+    "monarch": "#e0912f",
+    "grpc": "#17a2a8",
+    "rpyc": "#8a6d4f",
+    "bare": "#8c8c8c",
+    "one": "#8c8c8c",
+}
+STYLES = ("-", "--", ":", "-.")
 
 
-def save(path: Path, picture: Path | None = None) -> Path | None:
+@dataclass(frozen=True)
+class Panel:
+    """Lines that are drawn together."""
+
+    group: str
+    axis: str  # empty: bars
+    lines: tuple[Line, ...]
+    limits: tuple[Line, ...] = ()
+
+    @property
+    def title(self) -> str:
+        first = self.lines[0]
+        over = f", by {self.axis}" if self.axis else ""
+        return f"{GROUPS.get(self.group, self.group)}{over} ({first['unit']}, {first['better']} is better)"
+
+
+def panels(lines: list[Line]) -> list[Panel]:
+    """What there is to draw, in the order of the lines."""
+    found = []
+    drawn = [line for line in lines if line["peer"] != MACHINE and line["median"] is not None]
+    for group in dict.fromkeys(line["group"] for line in drawn):
+        own = [line for line in drawn if line["group"] == group]
+        limits = tuple(line for line in lines if line["case"] in LIMITS.get(group, []) and line["median"])
+        amounts = {
+            axis: {line["at"] for line in own if line["axis"] == axis} for axis in {line["axis"] for line in own}
+        }
+        curved = [axis for axis in dict.fromkeys(line["axis"] for line in own) if axis and len(amounts[axis]) > 1]
+        found += [Panel(group, axis, tuple(line for line in own if line["axis"] == axis), limits) for axis in curved]
+        rest = tuple(line for line in own if line["axis"] not in curved)
+        if rest:
+            found.append(Panel(group, "", rest, limits))
+    return found
+
+
+def svg(panel: Panel) -> str:
+    """The panel as a piece of HTML; empty without matplotlib."""
+    if matplotlib is None:
+        return ""
+    figure = Figure(figsize=(10.5, 4.2), layout="constrained")
+    draw(panel, figure.subplots())
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.group}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def save(path: Path, picture: Path | None = None, groups: tuple[str, ...] = ()) -> Path | None:
     """Draws the results in `path` beside it, or into `picture`; returns where, or None without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if matplotlib is None:
         print("matplotlib is not installed: no plot")
         return None
-    picture = picture or path.with_suffix(".png")
     run, lines = results.read(path)
-    figure = startup(lines) if run["benchmark"] == "startup" else core(lines)
+    chosen = [panel for panel in panels(lines) if not groups or panel.group in groups]
+    rows = max(1, (len(chosen) + 1) // 2)
+    figure = Figure(figsize=(17, 4 * rows), layout="constrained")
+    axes = list(figure.subplots(rows, 2, squeeze=False).flat)
+    for axis in axes[len(chosen) :]:
+        axis.set_axis_off()
+    for axis, panel in zip(axes, chosen, strict=False):
+        draw(panel, axis)
     machine = run["machine"]
     figure.suptitle(f"{machine['cpu']}, {machine['cores']} cores, {run['date'][:10]}, median of {run['rounds']} rounds")
-    figure.savefig(picture, dpi=110)
+    picture = picture or path.with_suffix(".png")
+    figure.savefig(picture, dpi=80)
     print(f"plot: {picture}")
     return picture
 
 
-def core(lines: list[dict[str, Any]]) -> Any:
-    panels = drawable(PANELS, lines)
-    figure, axes = blank(len(panels), 1, (13.0, 4.2 * len(panels)))
-    for axis, (group, title) in zip(axes, panels.items(), strict=True):
-        bars(axis, [line for line in lines if line["group"] == group])
-        limits(axis, [line for line in lines if line["case"] in LIMITS.get(group, [])])
-        axis.set_title(title, loc="left")
-    return figure
+def draw(panel: Panel, axis: Any) -> None:
+    if panel.axis:
+        curves(axis, panel)
+    else:
+        bars(axis, panel)
+    for line in panel.limits:
+        axis.axhline(line["median"], linestyle=(0, (4, 3)), linewidth=1, color="#666666")
+        place = {"xy": (1.005, line["median"]), "xycoords": ("axes fraction", "data"), "va": "center"}
+        axis.annotate(wrapped(line["title"]), **place, fontsize=7, color="#666666", annotation_clip=False)
+    axis.set_title(panel.title, loc="left", fontsize=11, pad=22)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", alpha=0.25)
+    handles, labels = axis.get_legend_handles_labels()
+    look = {"fontsize": 8, "loc": "lower left", "bbox_to_anchor": (-0.01, 0.995), "frameon": False}
+    axis.legend(handles, labels, ncols=len(labels), columnspacing=1.2, handlelength=1.2, **look)
 
 
-def startup(lines: list[dict[str, Any]]) -> Any:
-    """A curve over the number of workers for each peer; a peer's curve ends where it does not come up."""
-    panels = drawable(CURVES, lines)
-    figure, axes = blank(1, len(panels), (4.6 * len(panels), 4.6))
-    for axis, (group, title) in zip(axes, panels.items(), strict=True):
-        curves(axis, [line for line in lines if line["group"] == group and line["median"] is not None])
-        axis.set_title(title, loc="left", fontsize=10)
-    return figure
-
-
-def drawable(panels: dict[str, str], lines: list[dict[str, Any]]) -> dict[str, str]:
-    """The panels that have something to show."""
-    return {
-        group: title
-        for group, title in panels.items()
-        if any(line["group"] == group and line["median"] for line in lines)
-    }
-
-
-def blank(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # noqa: PLC0415 - an optional dependency
-
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False).flat if rows * columns else []
-
-
-def curves(axis: Any, lines: list[dict[str, Any]]) -> None:
-    for peer in dict.fromkeys(line["peer"] for line in lines):
-        own = sorted((line for line in lines if line["peer"] == peer), key=lambda line: line["callers"])
-        axis.errorbar(
-            [line["callers"] for line in own],
-            [line["median"] for line in own],
-            yerr=whiskers(own),
-            marker="o",
-            capsize=2,
-            label=peer,
-            color=COLOURS.get(peer),
+def curves(axis: Any, panel: Panel) -> None:
+    """The median over the amount, with the range of the rounds; a peer's curve ends where it failed."""
+    peers = list(dict.fromkeys(line["peer"] for line in panel.lines))
+    for peer in peers:
+        own = sorted((line for line in panel.lines if line["peer"] == peer), key=lambda line: line["at"])
+        amounts, medians = [line["at"] for line in own], [line["median"] for line in own]
+        axis.plot(
+            amounts, medians, marker="o", markersize=4, label=peer, color=colour(peer), linestyle=style(peer, peers)
         )
-    axis.set_xscale("log", base=2)
-    sizes = sorted({line["callers"] for line in lines})
-    axis.set_xticks(sizes, [str(size) for size in sizes])
-    axis.set_xlabel("workers")
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
-    if lines:
-        axis.legend(fontsize=8)
+        axis.fill_between(
+            amounts, [line["min"] for line in own], [line["max"] for line in own], color=colour(peer), alpha=0.12
+        )
+    amounts = sorted({line["at"] for line in panel.lines})
+    axis.set_xscale("log")
+    scale(axis, panel)
+    axis.set_xticks(amounts, [f"{amount:g}" for amount in amounts])
+    axis.set_xticks([], minor=True)
+    axis.set_xlabel(panel.axis)
 
 
-def bars(axis: Any, lines: list[dict[str, Any]]) -> None:
-    """Bars grouped by case, one colour for each peer, logarithmic."""
-    titles = {line["case"]: line["title"] for line in lines}
-    cases, peers = list(titles), list(dict.fromkeys(line["peer"] for line in lines if line["peer"] != MACHINE))
+def bars(axis: Any, panel: Panel) -> None:
+    """Bars grouped by case, one colour for each peer, logarithmic; whiskers as in `whiskers`."""
+    titles = {line["case"]: line["title"] for line in panel.lines}
+    cases, peers = list(titles), list(dict.fromkeys(line["peer"] for line in panel.lines))
     width = GROUP_WIDTH / max(1, len(peers))
     for i, peer in enumerate(peers):
-        own = [line for line in lines if line["peer"] == peer and line["median"]]
+        own = [line for line in panel.lines if line["peer"] == peer]
         places = [cases.index(line["case"]) + (i - (len(peers) - 1) / 2) * width for line in own]
         heights = [line["median"] for line in own]
-        look = {"label": peer, "color": COLOURS.get(peer), "capsize": 2}
+        look = {"label": peer, "color": colour(peer), "ecolor": "#333333", "error_kw": {"elinewidth": 0.8}}
         drawn = axis.bar(places, heights, width * 0.92, yerr=whiskers(own), **look)
-        axis.bar_label(drawn, [results.number(line["median"]) for line in own], fontsize=7, padding=2)
-    axis.set_yscale("log")
+        axis.bar_label(drawn, [results.number(line["median"]) for line in own], fontsize=6.5, padding=2)
+    scale(axis, panel)
     axis.set_xticks(range(len(cases)), [wrapped(titles[case]) for case in cases], fontsize=8)
-    axis.grid(axis="y", alpha=0.3)
-    axis.margins(y=0.15)
-    if peers:
-        axis.legend(fontsize=8, ncols=len(peers), loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    axis.margins(y=0.12)
+    axis.set_xlim(-max(1.0, 3 - len(cases)) / 2 - 0.1, len(cases) - 1 + max(1.0, 3 - len(cases)) / 2 + 0.1)
 
 
-def whiskers(lines: list[dict[str, Any]]) -> list[list[float]]:
+def scale(axis: Any, panel: Panel) -> None:
+    """Logarithmic, unless there is a figure of nothing."""
+    if all(line["median"] for line in panel.lines):
+        axis.set_yscale("log")
+        axis.yaxis.set_minor_formatter(lambda value, _: "")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
+
+
+def whiskers(lines: list[Line]) -> list[list[float]]:
     """Up to the p99 where there is one, otherwise from the worst to the best round."""
     below = [0.0 if line["p99"] else line["median"] - line["min"] for line in lines]
     above = [(line["p99"] or line["max"]) - line["median"] for line in lines]
     return [below, [max(0.0, value) for value in above]]
 
 
-def limits(axis: Any, lines: list[dict[str, Any]]) -> None:
-    """What the machine itself does, as dashed lines."""
-    for line in lines:
-        if line["median"]:
-            axis.axhline(line["median"], linestyle="--", linewidth=1, color="grey")
-            place = {"xy": (1.003, line["median"]), "xycoords": ("axes fraction", "data"), "va": "center"}
-            axis.annotate(wrapped(line["title"]), **place, fontsize=7, annotation_clip=False)
+def colour(peer: str) -> str:
+    """By the library: `torch by hand` and `torch one by one` have one colour and two styles."""
+    return COLOURS.get(peer) or COLOURS.get(peer.replace(".", " ").split()[0], "#444444")
+
+
+def style(peer: str, peers: list[str]) -> str:
+    alike = [each for each in peers if colour(each) == colour(peer)]
+    return STYLES[alike.index(peer) % len(STYLES)]
 
 
 def wrapped(title: str) -> str:
-    return title.replace(", ", ",\n")
+    return title.replace(", ", ",\n").replace(" on the callee", "\non the callee")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The figures of a run: gathered round by round, written as JSON lines, read back, printed as a table.
 
 A file holds one line of kind `run` (machine, versions, date, options) and then one line of kind `result` for every case
-and peer. Ratios are set up so that more than 1 is better than torch, whichever way the case counts.
+and peer. Ratios in them are set up so that more than 1 is better than torch, whichever way the case counts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 from benchmarks.suite import MACHINE, Case
 
 BASELINE = "torch"
+DIMENSIONS = ("model", "trainers", "servers", "observers")  # what parts with entries of their own vary
+UNITS = {"ps": "rounds/s", "cartpole": "steps/s"}
 
 
 @dataclass
@@ -86,7 +88,14 @@ def ratio(case: Case, value: float | None, baseline: float | None) -> float | No
     """How many times better than the baseline; None where there is nothing to compare."""
     if not value or not baseline:
         return None
-    return value / baseline if case.higher_is_better else baseline / value
+    return quotient(value, baseline, case.higher_is_better)
+
+
+def quotient(value: float, other: float, higher_is_better: bool) -> float:
+    """How many times better `value` is than `other`; of what is nothing at all, infinitely much."""
+    if not higher_is_better:
+        value, other = other, value
+    return value / other if other else (1.0 if not value else float("inf"))
 
 
 def write(path: Path, run: dict[str, Any], lines: Iterable[dict[str, Any]]) -> None:
@@ -95,9 +104,44 @@ def write(path: Path, run: dict[str, Any], lines: Iterable[dict[str, Any]]) -> N
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The run and the results of a file that `write` wrote."""
-    lines = [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
-    return lines[0], [line for line in lines if line["kind"] == "result"]
+    """The run and the results of a file that `write` wrote, in the common form."""
+    run, *lines = [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
+    return run, [standard(run, line) for line in lines if line["kind"] == "result"]
+
+
+def standard(run: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+    """The line of a part that only says `entry` and `rounds`, and what it was measured with, in the common form."""
+    if "case" in line:
+        return {"axis": "", "at": None, **line}
+    values = {**run, **line}
+    dimensions = {
+        key: values[key] for key in DIMENSIONS if key in values and not (key == "servers" and values[key] == 1)
+    }
+    words = [value if isinstance(value, str) else f"{value} {key}" for key, value in dimensions.items()]
+    axis = next((key for key, value in dimensions.items() if not isinstance(value, str)), "")
+    benchmark, rounds = run["benchmark"], line["rounds"]
+    return {
+        "kind": "result",
+        "case": "/".join([benchmark, *(word.replace(" ", "-") for word in words)]),
+        "title": f"{benchmark}: {', '.join(words)}",
+        "group": f"{benchmark} {dimensions['model']}" if "model" in dimensions else benchmark,
+        "peer": line["entry"],
+        "unit": values.get("unit", UNITS.get(benchmark, "1/s")),
+        "better": values.get("better", "higher"),
+        "callers": 1,
+        "axis": axis,
+        "at": dimensions.get(axis),
+        "rounds": rounds,
+        "median": statistics.median(rounds) if rounds else None,
+        "min": min(rounds, default=None),
+        "max": max(rounds, default=None),
+        "p99": None,
+        "p99_rounds": [],
+        "samples": len(rounds),
+        "ratio": None,
+        "p99_ratio": None,
+        "errors": line.get("errors", []),
+    }
 
 
 def table(lines: list[dict[str, Any]]) -> str:

@@ -101,7 +101,7 @@ CASES = (
     ),
     Case("training/digits", "training, network on the callee", "iterations/s", "digits", {}, True, builtin=True),
     Case("idle/cpu", "CPU of one idle caller and callee", "cores", "idle"),
-    limit("digits", "the same training in one process", "iterations/s", "digits"),
+    limit("digits", "training of the same network in one process", "iterations/s", "digits"),
     limit("memcpy-warm", "memcpy 100 MB, warm, 1 thread", "GB/s", "memcpy_warm", size=100 * MB),
     limit("memcpy-warm-threads", "memcpy 100 MB, warm, all cores", "GB/s", "memcpy_threads", size=100 * MB),
     limit("memcpy-fresh", "memcpy 100 MB, fresh memory", "GB/s", "memcpy_fresh", size=100 * MB),

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 import telegrad
-from telegrad.cli import run, train
+from telegrad.cli import bench, run, train
 
 __all__ = ["main"]
 
@@ -16,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="telegrad", description=(telegrad.__doc__ or "").partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"telegrad {telegrad.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    bench.add(commands)
     run.add(commands)
     train.add(commands)
     chosen = parser.parse_args(arguments)

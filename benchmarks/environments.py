@@ -1,0 +1,60 @@
+"""An environment for each peer: `telegrad bench peers`, or with names, `telegrad bench peers ray grpc`.
+
+None of them is a dependency of Telegrad. Each gets an environment of its own that sees the torch of this interpreter,
+in the folder `TELEGRAD_BENCH_PEERS` or in the user's cache. What does not install is reported, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from benchmarks.peers import folder
+
+PACKAGES = {"ray": "ray", "monarch": "torchmonarch", "grpc": "grpcio", "rpyc": "rpyc", "moolib": "moolib"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="telegrad bench peers", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"from {', '.join(PACKAGES)}; default: all")
+    options = parser.parse_args(argv)
+    if unknown := set(options.peers) - set(PACKAGES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    failed = []
+    for peer in options.peers or PACKAGES:
+        try:
+            print(f"{peer}: {make(peer)}", flush=True)
+        except subprocess.CalledProcessError as error:
+            failed.append(peer)
+            print(f"{peer}: could not be installed: {error}", flush=True)
+            if peer == "moolib":
+                print(
+                    "moolib's newest release does not build on a current torch; benchmarks/README.md says what it needs"
+                )
+    return 1 if failed else 0
+
+
+def make(peer: str) -> Path:
+    """The environment's interpreter."""
+    place = folder() / peer
+    python = place / "bin" / "python"
+    uv = shutil.which("uv")
+    subprocess.run(
+        [uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, place]
+        if uv
+        else [sys.executable, "-m", "venv", place],
+        check=True,
+    )
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    # Its own packages come first; torch, and what torch needs, are this interpreter's.
+    Path(packages, "zz_torch.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    install = (
+        [uv, "pip", "install", "--quiet", "--python", python] if uv else [python, "-m", "pip", "install", "--quiet"]
+    )
+    subprocess.run([*install, PACKAGES[peer]], check=True)
+    return python

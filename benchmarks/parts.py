@@ -1,0 +1,158 @@
+"""The parts of the whole benchmark, and the run that goes through them into one file.
+
+A part is a module with `main(argv)`, run as a program of its own with `--rounds` and `--out`. It takes turns between
+its entries in every round and writes JSON lines with `results.write`; it can be run alone, too. The file of a run has
+the lines of all its parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, progress, publish, results
+from benchmarks.processes import import_path
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Part:
+    """One program. It runs once for each of the lists of arguments that its mode has."""
+
+    name: str  # also its module's
+    about: str
+    full: tuple[str, ...]
+    quick: tuple[str, ...] = ()
+    needs: str = ""  # a package besides torch
+    from_peers: bool = False  # takes --peers
+
+    def hindrance(self) -> str:
+        """Why it cannot run here, if so."""
+        if importlib.util.find_spec(f"benchmarks.{self.name}") is None:
+            return "not in this version"
+        if self.needs and importlib.util.find_spec(self.needs) is None:
+            return f"{self.needs} is not installed"
+        return ""
+
+
+PARTS = (
+    Part("core", "calls, bandwidth, references, distributed autograd, limits", ("",), ("--quick",), from_peers=True),
+    Part(
+        "startup",
+        "2 to 32 workers: start-up time and memory",
+        ("",),
+        ("--workers 2,4 --peers telegrad,torch,bare",),
+        from_peers=True,
+    ),
+    Part(
+        "ps",
+        "batch-update parameter servers",
+        (*(f"--model resnet18 --trainers {n}" for n in (1, 2, 4, 8)), "--model resnet50 --trainers 2 --steps 20"),
+    ),
+    Part("cartpole", "observers that ask one policy", ("--observers 1,2,4,6,8,10",), needs="gymnasium"),
+    Part("embeddings", "tables of embeddings on servers", ("",)),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # parts are ended on the way out
+    parts = [part for part in PARTS if part.name in options.parts]
+    run = machine.heading("all", mode="full" if options.full else "quick", rounds=options.rounds, parts={}, skipped={})
+    lines: list[dict[str, Any]] = []
+    with progress.Bars([part.name for part in parts]) as bars, tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        for part in parts:
+            if reason := part.hindrance():
+                bars.line(part.name, f"{part.name}: skipped: {reason}")
+                run["skipped"][part.name] = reason
+                continue
+            bars.begin(part.name)
+            try:
+                lines += measured(part, options, Path(folder), run, bars)
+            except KeyboardInterrupt:
+                run["interrupted"] = True
+                break
+            finally:
+                bars.end(part.name)
+    results.write(options.out, run, lines)
+    progress.say(results.table(lines) if lines else "nothing was measured")
+    progress.say(f"\nmedian of {options.rounds} rounds; 2.00x is twice as good as torch; written to {options.out}")
+    complete = bool(lines) and "interrupted" not in run and not run.get("failed")
+    if options.publish and complete:
+        publish.publish(options.out)
+    return 0 if complete else 1
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="telegrad bench",
+        description="Telegrad, its peers and the limits of this machine, in turns. "
+        "Also: telegrad bench report | compare | peers | publish, each with --help.",
+        epilog="\n".join(f"  {part.name:11} {part.about}" for part in PARTS),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--quick", action="store_true", help="the most important cases, under three minutes (default)")
+    mode.add_argument("--full", action="store_true", help="everything, more than an hour")
+    parser.add_argument("--parts", type=lambda text: text.split(","), help="only these, see below")
+    parser.add_argument("--peers", help="only these, separated by commas, in the parts that have several")
+    parser.add_argument("--cases", help="only these of the part core, by prefix, separated by commas")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="default %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/results.jsonl"), help="default %(default)s")
+    parser.add_argument("--publish", action="store_true", help="put the results into docs/benchmarks and the README")
+    options = parser.parse_args(argv)
+    known = [part.name for part in PARTS]
+    if unknown := set(options.parts or []) - set(known):
+        parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
+    options.parts = options.parts or [part.name for part in PARTS if options.full or part.quick]
+    return options
+
+
+def measured(
+    part: Part, options: argparse.Namespace, folder: Path, run: dict[str, Any], bars: progress.Bars
+) -> list[dict[str, Any]]:
+    """Runs the part; its results in the common form, and its own heading in that of the run."""
+    lines: list[dict[str, Any]] = []
+    for number, arguments in enumerate(part.full if options.full else part.quick or part.full):
+        out = folder / f"{part.name}-{number}.jsonl"
+        command = [sys.executable, "-m", f"benchmarks.{part.name}", *arguments.split()]
+        command += ["--rounds", str(options.rounds), "--out", str(out)]
+        if options.peers and part.from_peers:
+            command += ["--peers", options.peers]
+        if options.cases and part.name == "core":
+            command += ["--cases", options.cases]
+        code = follow(command, part.name, bars)
+        if code:
+            bars.line(part.name, f"{part.name}: {' '.join(command[2:])} ended with status {code}")
+            run.setdefault("failed", []).append(part.name)
+        if out.exists():
+            heading, found = results.read(out)
+            run["parts"].setdefault(part.name, heading)
+            lines += [{**line, "part": part.name} for line in found]
+    return lines
+
+
+def follow(command: list[str], name: str, bars: progress.Bars) -> int:
+    """Runs a program, shows its lines as they come, and never leaves it behind."""
+    environment = {**os.environ, "PYTHONPATH": import_path()}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as program:
+        assert program.stdout is not None
+        try:
+            for line in program.stdout:
+                bars.line(name, line.rstrip())
+        except KeyboardInterrupt:
+            program.send_signal(signal.SIGINT)  # the terminal has told it already; `kill` has not
+            program.wait()
+            raise
+    return program.returncode

@@ -1,0 +1,181 @@
+"""Results for readers: the committed file, the page, the picture and the README's figures, all made from one run.
+
+    telegrad bench publish build/bench/results.jsonl
+
+The README's figures stand between two marks and are never written by hand; a test says that they are those of the
+committed file. Publishing needs a checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plots, report, results, verdicts
+from benchmarks.processes import ROOT
+from benchmarks.suite import MACHINE
+
+Line = dict[str, Any]
+
+README = ROOT / "README.md"
+FOLDER = ROOT / "docs" / "benchmarks"
+BEGIN, END = "<!-- figures: made by `telegrad bench publish` -->\n", "<!-- end of figures -->\n"
+SHOWN = "results-2-cores.jsonl"  # whose figures the README shows
+NAMES = {
+    "telegrad": "Telegrad",
+    "torch": "torch RPC",
+    "ray": "Ray",
+    "monarch": "Monarch",
+    "grpc": "gRPC",
+    "rpyc": "RPyC",
+}
+ROWS = {
+    "latency/no-tensor": "synchronous call, no tensor, p50",
+    "latency/1-element": "synchronous call, 1-element tensor, Python function, p50",
+    "latency/1-element-builtin": "the same with a builtin operator",
+    "latency/1MB": "synchronous call, 1 MB there and back, p50",
+    "rate/64-in-flight": "calls/s with 64 in flight",
+    "rate/4-callers": "calls/s from 4 callers to one callee",
+    "bandwidth/echo-100MB": "100 MB there and back, each way",
+    "reference/remote-to-here": "`remote()` + `to_here()`, p50",
+    "reference/proxied": "call through a reference, p50",
+    "churn/objects": "remote objects made and deleted",
+    "idle/cpu": "CPU of an idle pair of workers",
+    "startup/32": "32 workers until all are up",
+    "training/digits": "training with the tutorial's MNIST network on a server",
+    "backward/digits": "its backward pass, longer than in one process by",
+}
+ENTRIES = {  # cases whose entries are ways to do it, not libraries
+    "ps/resnet18/2-trainers": ("parameter server, ResNet-18, 2 trainers", "torch"),
+    "cartpole/10-observers": ("CartPole, 10 observers and one policy", "torch by hand"),
+}
+WAYS = {
+    "telegrad": "the tutorial's code on `telegrad.rpc`",
+    "torch": "the tutorial's code on torch RPC",
+    "one process": "in one process, without copies",
+}
+LIMITS = ("limit/memcpy-warm", "limit/unix-ping-pong", "limit/unix-ping-pong-c", "limit/digits")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="telegrad bench publish", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("file", type=Path, help="of a full run; it replaces the one of a machine with as many cores")
+    publish(parser.parse_args(argv).file)
+    return 0
+
+
+def publish(path: Path) -> None:
+    """The file under the name of its machine, and everything that is made from it."""
+    if not README.exists() or not FOLDER.exists():
+        raise SystemExit(f"this is not a checkout: there is no {README} or no {FOLDER}")
+    run, _ = results.read(path)
+    target = FOLDER / f"results-{run['machine']['cores']}-cores.jsonl"
+    if path.resolve() != target:
+        shutil.copyfile(path, target)
+    plots.save(target, groups=plots.OVERVIEW)
+    report.main([*(str(file) for file in files()), "--out", str(FOLDER / "index.html")])
+    README.write_text(with_figures(README.read_text(), figures(FOLDER)))
+
+
+def files() -> list[Path]:
+    return sorted(FOLDER.glob("results-*-cores.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
+
+
+def with_figures(text: str, block: str) -> str:
+    """The page with what is between the marks replaced."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError("the page has no place for the figures")
+    return f"{before}{BEGIN}{block}{END}{after}"
+
+
+def figures(folder: Path) -> str:
+    """The README's block: where it was measured, a table, the limits, and where Telegrad is behind."""
+    run, lines = results.read(folder / SHOWN)
+    machine = run["machine"]
+    others = "".join(
+        elsewhere(*results.read(path)) for path in sorted(folder.glob("results-*.jsonl")) if path.name != SHOWN
+    )
+    return (
+        f"Medians of {run['rounds']} rounds on one host with {machine['cores']} cores ({machine['cpu']}, torch "
+        f"{run['versions']['torch'].partition('+')[0]}):\n\n{table(lines)}\n{entries(lines)}{limits(lines)}{behind(lines)}{others}"
+    )
+
+
+def table(lines: list[Line]) -> str:
+    """The rows that matter most, a column for each library."""
+    cells = {(line["case"], line["peer"]): line for line in lines if line["median"] is not None}
+    peers = [peer for peer in NAMES | {"moolib": "moolib"} if any((case, peer) in cells for case in ROWS)]
+    head = [*map(named, peers), "against torch"]
+    rows = [f"| | {' | '.join(head)} |", f"|---|{'---:|' * len(head)}"]
+    for case, label in ROWS.items():
+        own = [cells.get((case, peer)) for peer in peers]
+        if any(own):
+            texts = [quantity(line) if line else "-" for line in own]
+            rows.append(f"| {label} | {' | '.join([*texts, against(cells, case, 'telegrad', 'torch')])} |")
+    return "\n".join(rows) + "\n"
+
+
+def entries(lines: list[Line]) -> str:
+    """A row for each way to do it."""
+    cells = {(line["case"], line["peer"]): line for line in lines if line["median"] is not None}
+    rows = []
+    for case, (label, baseline) in ENTRIES.items():
+        for name, peer in cells:
+            if name == case:
+                ratio = against(cells, case, peer, baseline)
+                rows.append(f"| {label}: {WAYS.get(peer, peer)} | {quantity(cells[case, peer])} | {ratio} |")
+    return "\n".join(["| | | against torch |", "|---|---:|---:|", *rows, "\n"]) if rows else ""
+
+
+def against(cells: dict[tuple[str, str], Line], case: str, peer: str, baseline: str) -> str:
+    line, other = cells.get((case, peer)), cells.get((case, baseline))
+    if line is None or other is None or peer == baseline or not line["median"] or line["unit"] == "cores":
+        return ""
+    return f"{results.number(results.quotient(line['median'], other['median'], line['better'] == 'higher'))}x"
+
+
+def limits(lines: list[Line]) -> str:
+    own = [line for line in lines if line["peer"] == MACHINE and line["case"] in LIMITS and line["median"] is not None]
+    return "The limits of that machine: " + "; ".join(f"{line['title']}: {quantity(line)}" for line in own) + ".\n"
+
+
+def behind(lines: list[Line]) -> str:
+    """Every comparison that Telegrad loses, the worst first."""
+    lost = [verdict for verdict in verdicts.verdicts(lines) if verdict.word == "behind"]
+    if not lost:
+        return "Telegrad is behind nobody in this run.\n"
+    items = [
+        f"- {v.ours['title']}: {quantity(v.ours)}, {named(v.theirs['peer'])} {quantity(v.theirs)}\n"
+        for v in sorted(lost, key=lambda verdict: verdict.factor)
+    ]
+    return f"\nWhere Telegrad is behind:\n\n{''.join(items)}"
+
+
+def elsewhere(run: dict[str, Any], lines: list[Line]) -> str:
+    """A sentence about another machine."""
+    found = [verdict for verdict in verdicts.verdicts(lines) if verdict.theirs["peer"] == results.BASELINE]
+    shown = [
+        v
+        for v in found
+        if v.ours["case"] in ("latency/1-element", "rate/4-callers", "bandwidth/echo-100MB", "training/digits")
+    ]
+    texts = [f"{v.ours['title']}: {quantity(v.ours)} against {quantity(v.theirs)}" for v in shown]
+    machine, torch = run["machine"], run["versions"]["torch"].partition("+")[0]
+    lost = sum(verdict.word == "behind" for verdict in found)
+    return (
+        f"\nOn {machine['cores']} cores ({machine['cpu']}), against torch RPC {torch}: {'; '.join(texts)}. "
+        f"Telegrad is behind in {lost} of {len(found)} comparisons there.\n"
+    )
+
+
+def named(peer: str) -> str:
+    return NAMES.get(peer, peer)
+
+
+def quantity(line: Line) -> str:
+    unit = "" if line["unit"].endswith("/s") and line["unit"] != "GB/s" else f" {line['unit']}"
+    return f"{results.number(line['median'])}{unit or '/s'}"

@@ -1,0 +1,159 @@
+"""Files of results as one page that needs no other file: `telegrad bench report FILE... -o page.html`."""
+
+from __future__ import annotations
+
+import argparse
+import html
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plots, results, verdicts
+from benchmarks.peers import PEERS
+from benchmarks.suite import MACHINE
+from benchmarks.verdicts import Verdict
+
+Line = dict[str, Any]
+
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:1180px;margin:2em auto;padding:0 1.5em}
+h1{margin-bottom:.2em}h2{margin-top:2.2em;border-bottom:2px solid #ddd}h3{margin:1.8em 0 .4em}
+.scroll{overflow-x:auto}table{border-collapse:collapse;margin:.6em 0 1.4em}
+th,td{padding:.3em .8em;text-align:right;vertical-align:top;border-bottom:1px solid #e6e6e6;white-space:nowrap}
+th{background:#f6f6f6}td:first-child,th:first-child{text-align:left;white-space:normal;min-width:15em}
+small{color:#777;display:block}.ours{background:#fdf3f4;font-weight:600}.limit{color:#666;font-style:italic}
+.badge{display:inline-block;border-radius:.7em;padding:0 .6em;color:#fff;font-size:.85em}
+.ahead{background:#1d7f4e}.behind{background:#c4473a}.even{background:#8b8b8b}.failed{color:#c4473a}
+svg{width:100%;height:auto}li{margin:.25em 0}
+"""
+RULES = """
+<ul><li>Same work, same machine, same run. Every case runs on one peer after the other, then the next case;
+who comes first changes from round to round.
+<li>The figure is the median over the rounds. Below it stand the worst and the best round and, where single calls are
+timed, the p99 (the median of the rounds' p99).
+<li>Peers run in their recommended configuration, which is said below. Before anything is timed, every peer must give
+the right values.
+<li>A peer whose idle processes keep cores busy is stopped while others are measured, so that nobody pays for it but its
+own row of idle CPU.
+<li>A failure is shown as a failure. Where Telegrad is behind, it is said first.</ul>
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="telegrad bench report", description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON lines, as a run writes them")
+    parser.add_argument("-o", "--out", type=Path, default=Path("build/bench/index.html"), help="a page or a folder")
+    options = parser.parse_args(argv)
+    out = options.out / "index.html" if options.out.is_dir() or not options.out.suffix else options.out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page([results.read(path) for path in options.files]))
+    print(f"page: {out}")
+    return 0
+
+
+def page(runs: list[tuple[dict[str, Any], list[Line]]]) -> str:
+    """The whole page; a chapter for each file."""
+    chapters = "".join(chapter(run, lines) for run, lines in runs)
+    configurations = "".join(
+        f"<tr><td>{html.escape(name)}<td style='text-align:left;white-space:normal'>{html.escape(spec.about)}"
+        for name, spec in PEERS.items()
+    )
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Telegrad: benchmarks</title>'
+        f"<style>{STYLE}</style>"
+        "<h1>Telegrad, its peers, and the limits of the machine</h1>"
+        "<p>Made by <code>telegrad bench</code>. In the tables, a badge under a peer's figure says how many times "
+        f"better Telegrad's is: {badge('ahead', 'Telegrad ahead')} {badge('behind', 'Telegrad behind')} "
+        f"{badge('even', 'the middle halves of the rounds overlap')}.{RULES}{chapters}"
+        f"<h2>Peers and their configuration</h2><table>{configurations}</table></html>\n"
+    )
+
+
+def chapter(run: dict[str, Any], lines: list[Line]) -> str:
+    machine = run["machine"]
+    title = f"{machine['cpu']}, {machine['cores']} cores"
+    return "".join([f"<h2>{html.escape(title)}</h2>", facts(run), summary(lines), *sections(lines), limits(lines)])
+
+
+def facts(run: dict[str, Any]) -> str:
+    """When, with what, and who is missing."""
+    machine = run["machine"]
+    heads = [run, *run.get("parts", {}).values()]
+    peers = {name: versions for head in heads for name, versions in head.get("peers", {}).items()}
+    skipped = {name: reason for head in heads for name, reason in head.get("skipped", {}).items()}
+    versions = ", ".join(
+        f"{name} {found.get(PEERS[name].package, '')}" for name, found in peers.items() if name in PEERS
+    )
+    dates = sorted({head["date"][:10] for head in heads})
+    loads = sorted(head["load_before"] for head in heads)
+    text = (
+        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}; {machine['memory_gb']:g} GB, "
+        f"Linux {machine['kernel']}, Python {run['versions']['python']}, torch "
+        f"{run['versions']['torch']}; {versions}. "
+        f"{run['rounds']} rounds; load before: {loads[0]:g} to {loads[-1]:g}."
+    )
+    missing = "".join(f"<li>Not measured: {html.escape(name)}: {html.escape(why)}" for name, why in skipped.items())
+    return f"<p>{html.escape(text)}" + (f"<ul>{missing}</ul>" if missing else "")
+
+
+def summary(lines: list[Line]) -> str:
+    """Behind first, every one of them; then how the rest went."""
+    found = verdicts.verdicts(lines)
+    by = {word: [verdict for verdict in found if verdict.word == word] for word in ("behind", "even", "ahead")}
+    counts = " ".join(badge(word, f"{word} {len(of)}") for word, of in by.items())
+    losses = "".join(
+        f"<li>{html.escape(v.ours['title'])}: {quantity(v.ours)} against {quantity(v.theirs)} of "
+        f"{html.escape(v.theirs['peer'])} ({v})"
+        for v in sorted(by["behind"], key=lambda verdict: verdict.factor)
+    )
+    return f"<p>Telegrad against each peer in {len(found)} comparisons: {counts}" + (
+        f"<h3>Where Telegrad is behind</h3><ul>{losses}</ul>" if losses else ""
+    )
+
+
+def sections(lines: list[Line]) -> list[str]:
+    """For each group its plots and its table."""
+    drawn = plots.panels(lines)
+    found = []
+    for group in dict.fromkeys(line["group"] for line in lines if line["peer"] != MACHINE):
+        own = [line for line in lines if line["group"] == group]
+        pictures = "".join(plots.svg(panel) for panel in drawn if panel.group == group)
+        found.append(f"<h3>{html.escape(plots.GROUPS.get(group, group))}</h3>{pictures}{table(own)}")
+    return found
+
+
+def table(lines: list[Line]) -> str:
+    """Rows are cases, columns are peers."""
+    peers = list(dict.fromkeys(line["peer"] for line in lines))
+    badges = {(v.theirs["case"], v.theirs["peer"]): v for v in verdicts.verdicts(lines)}
+    cells = {(line["case"], line["peer"]): line for line in lines}
+    rows = ["<tr><th><th>unit" + "".join(f"<th>{html.escape(peer)}" for peer in peers)]
+    for case, line in {line["case"]: line for line in lines}.items():
+        shown = "".join(cell(cells.get((case, peer)), badges.get((case, peer))) for peer in peers)
+        rows.append(f"<tr><td>{html.escape(line['title'])}<td>{html.escape(line['unit'])}{shown}")
+    return f'<div class="scroll"><table>{"".join(rows)}</table></div>'
+
+
+def cell(line: Line | None, verdict: Verdict | None) -> str:
+    if line is None:
+        return "<td>-"
+    errors = "".join(f'<small class="failed">{html.escape(error[:80])}</small>' for error in line["errors"])
+    if line["median"] is None:
+        return f'<td><span class="failed">failed</span>{errors}'
+    kind = "ours" if verdicts.is_ours(line["peer"]) else "limit" if verdicts.is_limit(line["peer"]) else ""
+    spread = f"<small>{results.number(line['min'])} to {results.number(line['max'])}</small>"
+    p99 = f"<small>p99 {results.number(line['p99'])}</small>" if line["p99"] is not None else ""
+    mark = badge(verdict.word, str(verdict)) if verdict else ""
+    return f'<td class="{kind}">{results.number(line["median"])}{spread}{p99}{mark}{errors}'
+
+
+def limits(lines: list[Line]) -> str:
+    own = [line for line in lines if line["peer"] == MACHINE]
+    return f"<h3>limits of the machine</h3>{table(own)}" if own else ""
+
+
+def quantity(line: Line) -> str:
+    return f"{results.number(line['median'])} {html.escape(line['unit'])}"
+
+
+def badge(word: str, text: str) -> str:
+    return f'<span class="badge {word}">{html.escape(text)}</span>'

@@ -1,0 +1,32 @@
+"""The figures that readers see are those of the committed results."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import publish, report, results
+from tests.bench.lines import LATENCY, heading, lines
+
+
+def test_the_readme_shows_the_committed_results() -> None:
+    text = publish.README.read_text()
+    assert publish.with_figures(text, publish.figures(publish.FOLDER)) == text
+
+
+def test_the_page_shows_the_committed_results() -> None:
+    text = (publish.FOLDER / "index.html").read_text()
+    for path in publish.files():
+        _, found = results.read(path)
+        for group in {line["group"] for line in found}:
+            assert report.table([line for line in found if line["group"] == group]) in text
+
+
+def test_a_page_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="no place"):
+        publish.with_figures("nothing here", "figures")
+
+
+def test_every_loss_is_named() -> None:
+    found = lines((LATENCY, "telegrad", [2.0] * 5), (LATENCY, "grpc", [1.0] * 5))
+    assert publish.behind(found) == "\nWhere Telegrad is behind:\n\n- a call: 2.00 us, gRPC 1.00 us\n"
+    assert "behind in 0 of 0" in publish.elsewhere(heading(), found)

@@ -1,0 +1,68 @@
+"""The page shows every loss, every failure and every peer that is missing, and needs no other file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plots, report, results, verdicts
+from tests.bench.lines import LATENCY, RATE, heading, lines
+
+WON = (LATENCY, "telegrad", [1.0] * 5), (LATENCY, "torch", [4.0] * 5)
+LOST = (RATE, "telegrad", [10.0] * 5), (RATE, "ray", [40.0] * 5)
+
+
+def test_verdicts() -> None:
+    found = {verdict.theirs["peer"]: verdict for verdict in verdicts.verdicts(lines(*WON, *LOST))}
+    assert {peer: (verdict.word, verdict.factor) for peer, verdict in found.items()} == {
+        "torch": ("ahead", 4.0),
+        "ray": ("behind", 0.25),
+    }
+
+
+def test_an_odd_round_hides_no_loss() -> None:
+    ours, theirs = [10.0, 10.1, 10.2, 10.3, 99.0], [5.0, 5.1, 5.2, 5.3, 50.0]
+    (found,) = verdicts.verdicts(lines((LATENCY, "telegrad", ours), (LATENCY, "torch", theirs)))
+    assert found.word == "behind"
+
+
+def test_rounds_that_overlap_are_even() -> None:
+    ours, theirs = [1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 3.0, 4.0, 5.0, 6.0]
+    (found,) = verdicts.verdicts(lines((LATENCY, "telegrad", ours), (LATENCY, "torch", theirs)))
+    assert found.word == "even"
+
+
+def test_limits_are_not_competitors() -> None:
+    assert verdicts.verdicts(lines((LATENCY, "telegrad", [2.0]), (LATENCY, "one process", [1.0]))) == []
+
+
+def test_losses_come_first_and_look_like_wins() -> None:
+    page = report.page([(heading(), lines(*WON, *LOST))])
+    assert '<span class="badge behind">0.25x</span>' in page
+    assert '<span class="badge ahead">4.00x</span>' in page
+    assert page.index("Where Telegrad is behind") < page.index("<table>")
+    assert "10.0 calls/s against 40.0 calls/s of ray" in page
+
+
+def test_failures_and_missing_peers_are_named() -> None:
+    run = heading(skipped={"moolib": "not <installed>"})
+    page = report.page([(run, lines(*WON, (LATENCY, "ray", []), errors=("it broke & fell",)))])
+    assert "not &lt;installed&gt;" in page
+    assert "failed" in page
+    assert "it broke &amp; fell" in page
+
+
+def test_it_is_one_file(tmp_path: Path) -> None:
+    results.write(tmp_path / "a.jsonl", heading(), lines(*WON, *LOST))
+    assert report.main([str(tmp_path / "a.jsonl"), "-o", str(tmp_path)]) == 0
+    text = (tmp_path / "index.html").read_text()
+    assert "<svg" in text
+    assert "src=" not in text
+
+
+def test_without_matplotlib_there_are_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "matplotlib", None)
+    page = report.page([(heading(), lines(*WON))])
+    assert "<svg" not in page
+    assert "4.00x" in page
