@@ -38,15 +38,15 @@ def latency(name: str, title: str, builtin: bool = False, **params: Any) -> Case
     return Case(f"latency/{name}", f"sync call, {title}", "us", "latency", params, builtin=builtin)
 
 
-def rate(in_flight: int) -> Case:
-    title = f"async, {in_flight} in flight"
-    params = {"window": in_flight}
-    return Case(f"rate/{in_flight}-in-flight", title, "calls/s", "rate", params, True, axis="in flight", at=in_flight)
+def rate(in_flight: int, quick: bool = True) -> Case:
+    title, params = f"async, {in_flight} in flight", {"window": in_flight}
+    case = Case(f"rate/{in_flight}-in-flight", title, "calls/s", "rate", params, True, quick=quick)
+    return replace(case, axis="in flight", at=in_flight)
 
 
-def callers(number: int, quick: bool = True) -> Case:
+def callers(number: int) -> Case:
     title, params = f"{number} callers, 64 in flight each", {"window": 64}
-    case = Case(f"rate/{number}-callers", title, "calls/s", "rate", params, True, callers=number, quick=quick)
+    case = Case(f"rate/{number}-callers", title, "calls/s", "rate", params, True, callers=number, quick=False)
     return replace(case, axis="callers", at=number)
 
 
@@ -60,9 +60,10 @@ def reference(name: str, title: str, use: str) -> Case:
     return Case(f"reference/{name}", title, "us", "reference", {"use": use}, builtin=True)
 
 
-def backward(workers: int) -> Case:
+def backward(workers: int, quick: bool = True) -> Case:
     title, params = f"backward pass over {workers} workers, minus a local one", {"workers": workers}
-    return Case(f"backward/{workers}-workers", title, "us", "backward", params, helpers=workers - 2, builtin=True)
+    case = Case(f"backward/{workers}-workers", title, "us", "backward", params, helpers=workers - 2, quick=quick)
+    return replace(case, builtin=True)
 
 
 def limit(name: str, title: str, unit: str, loop: str, **params: Any) -> Case:
@@ -77,13 +78,13 @@ CASES = (
     latency("1MB", "1 MB echoed", function="echo", elements=MB // FLOAT_BYTES),
     rate(1),
     rate(64),
-    rate(1000),
-    callers(2, quick=False),
+    rate(1000, quick=False),
+    callers(2),
     callers(4),
-    callers(8, quick=False),
-    bandwidth("echo", 1, "1 MB there and back, each way"),
-    bandwidth("echo", 16, "16 MB there and back, each way", quick=False),
-    bandwidth("echo", 100, "100 MB there and back, each way"),
+    callers(8),
+    bandwidth("echo", 1, "1 MB there and back, each way", quick=False),
+    bandwidth("echo", 16, "16 MB there and back, each way"),
+    bandwidth("echo", 100, "100 MB there and back, each way", quick=False),
     bandwidth("echo", 1000, "1000 MB there and back, each way", quick=False),
     bandwidth("push", 100, "100 MB to the callee", quick=False),
     bandwidth("pull", 100, "100 MB from the callee", quick=False),
@@ -91,16 +92,17 @@ CASES = (
     reference("proxied", "proxied call, rref.rpc_sync().add(1)", "proxied"),
     Case("churn/objects", "remote objects made and deleted", "objects/s", "churn", {}, True, builtin=True),
     backward(2),
-    backward(4),
+    backward(4, quick=False),
     Case(
         "backward/digits",
         "backward pass of the network on the callee, minus a local one",
         "us",
         "digits_backward",
         builtin=True,
+        quick=False,
     ),
     Case("training/digits", "training, network on the callee", "iterations/s", "digits", {}, True, builtin=True),
-    Case("idle/cpu", "CPU of one idle caller and callee", "cores", "idle"),
+    Case("idle/cpu", "CPU of one idle caller and callee", "cores", "idle", quick=False),
     limit("digits", "training of the same network in one process", "iterations/s", "digits"),
     limit("memcpy-warm", "memcpy 100 MB, warm, 1 thread", "GB/s", "memcpy_warm", size=100 * MB),
     limit("memcpy-warm-threads", "memcpy 100 MB, warm, all cores", "GB/s", "memcpy_threads", size=100 * MB),
