@@ -27,6 +27,7 @@ from benchmarks.progress import say
 from benchmarks.suite import CASES, MACHINE, Case
 
 ROUNDS = 5
+FAILURES = 2  # of a case on a peer; then it is not tried again
 FULL_SECONDS, QUICK_SECONDS = 0.5, 0.1
 
 
@@ -129,9 +130,10 @@ def measure(entry: Entry, case: Case, seconds: float, series: results.Series) ->
     try:
         measured = entry.run(case, seconds)
     except (WorkerError, WorkerLost) as error:
-        entry.drop(case)
         series.errors.append(summary(error))
-        return f"failed and is not tried again: {error}"
+        if len(series.errors) == FAILURES:
+            entry.drop(case)
+        return f"failed: {error}"
     series.add(measured)
     return f"{results.number(measured['value'])} {case.unit}"
 

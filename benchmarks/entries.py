@@ -42,7 +42,7 @@ class PeerEntry:
         try:
             self.group = Group(self.spec, self.callers)
         except (WorkerError, WorkerLost):
-            self.cases = {}
+            self.cases = {}  # it does not come up any more
 
     def close(self) -> None:
         if self.group is not None:

@@ -13,9 +13,16 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from benchmarks import moolib_build
 from benchmarks.peers import folder
 
-PACKAGES = {"ray": "ray", "monarch": "torchmonarch", "grpc": "grpcio", "rpyc": "rpyc", "moolib": "moolib"}
+PACKAGES = {
+    "ray": ("ray",),
+    "monarch": ("torchmonarch",),
+    "grpc": ("grpcio",),
+    "rpyc": ("rpyc",),
+    "moolib": moolib_build.TOOLS,  # it is built from source with them
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,37 +31,28 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if unknown := set(options.peers) - set(PACKAGES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    failed = []
+    failed = False
     for peer in options.peers or PACKAGES:
         try:
             print(f"{peer}: {make(peer)}", flush=True)
-        except subprocess.CalledProcessError as error:
-            failed.append(peer)
-            print(f"{peer}: could not be installed: {error}", flush=True)
-            if peer == "moolib":
-                print(
-                    "moolib's newest release does not build on a current torch; benchmarks/README.md says what it needs"
-                )
+        except (subprocess.CalledProcessError, ValueError) as error:
+            failed = True
+            print(f"{peer}: could not be installed and will be left out: {error}", flush=True)
     return 1 if failed else 0
 
 
 def make(peer: str) -> Path:
-    """The environment's interpreter."""
-    place = folder() / peer
+    """The environment's interpreter, with the peer installed."""
+    place, uv = folder() / peer, shutil.which("uv")
     python = place / "bin" / "python"
-    uv = shutil.which("uv")
-    subprocess.run(
-        [uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, place]
-        if uv
-        else [sys.executable, "-m", "venv", place],
-        check=True,
-    )
+    with_uv = [uv or "", "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(place)]
+    subprocess.run(with_uv if uv else [sys.executable, "-m", "venv", str(place)], check=True)
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     # Its own packages come first; torch, and what torch needs, are this interpreter's.
     Path(packages, "zz_torch.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    install = (
-        [uv, "pip", "install", "--quiet", "--python", python] if uv else [python, "-m", "pip", "install", "--quiet"]
-    )
-    subprocess.run([*install, PACKAGES[peer]], check=True)
+    pip = [uv, "pip", "install", "--quiet", "--python", python] if uv else [python, "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, *PACKAGES[peer]], check=True)
+    if peer == "moolib":
+        moolib_build.build(python)
     return python
