@@ -6,6 +6,7 @@ Cases that differ only in an amount (callers, megabytes, workers, trainers) are 
 from __future__ import annotations
 
 import io
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ LIMITS = {
 }
 OVERVIEW = ("latency", "rate", "bandwidth", "training", "startup", "ps resnet18", "cartpole")
 GROUP_WIDTH = 0.84
+FAR_APART = 10
 COLOURS = {
     "telegrad": "#d62839",
     "torch": "#1f5fa8",
@@ -133,9 +135,11 @@ def draw(panel: Panel, axis: Any) -> None:
         curves(axis, panel)
     else:
         bars(axis, panel)
-    for line in panel.limits:
+    limits = sorted(panel.limits, key=lambda line: float(line["median"]))
+    for line in limits:
         axis.axhline(line["median"], linestyle=(0, (4, 3)), linewidth=1, color="#666666")
-        place = {"xy": (1.005, line["median"]), "xycoords": ("axes fraction", "data"), "va": "center"}
+        above = "bottom" if line is limits[-1] else "top"  # two may be close to each other
+        place = {"xy": (1.005, line["median"]), "xycoords": ("axes fraction", "data"), "va": above}
         axis.annotate(wrapped(line["title"]), **place, fontsize=7, color="#666666", annotation_clip=False)
     axis.set_title(panel.title, loc="left", fontsize=11, pad=22)
     axis.spines[["top", "right"]].set_visible(False)
@@ -147,7 +151,7 @@ def draw(panel: Panel, axis: Any) -> None:
 
 def curves(axis: Any, panel: Panel) -> None:
     """The median over the amount, with the range of the rounds; a peer's curve ends where it failed."""
-    peers = list(dict.fromkeys(line["peer"] for line in panel.lines))
+    peers = in_order(panel.lines)
     for peer in peers:
         own = sorted((line for line in panel.lines if line["peer"] == peer), key=lambda line: line["at"])
         amounts, medians = [line["at"] for line in own], [line["median"] for line in own]
@@ -168,13 +172,20 @@ def curves(axis: Any, panel: Panel) -> None:
 def bars(axis: Any, panel: Panel) -> None:
     """Bars grouped by case, one colour for each peer, logarithmic; whiskers as in `whiskers`."""
     titles = {line["case"]: line["title"] for line in panel.lines}
-    cases, peers = list(titles), list(dict.fromkeys(line["peer"] for line in panel.lines))
+    cases, peers = list(titles), in_order(panel.lines)
     width = GROUP_WIDTH / max(1, len(peers))
     for i, peer in enumerate(peers):
         own = [line for line in panel.lines if line["peer"] == peer]
         places = [cases.index(line["case"]) + (i - (len(peers) - 1) / 2) * width for line in own]
         heights = [line["median"] for line in own]
-        look = {"label": peer, "color": colour(peer), "ecolor": "#333333", "error_kw": {"elinewidth": 0.8}}
+        fill = 1 if style(peer, peers) == STYLES[0] else 0.5
+        look = {
+            "label": peer,
+            "color": colour(peer),
+            "alpha": fill,
+            "error_kw": {"elinewidth": 0.8},
+            "ecolor": "#333333",
+        }
         drawn = axis.bar(places, heights, width * 0.92, yerr=whiskers(own), **look)
         axis.bar_label(drawn, [results.number(line["median"]) for line in own], fontsize=6.5, padding=2)
     scale(axis, panel)
@@ -184,11 +195,21 @@ def bars(axis: Any, panel: Panel) -> None:
 
 
 def scale(axis: Any, panel: Panel) -> None:
-    """Logarithmic, unless there is a figure of nothing."""
-    if all(line["median"] for line in panel.lines):
+    """Logarithmic where figures are far apart and none is nothing; bars that are close to each other begin at zero."""
+    medians = [line["median"] for line in panel.lines]
+    if min(medians) > 0 and (panel.axis or max(medians) >= FAR_APART * min(medians)):
         axis.set_yscale("log")
         axis.yaxis.set_minor_formatter(lambda value, _: "")
+        if not panel.axis:
+            lowest = min([*medians, *(line["median"] for line in panel.limits)])
+            axis.set_ylim(bottom=10 ** math.floor(math.log10(lowest * 0.8)))
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
+
+
+def in_order(lines: tuple[Line, ...]) -> list[str]:
+    """The peers as `COLOURS` has them, then the others."""
+    known, found = list(COLOURS), list(dict.fromkeys(line["peer"] for line in lines))
+    return sorted(found, key=lambda peer: known.index(peer) if peer in known else len(known))
 
 
 def whiskers(lines: list[Line]) -> list[list[float]]:

@@ -65,9 +65,11 @@ class Commands:
 
 
 def version(package: str) -> str:
-    names = importlib.metadata.packages_distributions().get(package)
-    if names:
-        return importlib.metadata.version(names[0])
+    for name in (package, *importlib.metadata.packages_distributions().get(package, [])):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
     return str(getattr(sys.modules.get(package), "__version__", "unknown"))  # not installed, found on the path
 
 
