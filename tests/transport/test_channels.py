@@ -559,3 +559,40 @@ def test_until_end_of_a_busy_channel(pair: Pair, background: Background) -> None
         pair.near.send(Kind.CALL, call, b"x" * 100, [filled(10_000, 1)])
     pair.near.shut()
     assert received.result(LATE) == list(range(100))
+
+
+# Without waiting
+
+
+def test_what_is_offered_arrives(pair: Pair) -> None:
+    assert pair.near.offer(Kind.REPLY, 7, b"body")
+    frame = pair.far.recv(LATE)
+    assert (frame.kind, frame.call, bytes(frame.body)) == (Kind.REPLY, 7, b"body")
+
+
+def test_what_is_not_taken_at_once_is_left_for_later(streams: Pair, background: Background) -> None:
+    sent = 0
+    while streams.near.offer(Kind.REPLY, sent, bytes(4096)):
+        sent += 1
+    assert not streams.near.offer(Kind.REPLY, sent + 1, b"one more")
+    arriving = background(take, streams.far, sent + 2)
+    streams.near.finish()
+    assert arriving.result(LATE) == list(range(sent + 2))
+
+
+def test_polling_does_not_wait(streams: Pair, background: Background) -> None:
+    assert streams.far.poll() is None
+    sending = background(streams.near.send, Kind.CALL, 3, b"body", [filled(BIG, 5)])
+    number = streams.far.fileno()
+    assert number is not None
+    frame = None
+    while frame is None:
+        assert select.select([number], [], [], LATE)[0]
+        frame = streams.far.poll()
+    assert frame.call == 3
+    assert is_filled(frame.buffers[0], BIG, 5)
+    sending.result(LATE)
+    streams.near.shut()
+    assert select.select([number], [], [], LATE)[0]
+    with pytest.raises(ChannelClosed):
+        streams.far.poll()

@@ -35,6 +35,7 @@ from telegrad.agent.packing import Envelope
 from telegrad.agent.routes import Route
 from telegrad.agent.secret import group_secret
 from telegrad.agent.serving import Inbound, Target, is_trusted
+from telegrad.agent.switchboard import Switchboard
 from telegrad.agent.threads import Executor, Threads
 from telegrad.config import Config
 from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
@@ -145,6 +146,7 @@ class Agent:
         self.threads = Threads(f"telegrad-{self.name}", self._enter_thread)
         self.executor = Executor(self.threads, self.config.threads, self.config.max_threads)
         self.clock = Clock(f"telegrad-{self.name}")
+        self.switchboard = Switchboard(self.threads, self.clock)
         self.connections = Connections(self, self.config, secret)
         self.gathering = Gathering(self)
         self.directory = Directory(self._store, self.world_size is not None)
@@ -546,6 +548,7 @@ class Agent:
         for link in {id(link): link for link in self._by_key.values()}.values():
             link.drop()
         self.connections.drop()
+        self.switchboard.drop()
 
 
 def _key(to: To) -> str | int:

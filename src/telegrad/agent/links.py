@@ -324,7 +324,7 @@ class Pipe:
         self._agent = agent
         self._heard: set[int] = set()
         self._next_look = math.inf
-        self.loop = ReadLoop(channel, self._handle, self._ended, agent.threads, agent.clock)
+        self.loop: ReadLoop[Frame] = ReadLoop(channel, self._handle, self._ended, agent.threads, agent.clock)
         self.loop.start()
 
     def __repr__(self) -> str:

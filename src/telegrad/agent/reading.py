@@ -4,43 +4,61 @@ Handing a message to another thread costs more than most calls do, so the reader
 up the frames behind it, so it gives the reading to another thread as soon as it blocks in a wait that we know of
 (`pause`), or when the clock finds it inside the same frame at two ticks (`tick`).
 
+Frames often come several at once. What is better done once for all of them is left until no more are here
+(`afterwards`).
+
 State, under `_lock`: `_epoch` counts the hand-overs; a thread is the reader while its own epoch is the current one.
-`_busy` is True while the reader is handling a frame; only then can the reading be taken from it.
+`_busy` is True while the reader is handling a frame; only then can the reading be taken from it. `_left` (what is to be
+done when no more frames are here) is changed by the reader only.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, Protocol, TypeVar
 
 from telegrad import waiting
 from telegrad.agent.clock import Clock
 from telegrad.agent.threads import Threads
 from telegrad.errors import ProtocolError
 from telegrad.transport.channel import Channel, ChannelClosed
-from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.frames import Kind
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _log = logging.getLogger("telegrad")
 
 
-class ReadLoop:
-    """Reads `channel` until it ends; `handle(frame)` for each frame, then `ended(error)` once.
+class Source(Protocol[T_co]):
+    """What can be read: a channel, or many. See `Channel` for what they promise."""
+
+    def recv(self) -> T_co: ...
+    def has_frame(self) -> bool: ...
+    def flush(self) -> None: ...
+    def shut(self) -> None: ...
+    def at(self, key: Hashable, moment: float, job: Callable[[], None]) -> bool: ...
+
+
+class ReadLoop(Generic[T]):
+    """Reads `source` until it ends; `handle(frame)` for each frame, then `ended(error)` once.
 
     `blocked()` is told when the handling of a frame blocked or ran long, while it still does.
     """
 
     def __init__(
         self,
-        channel: Channel,
-        handle: Callable[[Frame], None],
+        source: Source[T],
+        handle: Callable[[T], None],
         ended: Callable[[Exception], None],
         threads: Threads,
         clock: Clock,
         blocked: Callable[[], None] | None = None,
     ) -> None:
         self._blocked = blocked
-        self._channel = channel
+        self._source = source
         self._handle = handle
         self._ended = ended
         self._threads = threads
@@ -54,9 +72,10 @@ class ReadLoop:
         self.pinned = False  # the reader blocks on purpose (back-pressure): nobody is to read on
         self.alive = True  # set by every frame, cleared by the heartbeat
         self._silence = 0.0
+        self._left: dict[Hashable, Callable[[], None]] = {}
 
     def __repr__(self) -> str:
-        return f"<ReadLoop {self._channel!r} {self._serial} frames{', busy' if self._busy else ''}>"
+        return f"<ReadLoop {self._source!r} {self._serial} frames{', busy' if self._busy else ''}>"
 
     def start(self) -> None:
         self._clock.watch(self)
@@ -64,12 +83,14 @@ class ReadLoop:
 
     def _read(self, epoch: int) -> None:
         waiting.take(_Reader(self, epoch))
-        channel, handle, clock = self._channel, self._handle, self._clock
+        source, handle, clock = self._source, self._handle, self._clock
         try:
             while True:
-                if not channel.has_frame():
-                    channel.flush()
-                frame = channel.recv()
+                if not source.has_frame():
+                    if self._left and not self._finish(epoch):
+                        return
+                    source.flush()
+                frame = source.recv()
                 self._serial += 1
                 self._busy = True
                 self.alive = True
@@ -77,24 +98,57 @@ class ReadLoop:
                     clock.wake()
                 handle(frame)
                 del frame
-                with self._lock:
-                    if self._epoch != epoch:
-                        return
-                    self._busy = False
+                if not self._over(epoch):
+                    return
         except Exception as error:
             if not isinstance(error, ChannelClosed | ProtocolError):
                 _log.exception("a connection failed in an unexpected way; please report this")
-                self._channel.shut()
+                self._source.shut()
             with self._lock:
                 if self._epoch != epoch:
                     return
             self._clock.unwatch(self)
             self._ended(error)
 
-    def beat(self, interval: float, patience: float) -> bool:
-        """Give a sign of life; False if the peer has given none for `patience` seconds."""
+    def _over(self, epoch: int) -> bool:
+        """A frame was handled; False if somebody else reads by now."""
+        with self._lock:
+            if self._epoch != epoch:
+                return False
+            self._busy = False
+            return True
+
+    def _finish(self, epoch: int) -> bool:
+        """Do what was left until no more frames are here; False if somebody else reads by now."""
+        while self._left:
+            _, job = self._left.popitem()
+            self._serial += 1
+            self._busy = True
+            job()
+            if not self._over(epoch):
+                return False
+        return True
+
+    def more(self, epoch: int) -> bool:
+        """Asked by the thread of `epoch`: will it read another frame at once?"""
+        return self._epoch == epoch and self._source.has_frame()
+
+    def leave(self, epoch: int, key: Hashable, job: Callable[[], None]) -> bool:
+        """Asked by the thread of `epoch`: do this when no more frames are here. False: it no longer reads."""
+        with self._lock:
+            if self._epoch == epoch:
+                self._left[key] = job
+            return self._epoch == epoch
+
+    def at(self, epoch: int, key: Hashable, moment: float, job: Callable[[], None]) -> bool:
+        """Asked by the thread of `epoch`: do this at that moment. False: it no longer reads, or cannot."""
+        with self._lock:
+            return self._epoch == epoch and self._source.at(key, moment, job)
+
+    def beat(self, channel: Channel, interval: float, patience: float) -> bool:
+        """Give a sign of life through `channel`; False if the peer has given none for `patience` seconds."""
         try:
-            self._channel.try_send(Kind.ALIVE)
+            channel.try_send(Kind.ALIVE)
         except ChannelClosed:
             return True  # the reader is about to find out
         if self.alive or self.pinned:
@@ -142,7 +196,7 @@ class ReadLoop:
 class _Reader:
     """The role of a thread that reads."""
 
-    def __init__(self, loop: ReadLoop, epoch: int) -> None:
+    def __init__(self, loop: ReadLoop[Any], epoch: int) -> None:
         self._loop = loop
         self._epoch = epoch
 
@@ -157,3 +211,13 @@ class _Reader:
 
     def release(self) -> None:
         self._loop.pin(self._epoch, False)
+
+    def more(self) -> bool:
+        return self._loop.more(self._epoch)
+
+    def afterwards(self, key: Hashable, job: Callable[[], None]) -> None:
+        if not self._loop.leave(self._epoch, key, job):
+            job()
+
+    def at(self, key: Hashable, moment: float, job: Callable[[], None]) -> bool:
+        return self._loop.at(self._epoch, key, moment, job)

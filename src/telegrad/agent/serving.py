@@ -1,8 +1,9 @@
 """The callee's side of a connection: read a call, run it, send the reply.
 
-A *lane* carries one call at a time: its thread runs each call where it read it. A *pipe* carries many: its `ReadLoop`
-runs short calls where it read them and gathers their replies; a function that was seen to block or run long goes to the
-executor instead (`Target` remembers), so it never delays the calls behind it.
+A *lane* carries one call at a time: its thread runs each call where it read it. Lanes whose calls are answered later
+share a thread (`Switchboard`). A *pipe* carries many calls: its `ReadLoop` runs short ones where it read them and
+gathers their replies; a function that was seen to block or run long goes to the executor instead (`Target` remembers),
+so it never delays the calls behind it.
 
 State of an `Inbound`: `_functions` and `_reading` belong to the reading thread; `_active` (calls of users that are not
 answered), `_waiting` (calls whose function returned a future) and `_cancelled` are changed by single dict and set
@@ -26,6 +27,7 @@ from telegrad.agent.packing import Envelope, pack, unpack
 from telegrad.agent.reading import ReadLoop
 from telegrad.agent.routes import ANYWHERE, ANYWHERE_MARK, Route, backward
 from telegrad.agent.scope import current_scope
+from telegrad.agent.switchboard import Switchboard
 from telegrad.agent.threads import Executor, Threads
 from telegrad.config import Config
 from telegrad.deadline import Deadline
@@ -104,7 +106,17 @@ def internal(function: F) -> F:
 class Target:
     """A function that peers call here, and how long it takes."""
 
-    __slots__ = ("answers_later", "anywhere", "function", "internal", "must_run", "name", "run", "seconds")
+    __slots__ = (
+        "answers_later",
+        "anywhere",
+        "defers",
+        "function",
+        "internal",
+        "must_run",
+        "name",
+        "run",
+        "seconds",
+    )
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -114,6 +126,7 @@ class Target:
         self.internal = hasattr(function, _INTERNAL_MARK)
         self.anywhere = hasattr(function, ANYWHERE_MARK)
         self.must_run = bool(getattr(function, "must_run", False))  # even if its caller no longer waits
+        self.defers = False  # its calls were answered later, so far
         self.seconds = -1.0  # a moving average; negative: never run
 
     def __repr__(self) -> str:
@@ -124,6 +137,11 @@ class Target:
         self.seconds = seconds if known < 0 else known + (seconds - known) * 0.25
 
 
+def _shares(target: Target) -> bool:
+    """May calls of this function run on a thread that others wait for?"""
+    return target.defers and 0 <= target.seconds <= _SLOW
+
+
 class Host(Protocol):
     """What serving needs of its agent."""
 
@@ -131,6 +149,7 @@ class Host(Protocol):
     threads: Threads
     executor: Executor
     clock: Clock
+    switchboard: Switchboard
     calls_served: int
 
     config: Config
@@ -149,7 +168,7 @@ class Inbound:
         self.incarnation: str = peer["incarnation"]
         self.heartbeat: float = float(peer["heartbeat"])
         self.channel = channel
-        self.loop: ReadLoop | None = None
+        self.loop: ReadLoop[Frame] | None = None
         self._active: set[int] = set()  # calls of users that have not been answered
         self._host = host
         route = backward(peer.get("devices", {}), host.config.unmapped_devices)
@@ -167,22 +186,34 @@ class Inbound:
         """Is a call of a user from this peer under way?"""
         return bool(self._active)
 
-    def serve_lane(self) -> None:
-        """Serve one call after the other until the peer goes. Runs on a thread of its own."""
+    def serve_lane(self, frame: Frame | None = None) -> None:
+        """Serve one call after the other, `frame` first, until the peer goes. Runs on a thread of its own."""
         recv = self.channel.recv
         try:
             while True:
-                frame = recv()
+                if frame is None:
+                    frame = recv()
                 if frame.kind == _CALL:
-                    self._execute(frame, self._target(frame))
+                    target = self._target(frame)
+                    self._execute(frame, target)
+                    if target is not None and _shares(target) and self._host.switchboard.take(self):
+                        return
                 elif frame.kind == Kind.BYE:
                     raise SaidGoodbye(frame)
-                del frame
+                frame = None
         except (ChannelClosed, ProtocolError) as error:
             self.ended(error)
         except Exception as error:
             _log.exception("a connection failed in an unexpected way; please report this")
             self.ended(error)
+
+    def serve_here(self, frame: Frame) -> bool:
+        """Serve a call on the thread that reads many lanes. False: it has to have its own."""
+        target = self._target(frame) if frame.kind == _CALL else None
+        if target is None or not _shares(target):
+            return False
+        self._execute(frame, target)
+        return True
 
     def serve_pipe(self) -> None:
         """Serve many calls at once. Returns at once; the loop runs on threads of the agent."""
@@ -272,7 +303,7 @@ class Inbound:
             function = _Unknown(definition, error)
         self._functions[frame.function] = self._host.target(function)
 
-    def _execute(self, frame: Frame, target: Target | None, loop: ReadLoop | None = None) -> None:
+    def _execute(self, frame: Frame, target: Target | None, loop: ReadLoop[Frame] | None = None) -> None:
         """Run a call and send its reply, or arrange for it to be sent."""
         self._host.calls_served += 1
         if target is None or not target.internal:
@@ -292,7 +323,7 @@ class Inbound:
         finally:
             current_scope.reset(token)
 
-    def _run(self, frame: Frame, target: Target | None, loop: ReadLoop | None) -> None:
+    def _run(self, frame: Frame, target: Target | None, loop: ReadLoop[Frame] | None) -> None:
         epoch = loop.epoch if loop is not None else 0
         try:
             target, args, kwargs = self._open(frame, target)
@@ -338,13 +369,50 @@ class Inbound:
                 "mark it with @telegrad.expose there"
             )
 
-    def _answer(self, call: int, target: Target, value: Any, loop: ReadLoop | None = None, epoch: int = 0) -> None:
+    def _answer(
+        self,
+        call: int,
+        target: Target,
+        value: Any,
+        loop: ReadLoop[Frame] | None = None,
+        epoch: int = 0,
+        shared: bool = False,
+    ) -> None:
+        """Send a reply; if the thread answers others as well (`shared`), without waiting for who takes nothing."""
         try:
             envelope = self._envelope._replace(route=ANYWHERE) if target.anywhere else self._envelope
             body, buffers = pack(envelope, value)
         except Exception as error:
             self._fail(call, target, error)
             return
+        if shared and not buffers and len(body) < _CORK_BELOW:
+            self._offer(call, target, body)
+        else:
+            self._send(call, target, body, buffers, loop, epoch)
+
+    def _offer(self, call: int, target: Target, body: bytes) -> None:
+        try:
+            if not self.channel.offer(_REPLY, call, body):
+                self._host.threads.start(self._finish)
+        except ChannelClosed as error:
+            _log.debug("nobody is left to take the result of %s: %s", target.name, error)
+        self._answered(call)
+
+    def _finish(self) -> None:
+        try:
+            self.channel.finish()
+        except ChannelClosed as error:
+            _log.debug("nobody is left to take a result: %s", error)
+
+    def _send(
+        self,
+        call: int,
+        target: Target,
+        body: bytes,
+        buffers: list[memoryview],
+        loop: ReadLoop[Frame] | None,
+        epoch: int,
+    ) -> None:
         channel = self.channel
         try:
             if buffers or loop is None or len(body) >= _CORK_BELOW or loop.epoch != epoch or not channel.has_frame():
@@ -369,6 +437,7 @@ class Inbound:
             )
         if isinstance(value, Future):
             value.join()
+        target.defers = True
         self._waiting[call] = value  # a `Later` belongs to others too, whether or not they wait for it right now
         scope = current_scope.get()
 
@@ -377,7 +446,7 @@ class Inbound:
                 return  # cancelled
             token = current_scope.set(scope)
             try:
-                self._answer(call, target, done.value())
+                self._answer(call, target, done.value(), shared=True)
             except BaseException as error:
                 self._fail(call, target, error)
             finally:

@@ -19,9 +19,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from telegrad import waiting
+from telegrad.errors import InternalError
 
 Job = Callable[[], None]
 
@@ -168,6 +169,15 @@ class Executor:
 
     def release(self) -> None:
         return
+
+    def more(self) -> bool:
+        return False
+
+    def afterwards(self, key: Hashable, job: Job) -> None:
+        raise InternalError("a thread that reads nothing has nothing to wait for")
+
+    def at(self, key: Hashable, moment: float, job: Job) -> bool:
+        return False
 
     def close(self) -> None:
         """Forget the calls that have not begun and let nobody wait for room."""

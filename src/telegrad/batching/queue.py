@@ -72,7 +72,7 @@ class Queue:
         """
         if agent is not self._agent:
             self._meet(agent)
-        if self._seconds > _SLOW and waiting.role() is not None:
+        if waiting.role() is not None and (self._seconds > _SLOW or waiting.more()):
             return NOT_ALONE
         with self._lock:
             if self._running or self._count or self._work.answers_later:
@@ -155,14 +155,18 @@ class Queue:
     def _push(self, entry: Entry) -> list[Entry]:
         """Queue a call; the batch that may start now, if there is one."""
         entry.prepare()  # may fail, so not under the lock
+        more = waiting.more()
         while True:
             with self._lock:
                 if self._has_room():
                     self._add(entry)
-                    batch = self._next()
+                    more = more and self._count < self._options.max_size
+                    batch = [] if more else self._next()
                     self._set_alarm()
                     break
             self._wait_for_room(entry)
+        if more:
+            waiting.afterwards(self, self._wake)
         if self._expired:
             self._tell_expired()
         if self._company is not None and self._company.newcomers:
@@ -281,9 +285,14 @@ class Queue:
 
     def _set_alarm(self) -> None:
         """Make sure that a wait with an end does end. One timer at a time: it looks again when it rings."""
-        if self._company is not None and not self._running and self._company.until < self._alarm:
-            self._alarm = self._company.until
-            hosts.at(self._agent, self._alarm, self._ring)
+        if self._company is None or self._running or self._company.until in (self._alarm, math.inf):
+            return
+        until = self._company.until
+        if waiting.at(self, until, self._wake):
+            self._alarm = until
+        elif until < self._alarm:
+            self._alarm = until
+            hosts.at(self._agent, until, self._ring)
 
     def _ring(self) -> None:
         """Runs on the clock, without the lock."""
@@ -292,6 +301,17 @@ class Queue:
             batch = self._next()
             self._set_alarm()
         self._start(batch)
+
+    def _wake(self) -> None:
+        """Runs on a thread that reads, which has nothing else to do right now."""
+        with self._lock:
+            self._alarm = math.inf
+            batch = self._next()
+            self._set_alarm()
+        if self._seconds > _SLOW:
+            self._start(batch)
+        else:
+            self._run_all(batch)
 
     # Running
 

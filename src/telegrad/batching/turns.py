@@ -7,13 +7,14 @@ one worker that all calls come from, if it is one, and `current_deadline` is whe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Protocol
 
 from telegrad import waiting
 from telegrad.agent.current import local
 from telegrad.batching.entries import Entry
 from telegrad.deadline import Deadline
+from telegrad.errors import InternalError
 
 
 class Busy(Protocol):
@@ -51,6 +52,15 @@ class Turn:
         if self.outer is not None:
             self.outer.release()
         self._queue.resume()
+
+    def more(self) -> bool:
+        return False  # whatever this thread reads next, it reads after this batch
+
+    def afterwards(self, key: Hashable, job: Callable[[], None]) -> None:
+        raise InternalError("a batch leaves nothing for later")
+
+    def at(self, key: Hashable, moment: float, job: Callable[[], None]) -> bool:
+        return self.outer is not None and self.outer.at(key, moment, job)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from telegrad.wire.frames import Frame, Kind
 
@@ -55,6 +55,15 @@ class Channel(ABC):
     def try_send(self, kind: int) -> None:
         """Send an empty frame without ever blocking; it may be delayed or, if somebody else is sending, left out."""
 
+    def offer(self, kind: int, call: int, body: bytes) -> bool:
+        """Send of a small frame what the peer takes at once. False: the rest is left for `finish`."""
+        self.send(kind, call, body)
+        return True
+
+    def finish(self) -> None:
+        """Send what `offer` left, and wait until the peer takes it."""
+        self.flush()
+
     @abstractmethod
     def cork(self, kind: int, call: int, body: bytes) -> None:
         """Queue a small frame."""
@@ -66,6 +75,18 @@ class Channel(ABC):
     @abstractmethod
     def recv(self, timeout: float | None = None) -> Frame:
         """The next frame."""
+
+    def fileno(self) -> int | None:
+        """What the operating system can wait for, together with other channels; None if it cannot."""
+        return None
+
+    def poll(self) -> Frame | None:
+        """The next frame if it is here, without waiting. Only for channels that have a `fileno`."""
+        raise NotImplementedError
+
+    def at(self, key: Hashable, moment: float, job: Callable[[], None]) -> bool:
+        """Let `recv` run `job` at that moment. False: whoever reads this channel does not watch the time."""
+        return False
 
     @abstractmethod
     def has_frame(self) -> bool:

@@ -1,8 +1,8 @@
 """A channel over a stream socket, unix or TCP. Large buffers may go through shared memory instead (see `shared`).
 
-State: `_send_lock` guards the sending side (`_corked`, `_owed`); the decoder belongs to the reading thread. Time limits
-are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): they cost nothing on the fast path, where settimeout would add a poll to
-every call.
+State: `_send_lock` guards the sending side (`_owed`, and taking from `_corked`); the decoder belongs to the reading
+thread. Time limits are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): they cost nothing on the fast path, where settimeout
+would add a poll to every call.
 
 A frame that is cut short by a time limit must not break the stream: what is left of it is copied to `_owed` and goes
 out before the next frame.
@@ -10,6 +10,7 @@ out before the next frame.
 
 from __future__ import annotations
 
+import collections
 import math
 import os
 import socket
@@ -50,7 +51,7 @@ class StreamChannel(Channel):
         locate = sharing.locate if sharing is not None else _no_segments
         self._decoder = FrameDecoder(pool.reserve, locate, max_frame)
         self._send_lock = threading.Lock()
-        self._corked: list[bytes] = []
+        self._corked: collections.deque[bytes] = collections.deque()  # added to by anybody
         self._owed = b""
         self._patience: float | None = None
         self._shut = False
@@ -79,9 +80,7 @@ class StreamChannel(Channel):
             data = _pack(size, call, function, left_ms, 0, kind, flags, 0) + body
             with self._send_lock:
                 if self._corked:
-                    self._corked.append(data)
-                    data = b"".join(self._corked)
-                    self._corked.clear()
+                    data = self._uncork() + data
                 if not self._owed:
                     try:
                         sent = self._sock.send(data)
@@ -106,8 +105,7 @@ class StreamChannel(Channel):
             places, inside = self._sharing.place(buffers)
         start = head(kind, call, body, function=function, left_ms=left_ms, flags=flags, places=places)
         with self._send_lock:
-            corked = b"".join(self._corked)
-            self._corked.clear()
+            corked = self._uncork()
             try:
                 self._write([memoryview(corked + start), memoryview(body), *inside], timeout, started=bool(corked))
             except TimeoutError:
@@ -119,8 +117,7 @@ class StreamChannel(Channel):
         if not self._send_lock.acquire(blocking=False):
             return
         try:
-            data = self._owed + b"".join(self._corked) + _pack(0, 0, 0, 0, 0, kind, 0, 0)
-            self._corked.clear()
+            data = self._owed + self._uncork() + _pack(0, 0, 0, 0, 0, kind, 0, 0)
             try:
                 sent = self._sock.send(data, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -132,15 +129,41 @@ class StreamChannel(Channel):
             self._send_lock.release()
 
     def cork(self, kind: int, call: int, body: bytes) -> None:
-        with self._send_lock:
-            self._corked.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
+        self._corked.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
 
     def flush(self) -> None:
         if self._corked:
-            with self._send_lock:
-                data = b"".join(self._corked)
-                self._corked.clear()
-                self._write([memoryview(data)], None, started=True)
+            self.finish()
+
+    def finish(self) -> None:
+        with self._send_lock:
+            self._write([memoryview(self._uncork())], None, started=True)
+
+    def _uncork(self) -> bytes:
+        data = []
+        while self._corked:
+            data.append(self._corked.popleft())
+        return b"".join(data)
+
+    def offer(self, kind: int, call: int, body: bytes) -> bool:
+        data = _pack(len(body), call, 0, 0, 0, kind, 0, 0) + body
+        if not self._send_lock.acquire(blocking=False):
+            self._corked.append(data)
+            return False
+        try:
+            if self._owed or self._corked:
+                self._corked.append(data)
+                return False
+            try:
+                sent = self._sock.send(data, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+            self._owed = data[sent:]
+            return not self._owed
+        except OSError as error:
+            raise ChannelClosed(str(error)) from None
+        finally:
+            self._send_lock.release()
 
     def _write(self, views: list[memoryview], timeout: float | None, started: bool) -> None:
         """Send everything. With `started`, part of it is already on its way, so it must be finished one day."""
@@ -229,6 +252,25 @@ class StreamChannel(Channel):
             raise ChannelClosed(str(error)) from None
         finally:
             _spinning.release()
+
+    def fileno(self) -> int | None:
+        return self._sock.fileno()
+
+    def poll(self) -> Frame | None:
+        decoder = self._decoder
+        frame = decoder.next()
+        if frame is None:
+            try:
+                count = self._sock.recv_into(decoder.space(), 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise ChannelClosed(str(error)) from None
+            if not count:
+                raise ChannelClosed("the peer closed the connection")
+            decoder.fill(count)
+            frame = decoder.next()
+        return frame
 
     def has_frame(self) -> bool:
         return self._decoder.has_frame()
