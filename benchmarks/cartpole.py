@@ -1,69 +1,76 @@
-"""Steps per second of many observers of CartPole that ask one policy what to do.
+"""Steps per second of many observers of CartPole that ask one policy what to do: the figure of PyTorch's tutorial.
 
-    python -m benchmarks.cartpole                              1, 4 and 10 observers
-    python -m benchmarks.cartpole --observers 1,2,3,4,5,6,7,8,9,10 --rounds 5
-    python -m benchmarks.cartpole --entries telegrad.batched,torch --device cuda
+    python -m benchmarks.cartpole                        1 to 10 observers; a table, build/bench/cartpole.jsonl and .png
+    python -m benchmarks.cartpole --observers 1,8 --rounds 5
+    python -m benchmarks.cartpole --entries telegrad.batched,torch.batched --device cuda
 
 The entries:
 
-    telegrad.batched     `@telegrad.batched` on the policy's method
-    telegrad one by one  a call and a forward pass for each step
-    telegrad by hand     batched with locks and futures, as PyTorch's tutorial on batch RPC processing does it
-    torch by hand        the same code on torch.distributed.rpc
-    torch one by one     the second on torch.distributed.rpc
+    telegrad.batched    `@telegrad.batched` on the policy's method
+    telegrad.by_hand    batched with locks and futures, as PyTorch's tutorial on batch RPC processing does it
+    telegrad.single     a call and a forward pass for each step
+    torch.batched       the same code as telegrad.by_hand on torch.distributed.rpc
+    torch.single        the same code as telegrad.single on torch.distributed.rpc
+    moolib.batched      moolib's queue with dynamic batching (where TELEGRAD_BENCH_PYTHON_MOOLIB has it)
+    limit               the observers alone, with nobody to ask: what the machine can do
 
-Every measurement has processes of its own; entries take turns, and the table shows the median over the rounds.
+Every measurement has processes of its own; entries take turns, and the table shows the median over the rounds. The
+environment is gymnasium's if all peers have it, and else written out in `benchmarks.pole`; the results say which.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
+import subprocess
 import threading
-import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import torch
 import torch.distributed.rpc as torch_rpc
-import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import Tensor
 
 import telegrad
 import telegrad.rpc as telegrad_rpc
-from benchmarks import machine, results
+from benchmarks import machine, plots, pole, results
 from benchmarks.group import free_port
-from benchmarks.processes import import_path
+from benchmarks.peers import PEERS
+from benchmarks.processes import ROOT, die_with_parent, import_path
+from benchmarks.worlds import forkserver
 
 SERVER = "server"
 LIMIT_S = 300.0
-WARM = 50
+FIGURE_STEPS = 10_000  # for which the figure shows the wall time
 PACKAGES: dict[str, Any] = {"torch": torch_rpc, "telegrad": telegrad_rpc}
 FUTURES: dict[str, Any] = {"torch": torch.futures.Future, "telegrad": telegrad.Future}
-ENTRIES = ("telegrad.batched", "telegrad one by one", "telegrad by hand", "torch by hand", "torch one by one")
-BASELINE = "torch by hand"
+ENTRIES = (
+    "telegrad.batched",
+    "telegrad.by_hand",
+    "telegrad.single",
+    "torch.batched",
+    "torch.single",
+    "moolib.batched",
+    "limit",
+)
+BASELINE = "torch.batched"
 
 
-class Server:
+class Server(pole.Policy):
     """The policy, and what the tutorial keeps to batch by hand."""
 
     def __init__(self, observers: int, package: str, device: str) -> None:
-        self.policy = nn.Sequential(nn.Linear(4, 128), nn.Dropout(0.6), nn.ReLU(), nn.Linear(128, 2), nn.Softmax(1))
-        self.policy.to(device)
-        self.device = device
+        super().__init__(device)
         self.lock = threading.Lock()
         self.new_future = FUTURES[package]
         self.future = self.new_future()
         self.states = torch.zeros(observers, 4)
         self.waiting = self.observers = observers
-
-    @torch.no_grad()
-    def decide(self, states: Tensor) -> Tensor:
-        """An action for each state, drawn from the policy."""
-        return torch.multinomial(self.policy(states.to(self.device)), 1).squeeze(1).cpu()
 
     @telegrad.batched(max_wait=0.001)
     def act(self, states: Tensor) -> list[int]:
@@ -84,7 +91,7 @@ class Server:
         return future.then(lambda done: int(done.wait()[number]))
 
 
-def alone(server: Any, number: int, state: Tensor) -> int:
+def single(server: Any, number: int, state: Tensor) -> int:
     return server.local_value().act_alone(state)  # type: ignore[no-any-return]
 
 
@@ -98,88 +105,183 @@ def by_hand_on_telegrad(server: Any, number: int, state: Tensor) -> Any:
     return server.local_value().act_by_hand(number, state)
 
 
-def deciding(entry: str, server: Any, number: int) -> Callable[[Tensor], int]:
+FUNCTIONS = {"telegrad.by_hand": by_hand_on_telegrad, "torch.batched": by_hand_on_torch}
+
+
+def deciding(entry: str, server: Any, number: int) -> Callable[[Tensor], Any]:
     """How an observer of this entry asks for an action."""
     if entry == "telegrad.batched":
         return server.rpc_sync().act  # type: ignore[no-any-return]
-    package, _, way = entry.partition(" ")
-    rpc = PACKAGES[package]
-    function: Any = alone
-    if way == "by hand":
-        function = by_hand_on_torch if package == "torch" else by_hand_on_telegrad
-    return lambda state: rpc.rpc_sync(SERVER, function, args=(server, number, state))  # type: ignore[no-any-return]
+    rpc_sync, function = PACKAGES[package_of(entry)].rpc_sync, FUNCTIONS.get(entry, single)
+    return lambda state: rpc_sync(SERVER, function, args=(server, number, state))
 
 
-def observe(entry: str, server: Any, number: int, steps: int) -> float:
-    """Plays so many steps; steps per second, after some that do not count."""
-    env = gymnasium.make("CartPole-v1")
-    state, _ = env.reset(seed=number)
-    act = deciding(entry, server, number)
-    for step in range(WARM + steps):
-        if step == WARM:
-            begin = time.perf_counter()
-        state, _, terminated, truncated, _ = env.step(int(act(torch.from_numpy(state))))
-        if terminated or truncated:
-            state, _ = env.reset()
-    return steps / (time.perf_counter() - begin)
+def observe(entry: str, server: Any, number: int, steps: int, environment: str) -> float:
+    return pole.observe(deciding(entry, server, number), environment, number, steps)
 
 
 def work(rank: int, entry: str, port: int, observers: int, options: argparse.Namespace, rates: Any) -> None:
+    die_with_parent()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.setdefault("TP_SOCKET_IFNAME", "lo")  # torch guesses an interface from the host name, and may fail
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    package = entry.partition(" ")[0].partition(".")[0]
+    package = package_of(entry)
     rpc = PACKAGES[package]
     rpc.init_rpc(f"observer{rank}" if rank else SERVER, rank=rank, world_size=1 + observers)
     if rank == 0:
         server = rpc.RRef(Server(observers, package, options.device))
+        task = (options.steps, options.environment)
         started = [
-            rpc.rpc_async(
-                f"observer{number + 1}", observe, args=(entry, server, number, options.steps), timeout=LIMIT_S
-            )
+            rpc.rpc_async(f"observer{number + 1}", observe, args=(entry, server, number, *task), timeout=LIMIT_S)
             for number in range(observers)
         ]
         rates.put(sum(each.wait() for each in started))
     rpc.shutdown()
 
 
-def measure(entry: str, observers: int, options: argparse.Namespace) -> float:
-    rates = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(work, args=(entry, free_port(), observers, options, rates), nprocs=1 + observers)
-    rate: float = rates.get()
-    return rate
+def play_alone(rank: int, entry: str, port: int, observers: int, options: argparse.Namespace, rates: Any) -> None:
+    """An observer of `limit`, which decides by itself."""
+    die_with_parent()
+    torch.set_num_threads(1)
+    if rank:
+        rates.put(pole.observe(lambda state: rank & 1, options.environment, rank, options.steps))
 
 
-def main(argv: list[str] | None = None) -> int:
+def package_of(entry: str) -> str:
+    return entry.partition(".")[0]
+
+
+def measure(entry: str, observers: int, options: argparse.Namespace, context: ForkServerContext) -> float:
+    """Steps per second of all observers together."""
+    if package_of(entry) == "moolib":
+        return measure_moolib(observers, options)
+    rates = context.SimpleQueue()
+    alone = entry == "limit"
+    task = (entry, free_port(), observers, options, rates)
+    processes = [
+        context.Process(target=play_alone if alone else work, args=(rank, *task), daemon=True)
+        for rank in range(1 + observers)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            if not wait([process.sentinel], LIMIT_S) or process.exitcode:
+                raise RuntimeError(f"{entry} with {observers} observers: a process ended with {process.exitcode}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return float(sum(rates.get() for _ in range(observers if alone else 1)))
+
+
+def measure_moolib(observers: int, options: argparse.Namespace) -> float:
+    arguments = [observers, options.steps, options.environment, options.device, free_port()]
+    done = subprocess.run(
+        [PEERS["moolib"].python, "-m", "benchmarks.moolib_queue", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": import_path()},
+    )
+    if done.returncode:
+        raise RuntimeError(f"moolib with {observers} observers: {done.stderr[-2000:]}")
+    return float(done.stdout)
+
+
+def moolib_has(module: str) -> bool:
+    found = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([PEERS["moolib"].python, "-c", found], check=False).returncode == 0
+
+
+def tabulate(middle: dict[tuple[int, str], float], entries: list[str]) -> str:
+    rows = [["observers", *entries]]
+    for observers in sorted({observers for observers, _ in middle}):
+        base = middle.get((observers, BASELINE), float("nan"))
+        cells = [middle[observers, entry] for entry in entries]
+        rows.append([str(observers), *(f"{cell:,.0f} {cell / base:.2f}x" for cell in cells)])
+    return f"steps/s, and against {BASELINE}\n{results.aligned(rows)}"
+
+
+def draw(path: Path, run: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+    """The tutorial's figure: wall time over the number of observers, and beside it steps per second."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed: no plot")
+        return
+    figure, (seconds, rates) = plots.blank(1, 2, (13.0, 5.0))
+    for entry in dict.fromkeys(line["entry"] for line in lines):
+        own = [line for line in lines if line["entry"] == entry]
+        package = package_of(entry)
+        dashed = "-" if entry.endswith("batched") else ":" if entry == "limit" else "--"
+        look = {"label": entry, "linestyle": dashed, "marker": "o", "color": plots.COLOURS.get(package, "grey")}
+        sizes = [line["observers"] for line in own]
+        if entry != "limit":
+            seconds.plot(sizes, [FIGURE_STEPS / line["median"] for line in own], **look)
+        rates.plot(sizes, [line["median"] for line in own], **look)
+    seconds.set_title(f"seconds for {FIGURE_STEPS:,} steps of all observers together (lower is better)", loc="left")
+    seconds.set_ylim(bottom=0)
+    rates.set_title("steps per second (higher is better)", loc="left")
+    rates.set_yscale("log")
+    for axis in (seconds, rates):
+        axis.set_xlabel("observers")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    about = run["machine"]
+    place = about["gpu"] if run["device"] != "cpu" else f"{about['cpu']}, {about['cores']} cores"
+    figure.suptitle(f"policy on {place}; environment: {run['environment']}; median of {run['rounds']} rounds")
+    figure.savefig(path, dpi=110)
+    print(f"plot: {path}")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cartpole", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--observers", type=lambda text: [int(each) for each in text.split(",")], default=[1, 4, 10])
-    parser.add_argument("--entries", type=lambda text: text.split(","), default=list(ENTRIES))
+    parser.add_argument(
+        "--observers", type=lambda text: [int(each) for each in text.split(",")], default=list(range(1, 11))
+    )
+    parser.add_argument("--entries", type=lambda text: text.split(","), help=f"default: all of {','.join(ENTRIES)}")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each entry")
     parser.add_argument("--steps", type=int, default=1000, help="of each observer")
     parser.add_argument("--device", default="cpu", help="where the policy is")
+    parser.add_argument("--environment", choices=[pole.GYMNASIUM, pole.PLAIN], help="default: what all peers have")
     parser.add_argument("--out", type=Path, default=Path("build/bench/cartpole.jsonl"), help="default %(default)s")
     options = parser.parse_args(argv)
-    os.environ["PYTHONPATH"] = import_path()
+    if options.entries is None:
+        options.entries = [entry for entry in ENTRIES if entry != "moolib.batched" or moolib_has("moolib")]
+    if options.environment is None:
+        everywhere = "moolib.batched" not in options.entries or moolib_has("gymnasium")
+        options.environment = pole.available() if everywhere else pole.PLAIN
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    context = forkserver(["telegrad.rpc", "benchmarks.cartpole", "gymnasium"])
     run = machine.heading("cartpole", **{key: value for key, value in vars(options).items() if key != "out"})
     measured: dict[tuple[int, str], list[float]] = {}
     for number in range(options.rounds):
         for observers in options.observers:
             for entry in options.entries:
-                rate = measure(entry, observers, options)
+                rate = measure(entry, observers, options, context)
                 measured.setdefault((observers, entry), []).append(rate)
                 print(f"round {number + 1}: {observers} observers, {entry}: {rate:,.0f} steps/s", flush=True)
     middle = {key: statistics.median(rates) for key, rates in measured.items()}
-    rows = [["observers", *options.entries]]
-    for observers in options.observers:
-        base = middle.get((observers, BASELINE), float("nan"))
-        cells = [middle[observers, entry] for entry in options.entries]
-        rows.append([str(observers), *(f"{cell:,.0f} {cell / base:.2f}x" for cell in cells)])
-    print(f"\nsteps/s, and against {BASELINE}\n{results.aligned(rows)}")
     lines = [
-        {"kind": "result", "observers": observers, "entry": entry, "rounds": rates}
+        {
+            "kind": "result",
+            "observers": observers,
+            "entry": entry,
+            "rounds": rates,
+            "median": middle[observers, entry],
+            "seconds": FIGURE_STEPS / middle[observers, entry],
+        }
         for (observers, entry), rates in measured.items()
     ]
+    print(f"\n{tabulate(middle, options.entries)}")
     results.write(options.out, run, lines)
+    draw(options.out.with_suffix(".png"), run, lines)
     return 0
 
 
