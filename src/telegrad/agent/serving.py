@@ -54,17 +54,51 @@ _log = logging.getLogger("telegrad")
 _now = time.perf_counter
 
 
+class Promise(Protocol):
+    """A value that will be there: less than a future, and less to make."""
+
+    def listen(self, callback: Callable[[Any], None]) -> None:
+        """Call `callback(self)` when the value is there, or at once if it is."""
+
+    def value(self) -> Any:
+        """The value; raises what there is instead."""
+
+
 class Later:
-    """What a function returns whose value is that of a future: like `async_execution`, decided call by call.
+    """What a function returns whose value is that of a future or promise: like `async_execution`, call by call.
 
     `given_up()` is called if the caller no longer waits: it cancelled, its deadline passed, or it is gone.
     """
 
-    __slots__ = ("future", "given_up")
+    __slots__ = ("_value", "given_up")
 
-    def __init__(self, future: torch.futures.Future[Any], given_up: Callable[[], None] | None = None) -> None:
-        self.future = future
+    def __init__(self, value: torch.futures.Future[Any] | Promise, given_up: Callable[[], None] | None = None) -> None:
+        self._value = value
         self.given_up = given_up
+
+    @property
+    def future(self) -> torch.futures.Future[Any]:
+        """The value as a future."""
+        if isinstance(self._value, torch._C.Future):
+            return self._value
+        future: Future[Any] = Future()
+        self._value.listen(lambda promise: _keep(promise, future))
+        self._value = future
+        return future
+
+    def listen(self, callback: Callable[[Any], None]) -> None:
+        """Call `callback(done)` when the value is there; `done.value()` returns or raises it."""
+        if isinstance(self._value, torch._C.Future):
+            self._value.add_done_callback(callback)
+        else:
+            self._value.listen(callback)
+
+
+def _keep(promise: Promise, future: Future[Any]) -> None:
+    try:
+        future._settle(promise.value(), None)
+    except Exception as error:
+        future._settle(None, error)
 
 
 def serve_as(function: Function, served: Function) -> None:
@@ -429,8 +463,8 @@ class Inbound:
 
     def _answer_later(self, call: int, target: Target, value: Any) -> None:
         """The function returned a future: reply when it completes. If all its callers give up, it is cancelled."""
-        future = value.future if type(value) is Later else value
-        if not isinstance(future, torch._C.Future):  # what torch's own `then` returns is only that
+        is_later = type(value) is Later
+        if not is_later and not isinstance(value, torch._C.Future):  # what torch's own `then` returns is only that
             raise UsageError(
                 f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
                 f"but {target.name} returned {type(value).__name__}"
@@ -441,7 +475,7 @@ class Inbound:
         self._waiting[call] = value  # a `Later` belongs to others too, whether or not they wait for it right now
         scope = current_scope.get()
 
-        def reply(done: torch.futures.Future[Any]) -> None:
+        def reply(done: Any) -> None:
             if self._waiting.pop(call, None) is None:
                 return  # cancelled
             token = current_scope.set(scope)
@@ -454,7 +488,10 @@ class Inbound:
 
         if call in self._cancelled:  # before it began to wait
             self._cancel(call)
-        future.add_done_callback(reply)
+        if is_later:
+            value.listen(reply)
+        else:
+            value.add_done_callback(reply)
 
     def _fail(self, call: int, target: Target | None, error: BaseException) -> None:
         name = target.name if target is not None else "a function sent by value"

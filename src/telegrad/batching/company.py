@@ -9,7 +9,6 @@ State: changed under the lock of the queue.
 
 from __future__ import annotations
 
-import collections
 import math
 
 from telegrad.batching.entries import Entry
@@ -25,7 +24,7 @@ class Company:
         self._max_size = options.max_size
         self._max_wait = options.max_wait
         self._entries: dict[Entry, None] = {}
-        self._present: collections.Counter[str | int] = collections.Counter()
+        self._present: dict[str | int, int] = {}  # how many calls each caller has here
         self._until = math.inf
         self.newcomers: list[str] = []  # workers to be waited for from now on; the queue checks that they are alive
 
@@ -57,7 +56,7 @@ class Company:
     def add(self, entry: Entry, margin: float) -> None:
         """One more call, which should start `margin` seconds before its deadline."""
         self._entries[entry] = None
-        self._present[entry.caller] += 1
+        self._present[entry.caller] = self._present.get(entry.caller, 0) + 1
         self._until = min(self._until, self._limit(entry, margin))
 
     def remove(self, entry: Entry) -> None:
@@ -95,7 +94,8 @@ class Companions(Company):
         self._curious = _CURIOUS
 
     def suffices(self, caller: str | int) -> bool:
-        return not self._curious and not self._expected - {caller}
+        expected = self._expected
+        return not self._curious and (not expected or (len(expected) == 1 and caller in expected))
 
     def complete(self) -> bool:
         return not self._curious and self._expected <= self._present.keys()

@@ -1,9 +1,13 @@
-"""`Entry`: one call of a batched function, from its arrival to its answer."""
+"""`Entry`: one call of a batched function, from its arrival to its answer.
+
+State: `_outcome` is set once, and `_listeners` are told of it; both under `_answering`, for they may meet.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,10 +17,12 @@ from telegrad.agent.scope import Scope, current_scope
 from telegrad.batching.stacking import Shape, shape_of
 from telegrad.deadline import Deadline
 from telegrad.errors import TelegradError
-from telegrad.futures import Future
 
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
+
+_NOTHING = object()
+_answering = threading.Lock()
 
 
 class Surroundings(NamedTuple):
@@ -45,12 +51,14 @@ class Entry:
     """A call that does not run at once. `queued` is True until it is taken or leaves."""
 
     __slots__ = (
+        "_listeners",
+        "_outcome",
         "agent",
         "args",
         "arrived",
+        "bucket",
         "caller",
         "deadline",
-        "future",
         "kwargs",
         "priority",
         "queued",
@@ -77,19 +85,16 @@ class Entry:
         self.priority = 0.0
         self.queued = False
         self.shape: tuple[Shape, Shape] | None = None
-        self.future: Future[Any] | None = None
+        self.bucket: Hashable = None  # equal for calls that may run together
+        self._outcome: Any = _NOTHING
+        self._listeners: list[Callable[[Entry], None]] = []
 
     def prepare(self) -> None:
         """Find out what a call that has to wait needs."""
         self.arrived = time.monotonic()
         self.surroundings = surroundings()
         self.shape = self.find_shape()
-        self.future = Future()
-
-    @property
-    def bucket(self) -> Hashable:
-        """Equal for calls that may run together; once it is prepared."""
-        return self.shape, self.surroundings
+        self.bucket = self.shape, self.surroundings
 
     def find_shape(self) -> tuple[Shape, Shape]:
         args = tuple([shape_of(value) for value in self.args])
@@ -98,12 +103,28 @@ class Entry:
     def expired(self, now: float) -> bool:
         return self.deadline is not None and self.deadline.at <= now
 
-    def settle(self, result: Any) -> None:
-        """Complete the future, which runs the callbacks: with a value or, if it is an exception, a failure."""
-        assert self.future is not None
-        if isinstance(result, Exception):
-            self.future._settle(None, result)
-        elif isinstance(result, BaseException):  # what ends a thread here must not end the caller's
-            self.future._settle(None, TelegradError(f"the batch was ended by {type(result).__name__}: {result}"))
-        else:
-            self.future._settle(result, None)
+    def settle(self, outcome: Any) -> None:
+        """Answer with a value or, if it is an exception, a failure."""
+        with _answering:
+            self._outcome = outcome
+            listeners = self._listeners
+        for listener in listeners:
+            listener(self)
+
+    def listen(self, callback: Callable[[Entry], None]) -> None:
+        """Call `callback(self)` when the answer is there; see `Promise`."""
+        with _answering:
+            answered = self._outcome is not _NOTHING
+            if not answered:
+                self._listeners.append(callback)
+        if answered:
+            callback(self)
+
+    def value(self) -> Any:
+        """The answer; raises what there is instead."""
+        outcome = self._outcome
+        if isinstance(outcome, Exception):
+            raise outcome
+        if isinstance(outcome, BaseException):  # what ends a thread here must not end the caller's
+            raise TelegradError(f"the batch was ended by {type(outcome).__name__}: {outcome}")
+        return outcome

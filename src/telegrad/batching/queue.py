@@ -112,8 +112,7 @@ class Queue:
                 return outcome.get()
         else:
             self._start(batch)
-        assert entry.future is not None
-        return Later(entry.future, lambda: self._give_up(entry))
+        return Later(entry, lambda: self._give_up(entry))
 
     def lost(self, name: str) -> None:
         """A worker is gone: its calls leave, and nobody waits for it."""
@@ -248,7 +247,12 @@ class Queue:
             return []
         now = _now()
         if self._company is not None and self._company.ready(now):
-            for entry in self._company.release(now):
+            gathered = self._company.release(now)
+            if not self._lines and len(gathered) <= self._options.max_size and _alike(gathered):
+                batch = self._taken(gathered, now)  # all of them run, so it does not matter who would go first
+                self._running = int(bool(batch))
+                return batch
+            for entry in gathered:
                 self._line(entry.bucket).add(entry)
         while self._lines:
             batch = self._cut(now)
@@ -264,6 +268,9 @@ class Queue:
         taken = lines[bucket].take(self._options.max_size)
         if not len(lines[bucket]):
             del lines[bucket]
+        return self._taken(taken, now)
+
+    def _taken(self, taken: list[Entry], now: float) -> list[Entry]:
         self._count -= len(taken)
         self._room.notify(len(taken))
         batch = []
@@ -397,3 +404,8 @@ class Outcome(NamedTuple):
 
 def _failures(outcomes: list[Any]) -> int:
     return sum(isinstance(outcome, BaseException) for outcome in outcomes)
+
+
+def _alike(entries: list[Entry]) -> bool:
+    bucket = entries[0].bucket
+    return all(entry.bucket == bucket for entry in entries[1:])
