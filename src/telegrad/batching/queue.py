@@ -1,14 +1,14 @@
-"""`Queue`: the calls of one batched function that wait, and whose turn it is.
+"""`Queue`: when the calls of one batched function run, and where.
 
-A call that finds nobody waiting and nothing running runs at once, on the thread that brought it. Otherwise it waits: in
-the `Company` that gathers until enough are there, if there is such a rule, then in the `Line` of those it can run with.
-The thread that brings the last one that was needed runs the batch; what gathers meanwhile runs next, on a thread of the
-agent. One batch runs at a time, but a batch that blocks in a wait we know of (a nested call) lets the next one run, so
-that batched functions may call each other, and themselves, in circles.
+A call that finds nobody waiting and nothing running runs at once, on the thread that brought it. Otherwise it goes to
+the `WaitingRoom`. The thread that brings the last one that was needed runs the batch, unless it has more to read, which
+may belong to the batch; what gathers meanwhile runs next, on a thread of the agent. One batch runs at a time, but a
+batch that blocks in a wait we know of (a nested call) lets the next one run, so that batched functions may call each
+other, and themselves, in circles.
 
-State, under `_lock`: `_company`, `_lines`, `_count` (calls in both), `_running` (batches that are not in such a wait),
-`_alarm` (the earliest moment for which a timer is set), `_expired` (calls to be told that they are late). Whoever
-raises `_running` from 0 calls `_follow` in the end. A call is completed by whoever took it out, never under the lock.
+State, under `_lock`: `_room`, `_running` (batches that are not in such a wait) and `_alarm` (the earliest moment for
+which a timer is set). Whoever raises `_running` from 0 calls `_follow` in the end. A call is completed by whoever took
+it out, never under the lock.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad import waiting
 from telegrad.agent.serving import Later
 from telegrad.batching import hosts
-from telegrad.batching.company import company_for
 from telegrad.batching.entries import Entry
 from telegrad.batching.execution import Work
 from telegrad.batching.figures import Figures
-from telegrad.batching.lines import Line
 from telegrad.batching.options import Options
+from telegrad.batching.room import WaitingRoom
 from telegrad.batching.turns import Turn, playing
 from telegrad.errors import CallTimeout, PeerLost, QueueFull
 
@@ -46,22 +44,19 @@ class Queue:
         self.figures = Figures()
         self._work = work
         self._options = options
-        self._company = company_for(options)
-        self._lines: dict[Hashable, Line] = {}
-        self._count = 0
+        self._room = WaitingRoom(options, self.figures)
         self._running = 0
         self._alarm = math.inf
         self._seconds = 0.0  # that a batch takes, a moving average
-        self._expired: list[Entry] = []
         self._agent: Agent | None = None
         self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
+        self._left = threading.Condition(self._lock)  # somebody left the room
 
     def __repr__(self) -> str:
-        return f"<Queue of {self._work.name}: {self._count} wait, {self._running} running>"
+        return f"<Queue of {self._work.name}: {len(self._room)} wait, {self._running} running>"
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._room)
 
     def run_alone(
         self, agent: Agent | None, caller: str | int, receiver: Args, args: Args, kwargs: dict[str, Any]
@@ -75,9 +70,7 @@ class Queue:
         if waiting.role() is not None and (self._seconds > _SLOW or waiting.more()):
             return NOT_ALONE
         with self._lock:
-            if self._running or self._count or self._work.answers_later:
-                return NOT_ALONE
-            if self._company is not None and not self._company.suffices(caller):
+            if self._running or len(self._room) or self._work.answers_later or not self._room.suffices(caller):
                 return NOT_ALONE
             self._running = 1
         turn = Turn(self)
@@ -95,11 +88,9 @@ class Queue:
                 self._running -= 1
                 self._seconds += (seconds - self._seconds) * 0.25
                 self.figures.alone.add(seconds)
-                batch = self._next() if self._count else None
-                if self._company is not None:
-                    self._set_alarm()
-            if batch or self._expired:
-                self._start(batch or [])
+                batch = self._next_if_any()
+            if batch or self._room.expired:
+                self._start(batch)
 
     def enter(self, entry: Entry) -> Any:
         """A call that does not run at once: its result, or a `Later`. Raises what the function raises."""
@@ -117,9 +108,8 @@ class Queue:
     def lost(self, name: str) -> None:
         """A worker is gone: its calls leave, and nobody waits for it."""
         with self._lock:
-            if self._company is not None:
-                self._company.lost(name)
-            gone = self._remove(lambda entry: entry.caller == name)
+            gone = self._room.lost(name)
+            self._left.notify(len(gone))
             batch = self._next()
         for entry in gone:
             entry.settle(PeerLost(f"worker {name!r} was lost while its call waited", peer=name))
@@ -128,7 +118,8 @@ class Queue:
     def close(self, agent: Agent) -> None:
         """An agent closes: what waits for it will not be sent."""
         with self._lock:
-            gone = self._remove(lambda entry: entry.agent is agent)
+            gone = self._room.remove_all(lambda entry: entry.agent is agent)
+            self._left.notify(len(gone))
             if self._agent is agent:
                 self._agent, self._alarm = None, math.inf  # its clock no longer rings
                 self._set_alarm()
@@ -158,46 +149,33 @@ class Queue:
         while True:
             with self._lock:
                 if self._has_room():
-                    self._add(entry)
-                    more = more and self._count < self._options.max_size
+                    self._room.add(entry, bool(self._running), 2 * self._seconds)
+                    more = more and len(self._room) < self._options.max_size
                     batch = [] if more else self._next()
                     self._set_alarm()
                     break
             self._wait_for_room(entry)
         if more:
             waiting.afterwards(self, self._wake)
-        if self._expired:
+        if self._room.expired:
             self._tell_expired()
-        if self._company is not None and self._company.newcomers:
-            self._check_newcomers()
+        self._check_newcomers()
         return batch
-
-    def _add(self, entry: Entry) -> None:
-        entry.queued = True
-        self._count += 1
-        if self._company is None:
-            self._line(entry.bucket).add(entry)
-            return
-        if self._running or len(self._company):
-            self._company.overlapped(entry.caller)
-        self._company.add(entry, 2 * self._seconds)
 
     def _check_newcomers(self) -> None:
         """A call may be read after its caller was found to be lost: such a caller must not be waited for."""
-        assert self._company is not None
-        while self._company.newcomers:
-            name = self._company.newcomers.pop()
+        while (name := self._room.newcomer()) is not None:
             if self._agent is not None and not hosts.is_connected(self._agent, name):
                 self.lost(name)
 
     def _has_room(self) -> bool:
         limit = self._options.max_queue
-        if limit is None or self._count < limit:
+        if limit is None or len(self._room) < limit:
             return True
         if self._options.when_full == "wait":
             return False
         self.figures.rejected += 1
-        raise QueueFull(f"{self._count} calls of {self._work.name} wait already", call=self._work.name)
+        raise QueueFull(f"{len(self._room)} calls of {self._work.name} wait already", call=self._work.name)
 
     def _wait_for_room(self, entry: Entry) -> None:
         """Hold up the thread that brings calls, so that the caller feels it."""
@@ -206,7 +184,7 @@ class Queue:
         try:
             with self._lock:
                 timeout = None if deadline is None else max(deadline.left(), 0)
-                in_time = self._room.wait_for(lambda: self._count < limit, timeout)
+                in_time = self._left.wait_for(lambda: len(self._room) < limit, timeout)
         finally:
             waiting.release(role)
         if not in_time:
@@ -215,29 +193,9 @@ class Queue:
     def _give_up(self, entry: Entry) -> None:
         """The caller no longer waits."""
         with self._lock:
-            if self._remove_one(entry):
+            if self._room.remove(entry):
                 self.figures.given_up += 1
-
-    def _remove(self, matches: Callable[[Entry], bool]) -> list[Entry]:
-        entries = [] if self._company is None else self._company.entries()
-        for line in self._lines.values():
-            entries += line.entries()
-        return [entry for entry in entries if matches(entry) and self._remove_one(entry)]
-
-    def _remove_one(self, entry: Entry) -> bool:
-        if not entry.queued:
-            return False
-        entry.queued = False
-        self._count -= 1
-        if self._company is not None and entry in self._company:
-            self._company.remove(entry)
-        else:
-            line = self._lines[entry.bucket]
-            line.left()
-            if not len(line):
-                del self._lines[entry.bucket]
-        self._room.notify()
-        return True
+                self._left.notify()
 
     # Whose turn it is; all under the lock
 
@@ -245,56 +203,25 @@ class Queue:
         """If nothing runs: the batch that does now. Empty if there is none."""
         if self._running:
             return []
-        now = _now()
-        if self._company is not None and self._company.ready(now):
-            gathered = self._company.release(now)
-            if not self._lines and len(gathered) <= self._options.max_size and _alike(gathered):
-                batch = self._taken(gathered, now)  # all of them run, so it does not matter who would go first
-                self._running = int(bool(batch))
-                return batch
-            for entry in gathered:
-                self._line(entry.bucket).add(entry)
-        while self._lines:
-            batch = self._cut(now)
-            if batch:
-                self._running = 1
-                return batch
-        return []
-
-    def _cut(self, now: float) -> list[Entry]:
-        """Take calls that can run together out of the lines, less those that are too late."""
-        lines = self._lines
-        bucket = min(lines, key=lambda each: lines[each].rank()) if len(lines) > 1 else next(iter(lines))
-        taken = lines[bucket].take(self._options.max_size)
-        if not len(lines[bucket]):
-            del lines[bucket]
-        return self._taken(taken, now)
-
-    def _taken(self, taken: list[Entry], now: float) -> list[Entry]:
-        self._count -= len(taken)
-        self._room.notify(len(taken))
-        batch = []
-        for entry in taken:
-            entry.queued = False
-            if entry.expired(now):
-                self.figures.expired += 1
-                self._expired.append(entry)
-            else:
-                self.figures.queue_time.add(now - entry.arrived)
-                batch.append(entry)
+        before = len(self._room)
+        batch = self._room.take(_now())
+        self._left.notify(before - len(self._room))
+        self._running = int(bool(batch))
         return batch
 
-    def _line(self, bucket: Hashable) -> Line:
-        line = self._lines.get(bucket)
-        if line is None:
-            line = self._lines[bucket] = Line()
-        return line
+    def _next_if_any(self) -> list[Entry]:
+        """`_next`, for when it is likely that nobody waits."""
+        if not len(self._room):
+            return []
+        batch = self._next()
+        self._set_alarm()
+        return batch
 
     def _set_alarm(self) -> None:
         """Make sure that a wait with an end does end. One timer at a time: it looks again when it rings."""
-        if self._company is None or self._running or self._company.until in (self._alarm, math.inf):
+        until = self._room.until
+        if self._running or until in (self._alarm, math.inf):
             return
-        until = self._company.until
         if waiting.at(self, until, self._wake):
             self._alarm = until
         elif until < self._alarm:
@@ -323,7 +250,7 @@ class Queue:
     # Running
 
     def _start(self, batch: list[Entry]) -> None:
-        if batch or self._expired:
+        if batch or self._room.expired:
             hosts.start(self._agent, lambda: self._run_all(batch))
 
     def _run_all(self, batch: list[Entry]) -> None:
@@ -373,17 +300,13 @@ class Queue:
         """A batch is over: the next one, which the caller has to run or start."""
         with self._lock:
             self._running -= 1
-            if not self._count:
-                return []
-            batch = self._next()
-            self._set_alarm()
-        return batch
+            return self._next_if_any()
 
     # Too late
 
     def _tell_expired(self) -> None:
         with self._lock:
-            expired, self._expired = self._expired, []
+            expired, self._room.expired = self._room.expired, []
         for entry in expired:
             entry.settle(self._too_late())
 
@@ -404,8 +327,3 @@ class Outcome(NamedTuple):
 
 def _failures(outcomes: list[Any]) -> int:
     return sum(isinstance(outcome, BaseException) for outcome in outcomes)
-
-
-def _alike(entries: list[Entry]) -> bool:
-    bucket = entries[0].bucket
-    return all(entry.bucket == bucket for entry in entries[1:])
