@@ -5,9 +5,9 @@ share a thread (`Switchboard`). A *pipe* carries many calls: its `ReadLoop` runs
 gathers their replies; a function that was seen to block or run long goes to the executor instead (`Target` remembers),
 so it never delays the calls behind it.
 
-State of an `Inbound`: `_functions` and `_reading` belong to the reading thread; `_active` (calls of users that are not
-answered), `_waiting` (calls whose function returned a future) and `_cancelled` are changed by single dict and set
-operations only. `Target` figures are statistics: races lose a sample.
+State of an `Inbound`: `_functions`, `_reading` and `_deferred` belong to the reading thread; `_active` (calls of users
+that are not answered), `_waiting` (calls whose function returned a future) and `_cancelled` are changed by single dict
+and set operations only. `Target` figures are statistics: races lose a sample.
 """
 
 from __future__ import annotations
@@ -209,6 +209,7 @@ class Inbound:
         self._envelope = host.envelope(self.peer_name, self.incarnation, route)
         self._functions: dict[int, Target] = {}
         self._reading: Target | None = None  # what the reader of a pipe is running
+        self._deferred = False  # the last call of a lane is answered later
         self._waiting: dict[int, Any] = {}
         self._cancelled: set[int] = set()
 
@@ -229,8 +230,9 @@ class Inbound:
                     frame = recv()
                 if frame.kind == _CALL:
                     target = self._target(frame)
+                    self._deferred = False
                     self._execute(frame, target)
-                    if target is not None and _shares(target) and self._host.switchboard.take(self):
+                    if self._deferred and target is not None and _shares(target) and self._host.switchboard.take(self):
                         return
                 elif frame.kind == Kind.BYE:
                     raise SaidGoodbye(frame)
@@ -471,7 +473,7 @@ class Inbound:
             )
         if isinstance(value, Future):
             value.join()
-        target.defers = True
+        self._deferred = target.defers = True
         self._waiting[call] = value  # a `Later` belongs to others too, whether or not they wait for it right now
         scope = current_scope.get()
 

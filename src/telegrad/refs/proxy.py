@@ -14,7 +14,6 @@ from telegrad.agent.serving import ASYNC_MARK, Later, as_served, trusted
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.refs.keeper import Keeper, with_object
-from telegrad.refs.ownership import Key
 
 if TYPE_CHECKING:
     from telegrad.refs.rref import RRef
@@ -32,7 +31,7 @@ class Method:
         self._name = name
         self.__qualname__ = f"method {name}"
 
-    def __call__(self, owner: str, key: Key, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, owner: str, key: tuple[str, int], /, *args: Any, **kwargs: Any) -> Any:
         return with_object(owner, key, lambda keeper, target: self._invoke(keeper, target, args, kwargs))
 
     def _invoke(self, keeper: Keeper, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,7 +131,7 @@ class Stream:
 
 
 @trusted
-def _pull(owner: str, key: Key, count: int) -> Any:
+def _pull(owner: str, key: tuple[str, int], count: int) -> Any:
     """At the owner: the next items, and whether they are the last."""
     return with_object(owner, key, lambda _, generator: _advance(generator, count))
 

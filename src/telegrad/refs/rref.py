@@ -172,17 +172,17 @@ class RRef(Generic[T]):
 
     def _call(self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._raise_failed_creation()
-        args = (self._owner, self._key, *args)
+        args = (self._owner, tuple(self._key), *args)
         return self._agent.invoke(self._owner_info.name, method, args, kwargs, limit(timeout))
 
     def _start(self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         self._raise_failed_creation()
-        args = (self._owner, self._key, *args)
+        args = (self._owner, tuple(self._key), *args)
         return self._agent.start(self._owner_info.name, method, args, kwargs, limit(timeout))
 
     def _create(self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RRef[Any]:
         self._raise_failed_creation()
-        args = (self._owner, self._key, *args)
+        args = (self._owner, tuple(self._key), *args)
         return remote(self._owner_info, method, args, kwargs, limit(timeout), agent=self._agent)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
