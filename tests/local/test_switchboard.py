@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from telegrad import Future, waiting
+from telegrad import Future, batched, waiting
 from telegrad.agent.agent import Agent
 from telegrad.agent.reading import ReadLoop
+from telegrad.agent.serving import Later
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import LocalCluster
 from telegrad.transport.channel import ChannelClosed
@@ -179,6 +180,34 @@ def test_what_is_left_is_done_once_after_all_that_was_there(workers: LocalCluste
     assert over.wait(PATIENCE)
     assert done == [1, 2, 3, "left"]
     assert source.alarms == [5.0] * 3
+
+
+sizes: list[int] = []
+
+
+@batched(max_size=4)
+def count(numbers: list[int]) -> list[int]:
+    sizes.append(len(numbers))
+    return numbers
+
+
+def test_calls_that_arrive_together_run_together(workers: LocalCluster) -> None:
+    sizes.clear()
+    answers: list[int] = []
+    over = threading.Event()
+
+    def handle(number: int) -> None:
+        outcome = count.batching.serve(number)  # type: ignore[attr-defined]
+        if type(outcome) is Later:
+            outcome.listen(lambda done: answers.append(done.value()))
+        else:
+            answers.append(outcome)
+
+    agent = workers["w0"]
+    ReadLoop(Scripted(list(range(7))), handle, lambda _: over.set(), agent.threads, agent.clock).start()
+    assert over.wait(PATIENCE)
+    assert sizes == [4, 3]
+    assert sorted(answers) == list(range(7))
 
 
 def test_a_thread_of_the_user_has_nothing_more_to_read() -> None:
