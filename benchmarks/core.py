@@ -4,8 +4,9 @@
     python -m benchmarks.core --quick --peers telegrad,torch
     python -m benchmarks.core --cases latency,rate/64 --rounds 9 --out after.jsonl
 
-Every peer's processes live for the whole run. Round 1 measures each case on one peer after the other, round 2 again,
-and so on; the table shows the median over rounds. `README.md` says what the rows mean.
+Every peer's caller and callee live for the whole run. Round 1 measures each case on one peer after the other, round 2
+again, and so on; the table shows the median over rounds. Cases that need more processes follow, in rounds of their own.
+`README.md` says what the rows mean.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks import machine, results
 from benchmarks.entries import Entry, MachineEntry, PeerEntry
@@ -27,8 +28,11 @@ from benchmarks.progress import say
 from benchmarks.suite import CASES, MACHINE, Case
 
 ROUNDS = 5
+FEW = 2  # processes of every peer that live for the whole run
 FAILURES = 2  # of a case on a peer; then it is not tried again
 FULL_SECONDS, QUICK_SECONDS = 0.5, 0.1
+
+T = TypeVar("T")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,15 +41,17 @@ def main(argv: list[str] | None = None) -> int:
     cases = chosen(options)
     figures = results.Results()
     run = machine.heading("core", rounds=options.rounds, seconds=options.seconds, peers={}, skipped={})
-    with ExitStack() as stack:
-        entries = start(options.peers, cases, stack, run)
-        if not entries:
-            return 1
-        try:
-            rounds(entries, cases, options, figures)
-        except KeyboardInterrupt:
-            say("interrupted: what follows is what was measured until then")
-            run["interrupted"] = True
+    try:
+        with ExitStack() as stack:
+            few = [case for case in cases if case.machine or case.processes <= FEW]
+            entries = start(options.peers, few, stack, run)
+            if not entries:
+                return 1
+            rounds(entries, few, options, figures)
+        crowd([PEERS[name] for name in run["peers"]], [case for case in cases if case not in few], options, figures)
+    except KeyboardInterrupt:
+        say("interrupted: what follows is what was measured until then")
+        run["interrupted"] = True
     lines = figures.lines()
     results.write(options.out, run, lines)
     say(results.table(lines))
@@ -120,7 +126,28 @@ def rounds(entries: list[Entry], cases: list[Case], options: argparse.Namespace,
             say(f"round {number + 1}  {case.name:26} {entry.name:10} {text}", step, len(plan))
 
 
-def turned(entries: list[Entry], number: int) -> list[Entry]:
+def crowd(specs: list[PeerSpec], cases: list[Case], options: argparse.Namespace, figures: results.Results) -> None:
+    """The cases that need many processes: all peers' together would not fit into memory, so they come up in turn."""
+    turns = [(number, spec) for number in range(options.rounds if cases else 0) for spec in turned(specs, number)]
+    for step, (number, spec) in enumerate(turns, 1):
+        able = [case for case in cases if spec.builtin or not case.builtin]
+        left = [case for case in able if len(figures.of(case, spec.name).errors) < FAILURES]
+        try:
+            entry = PeerEntry(spec, left)
+        except (WorkerError, WorkerLost) as error:
+            for case in left:
+                figures.of(case, spec.name).errors.append(summary(error))
+            say(f"round {number + 1}  {spec.name} did not come up: {error}", step, len(turns))
+            continue
+        try:
+            for case in list(entry.cases.values()):
+                text = measure(entry, case, options.seconds, figures.of(case, spec.name))
+                say(f"round {number + 1}  {case.name:26} {spec.name:10} {text}", step, len(turns))
+        finally:
+            entry.close()
+
+
+def turned(entries: list[T], number: int) -> list[T]:
     first = number % len(entries)
     return entries[first:] + entries[:first]
 

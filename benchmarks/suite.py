@@ -30,6 +30,11 @@ class Case:
     at: float | None = None  # and its amount here
 
     @property
+    def processes(self) -> int:
+        """Of a peer, the callee included."""
+        return 1 + self.callers + self.helpers
+
+    @property
     def group(self) -> str:
         return self.name.partition("/")[0]
 
