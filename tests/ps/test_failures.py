@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from telegrad import current_agent, ps
+from telegrad import ps
 from telegrad.agent.agent import Agent
 from telegrad.errors import PeerLost, UsageError
 from telegrad.ps import service
@@ -26,46 +25,12 @@ from telegrad.ps.shard import Shard
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 from tests.ps import training
+from tests.ps.accidents import Accidents
 from tests.ps.training import Trainers, check_same, model
 
 Clusters = Callable[..., LocalCluster]
 Make = Callable[[LocalCluster], Trainers]
 STEPS = 12
-
-
-class Accidents:
-    """Stops servers at planned points so that the test can kill them there. What they did not do is never done."""
-
-    def __init__(self, where: Any, method: str, plan: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-        self._reached = threading.Semaphore(0)
-        self._dead = threading.Semaphore(0)
-        self._victim: Agent | None = None
-        real, count = getattr(where, method), itertools.count(1)
-
-        def counted(*args: Any) -> Any:
-            if next(count) in plan:
-                self._victim = current_agent()
-                self._reached.release()
-                assert self._dead.acquire(timeout=PATIENCE)
-                raise RuntimeError("this worker is dead")
-            return real(*args)
-
-        monkeypatch.setattr(where, method, counted)
-
-    def happen(self, cluster: LocalCluster) -> None:
-        """Wait for the next accident, kill that server and start it again."""
-        assert self._reached.acquire(timeout=PATIENCE)
-        victim = self._victim
-        assert victim is not None
-        end_threads = victim.threads.close
-
-        def cut_off(timeout: float) -> None:  # its connections are closed by now, so nobody hears from it any more
-            self._dead.release()
-            end_threads(timeout)
-
-        victim.threads.close = cut_off  # type: ignore[method-assign]
-        cluster.kill(victim.name)
-        cluster.join(victim.name, victim.me.rank)
 
 
 def undisturbed(trainers: int, steps: int, **options: Any) -> nn.Module:

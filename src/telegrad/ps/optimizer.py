@@ -6,10 +6,8 @@ servers have been told. `_attachments`, one per server, hold the rest. Used by o
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor, nn, optim
 
 from telegrad import groups
-from telegrad.agent.current import active_agent
 from telegrad.errors import CallTimeout, JoinError, PeerLost, StaleReference, UsageError
 from telegrad.futures import Future, wait_all
 from telegrad.ps import compression as compressing
@@ -26,6 +23,7 @@ from telegrad.ps.attachment import Attachment
 from telegrad.ps.checkpoint import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync
 from telegrad.ps.flat import Flat
+from telegrad.ps.joining import agent_of, closing, matching
 from telegrad.ps.layout import Layout
 from telegrad.ps.messages import Answer, Plan, trainer_name
 from telegrad.ps.solver import Options, State, works_by_element
@@ -75,9 +73,7 @@ class Optimizer(optim.Optimizer):
         agent: Agent | None = None,
         **options: Any,
     ) -> None:
-        agent = agent or active_agent()
-        if agent is None:
-            raise UsageError("a trainer needs an agent: pass agent=, or call telegrad.rpc.init_rpc first")
+        agent = agent_of(agent)
         compressing.check(compression)
         template = optimizer(model.parameters() if isinstance(model, nn.Module) else model, **options)
         self._agent = agent
@@ -98,9 +94,9 @@ class Optimizer(optim.Optimizer):
         self._patience = patience
         self._compression = compression
         self._overlap = overlap and self._flat.device.type == "cpu"  # elsewhere, to look would be to wait
-        self._attachments = self._plan(_matching(agent, servers), options, trainers, checkpoint)
+        self._attachments = self._plan(matching(agent, servers), options, trainers, checkpoint)
         self._join()
-        agent.on_parting(_weakly(self))
+        agent.on_parting(closing(self))
 
     def __repr__(self) -> str:
         servers = ", ".join(each.server for each in self._attachments)
@@ -280,16 +276,6 @@ def _outcome(function: Callable[..., Answer], *args: Any) -> Answer | Exception:
         return error
 
 
-def _matching(agent: Agent, servers: str | Sequence[str]) -> list[str]:
-    if not isinstance(servers, str):
-        names = list(servers)
-    else:
-        names = sorted(fnmatch.filter([info.name for info in agent.get_worker_infos()], servers))
-    if not names:
-        raise UsageError(f"no worker of the group is named {servers!r}")
-    return names
-
-
 def _learning(model: Any, groups: list[dict[str, Any]]) -> list[list[tuple[int, str, Tensor]]]:
     """The parameters of each group that get gradients: their numbers, and their names in the model if there is one."""
     names = {id(each): name for name, each in model.named_parameters()} if isinstance(model, nn.Module) else {}
@@ -299,15 +285,3 @@ def _learning(model: Any, groups: list[dict[str, Any]]) -> list[list[tuple[int, 
         [(place, names.get(id(each), str(place)), each) for place, each in group if each.requires_grad]
         for group in numbered
     ]
-
-
-def _weakly(optimizer: Optimizer) -> Callable[[], None]:
-    """Closes the optimizer if there still is one."""
-    reference = weakref.ref(optimizer)
-
-    def close() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close()
-
-    return close

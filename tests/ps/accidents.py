@@ -1,0 +1,49 @@
+"""Servers that die at planned points of tests."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import pytest
+
+from telegrad import current_agent
+from telegrad.agent.agent import Agent
+from telegrad.testing import LocalCluster
+from tests.local.gates import PATIENCE
+
+
+class Accidents:
+    """Stops servers at planned points so that the test can kill them there. What they did not do is never done."""
+
+    def __init__(self, where: Any, method: str, plan: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._reached = threading.Semaphore(0)
+        self._dead = threading.Semaphore(0)
+        self._victim: Agent | None = None
+        real, count = getattr(where, method), itertools.count(1)
+
+        def counted(*args: Any) -> Any:
+            if next(count) in plan:
+                self._victim = current_agent()
+                self._reached.release()
+                assert self._dead.acquire(timeout=PATIENCE)
+                raise RuntimeError("this worker is dead")
+            return real(*args)
+
+        monkeypatch.setattr(where, method, counted)
+
+    def happen(self, cluster: LocalCluster) -> None:
+        """Wait for the next accident, kill that server and start it again."""
+        assert self._reached.acquire(timeout=PATIENCE)
+        victim = self._victim
+        assert victim is not None
+        end_threads = victim.threads.close
+
+        def cut_off(timeout: float) -> None:  # its connections are closed by now, so nobody hears from it any more
+            self._dead.release()
+            end_threads(timeout)
+
+        victim.threads.close = cut_off  # type: ignore[method-assign]
+        cluster.kill(victim.name)
+        cluster.join(victim.name, victim.me.rank)
