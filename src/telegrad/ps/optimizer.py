@@ -27,6 +27,8 @@ from telegrad.ps.joining import agent_of, closing, matching
 from telegrad.ps.layout import Layout
 from telegrad.ps.messages import Answer, Plan, trainer_name
 from telegrad.ps.solver import Options, State, works_by_element
+from telegrad.ps.tables.group import Tables
+from telegrad.ps.tables.modules import tables_of
 
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
@@ -44,7 +46,8 @@ class Optimizer(optim.Optimizer):
     parameters in the model. `close` lets the others go on without this trainer, and so does the end of its agent.
     With `checkpoint`, a server that dies is waited for, `patience` seconds long. Gradients that travel by calls, to
     other hosts, can be made smaller (`compression`, such as `torch.bfloat16`), and unless `overlap` is off they leave
-    while backward is under way.
+    while backward is under way. Embeddings of the model whose rows live on servers (`telegrad.ps.Embedding`) step and
+    are closed along.
 
     >>> from telegrad.testing import LocalCluster
     >>> model = nn.Linear(2, 1, bias=False)
@@ -78,6 +81,7 @@ class Optimizer(optim.Optimizer):
         template = optimizer(model.parameters() if isinstance(model, nn.Module) else model, **options)
         self._agent = agent
         self._attachments: list[Attachment] = []
+        self._tables: list[Tables] = []
         super().__init__(template.param_groups, template.defaults)
         self.name = name
         self.steps = 0
@@ -95,6 +99,7 @@ class Optimizer(optim.Optimizer):
         self._compression = compression
         self._overlap = overlap and self._flat.device.type == "cpu"  # elsewhere, to look would be to wait
         self._attachments = self._plan(matching(agent, servers), options, trainers, checkpoint)
+        self._tables = tables_of(model)
         self._join()
         agent.on_parting(closing(self))
 
@@ -125,6 +130,8 @@ class Optimizer(optim.Optimizer):
                 leaving.exception()  # a server that is gone need not be told
         if attachments:
             self._flat.release()
+        for tables in self._tables:
+            tables.close()
 
     # What torch.optim.Optimizer does
 
@@ -138,8 +145,17 @@ class Optimizer(optim.Optimizer):
             raise UsageError(f"the optimizer of parameter server {self.name!r} is closed")
         self._flat.collect()
         self.steps += 1
+        for tables in self._tables:
+            tables.begin_step()
         self._take(self._push(groups.changes(self.param_groups, self._known)))
+        for tables in self._tables:
+            tables.finish_step()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for tables in self._tables:
+            tables.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._attachments:

@@ -1,0 +1,264 @@
+"""`Tables`: tables that are trained together, as a trainer sees them.
+
+State: `_definitions`, the tables by name, and `_told`, the rules that servers know of; `_gradients`, what backward
+passes have left for each table since the last step; `_pushed`, the answers that a step under way waits for, and
+`_acknowledged`, the last step that was answered. Used by one thread at a time, but for `_gradients`, to which whoever
+runs a backward pass appends.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from telegrad.errors import CallTimeout, JoinError, PeerLost, StaleReference, UsageError
+from telegrad.futures import Future, wait_all
+from telegrad.ps.checkpoint import Checkpoint
+from telegrad.ps.consistency import Consistency, Sync
+from telegrad.ps.joining import agent_of, closing, matching
+from telegrad.ps.messages import Answer, trainer_name
+from telegrad.ps.tables.attachment import Attachment
+from telegrad.ps.tables.batch import Batch, total
+from telegrad.ps.tables.messages import Definition, Plan, Update, Wanted
+from telegrad.ps.tables.rules import Rule
+from telegrad.ps.tables.storage import Shape
+
+if TYPE_CHECKING:
+    from telegrad.agent.agent import Agent
+
+_numbers = itertools.count(1)
+
+
+class Tables:
+    """Tables on these servers that are trained together: one call to each server fetches or updates rows of all.
+
+    `servers` are workers: a pattern of names, or names. Trainers that say the same `name` train together, with
+    `consistency` as `telegrad.ps.Optimizer` has it; they start when `trainers` have come. `step` sends the gradients
+    that backward passes have left; an `Optimizer` of a model that has such tables does it along with its own.
+    With `checkpoint`, a server that dies is waited for, `patience` seconds long.
+    """
+
+    def __init__(
+        self,
+        servers: str | Sequence[str],
+        *,
+        consistency: Consistency | None = None,
+        name: str = "tables",
+        trainers: int = 1,
+        checkpoint: Checkpoint | None = None,
+        patience: float = 300.0,
+        agent: Agent | None = None,
+    ) -> None:
+        self.name = name
+        self.steps = 0
+        self.staleness = 0
+        self.dropped = 0
+        self._agent = agent_of(agent)
+        self._consistency = consistency or Sync()
+        self._patience = patience
+        self._definitions: dict[str, Definition] = {}
+        self._told: dict[str, Rule] = {}
+        self._gradients: dict[str, list[tuple[Batch, Tensor]]] = {}
+        self._pushed: list[tuple[list[Update], Future[Answer]]] = []
+        self._acknowledged = 0
+        self._member = True
+        trainer = trainer_name(self._agent.me.incarnation, next(_numbers))
+        names = matching(self._agent, servers)
+        self._attachments = [
+            Attachment(
+                self._agent,
+                trainer,
+                server,
+                Plan(name, number, len(names), self._consistency, trainers, checkpoint),
+            )
+            for number, server in enumerate(names)
+        ]
+        self._join()
+        self._agent.on_parting(closing(self))
+
+    def __repr__(self) -> str:
+        servers = ", ".join(each.server for each in self._attachments)
+        return (
+            f"<ps.Tables {self.name!r}: {len(self._definitions)} on {servers}, {self._consistency}: "
+            f"{self.steps} steps, staleness {self.staleness}, {self.dropped} dropped>"
+        )
+
+    def __enter__(self) -> Tables:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._definitions)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def servers(self) -> int:
+        """How many there are."""
+        return len(self._attachments)
+
+    @property
+    def version(self) -> int:
+        """How many steps the servers had made when they last answered."""
+        return min(each.version for each in self._attachments)
+
+    def close(self) -> None:
+        """Leave: the other trainers no longer wait for this one. Rows can still be read."""
+        if self._member and not self._agent.closing:
+            for leaving in [each.leave() for each in self._attachments]:
+                leaving.exception()  # a server that is gone need not be told
+        self._member = False
+
+    # What tables need
+
+    def define(self, shape: Shape, rule: Rule) -> list[tuple[Batch, Tensor]]:
+        """Have a table; its gradients belong into the list that is returned."""
+        if shape.name in self._definitions:
+            raise UsageError(f"there is a table {shape.name!r} in {self.name!r} already; give each another name")
+        definition = Definition(shape, rule)
+        wait_all([each.define([definition]) for each in self._attachments])
+        self._definitions[shape.name] = definition
+        self._told[shape.name] = rule
+        return self._gradients.setdefault(shape.name, [])
+
+    def change(self, table: str, rule: Rule) -> None:
+        """Train a table with other numbers from the next step on."""
+        shape, before = self._definitions[table]
+        if rule.keeps(shape.dim).keys() != before.keeps(shape.dim).keys():
+            raise UsageError(f"table {table!r} is trained with {before}, which cannot become {rule}")
+        self._definitions[table] = Definition(shape, rule)
+
+    def fetch(self, wanted: Sequence[tuple[str, Batch]], keep: bool) -> list[Tensor]:
+        """The rows of batches; `keep`: they are to be trained. One call to each server that has some of them."""
+        by_server: list[list[Wanted]] = [[] for _ in self._attachments]
+        for table, batch in wanted:
+            for requests, ids in zip(by_server, batch.split(batch.ids), strict=True):
+                if len(ids):
+                    requests.append(Wanted(table, ids))
+        calls = [
+            (each, lambda each=each, requests=requests: each.pull(requests, keep))
+            for each, requests in zip(self._attachments, by_server, strict=True)
+            if requests
+        ]
+        answers = zip(calls, self._everywhere(calls), strict=True)
+        rows = {each.server: iter(each.pulled(answer)) for (each, _), answer in answers}
+        servers = [each.server for each in self._attachments]
+        return [
+            _together(
+                [next(rows[server]) for server, count in zip(servers, batch.counts, strict=True) if count],
+                self._definitions[table].shape,
+            )
+            for table, batch in wanted
+        ]
+
+    def put(self, table: str, batch: Batch, values: Tensor) -> None:
+        parts = zip(self._attachments, batch.split(batch.ids), batch.split(values), strict=True)
+        wait_all([each.put(table, ids, lines) for each, ids, lines in parts])
+
+    def parts(self, table: str, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """All rows of a table that were ever trained, `count` at a time."""
+        for each in self._attachments:
+            start = 0
+            while True:
+                ids, rows = each.part(table, start, count)
+                if not len(ids):
+                    break
+                yield ids, rows
+                start += len(ids)
+
+    # Steps
+
+    def zero_grad(self) -> None:
+        """Forget gradients that have not been sent."""
+        for gradients in self._gradients.values():
+            gradients.clear()
+
+    def step(self) -> None:
+        """Send the gradients, and wait as the consistency rule says."""
+        self.begin_step()
+        self.finish_step()
+
+    def begin_step(self) -> None:
+        """Send the gradients."""
+        if not self._member:
+            raise UsageError(f"tables {self.name!r} are closed")
+        updates: list[list[Update]] = [[] for _ in self._attachments]
+        for table, gradients in self._gradients.items():
+            if gradients:
+                batch, gradient = total(gradients, self.servers)
+                gradients.clear()
+                rule = self._news(table)
+                for mine, ids, lines in zip(updates, batch.split(batch.ids), batch.split(gradient), strict=True):
+                    mine.append(Update(table, ids, lines, rule))
+        self.steps += 1
+        self._pushed = [
+            (mine, each.push(self.steps, mine)) for each, mine in zip(self._attachments, updates, strict=True)
+        ]
+
+    def finish_step(self) -> None:
+        """Wait for the answers."""
+        pushed, self._pushed = self._pushed, []
+        waiting = [
+            (each, answer, lambda each=each, mine=mine: each.push(self.steps, mine))
+            for each, (mine, answer) in zip(self._attachments, pushed, strict=True)
+        ]
+        answers = [each.pushed(self._insist(each, answer, call)) for each, answer, call in waiting]
+        self._acknowledged = self.steps
+        self.staleness = max(answer.staleness for answer in answers)
+        self.dropped += any(answer.dropped for answer in answers)
+
+    # Inside
+
+    def _news(self, table: str) -> Rule | None:
+        """The rule of a table, if servers do not know it; they do from now on."""
+        rule = self._definitions[table].rule
+        if rule == self._told[table]:
+            return None
+        self._told[table] = rule
+        return rule
+
+    def _join(self) -> None:
+        try:
+            firsts = [each.announce() for each in self._attachments]
+            if self._consistency == Sync():  # all servers are in the same round, or will be in a moment
+                firsts = [max(firsts)] * len(firsts)
+            limit = self._agent.config.join_timeout
+            entered = [each.enter(first, limit) for each, first in zip(self._attachments, firsts, strict=True)]
+            for each, answer in zip(self._attachments, wait_all(entered), strict=True):
+                each.pushed(answer)
+        except CallTimeout as error:
+            self.close()
+            raise JoinError(
+                f"tables {self.name!r} were not started within {limit} s: fewer trainers came than they wait for, or a "
+                "round takes longer. Start them, or raise Config.join_timeout"
+            ) from error
+        except BaseException:
+            self.close()  # nobody is to wait for a trainer that did not start
+            raise
+
+    def _everywhere(self, calls: Sequence[tuple[Attachment, Callable[[], Future[Any]]]]) -> list[Any]:
+        started = [(each, call(), call) for each, call in calls]
+        return [self._insist(each, future, call) for each, future, call in started]
+
+    def _insist(self, attachment: Attachment, future: Future[Any], call: Callable[[], Future[Any]]) -> Any:
+        """Wait for an answer, and for a server that was lost, which may come back."""
+        try:
+            return future.wait()
+        except (PeerLost, StaleReference) as error:
+            if not self._member:
+                raise
+            tables = list(self._definitions.values())
+            return attachment.again(call, error, tables, self._acknowledged, self._patience)
+
+
+def _together(parts: list[Tensor], shape: Shape) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else torch.empty(0, shape.dim, dtype=shape.dtype)

@@ -1,0 +1,91 @@
+"""How servers update rows: the optimizers of tables, which touch only the rows that have a gradient.
+
+A rule has no state. What it keeps for each row it is given as tensors, one line per slot of the storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from telegrad.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RowSGD:
+    """What `torch.optim.SGD` does with a sparse gradient."""
+
+    lr: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _check(self.lr >= 0, self)
+
+    def keeps(self, dim: int) -> dict[str, tuple[int, float]]:
+        """What it keeps of each row: by name, how many numbers, and what they are at first."""
+        return {}
+
+    def update(self, rows: Tensor, kept: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int) -> None:
+        """Step number `step`, from 1 on, of the rows in `slots`; none of them is there twice."""
+        rows.index_add_(0, slots, gradients, alpha=-self.lr)
+
+
+@dataclass(frozen=True)
+class RowAdagrad:
+    """Adagrad with one accumulator for each row, to which the mean of the squares of its gradient is added.
+
+    With `per_element` there is one for each element, as in `torch.optim.Adagrad`.
+    """
+
+    lr: float = 1e-2
+    eps: float = 1e-10
+    initial_accumulator_value: float = 0.0
+    per_element: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.lr >= 0 and self.eps >= 0 and self.initial_accumulator_value >= 0, self)
+
+    def keeps(self, dim: int) -> dict[str, tuple[int, float]]:
+        return {"sum": (dim if self.per_element else 1, self.initial_accumulator_value)}
+
+    def update(self, rows: Tensor, kept: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int) -> None:
+        squares = gradients.square()
+        if not self.per_element:
+            squares = squares.mean(1, keepdim=True)
+        sums = kept["sum"].index_select(0, slots).add_(squares)
+        kept["sum"].index_copy_(0, slots, sums)
+        rows.index_add_(0, slots, gradients / sums.sqrt_().add_(self.eps), alpha=-self.lr)
+
+
+@dataclass(frozen=True)
+class RowAdam:
+    """What `torch.optim.SparseAdam` does: moments change only for rows that have a gradient."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _check(self.lr >= 0 and self.eps > 0 and all(0 <= beta < 1 for beta in self.betas), self)
+
+    def keeps(self, dim: int) -> dict[str, tuple[int, float]]:
+        return {"exp_avg": (dim, 0.0), "exp_avg_sq": (dim, 0.0)}
+
+    def update(self, rows: Tensor, kept: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int) -> None:
+        first, second = self.betas
+        mean = kept["exp_avg"].index_select(0, slots).lerp_(gradients, 1 - first)
+        kept["exp_avg"].index_copy_(0, slots, mean)
+        square = kept["exp_avg_sq"].index_select(0, slots).lerp_(gradients.square(), 1 - second)
+        kept["exp_avg_sq"].index_copy_(0, slots, square)
+        size = self.lr * math.sqrt(1 - second**step) / (1 - first**step)
+        rows.index_add_(0, slots, mean.div_(square.sqrt_().add_(self.eps)), alpha=-size)
+
+
+Rule = RowSGD | RowAdagrad | RowAdam
+
+
+def _check(valid: bool, rule: object) -> None:
+    if not valid:
+        raise UsageError(f"{rule} has a number that is out of its range")
