@@ -13,7 +13,7 @@ from torch import Tensor
 
 from telegrad.agent.current import active_agent
 from telegrad.agent.serving import Later, trusted
-from telegrad.errors import InternalError, StaleReference
+from telegrad.errors import StaleReference
 from telegrad.ps.checkpoint import Archive
 from telegrad.ps.messages import Answer, worker_of
 from telegrad.ps.tables.messages import Definition, Plan, Update, Wanted
@@ -39,8 +39,8 @@ class Shards:
     @classmethod
     def here(cls) -> Shards:
         agent = active_agent()
-        if agent is None:
-            raise InternalError("a parameter server was called outside a worker")
+        if agent is None:  # it was called in the moment in which it closes
+            raise StaleReference("a worker that holds tables is leaving")
         return agent.service(cls)
 
     def find(self, name: str) -> Shard:

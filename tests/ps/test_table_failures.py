@@ -1,0 +1,187 @@
+"""Servers that hold tables die at planned points and come back; nothing that was on disk is lost or counts twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from telegrad import ps
+from telegrad.errors import PeerLost, StaleReference, UsageError
+from telegrad.ps.checkpoint import Archive
+from telegrad.ps.tables import service
+from telegrad.ps.tables.hashing import initial
+from telegrad.ps.tables.shard import Shard
+from telegrad.testing import LocalCluster
+from tests.local.gates import PATIENCE
+from tests.ps.accidents import Accidents
+from tests.ps.test_embeddings import DIM, EVERY, EXACT, input_of, loss_of, push, row, table
+
+Clusters = Callable[..., LocalCluster]
+STEPS = 12
+RULE = ps.RowAdam(lr=0.03)
+
+
+def train(workers: LocalCluster, number: int, trainers: int, servers: list[str], **options: Any) -> Tensor:
+    worker = f"w{len(servers) + number}"
+    bag = table(ps.EmbeddingBag, workers, worker, servers, optimizer=RULE, trainers=trainers, **options)
+    for step in range(STEPS):
+        loss_of(bag(input_of(step, number))).backward()
+        bag.tables.step()
+    end = bag.rows(EVERY)
+    bag.tables.close()
+    return end
+
+
+def undisturbed(trainers: int, steps: int = STEPS) -> Tensor:
+    leaf = nn.Parameter(initial(EVERY, DIM, 0, 1.0, torch.float64))
+    optimizer = torch.optim.SparseAdam([leaf], lr=0.03)
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.cat([input_of(step, number) for number in range(trainers)])
+        loss_of(F.embedding_bag(inputs, leaf, sparse=True)).backward()
+        optimizer.step()
+    return leaf.detach()
+
+
+@pytest.mark.parametrize(
+    ("where", "method", "plan"),
+    [
+        (Shard, "pull", [9, 20]),
+        (Shard, "push", [9, 20]),
+        (Shard, "_apply", [6, 11]),
+        (Archive, "_write", [7, 12]),
+        (Shard, "_save_if_due", [8]),
+    ],
+    ids=["before a pull", "before a push", "before a step", "before it is saved", "after a step"],
+)
+@pytest.mark.parametrize("servers", [["w0"], ["w0", "w1"]], ids=len)
+def test_chaos_ends_where_an_undisturbed_run_does(
+    cluster: Clusters,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: Any,
+    method: str,
+    plan: list[int],
+    servers: list[str],
+) -> None:
+    """With every step on disk before it is acknowledged, nothing is lost, moments included."""
+    workers = cluster(len(servers) + 2)
+    accidents = Accidents(where, method, plan, monkeypatch)
+    rule = ps.Checkpoint(tmp_path, every=1, wait=True)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(train, workers, number, 2, servers, checkpoint=rule) for number in range(2)]
+        for _ in plan:
+            accidents.happen(workers)
+        results: list[Tensor] = [each.result(PATIENCE) for each in ends]
+    for end in results:
+        torch.testing.assert_close(end, undisturbed(2), **EXACT)
+
+
+def test_a_server_without_recent_checkpoint_goes_on_from_the_last(cluster: Clusters, tmp_path: Path) -> None:
+    workers = cluster(2)
+    rule = ps.Checkpoint(tmp_path, every=2, wait=True)
+    bag = table(ps.EmbeddingBag, workers, optimizer=ps.RowSGD(lr=1.0), std=0.0, checkpoint=rule)
+    for _ in range(3):
+        push(bag)
+    workers.kill("w1")
+    workers.join("w1", 1)
+    assert row(bag) == -2.0  # the third step is lost
+    assert bag.tables.version == 3
+    push(bag)
+    assert (row(bag), bag.tables.version) == (-3.0, 4)
+
+
+def test_without_checkpoints_a_dead_server_is_an_error(cluster: Clusters) -> None:
+    workers = cluster(2)
+    bag = table(ps.EmbeddingBag, workers)
+    push(bag)
+    workers.kill("w1")
+    with pytest.raises(PeerLost, match="w1"):
+        push(bag)
+
+
+def test_a_server_that_is_leaving_says_so_in_a_way_that_is_tried_again() -> None:
+    """A call may be served in the moment in which its agent closes; then it has no agent."""
+    with pytest.raises(StaleReference, match="leaving"):
+        service.pull("table", [], keep=True)
+
+
+def test_patience_has_an_end(cluster: Clusters, tmp_path: Path) -> None:
+    workers = cluster(2)
+    bag = table(ps.EmbeddingBag, workers, checkpoint=ps.Checkpoint(tmp_path), patience=0.05)
+    workers.kill("w1")
+    with pytest.raises(PeerLost, match="w1"):
+        push(bag)
+
+
+@pytest.mark.parametrize("rule", [ps.RowSGD(lr=0.1), ps.RowAdagrad(lr=0.1), ps.RowAdam(lr=0.03)], ids=repr)
+@pytest.mark.parametrize("consistency", [ps.Sync(), ps.Async()], ids=repr)
+def test_a_new_run_goes_on_where_an_old_one_ended(
+    cluster: Clusters, tmp_path: Path, rule: Any, consistency: Any
+) -> None:
+    def run(steps: range, **options: Any) -> Tensor:
+        workers = cluster(3)
+        bag = table(ps.EmbeddingBag, workers, servers=["w1", "w2"], optimizer=rule, consistency=consistency, **options)
+        assert bag.tables.version == steps[0]
+        for step in steps:
+            loss_of(bag(input_of(step))).backward()
+            bag.tables.step()
+        end: Tensor = bag.rows(EVERY)
+        bag.tables.close()
+        workers.close()
+        return end
+
+    point = ps.Checkpoint(tmp_path, every=1000, resume=True)
+    run(range(5), checkpoint=point)
+    assert torch.equal(run(range(5, 10), checkpoint=point), run_whole(cluster, rule, consistency))
+
+
+def run_whole(cluster: Clusters, rule: Any, consistency: Any) -> Tensor:
+    bag = table(ps.EmbeddingBag, cluster(3), servers=["w1", "w2"], optimizer=rule, consistency=consistency)
+    for step in range(10):
+        loss_of(bag(input_of(step))).backward()
+        bag.tables.step()
+    end: Tensor = bag.rows(EVERY)
+    return end
+
+
+def test_a_run_is_resumed_on_as_many_servers(cluster: Clusters, tmp_path: Path) -> None:
+    point = ps.Checkpoint(tmp_path, resume=True)
+    for servers in (["w1"], ["w1", "w2"]):
+        workers = cluster(3)
+        if len(servers) == 2:
+            with pytest.raises(UsageError, match="resume with the same servers"):
+                table(ps.EmbeddingBag, workers, servers=servers, checkpoint=point)
+        else:
+            bag = table(ps.EmbeddingBag, workers, servers=servers, checkpoint=point)
+            push(bag)
+            bag.tables.close()
+        workers.close()
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(cluster: Clusters, tmp_path: Path) -> None:
+    point = ps.Checkpoint(tmp_path, resume=True)
+    workers = cluster(2)
+    bag = table(ps.EmbeddingBag, workers, optimizer=ps.RowAdam(), checkpoint=point)
+    push(bag)
+    bag.tables.close()
+    workers.close()
+    with pytest.raises(UsageError, match="another kind of table or optimizer"):
+        table(ps.EmbeddingBag, cluster(2), optimizer=ps.RowSGD(), checkpoint=point)
+
+
+def test_without_resume_a_new_run_starts_anew(cluster: Clusters, tmp_path: Path) -> None:
+    for _ in range(2):
+        workers = cluster(2)
+        bag = table(ps.EmbeddingBag, workers, std=0.0, checkpoint=ps.Checkpoint(tmp_path, every=1))
+        assert (bag.tables.version, row(bag)) == (0, 0.0)
+        push(bag)
+        bag.tables.close()
+        workers.close()
