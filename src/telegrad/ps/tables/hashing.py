@@ -16,7 +16,7 @@ from torch import Tensor
 Numbers = NDArray[np.uint64]
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 by the golden ratio: multiples of it are spread evenly
-_BLOCK = 1 << 18  # elements that are made at once, so that the work stays in the cache
+_BLOCK = 1 << 16  # elements that are made at once, so that the work stays in the cache
 
 
 def mix(numbers: Numbers) -> Numbers:
@@ -51,19 +51,22 @@ def initial(ids: Tensor, dim: int, seed: int, std: float, dtype: torch.dtype) ->
         keys = mix(spread(ids.numpy()) + np.uint64(seed % 2**64) * _ODD)
         together = max(1, _BLOCK // dim)
         for start in range(0, len(ids), together):
-            values = _normal(keys[start : start + together], dim) * std
+            values = _normal(keys[start : start + together], dim) * np.float32(std)
             rows[start : start + together].copy_(torch.from_numpy(values))
     return rows
 
 
-def _normal(keys: Numbers, dim: int) -> NDArray[np.float64]:
+def _normal(keys: Numbers, dim: int) -> NDArray[np.float32]:
     """Two numbers out of each 64 bits, by the method of Box and Muller."""
     pairs = (dim + 1) // 2
     columns = np.arange(1, pairs + 1, dtype=np.uint64) * _ODD
-    bits = mix(keys[:, None] + columns)
-    radius: Any = np.sqrt(-2.0 * np.log(((bits >> np.uint64(32)).astype(np.float64) + 0.5) / 2**32))
-    angle = (bits & np.uint64(0xFFFFFFFF)).astype(np.float64) * (2 * np.pi / 2**32)
-    values = np.empty((len(keys), 2 * pairs))
+    bits = mix(keys[:, None] + columns).astype("<u8", copy=False).view("<u4").reshape(len(keys), pairs, 2)
+    radius: Any = (bits[..., 0].astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
+    np.log(radius, out=radius)
+    radius *= np.float32(-2)
+    np.sqrt(radius, out=radius)
+    angle: Any = bits[..., 1].astype(np.float32) * np.float32(2 * np.pi / 2**32)
+    values = np.empty((len(keys), 2 * pairs), np.float32)
     np.multiply(radius, np.cos(angle), out=values[:, :pairs])
     np.multiply(radius, np.sin(angle), out=values[:, pairs:])
     return values[:, :dim]

@@ -21,6 +21,7 @@ from telegrad.ps.tables.index import Index
 from telegrad.ps.tables.rules import Rule
 
 _AT_LEAST = 1024  # rows
+_BLOCK = 1 << 17  # elements that are updated at once: what is computed on the way stays in the cache
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,10 @@ class Storage:
         ids, mean = _mean(gradients, trainers)
         if len(ids):
             slots = self._slots(ids)
-            self.rule.update(self._rows, self._kept, slots, mean, self.steps)
+            together = max(1, _BLOCK // self.shape.dim)
+            for start in range(0, len(ids), together):
+                block = slice(start, start + together)
+                self.rule.update(self._rows, self._kept, slots[block], mean[block], self.steps)
 
     def change(self, rule: Rule) -> None:
         """Go on with other numbers; what is kept of each row stays."""
