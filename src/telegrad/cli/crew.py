@@ -83,12 +83,13 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor, device: str) -> float:
     return float(torch.cat(right).float().mean())
 
 
-def run(train: Train, options: argparse.Namespace) -> Journal:
+def run(train: Train, options: argparse.Namespace, measure: str = "accuracy") -> Journal:
     """Run `train(number, options, progress)` in as many processes as there shall be trainers, with their servers.
 
     Shows how it goes, and writes a plot and a report. `train` must be importable by its name, or be in `__main__`.
+    `measure` says what it reports of the test data.
     """
-    journal = Journal(f"{options.data}, {options.servers} servers, {options.trainers} trainers")
+    journal = Journal(f"{options.data}, {options.servers} servers, {options.trainers} trainers", measure)
     reports = mp.get_context("forkserver").SimpleQueue()
     try:
         with journal:
@@ -106,7 +107,7 @@ def run(train: Train, options: argparse.Namespace) -> Journal:
         sys.exit("nothing is left to do: the checkpoint is of a training that has come to its end")
     for file in journal.write(options.out):
         sys.stdout.write(f"wrote {file}\n")
-    sys.stdout.write(f"test accuracy {100 * journal.accuracy:.2f} %\n")
+    sys.stdout.write(f"test {measure} {100 * journal.accuracy:.2f} %\n")
     return journal
 
 

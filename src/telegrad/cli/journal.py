@@ -48,13 +48,13 @@ class Entry(NamedTuple):
         right = "" if self.accuracy is None else f"{100 * self.accuracy:.2f} %"
         return [self.trainer, str(self.epoch), f"{self.loss:.4f}", f"{self.speed:,.0f}", str(self.staleness), right]
 
-    def __str__(self) -> str:
+    def line(self, measure: str) -> str:
         trainer, epoch, loss, speed, staleness, right = self.cells()
         line = f"epoch {epoch:>3}  {trainer}  loss {loss}  {speed:>7} samples/s  staleness {staleness}"
-        return line + (f"  test accuracy {right}" if right else "")
+        return line + (f"  test {measure} {right}" if right else "")
 
 
-_COLUMNS = ["trainer", "epoch", "loss", "samples/s", "staleness", "test accuracy"]
+_COLUMNS = ["trainer", "epoch", "loss", "samples/s", "staleness"]
 
 
 class Progress:
@@ -86,7 +86,7 @@ class Progress:
             self._put(self._entry()._replace(complete=False))
 
     def end(self, accuracy: float | None = None) -> None:
-        """The epoch is over; who knows it says how much of the test data is right now."""
+        """The epoch is over; who knows it says how good the model is on the test data now."""
         self._put(self._entry()._replace(accuracy=accuracy))
         self._begin(self._epoch + 1)
 
@@ -96,10 +96,15 @@ class Progress:
 
 
 class Journal:
-    """Use as a context manager around the training; `note` entries as they come."""
+    """Use as a context manager around the training; `note` entries as they come.
 
-    def __init__(self, title: str) -> None:
+    `measure` is what the accuracy of the entries is called, if it is another figure.
+    """
+
+    def __init__(self, title: str, measure: str = "accuracy") -> None:
         self.title = title
+        self.measure = measure
+        self._columns = [*_COLUMNS, f"test {measure}"]
         self.entries: list[Entry] = []
         self.seconds = 0.0
         self._newest: dict[str, Entry] = {}
@@ -129,7 +134,7 @@ class Journal:
             return
         self.entries.append(entry)
         if self._live is None:
-            sys.stdout.write(f"{entry}\n")
+            sys.stdout.write(f"{entry.line(self.measure)}\n")
             sys.stdout.flush()
 
     def write(self, folder: Path) -> list[Path]:
@@ -141,19 +146,20 @@ class Journal:
             plot = self._plot()
             (folder / "plot.png").write_bytes(plot)
             written.append(folder / "plot.png")
-            picture = f'<p><img alt="loss, accuracy and speed" src="data:image/png;base64,{_text(plot)}">'
-        head = "".join(f"<th>{name}" for name in _COLUMNS)
+            picture = f'<p><img alt="loss, {self.measure} and speed" src="data:image/png;base64,{_text(plot)}">'
+        head = "".join(f"<th>{name}" for name in self._columns)
         rows = "".join("<tr>" + "".join(f"<td>{cell}" for cell in entry.cells()) for entry in self.entries)
         title = html.escape(self.title)
         (folder / "report.html").write_text(
             f'<!doctype html><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>'
-            f"<p>Test accuracy {100 * self.accuracy:.2f} % after {self.seconds:.1f} s, start of the workers included."
+            f"<p>Test {self.measure} {100 * self.accuracy:.2f} % after {self.seconds:.1f} s, "
+            "start of the workers included."
             f"{picture}<table><tr>{head}{rows}</table>\n"
         )
         return [*written, folder / "report.html"]
 
     def _table(self) -> Any:
-        table = Table(*_COLUMNS, title=self.title)
+        table = Table(*self._columns, title=self.title)
         for _, entry in sorted(self._newest.items()):
             table.add_row(*entry.cells())
         return table
@@ -168,7 +174,8 @@ class Journal:
             axes[2].plot(epochs, [entry.speed for entry in mine], label=name)
         tested = [(entry.epoch, entry.accuracy) for entry in self.entries if entry.accuracy is not None]
         axes[1].plot([epoch for epoch, _ in tested], [100 * accuracy for _, accuracy in tested], color="black")
-        for axis, title in zip(axes, ("training loss", "test accuracy (%)", "samples/s per trainer"), strict=True):
+        titles = ("training loss", f"test {self.measure} (%)", "samples/s per trainer")
+        for axis, title in zip(axes, titles, strict=True):
             axis.set(title=title, xlabel="epoch")
         axes[0].set_yscale("log")
         axes[0].legend()

@@ -17,6 +17,7 @@ _FOLDERS = (_PACKAGE / "examples", _PACKAGE.parent.parent / "examples")
 _JOBS = {
     "cartpole": "a pole to balance: one policy, many observers, batched calls",
     "mnist": "handwritten digits, with parameter servers",
+    "recsys": "clicks to predict, with large tables on parameter servers",
     "resnet": "a residual network, with parameter servers",
 }
 
