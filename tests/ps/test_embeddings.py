@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from telegrad import ps
 from telegrad.errors import JoinError, PeerLost, StaleReference, UsageError
-from telegrad.ps.tables import service
+from telegrad.ps.tables import lines, service
 from telegrad.ps.tables.hashing import initial, owners
 from telegrad.ps.tables.index import Index
 from telegrad.ps.tables.recent import Recent
@@ -298,6 +298,24 @@ def test_rows_cost_nothing_until_they_are_trained(cluster: Clusters) -> None:
     huge.tables.step()
     assert len(held) == 3
     assert not torch.equal(huge.rows(asked), first)
+
+
+@pytest.mark.parametrize("reserved", [0, 1 << 11])
+def test_storage_grows(cluster: Clusters, monkeypatch: pytest.MonkeyPatch, reserved: int) -> None:
+    """Beyond what could be reserved, which is nothing on some systems."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("cannot allocate memory")
+
+    monkeypatch.setattr(lines, "_MOST", reserved)
+    if not reserved:
+        monkeypatch.setattr(lines.mmap, "mmap", refuse)
+    bag = ps.EmbeddingBag(10**6, 8, "w1", mode="sum", optimizer=ps.RowAdagrad(lr=1.0), agent=cluster(2)["w0"])
+    start = bag.rows(torch.arange(5000))
+    for first in range(0, 5000, 500):
+        bag(torch.arange(first, first + 500)[None]).sum().backward()
+        bag.tables.step()
+    torch.testing.assert_close(bag.rows(torch.arange(5000)), start - 1)
 
 
 def test_it_does_not_matter_who_makes_a_row_and_where(cluster: Clusters) -> None:

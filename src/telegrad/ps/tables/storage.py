@@ -3,12 +3,14 @@
 A row is made when it is first trained, so a table costs what is used of it. Rows that are only read are not kept: what
 they are follows from their numbers (`hashing`).
 
-State: the index; the rows and what is kept of them, by slot, in memory that doubles when it is full; `steps`, how many
-times the table was updated. A storage is used by one thread at a time; its shard sees to that.
+State: the index; the rows and what is kept of them, by slot, in memory (`lines`) that grows; `steps`, how many
+times the table was updated; `_known`, where the rows of the last batches are, which are usually updated next: a row
+stays in its slot. A storage is used by one thread at a time; its shard sees to that.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,11 +18,12 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import UsageError
+from telegrad.ps.tables import lines
 from telegrad.ps.tables.hashing import initial
 from telegrad.ps.tables.index import Index
 from telegrad.ps.tables.rules import Rule
 
-_AT_LEAST = 1024  # rows
+_REMEMBERED = 4  # batches
 _BLOCK = 1 << 17  # elements that are updated at once: what is computed on the way stays in the cache
 
 
@@ -49,9 +52,10 @@ class Storage:
         self.rule = rule
         self.steps = 0
         self._index = Index()
-        self._rows = torch.empty(0, shape.dim, dtype=shape.dtype)
+        self._known: deque[tuple[Tensor, Tensor]] = deque(maxlen=_REMEMBERED)
+        self._rows = lines.reserve(shape.rows, shape.dim, shape.dtype)
         self._kept = {
-            name: torch.empty(0, width, dtype=shape.dtype) for name, (width, _) in rule.keeps(shape.dim).items()
+            name: lines.reserve(shape.rows, width, shape.dtype) for name, (width, _) in rule.keeps(shape.dim).items()
         }
 
     def __repr__(self) -> str:
@@ -63,9 +67,12 @@ class Storage:
 
     def read(self, ids: Tensor, keep: bool) -> Tensor:
         """These rows, of which none may be asked for twice; `keep` makes those that are not here."""
-        slots = self._slots(ids) if keep else self._find(ids)
+        if keep:
+            slots = self._slots(ids)  # first, since it may move the rows to larger memory
+            return self._rows.index_select(0, slots)
+        slots = self._find(ids)
         missing = slots < 0
-        if keep or not missing.any():
+        if not missing.any():
             return self._rows.index_select(0, slots)
         values = torch.empty(len(ids), self.shape.dim, dtype=self.shape.dtype)
         values[~missing] = self._rows.index_select(0, slots[~missing])
@@ -73,7 +80,7 @@ class Storage:
         return values
 
     def write(self, ids: Tensor, values: Tensor) -> None:
-        slots = self._slots(ids)  # first, since it may move the rows to larger memory
+        slots = self._slots(ids)
         self._rows.index_copy_(0, slots, values)
 
     def update(self, gradients: Sequence[tuple[Tensor, Tensor]], trainers: int) -> None:
@@ -109,34 +116,41 @@ class Storage:
         if contents.keys() != {"ids", "rows", *self._kept} or contents["rows"].shape[1:] != self._rows.shape[1:]:
             raise UsageError(f"the checkpoint of table {self.shape.name!r} is of another kind of table or optimizer")
         self._index = Index()
+        self._known.clear()
         self._index.add(contents["ids"].numpy())
-        self._rows = contents["rows"]
-        self._kept = {name: contents[name] for name in self._kept}
+        self._reserve(len(self))
+        self._rows[: len(self)] = contents["rows"]
+        for name, each in self._kept.items():
+            each[: len(self)] = contents[name]
         self.steps = steps
 
     def _find(self, ids: Tensor) -> Tensor:
         return torch.from_numpy(self._index.find(ids.numpy()))
 
     def _slots(self, ids: Tensor) -> Tensor:
+        """Where these rows are, made if need be."""
+        for known, slots in self._known:
+            if torch.equal(known, ids):
+                return slots
         slots = self._find(ids)
         missing = slots < 0
         if missing.any():
-            new = ids[missing]
-            first = len(self)
-            self._reserve(first + len(new))
-            self._rows[first : first + len(new)] = self.shape.initial(new)
-            for name, (_, value) in self.rule.keeps(self.shape.dim).items():
-                self._kept[name][first : first + len(new)] = value
-            self._index.add(new.numpy())
-            slots[missing] = torch.arange(first, first + len(new))
+            slots[missing] = self._make(ids[missing])
+        self._known.append((ids.clone(), slots))  # a clone, since the memory it came in is the sender's
         return slots
 
+    def _make(self, ids: Tensor) -> Tensor:
+        first, last = len(self), len(self) + len(ids)
+        self._reserve(last)
+        self._rows[first:last] = self.shape.initial(ids)
+        for name, (_, value) in self.rule.keeps(self.shape.dim).items():
+            self._kept[name][first:last] = value
+        self._index.add(ids.numpy())
+        return torch.arange(first, last)
+
     def _reserve(self, rows: int) -> None:
-        have = len(self._rows)
-        if rows > have:
-            room = max(rows, min(max(2 * have, _AT_LEAST), self.shape.rows))
-            self._rows = _grown(self._rows, room)
-            self._kept = {name: _grown(each, room) for name, each in self._kept.items()}
+        self._rows = lines.grown(self._rows, rows)
+        self._kept = {name: lines.grown(each, rows) for name, each in self._kept.items()}
 
 
 def _mean(gradients: Sequence[tuple[Tensor, Tensor]], trainers: int) -> tuple[Tensor, Tensor]:
@@ -148,9 +162,3 @@ def _mean(gradients: Sequence[tuple[Tensor, Tensor]], trainers: int) -> tuple[Te
     for (_, values), there in zip(gradients, places.split_with_sizes([len(ids) for ids, _ in gradients]), strict=True):
         total.index_add_(0, there, values)
     return ids, total.div_(trainers)
-
-
-def _grown(lines: Tensor, room: int) -> Tensor:
-    larger = lines.new_empty(room, lines.shape[1])
-    larger[: len(lines)] = lines
-    return larger
