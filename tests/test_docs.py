@@ -20,7 +20,14 @@ import telegrad
 ROOT = Path(__file__).parent.parent
 PAGES = [
     page
-    for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/batching.md", "docs/parameter-servers.md")
+    for page in (
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        "docs/batching.md",
+        "docs/embeddings.md",
+        "docs/parameter-servers.md",
+    )
     if (ROOT / page).exists()
 ]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
