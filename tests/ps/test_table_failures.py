@@ -14,8 +14,11 @@ from torch.nn import functional as F
 
 from telegrad import ps
 from telegrad.errors import PeerLost, StaleReference, UsageError
+from telegrad.futures import Future as TelegradFuture
 from telegrad.ps.checkpoint import Archive
+from telegrad.ps.messages import Answer
 from telegrad.ps.tables import service
+from telegrad.ps.tables.attendance import Attendance, complete
 from telegrad.ps.tables.hashing import initial
 from telegrad.ps.tables.shard import Shard
 from telegrad.testing import LocalCluster
@@ -150,6 +153,17 @@ def run_whole(cluster: Clusters, rule: Any, consistency: Any) -> Tensor:
         bag.tables.step()
     end: Tensor = bag.rows(EVERY)
     return end
+
+
+def test_servers_that_saved_different_versions_find_a_round() -> None:
+    """Two trainers have announced themselves to all servers, one of which has made more steps, and then enter."""
+    attendance = Attendance(ps.Sync(), 2, apply=lambda reports: None, stepped=lambda: None)
+    attendance.restore(2, {}, ())
+    assert [attendance.announce(trainer) for trainer in ("a", "b")] == [2, 2]
+    entered: list[TelegradFuture[Answer]] = [TelegradFuture(), TelegradFuture()]
+    complete(attendance.enter("a", 5, entered[0]))
+    complete(attendance.enter("b", 5, entered[1]))
+    assert [each.result(PATIENCE).version for each in entered] == [5, 5]
 
 
 def test_a_run_is_resumed_on_as_many_servers(cluster: Clusters, tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ class Attendance:
         self._add(trainer)
         if self._rounds is not None:
             self._rounds.start(trainer, first)
+            if not self._rounds.due and not self._rounds.expected:  # other servers are ahead: nobody is in this round
+                self._rounds.number = min(self._rounds.members.values())
             self.version = self._rounds.number
         self._entering.append(_Entering(trainer, first, future))
         return self._advance()
