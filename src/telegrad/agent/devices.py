@@ -17,7 +17,6 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from telegrad.agent.current import active_agent
 from telegrad.agent.packing import Envelope, accompany, current_envelope
 from telegrad.agent.serving import internal
 from telegrad.errors import InternalError, SerializationError, TelegradError, UsageError
-from telegrad.transport import cuda
+from telegrad.transport import cuda, staging
 from telegrad.wire import tensors
 from telegrad.wire.tensors import Reduced
 
@@ -39,7 +38,6 @@ _FORGOTTEN = 60.0  # seconds after which a sender asks what became of a snapshot
 _ASK_EVERY = 15.0
 _INTRODUCTION = 120.0  # seconds that a peer may take to start CUDA
 _REMEMBERED = 10_000
-_CHUNK = 8 << 20  # bytes that go through page-locked memory at a time
 _TINY = 4096  # bytes: so few are quicker through the host, if nothing is to be waited for
 _LOOKS = 20
 _CPU = torch.device("cpu")
@@ -171,11 +169,11 @@ class Devices:
         if target is None:
             raise UsageError(_unmapped(envelope, device))
         if target.type == "cpu":
-            return tensors.reduce_as_it_is(_to_host(tensor))
+            return tensors.reduce_as_it_is(staging.to_host(tensor))
         peer = self._peers.get(envelope.incarnation) or self._introduce(envelope, device.index)
         if target.index >= peer.gpus:
             if route.falls_back_to_cpu(device):
-                return tensors.reduce_as_it_is(_to_host(tensor))
+                return tensors.reduce_as_it_is(staging.to_host(tensor))
             raise UsageError(
                 f"a tensor on {device} would arrive on {target}, but worker {envelope.peer!r} has {peer.gpus} CUDA "
                 f"devices: say where it should arrive with set_device_map (or Config.device_maps), for example "
@@ -187,12 +185,12 @@ class Devices:
         if size <= _TINY and _is_idle(torch.cuda.current_stream(device)):
             return tensors.reduce_for(tensor.cpu(), str(target))
         if not peer.maps:
-            return _from_host, (*tensors.reduce_as_it_is(_to_host(tensor)), target.index)
+            return staging.from_host, (*tensors.reduce_as_it_is(staging.to_host(tensor)), target.index)
         shipment = accompany(("device", device.index), lambda: _Shipment(self, envelope, device.index))
         try:
             place = shipment.take(tensor)
         except torch.OutOfMemoryError:  # there is no room for a snapshot
-            return _from_host, (*tensors.reduce_as_it_is(_to_host(tensor)), target.index)
+            return staging.from_host, (*tensors.reduce_as_it_is(staging.to_host(tensor)), target.index)
         return _copy, (shipment, *place, target.index, code, tuple(tensor.shape))
 
     def lend(self, number: int, incarnation: str, snapshots: list[object]) -> None:
@@ -377,61 +375,9 @@ def _unmapped(envelope: Envelope, device: torch.device) -> str:
     )
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, through page-locked memory if it is large."""
-    size = tensor.numel() * tensor.itemsize
-    if size < _CHUNK:
-        return tensor.cpu()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype)
-    _stage(tensor.view(-1).view(torch.uint8), host.view(-1).view(torch.uint8), tensor.device)
-    return host
-
-
 def _is_idle(stream: torch.cuda.Stream) -> bool:
     """Is there nothing to wait for on a stream, or not for long?"""
     return any(stream.query() for _ in range(_LOOKS))
-
-
-def _from_host(build: Callable[..., Tensor], parts: tuple[Any, ...], index: int) -> Tensor:
-    host = build(*parts)
-    if host.numel() * host.itemsize < _CHUNK:
-        return host.to(f"cuda:{index}")
-    tensor = torch.empty(host.shape, dtype=host.dtype, device=f"cuda:{index}")
-    _stage(host.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8), tensor.device)
-    return tensor
-
-
-def _stage(source: Tensor, target: Tensor, device: torch.device) -> None:
-    """Copy bytes between host and device in chunks: while one is on the bus, the host copies its neighbour."""
-    stream = torch.cuda.current_stream(device)
-    lockers = [torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    events = [torch.cuda.Event(), torch.cuda.Event()]
-    leaves = source.is_cuda
-    pending: tuple[int, int, int] | None = None
-    for turn, start in enumerate(range(0, source.numel(), _CHUNK)):
-        end, which = min(start + _CHUNK, source.numel()), turn % 2
-        locked = lockers[which][: end - start]
-        if leaves:
-            locked.copy_(source[start:end], non_blocking=True)
-            events[which].record(stream)
-            if pending is not None:
-                _unlock(pending, lockers, events, target)
-            pending = which, start, end
-        else:
-            events[which].synchronize()
-            locked.copy_(source[start:end])
-            target[start:end].copy_(locked, non_blocking=True)
-            events[which].record(stream)
-    if pending is not None:
-        _unlock(pending, lockers, events, target)
-
-
-def _unlock(
-    pending: tuple[int, int, int], lockers: list[Tensor], events: list[torch.cuda.Event], target: Tensor
-) -> None:
-    which, start, end = pending
-    events[which].synchronize()
-    target[start:end].copy_(lockers[which][: end - start])
 
 
 def _devices() -> Devices:

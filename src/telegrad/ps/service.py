@@ -17,7 +17,7 @@ from torch import Tensor
 from telegrad.agent.current import active_agent
 from telegrad.agent.routes import anywhere
 from telegrad.agent.serving import Later, trusted
-from telegrad.errors import InternalError, StaleReference
+from telegrad.errors import StaleReference
 from telegrad.futures import Future
 from telegrad.ps import segments
 from telegrad.ps.checkpoint import Archive, Snapshot
@@ -47,8 +47,8 @@ class Shards:
     @classmethod
     def here(cls) -> Shards:
         agent = active_agent()
-        if agent is None:
-            raise InternalError("a parameter server was called outside a worker")
+        if agent is None:  # it was called in the moment in which it closes
+            raise StaleReference("a worker that holds part of a parameter server is leaving")
         return agent.service(cls)
 
     def find(self, name: str) -> Shard:

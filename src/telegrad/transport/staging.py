@@ -1,0 +1,63 @@
+"""CUDA tensors through host memory. Large ones go in chunks through page-locked memory, which the bus copies by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CHUNK = 8 << 20  # bytes that go through page-locked memory at a time
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, through page-locked memory if it is large."""
+    size = tensor.numel() * tensor.itemsize
+    if size < _CHUNK:
+        return tensor.cpu()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype)
+    _stage(tensor.view(-1).view(torch.uint8), host.view(-1).view(torch.uint8), tensor.device)
+    return host
+
+
+def from_host(build: Callable[..., Tensor], parts: tuple[Any, ...], index: int) -> Tensor:
+    host = build(*parts)
+    if host.numel() * host.itemsize < _CHUNK:
+        return host.to(f"cuda:{index}")
+    tensor = torch.empty(host.shape, dtype=host.dtype, device=f"cuda:{index}")
+    _stage(host.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8), tensor.device)
+    return tensor
+
+
+def _stage(source: Tensor, target: Tensor, device: torch.device) -> None:
+    """Copy bytes between host and device in chunks: while one is on the bus, the host copies its neighbour."""
+    stream = torch.cuda.current_stream(device)
+    lockers = [torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    events = [torch.cuda.Event(), torch.cuda.Event()]
+    leaves = source.is_cuda
+    pending: tuple[int, int, int] | None = None
+    for turn, start in enumerate(range(0, source.numel(), _CHUNK)):
+        end, which = min(start + _CHUNK, source.numel()), turn % 2
+        locked = lockers[which][: end - start]
+        if leaves:
+            locked.copy_(source[start:end], non_blocking=True)
+            events[which].record(stream)
+            if pending is not None:
+                _unlock(pending, lockers, events, target)
+            pending = which, start, end
+        else:
+            events[which].synchronize()
+            locked.copy_(source[start:end])
+            target[start:end].copy_(locked, non_blocking=True)
+            events[which].record(stream)
+    if pending is not None:
+        _unlock(pending, lockers, events, target)
+
+
+def _unlock(
+    pending: tuple[int, int, int], lockers: list[Tensor], events: list[torch.cuda.Event], target: Tensor
+) -> None:
+    which, start, end = pending
+    events[which].synchronize()
+    target[start:end].copy_(lockers[which][: end - start])
