@@ -1,4 +1,4 @@
-"""CUDA tensors through host memory. Large ones go in chunks through page-locked memory, which the bus copies by itself."""
+"""CUDA tensors through host memory: large ones in chunks, by page-locked memory, which the bus copies by itself."""
 
 from __future__ import annotations
 
