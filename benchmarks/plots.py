@@ -96,6 +96,12 @@ def panels(lines: list[Line]) -> list[Panel]:
     return found
 
 
+def blank(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
+    """An empty figure and its axes, for parts that draw a picture of their own."""
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
 def svg(panel: Panel) -> str:
     """The panel as a piece of HTML; empty without matplotlib."""
     if matplotlib is None:

@@ -27,11 +27,11 @@ IDLE_S = 1.0
 
 
 @cache
-def forkserver(adapter: str | None) -> ForkServerContext:
-    """Its server imports torch and the adapter with its peer, once."""
+def forkserver(*preload: str) -> ForkServerContext:
+    """Its server imports torch and these modules, once."""
     os.environ["PYTHONPATH"] = import_path()  # for the server; the workers get our `sys.path`
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "benchmarks.worlds", *(modules(adapter) if adapter else [])])
+    context.set_forkserver_preload(["torch", "benchmarks.worlds", *preload])
     warm = context.Process(target=int)  # the first process waits for the imports
     warm.start()
     warm.join()
@@ -99,7 +99,7 @@ def work(adapter: str | None, place: Place, pipe: Connection) -> None:
 def measure(peer: str, size: int) -> dict[str, float]:
     """One group from start to end."""
     adapter = None if peer == BARE else PEERS[peer].adapter
-    context = forkserver(adapter)
+    context = forkserver(*(modules(adapter) if adapter else ()))
     port, folder, children = free_port(), tempfile.TemporaryDirectory(prefix="bench-"), list[Child]()
     log_file = Path(folder.name, "log")
     begin = time.monotonic()
