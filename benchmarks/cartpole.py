@@ -217,7 +217,7 @@ def draw(path: Path, run: dict[str, Any], lines: list[dict[str, Any]]) -> None:
     for entry in dict.fromkeys(line["entry"] for line in lines):
         own = [line for line in lines if line["entry"] == entry]
         package = package_of(entry)
-        dashed = "-" if entry.endswith("batched") else ":" if entry == "limit" else "--"
+        dashed = {"batched": "-", "by_hand": "--", "single": ":"}.get(entry.rpartition(".")[2], "-.")
         look = {"label": entry, "linestyle": dashed, "marker": "o", "color": plots.COLOURS.get(package, "grey")}
         sizes = [line["observers"] for line in own]
         if entry != "limit":
@@ -269,22 +269,25 @@ def main(argv: list[str] | None = None) -> int:
                 rate = measure(entry, observers, options, context)
                 measured.setdefault((observers, entry), []).append(rate)
                 print(f"round {number + 1}: {observers} observers, {entry}: {rate:,.0f} steps/s", flush=True)
+                results.write(options.out, run, written(measured))  # whatever ends the run, nothing is lost
     middle = {key: statistics.median(rates) for key, rates in measured.items()}
-    lines = [
+    print(f"\n{tabulate(middle, options.entries)}")
+    draw(options.out.with_suffix(".png"), run, written(measured))
+    return 0
+
+
+def written(measured: dict[tuple[int, str], list[float]]) -> list[dict[str, Any]]:
+    return [
         {
             "kind": "result",
             "observers": observers,
             "entry": entry,
             "rounds": rates,
-            "median": middle[observers, entry],
-            "seconds": FIGURE_STEPS / middle[observers, entry],
+            "median": statistics.median(rates),
+            "seconds": FIGURE_STEPS / statistics.median(rates),
         }
         for (observers, entry), rates in measured.items()
     ]
-    print(f"\n{tabulate(middle, options.entries)}")
-    results.write(options.out, run, lines)
-    draw(options.out.with_suffix(".png"), run, lines)
-    return 0
 
 
 if __name__ == "__main__":

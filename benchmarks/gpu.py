@@ -39,7 +39,7 @@ MEGABYTES = (1, 16, 100, 1000)
 SECONDS = 0.5
 FEWEST = 10
 LIMIT_S = 300
-LIMIT = "machine"
+LIMIT = "one process"
 
 
 def echo(tensor: Tensor) -> Tensor:
@@ -136,7 +136,9 @@ def mps() -> Iterator[bool]:
             del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
 
 
-def one_round(options: argparse.Namespace, number: int, suffix: str, figures: results.Results) -> None:
+def one_round(
+    options: argparse.Namespace, number: int, suffix: str, run: dict[str, Any], figures: results.Results
+) -> None:
     entries: list[tuple[str, Callable[[], dict[str, float]]]] = []
     if "calls" in options.only:
         for package in (*PACKAGES, LIMIT):
@@ -150,6 +152,7 @@ def one_round(options: argparse.Namespace, number: int, suffix: str, figures: re
         for name, value in measure().items():
             figures.of(case(name, suffix), entry).add({"value": value, "n": 1})
             print(f"round {number + 1}: {name}{suffix} {entry} {results.number(value)}", flush=True)
+        results.write(options.out, run, figures.lines())  # whatever ends the run, nothing is lost
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -167,13 +170,12 @@ def main(argv: list[str] | None = None) -> int:
     figures = results.Results()
     run = machine.heading("gpu", rounds=options.rounds, mps=False)
     for number in range(options.rounds):
-        one_round(options, number, "", figures)
+        one_round(options, number, "", run, figures)
         if not options.plain:
             with mps() as there:
                 run["mps"] = there
                 if there:
-                    one_round(options, number, ", with MPS", figures)
-        results.write(options.out, run, figures.lines())
+                    one_round(options, number, ", with MPS", run, figures)
     print(results.table(figures.lines()))
     return 0
 

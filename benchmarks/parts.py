@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import machine, progress, publish, results
 from benchmarks.processes import import_path
 
@@ -34,11 +36,14 @@ class Part:
     quick: tuple[str, ...] = ()
     needs: str = ""  # a package besides torch
     from_peers: bool = False  # takes --peers
+    gpu: bool = False
 
     def hindrance(self) -> str:
         """Why it cannot run here, if so."""
         if importlib.util.find_spec(f"benchmarks.{self.name}") is None:
             return "not in this version"
+        if self.gpu and not torch.cuda.is_available():
+            return "there is no CUDA device"
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
         return ""
@@ -56,10 +61,12 @@ PARTS = (
     Part(
         "ps",
         "batch-update parameter servers",
-        (*(f"--model resnet18 --trainers {n}" for n in (1, 2, 4, 8)), "--model resnet50 --trainers 2 --steps 20"),
+        ("--model resnet18 --trainers 1,2,4,8", "--model resnet50 --trainers 2,4 --steps 20"),
     ),
-    Part("cartpole", "observers that ask one policy", ("--observers 1,2,4,6,8,10",), needs="gymnasium"),
+    Part("ps_accuracy", "handwritten digits until most are right", ("",), needs="sklearn"),
+    Part("cartpole", "observers that ask one policy", ("--observers 1,2,4,6,8,10",)),
     Part("embeddings", "tables of embeddings on servers", ("",)),
+    Part("gpu", "CUDA tensors between processes, parameter servers on a GPU", ("",), gpu=True),
 )
 
 

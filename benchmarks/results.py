@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,16 @@ from typing import Any
 from benchmarks.suite import MACHINE, Case
 
 BASELINE = "torch"
-DIMENSIONS = ("model", "trainers", "servers", "observers")  # what parts with entries of their own vary
-UNITS = {"ps": "rounds/s", "cartpole": "steps/s"}
+DIMENSIONS = (
+    "device",
+    "model",
+    "rows",
+    "trainers",
+    "servers",
+    "observers",
+)  # what parts with entries of their own vary
+USUAL = {"device": "cpu", "servers": 1}  # not worth saying
+UNITS = {"ps": "rounds/s", "cartpole": "steps/s", "embeddings": "rows/s", "ps-accuracy": "s"}
 
 
 @dataclass
@@ -109,25 +117,37 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return run, [standard(run, line) for line in lines if line["kind"] == "result"]
 
 
+def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Several files of one machine as one: the heading of the first, with those of its parts, and all lines."""
+    (first, lines), *others = [read(path) for path in paths]
+    run = {**first, "parts": dict(first.get("parts", {first["benchmark"]: {**first}}))}
+    for heading, more in others:
+        if heading["machine"] != first["machine"] or heading["versions"] != first["versions"]:
+            raise ValueError(f"results of different machines or versions: {first['machine']}, {heading['machine']}")
+        run["parts"].update(heading.get("parts", {heading["benchmark"]: heading}))
+        again = {(line["case"], line["peer"]) for line in more}
+        lines = [line for line in lines if (line["case"], line["peer"]) not in again] + more
+    return run, lines
+
+
 def standard(run: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
     """The line of a part that only says `entry` and `rounds`, and what it was measured with, in the common form."""
     if "case" in line:
         return {"axis": "", "at": None, **line}
     values = {**run, **line}
-    dimensions = {
-        key: values[key] for key in DIMENSIONS if key in values and not (key == "servers" and values[key] == 1)
-    }
+    dimensions = {key: values[key] for key in DIMENSIONS if key in values and values[key] != USUAL.get(key)}
     words = [value if isinstance(value, str) else f"{value} {key}" for key, value in dimensions.items()]
+    several = f"{dimensions['servers']} servers" if "servers" in dimensions else ""
     axis = next((key for key, value in dimensions.items() if not isinstance(value, str)), "")
     benchmark, rounds = run["benchmark"], line["rounds"]
     return {
         "kind": "result",
         "case": "/".join([benchmark, *(word.replace(" ", "-") for word in words)]),
-        "title": f"{benchmark}: {', '.join(words)}",
-        "group": f"{benchmark} {dimensions['model']}" if "model" in dimensions else benchmark,
+        "title": ": ".join(filter(None, [benchmark, ", ".join(words)])),
+        "group": " ".join(filter(None, [benchmark, dimensions.get("model"), dimensions.get("device"), several])),
         "peer": line["entry"],
         "unit": values.get("unit", UNITS.get(benchmark, "1/s")),
-        "better": values.get("better", "higher"),
+        "better": values.get("better", "lower" if UNITS.get(benchmark) == "s" else "higher"),
         "callers": 1,
         "axis": axis,
         "at": dimensions.get(axis),
