@@ -79,10 +79,6 @@ def test_an_interrupted_training_ends_cleanly(tmp_path: Path, send: Callable[[in
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT)
-@pytest.mark.xfail(
-    strict=False,
-    reason="it differs now and then; most likely an interrupt leaves a last round in which only one trainer counts",
-)
 def test_a_resumed_training_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
     def options(name: str) -> list[Any]:
         folders = ["--checkpoint", tmp_path / name, "--out", tmp_path / "out"]

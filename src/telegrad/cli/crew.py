@@ -141,7 +141,7 @@ def _work(rank: int, train: Train, port: int, options: argparse.Namespace, repor
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    torch.manual_seed(rank)
+    torch.manual_seed(0)  # whichever trainer comes first and brings its model, they all start from the same
     number = rank - options.servers
     name = f"ps{rank}" if number < 0 else f"trainer{number}"
     rpc.init_rpc(name, rank=rank, world_size=options.servers + options.trainers)
