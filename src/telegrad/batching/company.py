@@ -10,6 +10,7 @@ State: changed under the lock of the queue.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 from telegrad.batching.entries import Entry
 from telegrad.batching.options import Options
@@ -17,7 +18,7 @@ from telegrad.batching.options import Options
 _CURIOUS = 3  # how often a new queue waits to see who else is there
 
 
-class Company:
+class Company(ABC):
     """Calls that wait for others; the base of the rules."""
 
     def __init__(self, options: Options) -> None:
@@ -39,13 +40,13 @@ class Company:
         """When the wait ends whoever is missing."""
         return self._until
 
+    @abstractmethod
     def suffices(self, caller: str | int) -> bool:
         """Would a call of this caller run at once, if it were the only one?"""
-        raise NotImplementedError
 
+    @abstractmethod
     def complete(self) -> bool:
         """Is everybody here who is waited for?"""
-        raise NotImplementedError
 
     def overlapped(self, caller: str | int) -> None:
         """A call arrived while others waited or ran."""
