@@ -48,11 +48,12 @@ class Company(ABC):
     def complete(self) -> bool:
         """Is everybody here who is waited for?"""
 
-    def overlapped(self, caller: str | int) -> None:
-        """A call arrived while others waited or ran."""
-
+    @abstractmethod
     def lost(self, caller: str) -> None:
         """A worker is gone; its calls are taken out by the queue."""
+
+    def overlapped(self, caller: str | int) -> None:  # noqa: B027 (only some rules care)
+        """A call arrived while others waited or ran."""
 
     def add(self, entry: Entry, margin: float) -> None:
         """One more call, which should start `margin` seconds before its deadline."""
