@@ -8,6 +8,8 @@ VENV   ?= .venv
 TORCH  ?= torch
 ARGS   ?=
 
+# Bytecode goes into our own environment only, and without it every process compiles torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 export TELEGRAD_BENCH_PEERS ?= $(CURDIR)/.venv-peers
 
 BIN := $(VENV)/bin

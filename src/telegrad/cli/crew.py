@@ -2,15 +2,20 @@
 
 Ctrl-C ends all of them, whether the terminal tells every process or somebody tells this one only. Workers die of it at
 once and silently; they are started with the signal blocked, so that it cannot reach them before they are ready for it.
+Here it only leaves word, and is obeyed at the next look: an exception out of nowhere might end up anywhere.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import inspect
+import multiprocessing.connection
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +23,6 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import ProcessExitedException
 
 import telegrad.rpc as rpc
 from telegrad import ps
@@ -92,10 +96,10 @@ def run(train: Train, options: argparse.Namespace, measure: str = "accuracy") ->
     journal = Journal(f"{options.data}, {options.servers} servers, {options.trainers} trainers", measure)
     reports = mp.get_context("forkserver").SimpleQueue()
     try:
-        with journal:
+        with _interrupted() as interrupted, journal:
             workers = _start(train, options, reports)
             try:
-                _watch(workers, reports, journal)
+                _watch(workers, reports, journal, interrupted)
             finally:
                 for process in workers.processes:
                     process.kill()
@@ -112,7 +116,7 @@ def run(train: Train, options: argparse.Namespace, measure: str = "accuracy") ->
 
 
 def _start(train: Train, options: argparse.Namespace, reports: Any) -> Any:
-    mp.set_forkserver_preload(["__main__", "torch._dynamo"])  # imported once, not by every worker
+    mp.set_forkserver_preload([*_imported_by(train), "torch._dynamo"])  # once, not by every worker
     size = options.servers + options.trainers
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which workers inherit
     try:
@@ -123,17 +127,44 @@ def _start(train: Train, options: argparse.Namespace, reports: Any) -> Any:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _watch(workers: Any, reports: Any, journal: Journal) -> None:
-    ended = False
-    while not ended:
-        try:
-            ended = workers.join(timeout=_LOOK)
-        except ProcessExitedException as error:
-            if error.signal_name == "SIGINT":  # it has reached the workers first
-                raise KeyboardInterrupt from error
-            raise
+def _imported_by(train: Train) -> list[str]:
+    """The modules that the names in a script come from. ("__main__" itself is not preloaded by all Pythons.)"""
+    values = train.__globals__.values()
+    names = {value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None) for value in values}
+    return sorted(name for name in names if name in sys.modules and name not in {"__main__", train.__module__})
+
+
+@contextlib.contextmanager
+def _interrupted() -> Iterator[threading.Event]:
+    """Set when Ctrl-C is pressed; pressed again, it raises `KeyboardInterrupt` as usual."""
+    event = threading.Event()
+
+    def note(*_: object) -> None:
+        if event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _watch(workers: Any, reports: Any, journal: Journal, interrupted: threading.Event) -> None:
+    """Until all have ended. What one of them died of is raised."""
+    while True:
+        codes = [process.exitcode for process in workers.processes]
+        if interrupted.is_set() or -signal.SIGINT in codes:  # it may reach the workers first
+            raise KeyboardInterrupt
+        if any(codes):
+            workers.join()
         while not reports.empty():
             journal.note(reports.get())
+        if None not in codes:
+            return
+        running = [process.sentinel for process, code in zip(workers.processes, codes, strict=True) if code is None]
+        multiprocessing.connection.wait(running, timeout=_LOOK)
 
 
 def _work(rank: int, train: Train, port: int, options: argparse.Namespace, reports: Any) -> None:
