@@ -73,7 +73,7 @@ def shard(cluster: LocalCluster) -> Shard:
 
 
 def waiting(cluster: LocalCluster, trainer: Trainer) -> Callable[[], bool]:
-    return lambda: trainer.optimizer._trainer in shard(cluster)._reports
+    return lambda: trainer.optimizer._trainer in shard(cluster).waiting
 
 
 def two(cluster: LocalCluster, trainer: Callable[..., Trainer], rule: Any) -> tuple[Trainer, Trainer]:
@@ -188,7 +188,7 @@ def test_who_waits_in_vain_for_others_to_come_leaves(cluster: Clusters, trainer:
     workers = cluster(3, join_timeout=0.2)
     alone = trainer(workers, "w1", ps.Sync(), trainers=3)
     assert isinstance(alone.joined.exception(PATIENCE), JoinError)
-    assert shard(workers)._members == {}
+    assert shard(workers).members == set()
 
 
 @pytest.mark.parametrize("rule", [ps.Sync(), ps.Sync(quorum=2), ps.Async(), ps.Stale(1)], ids=repr)
@@ -216,7 +216,7 @@ def test_who_joins_in_the_middle_of_a_round_starts_with_the_next(
     step = a.begin()
     until(waiting(workers, a))
     c = trainer(workers, "w4", ps.Sync(), servers=servers)
-    until(lambda: len(shard(workers)._members) == 3)
+    until(lambda: len(shard(workers).members) == 3)
     assert not c.joined.done()
     b.step()
     step.result(PATIENCE)
@@ -230,6 +230,25 @@ def test_who_joins_in_the_middle_of_a_round_starts_with_the_next(
     for each in steps:
         each.result(PATIENCE)
     assert a.weight() == c.weight()
+
+
+def test_who_waits_for_a_round_to_end_starts_when_everybody_in_it_has_died(
+    cluster: Clusters, trainer: Callable[..., Trainer]
+) -> None:
+    workers = cluster(5)
+    servers = ["w0", "w1"]
+    a, b = (trainer(workers, worker, ps.Sync(), servers=servers, trainers=2) for worker in ("w2", "w3"))
+    assert a.weight() == b.weight()
+    doomed = a.begin()
+    until(waiting(workers, a))
+    c = trainer(workers, "w4", ps.Sync(), servers=servers)
+    until(lambda: len(shard(workers).members) == 3)
+    for worker in ("w2", "w3"):
+        workers.kill(worker)
+    assert doomed.exception(PATIENCE) is not None
+    before = c.weight()
+    c.step()
+    assert (c.optimizer.version, c.weight()) == (2, before - 1.0)
 
 
 def test_a_worker_may_have_one_trainer_after_the_other(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from telegrad import ps
 from telegrad.errors import JoinError, PeerLost, StaleReference, UsageError
+from telegrad.ps.holdings import Holdings
 from telegrad.ps.tables import lines, service
 from telegrad.ps.tables.hashing import initial, owners
 from telegrad.ps.tables.index import Index
@@ -48,7 +49,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def shard(cluster: LocalCluster, worker: str = "w1", name: str = "table") -> Shard:
-    return cluster[worker].service(service.Shards).find(name)
+    return cluster[worker].service(Holdings).find(f"tables {name!r}", Shard)
 
 
 def in_one_process(start: Tensor, inputs: list[Tensor], make: Callable[[list[Tensor]], Any], mode: str) -> Tensor:
@@ -601,9 +602,9 @@ def test_what_is_pushed_again_counts_once(cluster: Clusters) -> None:
     (attachment,) = bag.tables._attachments
     update = service.Update("table", torch.tensor([7]), torch.ones(1, DIM, dtype=torch.float64))
     for _ in range(2):
-        assert attachment.push(1, [update]).wait().version == 1
+        assert attachment.push(1, 0, [update]).wait().version == 1
     assert row(bag) == -1.0
-    assert attachment.push(2, [update]).wait().version == 2
+    assert attachment.push(2, 1, [update]).wait().version == 2
     assert row(bag) == -2.0
 
 

@@ -70,12 +70,21 @@ def started(trainers_of: Make) -> Iterator[Callable[..., Any]]:
         thread.join(PATIENCE)
 
 
+POINTS = {
+    "before a step": (Shard, "apply", [6, 11]),
+    "before it is saved": (Archive, "_write", [7, 12]),
+    "after a step": (Shard, "_save_if_due", [8]),
+}
+BETWEEN_SERVERS = {"asked by another": (Shard, "hear", [4, 7]), "told by another": (Shard, "decide", [4, 7])}
+
+
 @pytest.mark.parametrize(
-    ("where", "method", "plan"),
-    [(Shard, "_apply", [6, 11]), (Archive, "_write", [7, 12]), (Shard, "_save_if_due", [8])],
-    ids=["before a step", "before it is saved", "after a step"],
+    ("where", "method", "plan", "servers"),
+    [
+        *(pytest.param(*point, ["w0"], id=name) for name, point in POINTS.items()),
+        *(pytest.param(*point, ["w0", "w1"], id=f"{name}-2") for name, point in (POINTS | BETWEEN_SERVERS).items()),
+    ],
 )
-@pytest.mark.parametrize("servers", [["w0"], ["w0", "w1"]], ids=len)
 def test_chaos_ends_where_an_undisturbed_run_does(
     cluster: Clusters,
     started: Callable[..., Any],
@@ -107,7 +116,7 @@ def test_trainers_bring_back_what_a_server_had_not_saved(
     servers: list[str],
 ) -> None:
     workers = cluster(5)
-    accidents = Accidents(Shard, "_apply", [9], monkeypatch)
+    accidents = Accidents(Shard, "apply", [9], monkeypatch)
     rule = ps.Checkpoint(tmp_path, every=1000)
     ended = started(workers, 3, 2, servers=servers, checkpoint=rule, lr=0.1)
     accidents.happen(workers)
@@ -132,7 +141,7 @@ def test_a_step_that_another_trainer_brings_back_counts_once(
     for net in nets:
         net.weight.grad = torch.ones_like(net.weight)
     pushed, lost, brought = threading.Event(), threading.Event(), threading.Event()
-    push, come_back = service._now_or_later, Attachment._come_back
+    push, come_back = service.now_or_later, Attachment._come_back
 
     def answer_later(future: Any) -> Any:
         answer = push(future)
@@ -146,7 +155,7 @@ def test_a_step_that_another_trainer_brings_back_counts_once(
             assert brought.wait(PATIENCE)
         come_back(self, acknowledged)
 
-    monkeypatch.setattr(service, "_now_or_later", answer_later)
+    monkeypatch.setattr(service, "now_or_later", answer_later)
     monkeypatch.setattr(Attachment, "_come_back", come_back_later)
     with ThreadPoolExecutor(1) as pool:
         step = pool.submit(first.step)
@@ -362,4 +371,4 @@ def test_trainers_die_and_others_take_their_place(cluster: Clusters) -> None:
 
 def _has(shard: Shard, agent: Agent) -> bool:
     """Has this trainer reported in the round that is under way?"""
-    return agent.me.incarnation in map(worker_of, shard._reports)
+    return agent.me.incarnation in map(worker_of, shard.waiting)

@@ -14,12 +14,10 @@ from torch.nn import functional as F
 
 from telegrad import ps
 from telegrad.errors import PeerLost, StaleReference, UsageError
-from telegrad.futures import Future as TelegradFuture
-from telegrad.ps.checkpoint import Archive
-from telegrad.ps.messages import Answer
+from telegrad.ps.checkpoint import Archive, Snapshot
 from telegrad.ps.tables import service
-from telegrad.ps.tables.attendance import Attendance, complete
 from telegrad.ps.tables.hashing import initial
+from telegrad.ps.tables.messages import Plan
 from telegrad.ps.tables.shard import Shard
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
@@ -53,18 +51,23 @@ def undisturbed(trainers: int, steps: int = STEPS) -> Tensor:
     return leaf.detach()
 
 
+POINTS = {
+    "before a pull": (Shard, "pull", [9, 20]),
+    "before a push": (Shard, "push", [9, 20]),
+    "before a step": (Shard, "apply", [6, 11]),
+    "before it is saved": (Archive, "_write", [7, 12]),
+    "after a step": (Shard, "_save_if_due", [8]),
+}
+BETWEEN_SERVERS = {"asked by another": (Shard, "hear", [4, 7]), "told by another": (Shard, "decide", [4, 7])}
+
+
 @pytest.mark.parametrize(
-    ("where", "method", "plan"),
+    ("where", "method", "plan", "servers"),
     [
-        (Shard, "pull", [9, 20]),
-        (Shard, "push", [9, 20]),
-        (Shard, "_apply", [6, 11]),
-        (Archive, "_write", [7, 12]),
-        (Shard, "_save_if_due", [8]),
+        *(pytest.param(*point, ["w0"], id=name) for name, point in POINTS.items()),
+        *(pytest.param(*point, ["w0", "w1"], id=f"{name}-2") for name, point in (POINTS | BETWEEN_SERVERS).items()),
     ],
-    ids=["before a pull", "before a push", "before a step", "before it is saved", "after a step"],
 )
-@pytest.mark.parametrize("servers", [["w0"], ["w0", "w1"]], ids=len)
 def test_chaos_ends_where_an_undisturbed_run_does(
     cluster: Clusters,
     tmp_path: Path,
@@ -157,12 +160,11 @@ def run_whole(cluster: Clusters, rule: Any, consistency: Any) -> Tensor:
 
 def test_servers_that_saved_different_versions_find_a_round() -> None:
     """Two trainers have announced themselves to all servers, one of which has made more steps, and then enter."""
-    attendance = Attendance(ps.Sync(), 2, apply=lambda reports: None, stepped=lambda: None)
-    attendance.restore(2, {}, ())
-    assert [attendance.announce(trainer) for trainer in ("a", "b")] == [2, 2]
-    entered: list[TelegradFuture[Answer]] = [TelegradFuture(), TelegradFuture()]
-    complete(attendance.enter("a", 5, entered[0]))
-    complete(attendance.enter("b", 5, entered[1]))
+    plan = Plan("table", 0, ("w0",), ps.Sync(), trainers=2, checkpoint=None)
+    shard = Shard(plan, run="", archive=None)
+    shard.restore(Snapshot(2, "another", {}, [], [{"servers": [0, 1], "tables": {}}], {}), [])
+    assert [shard.announce(trainer, plan) for trainer in ("a", "b")] == [2, 2]
+    entered = [shard.enter(trainer, 5) for trainer in ("a", "b")]
     assert [each.result(PATIENCE).version for each in entered] == [5, 5]
 
 

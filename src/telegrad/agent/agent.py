@@ -103,7 +103,7 @@ class Agent:
         self._parting_listeners: list[Callable[[], None]] = []
         self._figures: list[Callable[[], dict[str, int]]] = []
         self._services: dict[Callable[[Agent], Any], Any] = {}
-        self._making = threading.Lock()
+        self._making = threading.RLock()  # a service may need another
         self._gone: set[str] = set()
         self._lock = threading.Lock()
         self._dialing: defaultdict[str | int, threading.Lock] = defaultdict(threading.Lock)

@@ -7,7 +7,6 @@ the thread that steps the optimizer, except `ready`, which backward calls.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +18,13 @@ from telegrad.ps import segments, service
 from telegrad.ps.buckets import Bucket, Early
 from telegrad.ps.compression import Compressor
 from telegrad.ps.flat import Flat
+from telegrad.ps.joining import insist, settled
 from telegrad.ps.messages import Answer, Gradients, Plan, Welcome
 from telegrad.ps.segments import Handle, Mapping
 from telegrad.ps.solver import Options, State
 
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
-
-
-_POLL = (0.005, 0.5)
 
 
 class Attachment:
@@ -121,33 +118,32 @@ class Attachment:
         arguments = (self.plan.name, self._me, self._step + 1, {number: piece})
         self._agent.invoke(self.server, service.bring, arguments, None, None)
 
-    def push(self, step: int, changes: dict[int, Options]) -> Answer:
+    def push(self, step: int, version: int, changes: dict[int, Options]) -> Answer:
         """Report the gradients that are in the flat memory and wait for the answer."""
-        answer: Answer = self._agent.invoke(self.server, service.push, self._pushed(step, changes), None, None)
+        arguments = self._pushed(step, version, changes)
+        answer: Answer = self._agent.invoke(self.server, service.push, arguments, None, None)
         return answer
 
-    def push_again(self, step: int, options: dict[int, Options], error: Exception, patience: float) -> Answer:
+    def start_push(self, step: int, version: int, changes: dict[int, Options]) -> Future[Answer]:
+        return self._start(service.push, *self._pushed(step, version, changes))
+
+    def push_again(
+        self, step: int, version: int, options: dict[int, Options], error: Exception, patience: float
+    ) -> Future[Answer]:
         """Wait until a server that is gone has come back, and push what it has not answered."""
         if self.plan.checkpoint is None:
             raise error
-        until, pause = time.monotonic() + patience, _POLL[0]
-        while True:
-            try:
-                self._come_back(step - 1)
-                return self.push(step, options)
-            except PeerLost:
-                if time.monotonic() > until:
-                    raise
-            time.sleep(pause)
-            pause = min(pause * 1.5, _POLL[1])
 
-    def start_push(self, step: int, changes: dict[int, Options]) -> Future[Answer]:
-        return self._start(service.push, *self._pushed(step, changes))
+        def attempt() -> Future[Answer]:
+            self._come_back(step - 1)
+            return settled(self.start_push(step, version, options))
 
-    def _pushed(self, step: int, changes: dict[int, Options]) -> tuple[Any, ...]:
+        return insist(attempt, patience, (PeerLost,))
+
+    def _pushed(self, step: int, version: int, changes: dict[int, Options]) -> tuple[Any, ...]:
         gradients = None if self._shares else self._travelling(step)
         self._step = step
-        pushed = (self.plan.name, self._me, step, self.version, changes, gradients, self._memory is None)
+        pushed = (self.plan.name, self._me, step, version, changes, gradients, self._memory is None)
         return (*pushed, self._flat.missing) if self._flat.missing else pushed
 
     def _travelling(self, step: int) -> Gradients:

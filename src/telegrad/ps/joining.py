@@ -1,17 +1,26 @@
-"""How trainers find their servers, and leave them when their agent ends."""
+"""How trainers find their servers, insist on answers of those that may come back, and leave when their agent ends."""
 
 from __future__ import annotations
 
 import fnmatch
+import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from telegrad.agent.current import active_agent
-from telegrad.errors import UsageError
+from telegrad.errors import PeerLost, StaleReference, UsageError
+from telegrad.futures import Future, wait_all
 
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
+
+
+T = TypeVar("T")
+Again = Callable[[Exception], Future[T]]  # what to do after an error; returns a future that is done
+
+_PAUSES = (0.005, 0.5)
 
 
 class Closable(Protocol):
@@ -47,3 +56,68 @@ def closing(trainer: Closable) -> Callable[[], None]:
             alive.close()
 
     return close
+
+
+def pauses() -> Iterator[None]:
+    """Turns, each a little later than the one before."""
+    pause, longest = _PAUSES
+    while True:
+        yield
+        time.sleep(pause)
+        pause = min(pause * 1.5, longest)
+
+
+def insist(attempt: Callable[[], T], patience: float, errors: tuple[type[Exception], ...]) -> T:
+    """Try again while it raises these, for so many seconds."""
+    until = time.monotonic() + patience
+    turns = pauses()
+    while True:
+        next(turns)
+        try:
+            return attempt()
+        except errors:
+            if time.monotonic() > until:
+                raise
+
+
+def settled(future: Future[T]) -> Future[T]:
+    """This future when it is done; raises what the call raised."""
+    error = future.exception()
+    if error is not None:
+        raise error
+    return future
+
+
+def answers(agent: Agent, calls: Sequence[tuple[Future[T], Again[T]]]) -> list[T]:
+    """The results of calls to several servers. While one that is lost is tried again, the others are waited for:
+
+    they may wait for each other.
+    """
+    try:
+        return wait_all([future for future, _ in calls])
+    except (PeerLost, StaleReference):
+        insistent = [_insistent(agent, future, again) for future, again in calls]
+        return [future.wait() for future in wait_all(insistent)]
+
+
+def _insistent(agent: Agent, future: Future[T], again: Again[T]) -> Future[Future[T]]:
+    """A future for one that has a result."""
+    good: Future[Future[T]] = Future()
+
+    def try_again(error: Exception) -> None:
+        try:
+            good.set_result(again(error))
+        except Exception as another:
+            good.set_exception(another)
+
+    def done(_: Any) -> None:
+        error = future.exception()
+        if isinstance(error, PeerLost | StaleReference):
+            agent.threads.start(partial(try_again, error))
+        elif isinstance(error, Exception):
+            good.set_exception(error)
+        else:
+            good.set_result(future)
+
+    future.add_done_callback(done)
+    return good

@@ -17,6 +17,8 @@ from telegrad.ps.solver import Options
 # Of a server's range: all as they are; compressed, run by run; by bucket, those that the server does not have yet.
 Gradients = Tensor | list[Tensor] | dict[int, Tensor]
 
+Steps = dict[str, int]  # of trainers: the number of a step of each
+
 
 def trainer_name(incarnation: str, number: int) -> str:
     """What identifies a trainer: a worker may have several, one after the other or at the same time."""
@@ -40,6 +42,7 @@ class Plan:
     consistency: Consistency
     trainers: int  # that must have come before anybody starts
     checkpoint: Checkpoint | None
+    servers: tuple[str, ...]  # that have a share; the first leads
     device: str = "cpu"  # that the parameters are on
 
     def make(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
@@ -53,7 +56,7 @@ class Answer(NamedTuple):
     staleness: int = 0
     dropped: bool = False
     values: Tensor | None = None
-    applied: dict[str, int] | None = None  # the last step of each trainer in this version, where it may be asked for
+    applied: Steps | None = None  # the last step of each trainer in this version, where it may be asked for
 
 
 class Welcome(NamedTuple):

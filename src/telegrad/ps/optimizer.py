@@ -7,7 +7,6 @@ servers have been told. `_attachments`, one per server, hold the rest. Used by o
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from telegrad.ps.attachment import Attachment
 from telegrad.ps.checkpoint import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync
 from telegrad.ps.flat import Flat
-from telegrad.ps.joining import agent_of, closing, matching
+from telegrad.ps.joining import Again, agent_of, answers, closing, matching, pauses
 from telegrad.ps.layout import Layout
 from telegrad.ps.messages import Answer, Plan, trainer_name
 from telegrad.ps.solver import Options, State, works_by_element
@@ -33,7 +32,6 @@ from telegrad.ps.tables.modules import tables_of
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
-_POLL = (0.005, 0.2)
 _numbers = itertools.count(1)
 
 
@@ -190,14 +188,20 @@ class Optimizer(optim.Optimizer):
     ) -> list[Attachment]:
         shares = self._layout.divide(len(servers), whole=not works_by_element(self._kind))
         known, device = tuple(self._known), str(self._flat.device)
-        plans = [
-            Plan(self.name, share, self._kind, options, known, self._consistency, trainers, checkpoint, device)
-            for share in shares
-        ]
+        used = [(server, share) for server, share in zip(servers, shares, strict=True) if share.nbytes]
+        names = tuple(server for server, _ in used)
+        rest = (self._kind, options, known, self._consistency, trainers, checkpoint, names, device)
         return [
-            Attachment(self._agent, self._trainer, server, plan, self._flat, self._compression, self._overlap)
-            for server, plan in zip(servers, plans, strict=True)
-            if plan.share.nbytes
+            Attachment(
+                self._agent,
+                self._trainer,
+                server,
+                Plan(self.name, share, *rest),
+                self._flat,
+                self._compression,
+                self._overlap,
+            )
+            for server, share in used
         ]
 
     def _join(self) -> None:
@@ -211,7 +215,7 @@ class Optimizer(optim.Optimizer):
 
     def _enter(self) -> None:
         firsts = [each.announce() for each in self._attachments]
-        if self._consistency == Sync():  # all servers are in the same round, or will be in a moment
+        if isinstance(self._consistency, Sync):  # all servers are in the same round, or will be in a moment
             firsts = [max(firsts)] * len(firsts)
         limit = self._agent.config.join_timeout
         entered = [each.enter(first, limit) for each, first in zip(self._attachments, firsts, strict=True)]
@@ -227,10 +231,10 @@ class Optimizer(optim.Optimizer):
 
     def _find_or_found(self) -> None:
         lead, *others = self._attachments
-        pause = _POLL[0]
-        while (may := self._agent.invoke(lead.server, service.found, (self.name, self._trainer))) is False:
-            time.sleep(pause)  # somebody else is making the shards
-            pause = min(pause * 1.5, _POLL[1])
+        for _ in pauses():
+            may = self._agent.invoke(lead.server, service.found, (self.name, self._trainer))
+            if may is not False:  # then somebody else is making the shards
+                break
         if may:
             version = self._newest_common()
             for attachment in (*others, lead):
@@ -247,27 +251,37 @@ class Optimizer(optim.Optimizer):
         return max(common)
 
     def _push(self, changes: dict[int, Options]) -> list[Answer]:
-        """Push to all servers at once; the last by a call that is waited for, which is the fastest."""
-        *others, last = self._attachments
-        pushed = [each.start_push(self.steps, changes) for each in others]
-        outcomes = [_outcome(last.push, self.steps, changes)]
-        outcomes = [*(_outcome(each.wait) for each in pushed), *outcomes]
-        return [self._insist(*each) for each in zip(self._attachments, outcomes, strict=True)]
+        """Push to all servers at once. Where there is only one, by a call that is waited for, which is the fastest."""
+        pushes = [(each, self._version_of(each)) for each in self._attachments]
+        if len(pushes) == 1:
+            ((only, version),) = pushes
+            try:
+                return [only.push(self.steps, version, changes)]
+            except (PeerLost, StaleReference) as error:
+                return [self._again(only, version)(error).wait()]
+        started = [each.start_push(self.steps, version, changes) for each, version in pushes]
+        return answers(
+            self._agent, [(future, self._again(*push)) for future, push in zip(started, pushes, strict=True)]
+        )
 
-    def _insist(self, attachment: Attachment, outcome: Answer | Exception) -> Answer:
-        """Wait for servers that were lost, which may come back."""
-        if isinstance(outcome, PeerLost | StaleReference):
-            return attachment.push_again(self.steps, dict(enumerate(self._known)), outcome, self._patience)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+    def _version_of(self, attachment: Attachment) -> int:
+        """What the gradients were computed with. Rounds are the same on all servers."""
+        return self.version if isinstance(self._consistency, Sync) else attachment.version
 
-    def _take(self, answers: list[Answer]) -> None:
-        for attachment, answer in zip(self._attachments, answers, strict=True):
+    def _again(self, attachment: Attachment, version: int) -> Again[Answer]:
+        """Wait for a server that was lost, which may come back."""
+
+        def again(error: Exception) -> Future[Answer]:
+            return attachment.push_again(self.steps, version, dict(enumerate(self._known)), error, self._patience)
+
+        return again
+
+    def _take(self, answered: list[Answer]) -> None:
+        for attachment, answer in zip(self._attachments, answered, strict=True):
             attachment.take(answer)
         self._flat.deliver()
-        self.staleness = max(answer.staleness for answer in answers)
-        self.dropped += any(answer.dropped for answer in answers)
+        self.staleness = max(answer.staleness for answer in answered)
+        self.dropped += any(answer.dropped for answer in answered)
 
     def _put(self, state: State, number: int, first: int, values: State) -> None:
         """Put the state of some elements of a parameter where it belongs."""
@@ -283,13 +297,6 @@ class Optimizer(optim.Optimizer):
 
     def _everywhere(self, start: Callable[[Attachment], Future[Any]]) -> list[Any]:
         return wait_all([start(each) for each in self._attachments])
-
-
-def _outcome(function: Callable[..., Answer], *args: Any) -> Answer | Exception:
-    try:
-        return function(*args)
-    except Exception as error:
-        return error
 
 
 def _learning(model: Any, groups: list[dict[str, Any]]) -> list[list[tuple[int, str, Tensor]]]:

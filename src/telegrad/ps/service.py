@@ -3,25 +3,24 @@
 Which trainer that is, whose parameters everybody starts from, is decided by the first of the servers; it makes the
 shards of all others before that one's. So whoever finds a shard on the first server finds one on all.
 
-State: `Shards`, one per agent: the shards by name, and who is making them, under `_lock`.
+State: `Shards`, one per agent: who is making shards, under the lock of the `Holdings` that they are added to.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from telegrad.agent.current import active_agent
 from telegrad.agent.routes import anywhere
-from telegrad.agent.serving import Later, trusted
+from telegrad.agent.serving import trusted
 from telegrad.errors import StaleReference
-from telegrad.futures import Future
 from telegrad.ps import segments
 from telegrad.ps.checkpoint import Archive, Snapshot
-from telegrad.ps.messages import Answer, Gradients, Plan, Welcome, worker_of
+from telegrad.ps.council import Council
+from telegrad.ps.holdings import Holdings, now_or_later
+from telegrad.ps.messages import Answer, Gradients, Plan, Steps, Welcome, worker_of
 from telegrad.ps.segments import Handle
 from telegrad.ps.shard import Shard
 from telegrad.ps.solver import Options, State
@@ -35,40 +34,31 @@ class Shards:
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self._shards: dict[str, Shard] = {}
+        self._holdings = agent.service(Holdings)
         self._founders: dict[str, str] = {}
-        self._lock = threading.Lock()
-        agent.on_loss(self._lost)
-        agent.on_close(self._close)
 
     def __repr__(self) -> str:
-        return f"<Shards of {self.agent.name}: {list(self._shards.values())}>"
+        return f"<Shards of {self.agent.name}, made by {self._founders}>"
 
     @classmethod
     def here(cls) -> Shards:
-        agent = active_agent()
-        if agent is None:  # it was called in the moment in which it closes
-            raise StaleReference("a worker that holds part of a parameter server is leaving")
-        return agent.service(cls)
+        return Holdings.here().agent.service(cls)
 
     def find(self, name: str) -> Shard:
-        shard = self._shards.get(name)
-        if shard is None:
-            raise StaleReference(f"worker {self.agent.name!r} holds nothing of parameter server {name!r}")
-        return shard
+        return self._holdings.find(_what(name), Shard)
 
     def has(self, name: str) -> bool:
-        return name in self._shards
+        return self._holdings.has(_what(name))
 
     def found(self, name: str, trainer: str) -> bool:
-        with self._lock:
+        with self._holdings.lock:
             founder = self._founders.get(name)
             if not self.has(name) and (founder is None or self.agent.is_lost(worker_of(founder))):
                 founder = self._founders[name] = trainer
             return not self.has(name) and founder == trainer
 
     def leave(self, name: str, trainer: str) -> None:
-        with self._lock:
+        with self._holdings.lock:
             if self._founders.get(name) == trainer:
                 del self._founders[name]  # if it could not make the shards, the next may try
         if self.has(name):
@@ -85,18 +75,18 @@ class Shards:
 
     def create(self, plan: Plan, values: Tensor, version: int | None) -> None:
         """A shard with a version that was saved or, if that is None, with these values."""
-        with self._lock:
+        with self._holdings.lock:
             if self.has(plan.name):
                 return
             archive = self._archive(plan)
             snapshot = None if archive is None or version is None else archive.read(version)
             if archive is not None:
                 archive.clear(after=-1 if version is None else version)
-            self._shards[plan.name] = self._made(plan, values, archive, snapshot)
+            self._make(plan, values, archive, snapshot)
 
     def recreate(self, plan: Plan) -> None:
         """A shard that was here in an earlier life of this worker, from its newest checkpoint; unless it is here."""
-        with self._lock:
+        with self._holdings.lock:
             if self.has(plan.name):
                 return
             archive = self._archive(plan)
@@ -104,36 +94,32 @@ class Shards:
             if archive is None or snapshot is None or not (archive.rule.resume or snapshot.run == self.agent.group):
                 raise StaleReference(f"worker {self.agent.name!r} has come back without its part of {plan.name!r}")
             values = segments.private(plan.share.nbytes, _usable(plan.device))
-            self._shards[plan.name] = self._made(plan, values, archive, snapshot)
+            self._make(plan, values, archive, snapshot).look_around()
+
+    def check(self, shard: Shard, trainer: str) -> None:
+        """A call of a trainer may be served after its loss was noticed: it must not stay."""
+        self._holdings.check(shard, trainer)
 
     def _archive(self, plan: Plan) -> Archive | None:
         agent, rule = self.agent, plan.checkpoint
         return None if rule is None else Archive(rule, plan.name, agent.name, agent.threads.start)
 
-    def _made(self, plan: Plan, values: Tensor, archive: Archive | None, snapshot: Snapshot | None) -> Shard:
-        agent = self.agent
-        shard = Shard(plan, values, shares_memory(agent), agent.group, archive)
+    def _make(self, plan: Plan, values: Tensor, archive: Archive | None, snapshot: Snapshot | None) -> Council:
+        agent, what = self.agent, _what(plan.name)
+        council = Council(agent, what, plan.servers, patient=archive is not None)
+        shard = Shard(plan, values, shares_memory(agent), agent.group, archive, council.followers, council.ask)
         if archive is not None and snapshot is not None:
             expected = archive.members() if snapshot.run == agent.group else []
             shard.restore(snapshot, expected)
             for worker in set(map(worker_of, expected)):
                 agent.watch(worker)
         shard.save()
-        return shard
+        self._holdings.add(what, shard)
+        return council
 
-    def _close(self) -> None:
-        for shard in self._shards.values():
-            shard.close()
-        self._shards.clear()
 
-    def check(self, shard: Shard, trainer: str) -> None:
-        """A call of a trainer may be served after its loss was noticed: it must not stay."""
-        if self.agent.is_lost(worker_of(trainer)):
-            shard.leave(trainer)
-
-    def _lost(self, name: str, incarnation: str) -> None:
-        for shard in list(self._shards.values()):
-            self.agent.threads.start(lambda shard=shard: shard.lose(incarnation))  # type: ignore[misc]
+def _what(name: str) -> str:
+    return f"parameter server {name!r}"
 
 
 def _usable(device: str) -> str:
@@ -185,7 +171,7 @@ def enter(name: str, trainer: str, first: int, gradients: Handle | None) -> Any:
     shard = shards.find(name)
     entered = shard.enter(trainer, first, gradients)
     shards.check(shard, trainer)
-    return _now_or_later(entered)
+    return now_or_later(entered)
 
 
 @trusted
@@ -197,7 +183,7 @@ def resume(
     version: int,
     values: Tensor,
     gradients: Handle | None,
-    applied: dict[str, int],
+    applied: Steps,
 ) -> Welcome:
     """A trainer comes back to a server that has lost it, most likely because it was restarted."""
     shards = Shards.here()
@@ -227,7 +213,7 @@ def push(
     by_value: bool,
     missing: frozenset[int] = frozenset(),
 ) -> Any:
-    return _now_or_later(Shards.here().find(name).push(trainer, step, version, changes, gradients, by_value, missing))
+    return now_or_later(Shards.here().find(name).push(trainer, step, version, changes, gradients, by_value, missing))
 
 
 @trusted
@@ -251,7 +237,3 @@ def state(name: str) -> list[State]:
 @anywhere
 def load(name: str, states: dict[int, State], changes: dict[int, Options]) -> None:
     Shards.here().find(name).load(states, changes)
-
-
-def _now_or_later(future: Future[Any]) -> Any:
-    return future.wait() if future.done() else Later(future)

@@ -1,19 +1,19 @@
 """`Attachment`: a trainer's side of one server that holds tables.
 
-State: `version`, which the rows that the trainer has in use are of at least; `_current`, whether rows have been fetched
+State: `version`, which the rows that the trainer has in use are of at least; `current`, whether rows have been fetched
 since the last answer to a push. Used by the thread that trains.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from telegrad.errors import PeerLost, StaleReference
 from telegrad.futures import Future
+from telegrad.ps.joining import Again, insist, settled
 from telegrad.ps.messages import Answer
 from telegrad.ps.tables import service
 from telegrad.ps.tables.messages import Definition, Plan, Update, Wanted
@@ -21,7 +21,8 @@ from telegrad.ps.tables.messages import Definition, Plan, Update, Wanted
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
-_POLL = (0.005, 0.5)
+
+T = TypeVar("T")
 
 
 class Attachment:
@@ -29,7 +30,7 @@ class Attachment:
         self.server = server
         self.plan = plan
         self.version = 0
-        self._current = False
+        self.current = False
         self._agent = agent
         self._me = trainer
 
@@ -57,15 +58,15 @@ class Attachment:
 
     def pulled(self, answer: tuple[int, list[Tensor]]) -> list[Tensor]:
         version, rows = answer
-        if not self._current:
-            self.version, self._current = max(self.version, version), True
+        if not self.current:
+            self.version, self.current = max(self.version, version), True
         return rows
 
-    def push(self, step: int, updates: list[Update]) -> Future[Answer]:
-        return self._start(service.push, self._me, step, self.version, updates)
+    def push(self, step: int, version: int, updates: list[Update]) -> Future[Answer]:
+        return self._start(service.push, self._me, step, version, updates)
 
     def pushed(self, answer: Answer) -> Answer:
-        self.version, self._current = answer.version, False
+        self.version, self.current = answer.version, False
         return answer
 
     def put(self, table: str, ids: Tensor, values: Tensor) -> Future[None]:
@@ -76,27 +77,21 @@ class Attachment:
         return part
 
     def again(
-        self,
-        call: Callable[[], Future[Any]],
-        error: Exception,
-        tables: Sequence[Definition],
-        acknowledged: int,
-        patience: float,
-    ) -> Any:
+        self, call: Callable[[], Future[T]], tables: Sequence[Definition], acknowledged: int, patience: float
+    ) -> Again[T]:
         """Wait until a server that is gone has come back, and make a call that it has not answered."""
-        if self.plan.checkpoint is None:
-            raise error
-        until, pause = time.monotonic() + patience, _POLL[0]
-        while True:
-            try:
-                arguments = (self.plan, list(tables), self._me, acknowledged, self.version)
-                self._agent.invoke(self.server, service.resume, arguments)
-                return call().wait()
-            except (PeerLost, StaleReference):
-                if time.monotonic() > until:
-                    raise
-            time.sleep(pause)
-            pause = min(pause * 1.5, _POLL[1])
+
+        def again(error: Exception) -> Future[T]:
+            if self.plan.checkpoint is None:
+                raise error
+            return insist(attempt, patience, (PeerLost, StaleReference))
+
+        def attempt() -> Future[T]:
+            arguments = (self.plan, list(tables), self._me, acknowledged, self.version)
+            self._agent.invoke(self.server, service.resume, arguments)
+            return settled(call())
+
+        return again
 
     def _start(self, function: Any, *args: Any) -> Future[Any]:
         return self._agent.start(self.server, function, (self.plan.name, *args), None, None)

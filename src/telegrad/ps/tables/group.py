@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from telegrad.errors import CallTimeout, JoinError, PeerLost, StaleReference, UsageError
+from telegrad.errors import CallTimeout, JoinError, UsageError
 from telegrad.futures import Future, wait_all
 from telegrad.ps.checkpoint import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync
-from telegrad.ps.joining import agent_of, closing, matching
+from telegrad.ps.joining import Again, agent_of, answers, closing, matching
 from telegrad.ps.messages import Answer, trainer_name
 from telegrad.ps.tables.attachment import Attachment
 from telegrad.ps.tables.batch import Batch, total
@@ -63,7 +64,7 @@ class Tables:
         self._definitions: dict[str, Definition] = {}
         self._told: dict[str, Rule] = {}
         self._gradients: dict[str, list[tuple[Batch, Tensor]]] = {}
-        self._pushed: list[tuple[list[Update], Future[Answer]]] = []
+        self._pushed: list[tuple[Future[Answer], Again[Answer]]] = []
         self._acknowledged = 0
         self._member = True
         trainer = trainer_name(self._agent.me.incarnation, next(_numbers))
@@ -73,7 +74,7 @@ class Tables:
                 self._agent,
                 trainer,
                 server,
-                Plan(name, number, len(names), self._consistency, trainers, checkpoint),
+                Plan(name, number, tuple(names), self._consistency, trainers, checkpoint),
             )
             for number, server in enumerate(names)
         ]
@@ -142,13 +143,10 @@ class Tables:
             for requests, ids in zip(by_server, batch.split(batch.ids), strict=True):
                 if len(ids):
                     requests.append(Wanted(table, ids))
-        calls = [
-            (each, lambda each=each, requests=requests: each.pull(requests, keep))
-            for each, requests in zip(self._attachments, by_server, strict=True)
-            if requests
-        ]
-        answers = zip(calls, self._everywhere(calls), strict=True)
-        rows = {each.server: iter(each.pulled(answer)) for (each, _), answer in answers}
+        asked = [each for each in zip(self._attachments, by_server, strict=True) if each[1]]
+        calls = [self._started(each, partial(each.pull, requests, keep)) for each, requests in asked]
+        answered = zip(asked, answers(self._agent, calls), strict=True)
+        rows = {each.server: iter(each.pulled(answer)) for (each, _), answer in answered}
         servers = [each.server for each in self._attachments]
         return [
             _together(
@@ -199,20 +197,19 @@ class Tables:
                     mine.append(Update(table, ids, lines, rule))
         self.steps += 1
         self._pushed = [
-            (mine, each.push(self.steps, mine)) for each, mine in zip(self._attachments, updates, strict=True)
+            self._started(each, partial(each.push, self.steps, version, mine))
+            for each, version, mine in zip(self._attachments, self._versions(), updates, strict=True)
         ]
 
     def finish_step(self) -> None:
         """Wait for the answers."""
         pushed, self._pushed = self._pushed, []
-        waiting = [
-            (each, answer, lambda each=each, mine=mine: each.push(self.steps, mine))
-            for each, (mine, answer) in zip(self._attachments, pushed, strict=True)
-        ]
-        answers = [each.pushed(self._insist(each, answer, call)) for each, answer, call in waiting]
+        answered = answers(self._agent, pushed)
+        for each, answer in zip(self._attachments, answered, strict=True):
+            each.pushed(answer)
         self._acknowledged = self.steps
-        self.staleness = max(answer.staleness for answer in answers)
-        self.dropped += any(answer.dropped for answer in answers)
+        self.staleness = max(answer.staleness for answer in answered)
+        self.dropped += any(answer.dropped for answer in answered)
 
     # Inside
 
@@ -227,7 +224,7 @@ class Tables:
     def _join(self) -> None:
         try:
             firsts = [each.announce() for each in self._attachments]
-            if self._consistency == Sync():  # all servers are in the same round, or will be in a moment
+            if isinstance(self._consistency, Sync):  # all servers are in the same round, or will be in a moment
                 firsts = [max(firsts)] * len(firsts)
             limit = self._agent.config.join_timeout
             entered = [each.enter(first, limit) for each, first in zip(self._attachments, firsts, strict=True)]
@@ -243,19 +240,23 @@ class Tables:
             self.close()  # nobody is to wait for a trainer that did not start
             raise
 
-    def _everywhere(self, calls: Sequence[tuple[Attachment, Callable[[], Future[Any]]]]) -> list[Any]:
-        started = [(each, call(), call) for each, call in calls]
-        return [self._insist(each, future, call) for each, future, call in started]
+    def _versions(self) -> list[int]:
+        """What the gradients were computed with. Rounds are the same on all servers; the oldest rows count."""
+        if not isinstance(self._consistency, Sync):
+            return [each.version for each in self._attachments]
+        fetched = [each.version for each in self._attachments if each.current]
+        return [min(fetched, default=self.version)] * self.servers
 
-    def _insist(self, attachment: Attachment, future: Future[Any], call: Callable[[], Future[Any]]) -> Any:
-        """Wait for an answer, and for a server that was lost, which may come back."""
-        try:
-            return future.wait()
-        except (PeerLost, StaleReference) as error:
-            if not self._member:
-                raise
-            tables = list(self._definitions.values())
-            return attachment.again(call, error, tables, self._acknowledged, self._patience)
+    def _started(self, attachment: Attachment, call: Callable[[], Future[Any]]) -> tuple[Future[Any], Again[Any]]:
+        """A call, and what to do if the server is lost, which may come back."""
+        if not self._member:
+            return call(), _give_up
+        tables = list(self._definitions.values())
+        return call(), attachment.again(call, tables, self._acknowledged, self._patience)
+
+
+def _give_up(error: Exception) -> Future[Any]:
+    raise error
 
 
 def _together(parts: list[Tensor], shape: Shape) -> Tensor:

@@ -19,7 +19,7 @@ class Plan:
 
     name: str
     number: int  # of this server
-    servers: int
+    servers: tuple[str, ...]  # the first leads
     consistency: Consistency
     trainers: int  # that must have come before anybody starts
     checkpoint: Checkpoint | None

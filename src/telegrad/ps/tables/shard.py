@@ -1,49 +1,42 @@
-"""`Shard`: what one server holds of a group of tables, and the trainers that train them together.
+"""`Shard`: what one server holds of a group of tables.
 
-State, all of it under `_lock`: the storages by name, the attendance, and `_restored`, what a checkpoint had of tables
-that no trainer has named yet. Futures are completed after the lock is released.
+State, all of it under the lock of a `Holding`: the storages by name, and `_restored`, what a checkpoint had of tables
+that no trainer has named yet.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from telegrad.errors import StaleReference, UsageError
 from telegrad.futures import Future
+from telegrad.ps.attendance import Report, act
 from telegrad.ps.checkpoint import Archive, Snapshot
-from telegrad.ps.messages import Answer
-from telegrad.ps.tables.attendance import Attendance, Report, complete
+from telegrad.ps.holding import Holding
+from telegrad.ps.messages import Answer, Steps
 from telegrad.ps.tables.messages import Definition, Plan, Update, Wanted
 from telegrad.ps.tables.storage import Storage
 
 
-class Shard:
-    def __init__(self, plan: Plan, run: str, archive: Archive | None) -> None:
-        """`run` names the group of workers; a snapshot of the same run brings back the trainers that took part."""
+class Shard(Holding):
+    def __init__(
+        self,
+        plan: Plan,
+        run: str,
+        archive: Archive | None,
+        followers: Sequence[str] = (),
+        ask: Callable[[int, Steps], None] | None = None,
+    ) -> None:
+        super().__init__(plan.consistency, plan.trainers, run, archive, followers, ask)
         self.plan = plan
-        self._run = run
-        self._archive = archive
-        self._lock = threading.Lock()
         self._storages: dict[str, Storage] = {}
         self._restored: dict[str, tuple[dict[str, Tensor], int]] = {}
-        self._attendance = Attendance(plan.consistency, plan.trainers, self._apply, self._save_if_due)
-        self._saved = -1  # the last version that was given to the archive
 
     def __repr__(self) -> str:
         return f"<Shard of tables {self.plan.name!r}: {list(self._storages.values())}, {self._attendance!r}>"
-
-    @property
-    def waiting(self) -> list[str]:
-        """Who has reported and is not answered."""
-        return self._attendance.waiting
-
-    @property
-    def version(self) -> int:
-        return self._attendance.version
 
     def define(self, tables: Iterable[Definition]) -> None:
         """Have these tables; those that are here already must be the same."""
@@ -65,43 +58,29 @@ class Shard:
     def announce(self, trainer: str, plan: Plan) -> int:
         if (plan.servers, plan.consistency) != (self.plan.servers, self.plan.consistency):
             raise UsageError(
-                f"the trainers of tables {self.plan.name!r} disagree: {plan.consistency} on {plan.servers} servers, "
-                f"but there is {self.plan.consistency} on {self.plan.servers}"
+                f"the trainers of tables {self.plan.name!r} disagree: {plan.consistency} on {', '.join(plan.servers)}, "
+                f"but there is {self.plan.consistency} on {', '.join(self.plan.servers)}"
             )
         with self._lock:
             return self._attendance.announce(trainer)
 
     def enter(self, trainer: str, first: int) -> Future[Answer]:
+        """A trainer is here; the answer comes when it may start, which is in round `first`."""
         future: Future[Answer] = Future()
         with self._lock:
-            outcomes = self._attendance.enter(trainer, first, future)
+            actions = self._attendance.enter(trainer, first, future)
             self._note_members()
-        complete(outcomes)
+        act(actions)
         return future
 
     def resume(self, trainer: str, acknowledged: int, version: int) -> Answer:
         """A trainer comes back to a server that was restarted."""
         with self._lock:
-            outcomes = self._attendance.resume(trainer, acknowledged, version)
+            actions = self._attendance.resume(trainer, acknowledged, version)
             self._note_members()
             answer = Answer(self.version)
-        complete(outcomes)
+        act(actions)
         return answer
-
-    def leave(self, trainer: str) -> None:
-        with self._lock:
-            known = trainer in self._attendance.members
-            outcomes = self._attendance.leave(trainer)
-            if known:
-                self._note_members()
-        complete(outcomes)
-
-    def lose(self, worker: str) -> None:
-        """A worker is gone, by its incarnation, and with it every trainer there."""
-        with self._lock:
-            trainers = self._attendance.of(worker)
-        for trainer in trainers:
-            self.leave(trainer)
 
     # What they bring and get
 
@@ -115,8 +94,8 @@ class Shard:
         with self._lock:
             for update in updates:
                 self._find(update.table)
-            outcomes = self._attendance.take(report)
-        complete(outcomes)
+            actions = self._attendance.take(report)
+        act(actions)
         return report.future
 
     def put(self, table: str, ids: Tensor, values: Tensor) -> None:
@@ -129,14 +108,14 @@ class Shard:
 
     # Checkpoints
 
-    def restore(self, snapshot: Snapshot, expected: Iterable[str]) -> None:
+    def restore(self, snapshot: Snapshot, expected: Sequence[str]) -> None:
         """Begin where a snapshot ends. Of the same run, the trainers that took part are waited for."""
         (about,) = snapshot.groups
-        if about["servers"] != [self.plan.number, self.plan.servers]:
+        number, servers = about["servers"]
+        if (number, servers) != (self.plan.number, len(self.plan.servers)):
             raise UsageError(
-                f"the checkpoint of tables {self.plan.name!r} is of server {about['servers'][0] + 1} of "
-                f"{about['servers'][1]}, not {self.plan.number + 1} of {self.plan.servers}: "
-                "resume with the same servers"
+                f"the checkpoint of tables {self.plan.name!r} is of server {number + 1} of {servers}, not "
+                f"{self.plan.number + 1} of {len(self.plan.servers)}: resume with the same servers"
             )
         with self._lock:
             for table, steps in about["tables"].items():
@@ -145,20 +124,19 @@ class Shard:
                     key.removeprefix(prefix): each for key, each in snapshot.values.items() if key.startswith(prefix)
                 }
                 self._restored[table] = contents, steps
-            same = snapshot.run == self._run
-            self._attendance.restore(snapshot.version, snapshot.applied if same else {}, expected if same else ())
-            self._saved = snapshot.version
+            self._restore(snapshot, expected)
 
-    def save(self) -> None:
-        """Put what is here now into the archive."""
-        with self._lock:
-            self._save()
-
-    def close(self) -> None:
-        """The worker leaves: save what it has, and wait until that is on disk."""
-        if self._archive is not None:
-            self.save()
-            self._archive.finish()
+    def _snapshot(self) -> Snapshot:
+        values = {
+            f"{name}/{key}": each
+            for name, storage in self._storages.items()
+            for key, each in storage.contents().items()
+        }
+        about: dict[str, Any] = {
+            "servers": [self.plan.number, len(self.plan.servers)],
+            "tables": {name: storage.steps for name, storage in self._storages.items()},
+        }
+        return Snapshot(self.version, self._run, values, [], [about], dict(self._attendance.applied))
 
     # Inside, under the lock
 
@@ -168,7 +146,7 @@ class Shard:
             raise StaleReference(f"this server has no table {table!r}")
         return storage
 
-    def _apply(self, reports: list[Report]) -> None:
+    def apply(self, reports: list[Report]) -> None:
         by_table: dict[str, list[Update]] = {}
         for report in reports:
             for update in report.content:
@@ -180,28 +158,3 @@ class Shard:
         for table, updates in by_table.items():
             gradients = [(update.ids, update.gradients) for update in updates]
             self._storages[table].update(gradients, len(reports))
-
-    def _save_if_due(self) -> None:
-        if self._archive is not None and self.version % self._archive.rule.every == 0:
-            self._save()
-
-    def _note_members(self) -> None:
-        if self._archive is not None:
-            self._archive.note_members(self._attendance.members)
-            if not self._attendance.members:
-                self._save()
-
-    def _save(self) -> None:
-        if self._archive is None or self.version == self._saved:
-            return
-        values = {
-            f"{name}/{key}": each
-            for name, storage in self._storages.items()
-            for key, each in storage.contents().items()
-        }
-        about: dict[str, Any] = {
-            "servers": [self.plan.number, self.plan.servers],
-            "tables": {name: storage.steps for name, storage in self._storages.items()},
-        }
-        self._archive.save(Snapshot(self.version, self._run, values, [], [about], dict(self._attendance.applied)))
-        self._saved = self.version
