@@ -39,6 +39,7 @@ import telegrad.rpc as telegrad_rpc
 from benchmarks import machine, results
 from benchmarks.group import free_port
 from benchmarks.processes import import_path
+from benchmarks.worlds import together
 from telegrad.optim import DistributedOptimizer as TelegradOptimizer
 
 SERVER = "server"
@@ -176,8 +177,8 @@ def measure(entry: str, options: argparse.Namespace) -> tuple[float, float | Non
     """Rows per second of all trainers together, and what servers have in memory then, in MB."""
     servers = {"one process": 0}.get(entry, 1 if entry in PACKAGES else options.servers)
     size = 1 if entry == "one process" else servers + options.trainers
-    rates, sizes = (mp.get_context("spawn").SimpleQueue() for _ in range(2))
-    mp.spawn(work, args=(entry, free_port(), options, rates, sizes), nprocs=size)
+    rates, sizes = (mp.get_context("forkserver").SimpleQueue() for _ in range(2))
+    together(work, size, entry, free_port(), options, rates, sizes)
     found = []
     while not rates.empty():
         found.append(rates.get())

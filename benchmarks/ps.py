@@ -40,6 +40,7 @@ import telegrad.rpc as telegrad_rpc
 from benchmarks import machine, plots, results
 from benchmarks.group import free_port
 from benchmarks.processes import import_path
+from benchmarks.worlds import together
 
 SERVER = "server"
 LIMIT_S = 300.0
@@ -222,7 +223,7 @@ def measure(entry: str, options: argparse.Namespace) -> float:
     servers = {"telegrad.ps": options.servers, "one process": 0}.get(entry, 1)
     size = 1 if entry == "one process" else servers + options.trainers
     rates = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(work, args=(entry, free_port(), options, rates), nprocs=size)
+    together(work, size, entry, free_port(), options, rates, fresh=options.device != "cpu")  # with MPS or without
     found = []
     while not rates.empty():
         found.append(rates.get())

@@ -39,6 +39,7 @@ from benchmarks import machine, results
 from benchmarks.group import free_port
 from benchmarks.processes import import_path
 from benchmarks.training import Digits
+from benchmarks.worlds import together
 
 SERVER = "server"
 TRAINERS, BATCH, RATE = 2, 32, 0.05
@@ -237,10 +238,10 @@ def work(rank: int, entry: str, port: int, target: float, stop: Any, outcomes: A
 
 
 def measure(entry: str, target: float) -> Outcome:
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
     outcomes, stop = context.SimpleQueue(), context.Event()
     size = 1 if entry == "one process" else 1 + TRAINERS
-    mp.spawn(work, args=(entry, free_port(), target, stop, outcomes), nprocs=size)
+    together(work, size, entry, free_port(), target, stop, outcomes)
     outcome: Outcome = outcomes.get()
     return outcome
 

@@ -8,13 +8,16 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.multiprocessing
 
 from benchmarks import remote
 from benchmarks.group import free_port
@@ -36,6 +39,17 @@ def forkserver(*preload: str) -> ForkServerContext:
     warm.start()
     warm.join()
     return context
+
+
+def together(work: Callable[..., None], size: int, *arguments: Any, fresh: bool = False) -> None:
+    """Run `work(rank, *arguments)` in as many processes. They need not import torch and Telegrad again, unless `fresh`:
+
+    then they have this process's environment as it is now.
+    """
+    if not fresh:
+        forkserver("torch._dynamo", "telegrad", "telegrad.rpc")
+    start: Any = torch.multiprocessing.start_processes
+    start(work, arguments, size, start_method="spawn" if fresh else "forkserver")
 
 
 def modules(adapter: str) -> list[str]:
