@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from telegrad.agent.current import active_agent
 from telegrad.agent.packing import current_envelope
-from telegrad.agent.serving import trusted
+from telegrad.agent.targets import trusted
 from telegrad.errors import SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.refs import RRef, remote

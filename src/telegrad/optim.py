@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from telegrad import autograd, groups
 from telegrad.agent.current import active_agent
-from telegrad.agent.serving import trusted
+from telegrad.agent.targets import trusted
 from telegrad.autograd.contexts import Context, Contexts, find_context
 from telegrad.errors import InternalError, UsageError, WorkersFailed
 from telegrad.futures import Future

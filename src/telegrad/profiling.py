@@ -31,7 +31,7 @@ from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
 from telegrad.agent.current import current_agent, local
-from telegrad.agent.serving import ASYNC_MARK, Later, trusted
+from telegrad.agent.targets import ASYNC_MARK, Later, trusted
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.wire.callables import describe

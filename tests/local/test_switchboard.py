@@ -11,7 +11,7 @@ import pytest
 from telegrad import Future, batched, waiting
 from telegrad.agent.agent import Agent
 from telegrad.agent.reading import ReadLoop
-from telegrad.agent.serving import Later
+from telegrad.agent.targets import Later
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import LocalCluster
 from telegrad.transport.channel import ChannelClosed

@@ -34,8 +34,9 @@ from telegrad.agent.membership import Directory, Member, Store, WorkerInfo, chec
 from telegrad.agent.packing import Envelope
 from telegrad.agent.routes import Route
 from telegrad.agent.secret import group_secret
-from telegrad.agent.serving import Inbound, Target, is_trusted
+from telegrad.agent.serving import Inbound
 from telegrad.agent.switchboard import Switchboard
+from telegrad.agent.targets import Target, is_trusted
 from telegrad.agent.threads import Executor, Threads
 from telegrad.config import Config
 from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError

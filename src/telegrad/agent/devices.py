@@ -24,7 +24,7 @@ from torch import Tensor
 
 from telegrad.agent.current import active_agent
 from telegrad.agent.packing import Envelope, accompany, current_envelope
-from telegrad.agent.serving import internal
+from telegrad.agent.targets import internal
 from telegrad.errors import InternalError, SerializationError, TelegradError, UsageError
 from telegrad.transport import cuda, staging
 from telegrad.wire import tensors

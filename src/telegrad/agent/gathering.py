@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.agent.current import current_agent
-from telegrad.agent.serving import Later, internal
+from telegrad.agent.targets import Later, internal
 from telegrad.errors import CallTimeout, GroupBroken, InternalError, PeerLost, TelegradError
 from telegrad.futures import Future
 

@@ -7,16 +7,14 @@ so it never delays the calls behind it.
 
 State of an `Inbound`: `_functions`, `_reading` and `_deferred` belong to the reading thread; `_active` (calls of users
 that are not answered), `_waiting` (calls whose function returned a future) and `_cancelled` are changed by single dict
-and set operations only. `Target` figures are statistics: races lose a sample.
+and set operations only.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from types import MethodType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch.futures
 
@@ -25,9 +23,10 @@ from telegrad.agent.clock import Clock
 from telegrad.agent.current import local
 from telegrad.agent.packing import Envelope, pack, unpack
 from telegrad.agent.reading import ReadLoop
-from telegrad.agent.routes import ANYWHERE, ANYWHERE_MARK, Route, backward
+from telegrad.agent.routes import ANYWHERE, Route, backward
 from telegrad.agent.scope import current_scope
 from telegrad.agent.switchboard import Switchboard
+from telegrad.agent.targets import Later, Target
 from telegrad.agent.threads import Executor, Threads
 from telegrad.config import Config
 from telegrad.deadline import Deadline
@@ -35,15 +34,9 @@ from telegrad.errors import ProtocolError, SerializationError, TelegradError, Us
 from telegrad.futures import Future
 from telegrad.transport.channel import Channel, ChannelClosed, SaidGoodbye
 from telegrad.wire import codec
-from telegrad.wire.callables import LIMIT, Function, describe
+from telegrad.wire.callables import LIMIT, Function
 from telegrad.wire.failures import encode_failure, remote_traceback
 from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Frame, Kind
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-ASYNC_MARK = "_wrapped_async_rpc_function"
-_SERVED_MARK = "_runs_for_peers"
-_INTERNAL_MARK = "_internal_to_telegrad"
 
 _SLOW = 0.002  # seconds: a function that takes longer is run by the executor
 _FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
@@ -52,123 +45,6 @@ _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
 
 _log = logging.getLogger("telegrad")
 _now = time.perf_counter
-
-
-class Promise(Protocol):
-    """A value that will be there: less than a future, and less to make."""
-
-    def listen(self, callback: Callable[[Any], None]) -> None:
-        """Call `callback(self)` when the value is there, or at once if it is."""
-
-    def value(self) -> Any:
-        """The value; raises what there is instead."""
-
-
-class Later:
-    """What a function returns whose value is that of a future or promise: like `async_execution`, call by call.
-
-    `given_up()` is called if the caller no longer waits: it cancelled, its deadline passed, or it is gone.
-    """
-
-    __slots__ = ("_value", "given_up")
-
-    def __init__(self, value: torch.futures.Future[Any] | Promise, given_up: Callable[[], None] | None = None) -> None:
-        self._value = value
-        self.given_up = given_up
-
-    @property
-    def future(self) -> torch.futures.Future[Any]:
-        """The value as a future."""
-        if isinstance(self._value, torch._C.Future):
-            return self._value
-        future: Future[Any] = Future()
-        self._value.listen(lambda promise: _keep(promise, future))
-        self._value = future
-        return future
-
-    def listen(self, callback: Callable[[Any], None]) -> None:
-        """Call `callback(done)` when the value is there; `done.value()` returns or raises it."""
-        if isinstance(self._value, torch._C.Future):
-            self._value.add_done_callback(callback)
-        else:
-            self._value.listen(callback)
-
-
-def _keep(promise: Promise, future: Future[Any]) -> None:
-    try:
-        future._settle(promise.value(), None)
-    except Exception as error:
-        future._settle(None, error)
-
-
-def serve_as(function: Function, served: Function) -> None:
-    """When a peer calls `function`, run `served` instead. It may answer with `Later`; `function` itself may not."""
-    setattr(function, _SERVED_MARK, served)
-
-
-def as_served(function: Function) -> Function:
-    """What runs when a peer calls `function`, which may be a bound method."""
-    served = getattr(function, _SERVED_MARK, None)
-    if served is None:
-        return function
-    instance = getattr(function, "__self__", None)
-    return served if instance is None else MethodType(served, instance)
-
-
-_trusted: set[Any] = set()
-
-
-def trusted(function: F) -> F:
-    """A decorator for functions and classes of Telegrad that serve even those who may call only what is registered.
-
-    They are known by identity, so nobody can send one of their own that claims to be ours.
-    """
-    _trusted.add(function)
-    return function
-
-
-def is_trusted(function: Any) -> bool:
-    return function in _trusted or type(function) in _trusted
-
-
-def internal(function: F) -> F:
-    """A decorator for functions of Telegrad itself: their calls do not count as work of the user."""
-    setattr(function, _INTERNAL_MARK, True)
-    return trusted(function)
-
-
-class Target:
-    """A function that peers call here, and how long it takes."""
-
-    __slots__ = (
-        "answers_later",
-        "anywhere",
-        "defers",
-        "function",
-        "internal",
-        "must_run",
-        "name",
-        "run",
-        "seconds",
-    )
-
-    def __init__(self, function: Function) -> None:
-        self.function = function
-        self.run = as_served(function)
-        self.name = describe(function)
-        self.answers_later = getattr(self.run, ASYNC_MARK, None) is not None
-        self.internal = hasattr(function, _INTERNAL_MARK)
-        self.anywhere = hasattr(function, ANYWHERE_MARK)
-        self.must_run = bool(getattr(function, "must_run", False))  # even if its caller no longer waits
-        self.defers = False  # its calls were answered later, so far
-        self.seconds = -1.0  # a moving average; negative: never run
-
-    def __repr__(self) -> str:
-        return f"<Target {self.name} {self.seconds * 1e6:.0f} us>"
-
-    def took(self, seconds: float) -> None:
-        known = self.seconds
-        self.seconds = seconds if known < 0 else known + (seconds - known) * 0.25
 
 
 def _shares(target: Target) -> bool:

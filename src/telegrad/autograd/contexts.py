@@ -32,7 +32,7 @@ from telegrad.agent.current import active_agent
 from telegrad.agent.membership import Member
 from telegrad.agent.packing import Envelope, before_sending, current_envelope
 from telegrad.agent.scope import current_scope
-from telegrad.agent.serving import internal
+from telegrad.agent.targets import internal
 from telegrad.autograd.versions import Versions
 from telegrad.errors import PeerLost, TelegradError, UsageError
 from telegrad.wire import tensors

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge
 from telegrad.agent.current import active_agent
 from telegrad.agent.routes import anywhere
 from telegrad.agent.scope import current_scope
-from telegrad.agent.serving import Later, trusted
+from telegrad.agent.targets import Later, trusted
 from telegrad.autograd.contexts import Context, Contexts
 from telegrad.autograd.graph import LocalGraph
 from telegrad.errors import InternalError, PeerLost, TelegradError, UsageError

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch
 
 from telegrad.agent.current import active_agent, local
-from telegrad.agent.serving import ASYNC_MARK, Later, serve_as
+from telegrad.agent.targets import ASYNC_MARK, Later, serve_as
 from telegrad.batching.entries import Entry
 from telegrad.batching.execution import Work
 from telegrad.batching.figures import Figures, Statistics

@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad import waiting
-from telegrad.agent.serving import Later
+from telegrad.agent.targets import Later
 from telegrad.batching import hosts
 from telegrad.batching.entries import Entry
 from telegrad.batching.execution import Work

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from telegrad.agent.serving import trusted
+from telegrad.agent.targets import trusted
 from telegrad.errors import PeerLost, StaleReference
 from telegrad.ps.holding import Holding
 from telegrad.ps.holdings import Holdings, now_or_later

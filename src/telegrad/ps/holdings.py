@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from telegrad.agent.current import active_agent
-from telegrad.agent.serving import Later
+from telegrad.agent.targets import Later
 from telegrad.errors import StaleReference
 from telegrad.futures import Future
 from telegrad.ps.holding import Holding

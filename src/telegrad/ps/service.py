@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from telegrad.agent.routes import anywhere
-from telegrad.agent.serving import trusted
+from telegrad.agent.targets import trusted
 from telegrad.errors import StaleReference
 from telegrad.ps import segments
 from telegrad.ps.checkpoint import Archive, Snapshot

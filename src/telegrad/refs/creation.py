@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from telegrad.agent.serving import ASYNC_MARK, Later, as_served, trusted
+from telegrad.agent.targets import ASYNC_MARK, Later, as_served, trusted
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.refs.keeper import Keeper, owner_keeper

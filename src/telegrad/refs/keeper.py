@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from telegrad.agent.current import active_agent
-from telegrad.agent.serving import Later, internal, trusted
+from telegrad.agent.targets import Later, internal, trusted
 from telegrad.errors import InternalError, StaleReference, TelegradError
 from telegrad.futures import Future
 from telegrad.refs.notes import Inbox, Note, Outbox

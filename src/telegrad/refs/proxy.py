@@ -10,7 +10,7 @@ import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from telegrad.agent.serving import ASYNC_MARK, Later, as_served, trusted
+from telegrad.agent.targets import ASYNC_MARK, Later, as_served, trusted
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.refs.keeper import Keeper, with_object

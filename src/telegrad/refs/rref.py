@@ -16,7 +16,7 @@ from telegrad.agent.agent import DEFAULT
 from telegrad.agent.current import active_agent
 from telegrad.agent.membership import WorkerInfo
 from telegrad.agent.packing import Envelope, before_sending, current_envelope, keep_until_answered
-from telegrad.agent.serving import trusted
+from telegrad.agent.targets import trusted
 from telegrad.errors import CallTimeout, SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.refs import proxy

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from telegrad.agent.serving import trusted
+from telegrad.agent.targets import trusted
 from telegrad.errors import StaleReference
 from telegrad.ps.checkpoint import Archive
 from telegrad.ps.council import Council
