@@ -89,7 +89,7 @@ class _Part:
 
     @trusted
     def step(self, context_id: int | None, changed: dict[int, Options]) -> None:
-        with self._turn.lock:
+        with self._versions.updating(), self._turn.lock:
             self._set(changed)
             parameters = self._parameters
             self._versions.before_update(parameters)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +19,9 @@ from telegrad.autograd.contexts import Contexts
 from telegrad.optim import DistributedOptimizer
 from telegrad.refs import RRef, remote
 from telegrad.testing import LocalCluster
+from tests.local.gates import PATIENCE, until
+
+inside, go_on = threading.Event(), threading.Event()  # of a forward pass
 
 
 @pytest.fixture
@@ -43,6 +48,21 @@ class Network(nn.Module):
     def gradients(self, context_id: int) -> list[Tensor]:
         found = autograd.get_gradients(context_id)
         return [found[parameter] for parameter in self.parameters()]
+
+    def forward_in_two_parts(self, x: Tensor) -> Tensor:
+        """With something in between that we cannot see."""
+        first = x @ self.first
+        inside.set()
+        assert go_on.wait(PATIENCE)
+        return first - x @ self.first
+
+    def forward_through(self, other: str, x: Tensor) -> Tensor:
+        """With a call to another worker in between."""
+        agent = current_agent()
+        assert agent is not None
+        first = x @ self.first
+        agent.call(other, wait_outside)
+        return first - x @ self.first
 
     def spoil(self, x: Tensor) -> Tensor:
         middle = x @ self.first
@@ -138,6 +158,60 @@ def test_other_changes_in_place_are_still_found(w0: Agent) -> None:
         loss = network.rpc_sync().spoil(torch.ones(1, 4, dtype=torch.float64)).sum()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             autograd.backward(context_id, [loss])
+
+
+def test_a_step_does_not_change_what_a_call_computes_with(cluster: Callable[..., LocalCluster]) -> None:
+    workers = cluster(2)
+    w0, versions = workers["w0"], Contexts.of(workers["w1"]).versions
+    network = remote("w1", Network, agent=w0)
+    _, two = optimizers(network, 2)
+    x = torch.ones(1, 4, dtype=torch.float64)
+    forget(inside, go_on)
+    with ThreadPoolExecutor(1) as pool:
+        with autograd.context(agent=w0):
+            difference = network.rpc_async().forward_in_two_parts(x)
+            assert inside.wait(PATIENCE)
+            stepped = pool.submit(step, network, two, x)
+            until(lambda: versions._updates == 1)
+            go_on.set()
+            assert torch.equal(difference.wait(), torch.zeros(1, 4, dtype=torch.float64))
+        stepped.result(PATIENCE)
+
+
+def test_a_step_does_not_wait_for_a_call_that_waits_for_others(w0: Agent) -> None:
+    network = remote("w1", Network, agent=w0)
+    _, two = optimizers(network, 2)
+    x = torch.ones(1, 4, dtype=torch.float64)
+    forget(inside, go_on)
+    with autograd.context(agent=w0):
+        difference = network.rpc_async().forward_through("w0", x)
+        assert inside.wait(PATIENCE)
+        step(network, two, x)
+        go_on.set()
+        assert difference.wait().abs().max() > 0
+
+
+def test_trainers_do_not_get_in_each_others_way(w0: Agent) -> None:
+    network = remote("w1", Network, agent=w0)
+    x = torch.ones(3, 4, dtype=torch.float64)
+
+    def run(optimizer: DistributedOptimizer) -> None:
+        for _ in range(60):
+            step(network, optimizer, x)
+
+    with ThreadPoolExecutor(4) as pool:
+        for each in [pool.submit(run, optimizer) for optimizer in optimizers(network, 4)]:
+            each.result(PATIENCE)
+
+
+def forget(*events: threading.Event) -> None:
+    for event in events:
+        event.clear()
+
+
+def wait_outside() -> None:
+    inside.set()
+    assert go_on.wait(PATIENCE)
 
 
 def address(parameter: RRef[Tensor]) -> int:

@@ -7,23 +7,31 @@ it is and writes to new memory: a backward pass sees the weights that its forwar
 parameters is checked for changes as always, except results of operations that are changed in place: with hooks, torch
 does not let us see those.
 
-State: everything under `_lock`. `_memory` maps the address of a parameter's memory to who has saved it. `_running` has
-the calls under way; memory that was replaced is kept until all calls that ran at that moment have ended, since one of
-them may be reading it.
+Calls and updates take turns, so that an operation and what is saved for it are of the same weights: an update waits
+until no call reads parameters, and calls that come meanwhile wait for it. A call that waits for other workers reads
+none. If calls and updates wait for each other in a way that we cannot see (a lock of the user's), the update goes ahead
+after `_LONGEST`.
+
+State: everything under the lock of `_changed`. `_memory` maps the address of a parameter's memory to who has saved it.
+`_reading` has the calls that may be reading; memory that was replaced under their eyes is kept until they have ended.
+`_updates` counts the updates under way.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from telegrad import waiting
+
 _OWNERS_TO_SHARE = 2
+_LONGEST = 10.0  # seconds
 
 
 class _Saved:
@@ -35,8 +43,46 @@ class _Saved:
         self.tensor = tensor
 
 
+class _Call:
+    """A call under way, as a role of its thread: see `telegrad.waiting`."""
+
+    def __init__(self, versions: Versions, outer: waiting.Role | None) -> None:
+        self._versions = versions
+        self.outer = outer
+
+    def pause(self) -> None:
+        self._versions.stop_reading(self)
+        if self.outer is not None:
+            self.outer.pause()
+
+    def resume(self) -> None:
+        if self.outer is not None:
+            self.outer.resume()
+        self._versions.start_reading(self)
+
+    def hold(self) -> None:
+        self._versions.stop_reading(self)
+        if self.outer is not None:
+            self.outer.hold()
+
+    def release(self) -> None:
+        if self.outer is not None:
+            self.outer.release()
+        self._versions.start_reading(self)
+
+    def more(self) -> bool:
+        return self.outer is not None and self.outer.more()
+
+    def afterwards(self, key: Hashable, job: Callable[[], None]) -> None:
+        assert self.outer is not None
+        self.outer.afterwards(key, job)
+
+    def at(self, key: Hashable, moment: float, job: Callable[[], None]) -> bool:
+        return self.outer is not None and self.outer.at(key, moment, job)
+
+
 class _Local(threading.local):
-    call: object | None = None
+    call: _Call | None = None
 
 
 class Versions:
@@ -44,11 +90,12 @@ class Versions:
 
     def __init__(self) -> None:
         self.active = False
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._users: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id: the parameter, how many optimizers
         self._memory: dict[int, weakref.WeakSet[_Saved]] = {}
-        self._running: set[object] = set()
-        self._replaced: list[tuple[set[object], list[Tensor]]] = []
+        self._reading: set[_Call] = set()
+        self._updates = 0
+        self._replaced: list[tuple[set[_Call], list[Tensor]]] = []
         self._local = _Local()
 
     def __repr__(self) -> str:
@@ -56,7 +103,7 @@ class Versions:
 
     def share(self, parameters: Iterable[Tensor]) -> None:
         """One more optimizer updates these."""
-        with self._lock:
+        with self._changed:
             for parameter in parameters:
                 key = id(parameter)
                 known, users = self._users.get(key, (None, 0))
@@ -68,27 +115,53 @@ class Versions:
     @contextmanager
     def call(self) -> Iterator[None]:
         """A call runs, in this block, under a context."""
-        token, outer = object(), self._local.call
-        with self._lock:
-            self._running.add(token)
-        self._local.call = token
+        if self._local.call is not None:  # it runs as part of another, on the same thread
+            with saved_tensors_hooks(self._save, _restore):
+                yield
+            return
+        call = self._local.call = _Call(self, waiting.role())
+        self.start_reading(call)
+        waiting.take(call)
         try:
             with saved_tensors_hooks(self._save, _restore):
                 yield
         finally:
-            self._local.call = outer
-            with self._lock:
-                self._running.discard(token)
+            waiting.take(call.outer)
+            self._local.call = None
+            self.stop_reading(call)
+            with self._changed:
                 for calls, _ in self._replaced:
-                    calls.discard(token)
+                    calls.discard(call)
                 self._replaced = [entry for entry in self._replaced if entry[0]]
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """This thread updates parameters in this block, and nobody reads them meanwhile."""
+        if not self.active:
+            yield
+            return
+        call = self._local.call
+        with self._changed:
+            if call is not None:
+                self._reading.discard(call)
+            self._updates += 1
+            if self._reading:
+                self._wait(lambda: not self._reading, waiting.role() if call is None else call.outer)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._updates -= 1
+                self._changed.notify_all()
+            if call is not None:
+                self.start_reading(call)
 
     def before_update(self, parameters: Iterable[Tensor]) -> None:
         """These are about to be written to: give those whose memory somebody still needs new memory first."""
         if not self.active:
             return
-        with self._lock:
-            others = self._running - {self._local.call}
+        with self._changed:
+            others = set(self._reading)  # who did not end in time
             replaced = []
             for parameter in parameters:
                 address = _address(parameter)
@@ -99,6 +172,29 @@ class Versions:
                     self._memory[_address(parameter)] = weakref.WeakSet()
             if replaced and others:
                 self._replaced.append((others, replaced))
+
+    # Of calls
+
+    def start_reading(self, call: _Call) -> None:
+        with self._changed:
+            if self._updates:
+                self._wait(lambda: not self._updates, call.outer)
+            self._reading.add(call)
+
+    def stop_reading(self, call: _Call) -> None:
+        with self._changed:
+            self._reading.discard(call)
+            if self._updates:
+                self._changed.notify_all()
+
+    def _wait(self, condition: Callable[[], bool], role: waiting.Role | None) -> None:
+        if role is not None:
+            role.pause()
+        try:
+            self._changed.wait_for(condition, _LONGEST)
+        finally:
+            if role is not None:
+                role.resume()
 
     def _save(self, tensor: Tensor) -> Any:
         users = self._memory.get(_address(tensor))
