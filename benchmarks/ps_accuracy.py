@@ -6,7 +6,7 @@
 Two trainers learn with batches of 32 each, SGD, until the test accuracy is reached; the clock starts when all workers
 are up. The entries:
 
-    telegrad.ps        `telegrad.ps.Optimizer` with `Sync()`, one server
+    telegrad.ps        `telegrad.ps.Optimizer` with `Sync()`, one server; each trainer tests with its part of the data
     telegrad           the network on the server as in PyTorch's tutorial on parameter servers: forward by calls,
                        distributed autograd, DistributedOptimizer; trainers step independently of each other
     torch              the same on torch.distributed.rpc. There, a step of one trainer may make the backward pass of
@@ -40,6 +40,7 @@ from benchmarks.group import free_port
 from benchmarks.processes import import_path
 from benchmarks.training import Digits
 from benchmarks.worlds import together
+from telegrad.agent.current import active_agent
 
 SERVER = "server"
 TRAINERS, BATCH, RATE = 2, 32, 0.05
@@ -117,7 +118,7 @@ def one_process(target: float) -> Outcome:
     return until_learned(target, step, lambda: accuracy(model, *test))
 
 
-def parameter_server(rank: int, target: float, stop: Any) -> Outcome | None:
+def parameter_server(rank: int, target: float) -> Outcome | None:
     telegrad.rpc.init_rpc(SERVER if rank == 0 else f"trainer{rank}", rank=rank, world_size=1 + TRAINERS)
     outcome = None
     if rank > 0:
@@ -133,13 +134,15 @@ def parameter_server(rank: int, target: float, stop: Any) -> Outcome | None:
             optimizer.step()
             return loss.item()
 
-        def measure() -> float:  # the first one says when it is enough
-            if rank > 1:
-                return target if stop.is_set() else 0.0
-            return accuracy(model, *test)
+        trainers = [f"trainer{number}" for number in range(1, 1 + TRAINERS)]
+        agent = active_agent()
+        assert agent is not None
+
+        def measure() -> float:  # each of its part
+            parts = agent.all_gather(accuracy(model, *(each[rank - 1 :: TRAINERS] for each in test)), trainers)
+            return statistics.mean(parts.values())
 
         outcome = until_learned(target, step, measure)
-        stop.set()
         optimizer.close()
     telegrad.rpc.shutdown()
     return outcome if rank == 1 else None
@@ -230,7 +233,7 @@ def work(rank: int, entry: str, port: int, target: float, stop: Any, outcomes: A
     if entry == "one process":
         outcome: Outcome | None = one_process(target)
     elif entry == "telegrad.ps":
-        outcome = parameter_server(rank, target, stop)
+        outcome = parameter_server(rank, target)
     else:
         outcome = network_on_the_server(entry, rank, target, stop)
     if outcome is not None:

@@ -45,7 +45,6 @@ ROWS = {
     "idle/cpu": "CPU of an idle pair of workers",
     "startup/32": "32 workers until all are up",
     "training/digits": "training with the tutorial's MNIST network on a server",
-    "backward/digits": "its backward pass, longer than in one process by",
 }
 ENTRIES = {  # cases whose entries are ways to do it, not libraries
     "ps/resnet18/2-trainers": ("parameter server, ResNet-18, 2 trainers", "torch"),
@@ -125,8 +124,9 @@ def figures(folder: Path) -> str:
     shown = [len(line["rounds"]) for line in lines if line["case"] in (*ROWS, *ENTRIES) and line["rounds"]]
     torch = run["versions"]["torch"].partition("+")[0]
     where = f"one host with {machine['cores']} cores ({machine['cpu']}, torch {torch})"
+    rounds = " to ".join(map(str, sorted({min(shown), max(shown)})))
     return (
-        f"Medians of {min(shown)} to {max(shown)} rounds on {where}:\n\n{table(lines)}\n"
+        f"Medians of {rounds} rounds on {where}:\n\n{table(lines)}\n"
         f"{entries(lines)}{limits(lines)}{behind(lines)}{others}"
     )
 
