@@ -109,7 +109,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--quick", action="store_true", help="the most important cases, under three minutes (default)")
-    mode.add_argument("--full", action="store_true", help="everything, about two hours")
+    mode.add_argument("--full", action="store_true", help="everything, about an hour")
     parser.add_argument("--parts", type=lambda text: text.split(","), help="only these, see below")
     parser.add_argument("--peers", help="only these, separated by commas, in the parts that have several")
     parser.add_argument("--cases", help="only these of the part core, by prefix, separated by commas")
