@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from telegrad import autograd, current_agent
 from telegrad.agent.agent import Agent
 from telegrad.agent.scope import current_scope
+from telegrad.autograd import versions
 from telegrad.autograd.contexts import Contexts
 from telegrad.optim import DistributedOptimizer
 from telegrad.refs import RRef, remote
@@ -162,7 +163,7 @@ def test_other_changes_in_place_are_still_found(w0: Agent) -> None:
 
 def test_a_step_does_not_change_what_a_call_computes_with(cluster: Callable[..., LocalCluster]) -> None:
     workers = cluster(2)
-    w0, versions = workers["w0"], Contexts.of(workers["w1"]).versions
+    w0, shared = workers["w0"], Contexts.of(workers["w1"]).versions
     network = remote("w1", Network, agent=w0)
     _, two = optimizers(network, 2)
     x = torch.ones(1, 4, dtype=torch.float64)
@@ -172,13 +173,14 @@ def test_a_step_does_not_change_what_a_call_computes_with(cluster: Callable[...,
             difference = network.rpc_async().forward_in_two_parts(x)
             assert inside.wait(PATIENCE)
             stepped = pool.submit(step, network, two, x)
-            until(lambda: versions._updates == 1)
+            until(lambda: shared._updates == 1)
             go_on.set()
             assert torch.equal(difference.wait(), torch.zeros(1, 4, dtype=torch.float64))
         stepped.result(PATIENCE)
 
 
-def test_a_step_does_not_wait_for_a_call_that_waits_for_others(w0: Agent) -> None:
+def test_a_step_does_not_wait_for_a_call_that_waits_for_others(w0: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_LONGEST", 2 * PATIENCE)  # it would hang, rather than go ahead after a while
     network = remote("w1", Network, agent=w0)
     _, two = optimizers(network, 2)
     x = torch.ones(1, 4, dtype=torch.float64)

@@ -206,10 +206,10 @@ def test_who_joins_gets_the_current_model(cluster: Clusters, trainer: Callable[.
     assert shard(workers).version == (4 if isinstance(rule, ps.Sync) else 5)
 
 
-def test_who_joins_in_the_middle_of_a_round_starts_with_the_next(
-    cluster: Clusters, trainer: Callable[..., Trainer]
-) -> None:
-    workers = cluster(5)
+def one_joins_in_a_round(
+    workers: LocalCluster, trainer: Callable[..., Trainer]
+) -> tuple[Trainer, Trainer, Future[None], Trainer]:
+    """Two trainers, of which the first has begun a step, and one that waits for the next round."""
     servers = ["w0", "w1"]
     a, b = (trainer(workers, worker, ps.Sync(), servers=servers, trainers=2) for worker in ("w2", "w3"))
     assert a.weight() == b.weight()
@@ -217,6 +217,14 @@ def test_who_joins_in_the_middle_of_a_round_starts_with_the_next(
     until(waiting(workers, a))
     c = trainer(workers, "w4", ps.Sync(), servers=servers)
     until(lambda: len(shard(workers).members) == 3)
+    return a, b, step, c
+
+
+def test_who_joins_in_the_middle_of_a_round_starts_with_the_next(
+    cluster: Clusters, trainer: Callable[..., Trainer]
+) -> None:
+    workers = cluster(5)
+    a, b, step, c = one_joins_in_a_round(workers, trainer)
     assert not c.joined.done()
     b.step()
     step.result(PATIENCE)
@@ -236,13 +244,7 @@ def test_who_waits_for_a_round_to_end_starts_when_everybody_in_it_has_died(
     cluster: Clusters, trainer: Callable[..., Trainer]
 ) -> None:
     workers = cluster(5)
-    servers = ["w0", "w1"]
-    a, b = (trainer(workers, worker, ps.Sync(), servers=servers, trainers=2) for worker in ("w2", "w3"))
-    assert a.weight() == b.weight()
-    doomed = a.begin()
-    until(waiting(workers, a))
-    c = trainer(workers, "w4", ps.Sync(), servers=servers)
-    until(lambda: len(shard(workers).members) == 3)
+    _, _, doomed, c = one_joins_in_a_round(workers, trainer)
     for worker in ("w2", "w3"):
         workers.kill(worker)
     assert doomed.exception(PATIENCE) is not None

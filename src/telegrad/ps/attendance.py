@@ -79,7 +79,7 @@ class Attendance:
         self._trainers = trainers  # that must have come before anybody starts
         self._owner = owner
         self._quorum = isinstance(consistency, Sync) and consistency.quorum is not None
-        self._rounds = Rounds(consistency.quorum, followers=followers) if isinstance(consistency, Sync) else None
+        self._rounds = Rounds(consistency.quorum, followers) if isinstance(consistency, Sync) else None
         self._clocks = Clocks(consistency.ahead if isinstance(consistency, Stale) else None)
         self._ask = ask
         self._asked: tuple[int, Steps] | None = None

@@ -15,7 +15,7 @@ whoever of the trainers dies meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -28,13 +28,11 @@ class Vote(NamedTuple):
 
 
 class Rounds:
-    def __init__(
-        self, quorum: int | None, number: int = 0, expected: Iterable[str] = (), followers: Sequence[str] = ()
-    ) -> None:
-        self.number = number
+    def __init__(self, quorum: int | None, followers: Sequence[str] = ()) -> None:
+        self.number = 0
         self.members: dict[str, int] = {}
         self.reported: dict[str, int] = {}  # trainer: the version its gradients were computed with
-        self.expected = set(expected)
+        self.expected: set[str] = set()
         self.promised = False
         self._quorum = quorum
         self._votes: dict[str, Vote | None] = dict.fromkeys(followers)
