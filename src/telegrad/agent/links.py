@@ -366,6 +366,8 @@ class Pipe:
                 self._heard.add(number)
             if link.lost:  # it may have been lost before this call was pending
                 self.fail_all()
+            if until <= time.monotonic() and call not in self.pending:
+                self._tell_cancelled(call)  # its deadline passed before it was sent, and the callee was told too early
         return future
 
     def fail_all(self) -> None:
@@ -430,12 +432,12 @@ class Pipe:
     def _expire(self) -> None:
         """Runs on the clock: end the calls whose deadline has passed. Callbacks of the user run elsewhere."""
         now, soonest, late = time.monotonic(), math.inf, []
+        self._next_look = math.inf  # first, so that a call that becomes pending now asks for a look of its own
         for call, pending in list(self.pending.items()):
             if pending.until <= now:
                 late.append(call)
             else:
                 soonest = min(soonest, pending.until)
-        self._next_look = math.inf
         if soonest < math.inf:
             self._look_at(max(soonest, now + _COARSEST))
         if late:
