@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,6 +136,158 @@ def test_a_result_is_what_it_was_when_it_was_returned(pair: Fleet) -> None:
     pair[0].do(read_while_they_change)
 
 
+# Tensors at rest are lent as they are
+
+
+LARGE = 5_000_000
+
+
+def sleep_on_the_gpu() -> None:
+    torch.cuda._sleep(200_000_000)  # 0.1 s
+
+
+def store(tensor: Tensor) -> None:
+    Weights.value = tensor
+
+
+def overwrite_when_the_call_is_over() -> None:
+    for number in range(3):
+        tensor = torch.full((LARGE,), float(number), device="cuda")
+        rpc.rpc_sync("w1", sleep_on_the_gpu)
+        rpc.rpc_sync("w1", store, args=(tensor,))
+        tensor.fill_(-1)
+        torch.cuda.synchronize()
+        assert held()[0] == 0
+        assert torch.all(rpc.rpc_sync("w1", weights) == number).item()
+
+
+def test_the_caller_may_write_to_an_argument_when_the_call_is_over(pair: Fleet) -> None:
+    pair[0].do(overwrite_when_the_call_is_over)
+
+
+def send_what_is_not_ready() -> None:
+    for number in range(3):
+        torch.cuda._sleep(100_000_000)
+        tensor = torch.full((LARGE,), float(number), device="cuda")
+        rpc.rpc_sync("w1", store, args=(tensor,))
+        assert torch.all(rpc.rpc_sync("w1", weights) == number).item()
+
+
+def test_an_argument_that_is_not_ready_is_waited_for(pair: Fleet) -> None:
+    pair[0].do(send_what_is_not_ready)
+
+
+def fresh(value: float, late: bool) -> tuple[Tensor, str]:
+    if late:
+        sleep_on_the_gpu()
+    return torch.full((LARGE,), value, device="cuda"), "words"
+
+
+def receive_late() -> None:
+    for late in (False, True):
+        results = []
+        for number in range(5):
+            torch.cuda._sleep(100_000_000)  # the copy comes later than the next call, which may want the same memory
+            results.append(rpc.rpc_sync("w1", fresh, args=(float(number), late))[0])
+        assert all(torch.all(result == number).item() for number, result in enumerate(results))
+
+
+def test_a_result_is_kept_until_it_is_copied(pair: Fleet) -> None:
+    pair[0].do(receive_late)
+    pair[0].do(wait_until_nothing_is_held)
+    pair[1].do(wait_until_nothing_is_held)
+
+
+def read_what_changes_next() -> None:
+    for number in range(5):
+        rpc.rpc_sync("w1", change_weights, args=(float(number),))
+        torch.cuda._sleep(100_000_000)
+        seen = rpc.rpc_sync("w1", weights)
+        rpc.rpc_sync("w1", change_weights, args=(-1.0,))
+        assert torch.all(seen == number).item()
+
+
+def test_a_result_that_the_callee_keeps_may_change_there(pair: Fleet) -> None:
+    pair[0].do(read_what_changes_next)
+
+
+def hold(tensor: Tensor, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def give_up() -> str:
+    tensor = torch.ones(LARGE, device="cuda")
+    try:
+        rpc.rpc_sync("w1", hold, args=(tensor, 1.0), timeout=0.2)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_was_lent_to_a_call_that_timed_out_comes_back(pair: Fleet) -> None:
+    pair[0].do(rpc_once)
+    assert "timeout" in pair[0].do(give_up)
+    pair[0].do(wait_until_nothing_is_held)
+    pair[1].do(wait_until_nothing_is_held)
+
+
+def rpc_once() -> None:
+    rpc.rpc_sync("w1", echo, args=(torch.ones(LARGE, device="cuda"),))
+
+
+def mapped() -> int:
+    return int(rpc._get_current_rpc_agent().statistics()["CUDA allocations mapped"])
+
+
+def wait_until_nothing_is_mapped() -> None:
+    until(lambda: not mapped())
+
+
+def test_memory_of_others_is_unmapped_when_it_is_not_used(tmp_path: Path) -> None:
+    with Fleet(2, join, str(tmp_path / "store"), {}) as pair:
+        pair[0].do(rpc_once)
+        assert pair[1].do(mapped) > 0
+        pair[1].do(wait_until_nothing_is_mapped)
+        pair[0].do(wait_until_nothing_is_mapped)
+        pair[0].do(send_what_is_not_ready)
+
+
+def send_what_cannot_be_mapped() -> None:
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    tensor = torch.full((30_000_000,), 4.0, device="cuda")
+    assert torch.all(rpc.rpc_sync("w1", echo, args=(tensor,)) == 4).item()
+
+
+def test_memory_that_cannot_be_mapped_goes_through_the_host(pair: Fleet) -> None:
+    pair[0].do(rpc_once)
+    pair[0].do(send_what_cannot_be_mapped)
+
+
+def send_few_bytes() -> None:
+    for size in (1, 2, 3, 5, 511, 512, 513, 4095, 4096, 16383, 16384, 16385):
+        tensor = torch.randint(256, (size,), device="cuda").to(torch.uint8)
+        torch.cuda.synchronize()
+        back = rpc.rpc_sync("w1", echo, args=(tensor,))
+        assert torch.equal(tensor, back)
+        assert back.device == tensor.device
+
+
+def test_few_bytes_of_any_number(pair: Fleet) -> None:
+    pair[0].do(send_few_bytes)
+
+
+def send_few_bytes_while_the_gpu_is_busy() -> None:
+    tensors = [torch.full((9,), float(number), device="cuda") for number in range(200)]
+    torch.cuda.synchronize()
+    rpc.rpc_sync("w1", sleep_on_the_gpu)
+    futures = [rpc.rpc_async("w1", torch.add, args=(tensor, 1)) for tensor in tensors]
+    assert all(torch.all(future.wait() == number + 1).item() for number, future in enumerate(futures))
+
+
+def test_more_landings_than_there_is_room_for(pair: Fleet) -> None:
+    pair[0].do(send_few_bytes_while_the_gpu_is_busy)
+
+
 def receive_and_write() -> None:
     first = rpc.rpc_sync("w1", weights)
     first.fill_(7)
@@ -182,7 +335,7 @@ def test_work_on_any_stream_is_waited_for(pair: Fleet) -> None:
 
 def held() -> tuple[int, int]:
     figures = rpc._get_current_rpc_agent().statistics()
-    return figures["CUDA snapshots lent"], figures["CUDA copies under way"]
+    return figures["CUDA tensors lent"], figures["CUDA copies under way"]
 
 
 def wait_until_nothing_is_held() -> None:
@@ -193,6 +346,7 @@ def send_and_drop() -> None:
     for size in (1, 1000, 3_000_000):
         for _ in range(50):
             rpc.rpc_sync("w1", echo, args=(torch.ones(size, device="cuda"),))
+            torch.cuda.synchronize()  # or the program is ahead of the GPU by as many results as there is time for
 
 
 def reserved() -> int:

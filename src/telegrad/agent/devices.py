@@ -1,45 +1,50 @@
 """CUDA tensors on their way between workers: which device they arrive on, and how they get there.
 
-A tensor leaves as a *snapshot*: the sender copies it, in the order of its stream, into memory that the receiver may map
-(`transport/cuda.py`), so whoever writes to the tensor after the call was sent changes nothing that was sent. The
-receiver copies the snapshot into memory of its own, on its current stream, and gives it back when that copy is done.
-Nobody's host waits for a device. A few bytes that are ready go inside the message instead. Where processes cannot map
-each other's memory (other hosts, other containers), tensors go through page-locked host memory.
+The receiver maps memory of the sender (`transport/cuda.py`) and copies what it was told to copy, on its current stream,
+into memory of its own. As a rule the sender makes a *snapshot* first, in the order of its stream, so whoever writes to
+the tensor after the call was sent changes nothing that was sent. A large tensor *at rest* is lent as it is: one whose
+caller waits for the answer, which the callee gives when it has copied, and a result that nobody else refers to. A few
+bytes that are ready go inside the message (`transport/landing.py`). Where processes cannot map each other's memory
+(other hosts, other containers), tensors go through page-locked host memory.
 
-State of `Devices`, under `_lock`: `_lent` (snapshots that receivers have not given back, by number), `_taken` (copies
-that this worker has begun, oldest first) and `_void` (numbers that the sender was told to take back: a message that
-still comes with one is refused). What is known of a peer is written once per incarnation.
+State of `Devices`, under `_lock`: `_lent` (what receivers have not given back, by number), `_taken` (copies that this
+worker has begun, oldest first) and `_void` (numbers that the sender was told to take back: a message that still comes
+with one is refused). What is known of a peer is written once per incarnation.
 """
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import itertools
 import threading
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from telegrad.agent.current import active_agent
 from telegrad.agent.packing import Envelope, accompany, current_envelope
+from telegrad.agent.resting import WORTH_LENDING
+from telegrad.agent.shipments import Arrival, Shipment, copied
 from telegrad.agent.targets import internal
 from telegrad.errors import InternalError, SerializationError, TelegradError, UsageError
 from telegrad.transport import cuda, staging
+from telegrad.transport.landing import LARGEST, landing
 from telegrad.wire import tensors
 from telegrad.wire.tensors import Reduced
 
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
-_GIVE_BACK_AT = 256 << 20  # bytes of snapshots that are given back at once instead of on the next tick
+_GIVE_BACK_AT = 256 << 20  # bytes that are given back at once when they are copied, instead of on the next tick
 _FORGOTTEN = 60.0  # seconds after which a sender asks what became of a snapshot
 _ASK_EVERY = 15.0
 _INTRODUCTION = 120.0  # seconds that a peer may take to start CUDA
 _REMEMBERED = 10_000
-_TINY = 4096  # bytes: so few are quicker through the host, if nothing is to be waited for
-_LOOKS = 20
+_SHORTLY = 0.0003  # seconds that few bytes may be waited for: two switches of the GPU between processes
 _CPU = torch.device("cpu")
 
 
@@ -52,89 +57,8 @@ class Peer(NamedTuple):
 
 class _Lent(NamedTuple):
     incarnation: str
-    snapshots: list[object]
+    memory: list[object]
     since: float
-
-
-class _Shipment:
-    """What one message takes along from one device. Travels as a number and an event."""
-
-    def __init__(self, devices: Devices, envelope: Envelope, index: int) -> None:
-        self._devices = devices
-        self._incarnation = envelope.incarnation
-        self._exports = cuda.exports(index)
-        self._stream = torch.cuda.current_stream(index)
-        self._event = self._exports.event(self._stream)
-        self._uuid = cuda.devices()[index]
-        self.number = next(devices.numbers)
-        self._kept: list[object] = []
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        done = self._devices.done_with(self._incarnation)
-        return _open_shipment, (self.number, self._uuid, self._event.handle, done)
-
-    def take(self, tensor: Tensor) -> cuda.Place:
-        place, snapshot = self._exports.snapshot(tensor, self._stream.cuda_stream)
-        self._kept.append(snapshot)
-        return place
-
-    def finish(self) -> None:
-        """The message is packed."""
-        self._event.event.record(self._stream)
-        self._devices.lend(self.number, self._incarnation, self._kept)
-
-
-class Arrival:
-    """What one message brought from one device of its sender."""
-
-    def __init__(self, devices: Devices, envelope: Envelope, number: int, index: int, event: bytes) -> None:
-        self.number = number
-        self.incarnation = envelope.incarnation
-        self.size = 0
-        self._devices = devices
-        self._index = index
-        self._event = cuda.event(event, index)
-        self._tensors: list[Tensor] = []
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        self._events: list[torch.cuda.Event] = []
-
-    def copy(self, place: cuda.Place, index: int, code: int, shape: tuple[int, ...]) -> Tensor:
-        tensor = tensors.empty(code, shape, f"cuda:{index}")
-        size = tensor.numel() * tensor.itemsize
-        stream = self._streams.get(index)
-        if stream is None:
-            stream = self._streams[index] = torch.cuda.current_stream(index)
-            stream.wait_event(self._event)
-        source = cuda.address(place.segment, self._index) + place.offset
-        cuda.enter(index)
-        cuda.driver().copy(tensor.data_ptr(), source, size, stream.cuda_stream)
-        self._devices.mapped(self.incarnation, place.segment)
-        self._tensors.append(tensor)
-        self.size += size
-        return tensor
-
-    def finish(self) -> None:
-        """The message is unpacked."""
-        for stream in self._streams.values():
-            self._events.append(stream.record_event())
-        self._devices.take(self)
-
-    def is_copied(self) -> bool:
-        return all(event.query() for event in self._events)
-
-    def wait(self) -> None:
-        for event in self._events:
-            event.synchronize()
-
-    def join(self) -> None:
-        """The thread that uses the tensors may be on other streams than the one that unpacked them."""
-        for (index, stream), event in zip(self._streams.items(), self._events, strict=True):
-            current = torch.cuda.current_stream(index)
-            if current != stream:
-                current.wait_event(event)
-                for tensor in self._tensors:
-                    if tensor.device.index == index:
-                        tensor.record_stream(current)
 
 
 class Devices:
@@ -148,17 +72,21 @@ class Devices:
         self._lent: dict[int, _Lent] = {}
         self._taken: list[Arrival] = []
         self._void: OrderedDict[tuple[str, int], None] = OrderedDict()
-        self._handles: dict[str, set[bytes]] = {}
         self._asked = 0.0
         self._in_use = False
         agent.on_loss(self._lost)
+        agent.on_close(lambda: cuda.mappings.close_unused(0.0))
         agent.add_figures(self._figures)
 
     def __repr__(self) -> str:
         return f"<Devices of {self._agent.name!r}: {len(self._lent)} lent, {len(self._taken)} taken>"
 
     def _figures(self) -> dict[str, int]:
-        return {"CUDA snapshots lent": len(self._lent), "CUDA copies under way": len(self._taken)}
+        return {
+            "CUDA tensors lent": len(self._lent),
+            "CUDA copies under way": len(self._taken),
+            "CUDA allocations mapped": len(cuda.mappings),
+        }
 
     # Packing
 
@@ -182,20 +110,24 @@ class Devices:
         if not tensor.numel():
             return tensors.empty, (code, tuple(tensor.shape), str(target))
         size = tensor.numel() * tensor.itemsize
-        if size <= _TINY and _is_idle(torch.cuda.current_stream(device)):
-            return tensors.reduce_for(tensor.cpu(), str(target))
-        if not peer.maps:
-            return staging.from_host, (*tensors.reduce_as_it_is(staging.to_host(tensor)), target.index)
-        shipment = accompany(("device", device.index), lambda: _Shipment(self, envelope, device.index))
-        try:
-            place = shipment.take(tensor)
-        except torch.OutOfMemoryError:  # there is no room for a snapshot
-            return staging.from_host, (*tensors.reduce_as_it_is(staging.to_host(tensor)), target.index)
-        return _copy, (shipment, *place, target.index, code, tuple(tensor.shape))
+        if size <= LARGEST:
+            data = landing(device.index).fetch(tensor, size, _SHORTLY)
+            if data is not None:
+                return _land, (data, target.index, code, tuple(tensor.shape))
+        if peer.maps:
+            for at_rest in (True, False) if envelope.at_rest and size >= WORTH_LENDING else (False,):
+                make = functools.partial(Shipment, self, envelope, device.index, at_rest)
+                shipment = accompany(("device", device.index, at_rest), make)
+                try:
+                    place = shipment.take(tensor, target.index)
+                except (torch.OutOfMemoryError, cuda.CudaError):  # no room for a snapshot; memory that cannot be mapped
+                    continue
+                return copied, (shipment, *place, target.index, code, tuple(tensor.shape))
+        return staging.from_host, (*tensors.reduce_as_it_is(staging.to_host(tensor)), target.index)
 
-    def lend(self, number: int, incarnation: str, snapshots: list[object]) -> None:
+    def lend(self, number: int, incarnation: str, memory: list[object]) -> None:
         with self._lock:
-            self._lent[number] = _Lent(incarnation, snapshots, time.monotonic())
+            self._lent[number] = _Lent(incarnation, memory, time.monotonic())
         self._start()
         if self._agent.is_lost(incarnation):
             self.give_back([number])
@@ -206,41 +138,49 @@ class Devices:
             for number in numbers:
                 self._lent.pop(number, None)
 
+    def retract(self, incarnation: str, numbers: list[int]) -> None:
+        """A call with tensors at rest has failed here: if the callee has not begun to copy them, it must not."""
+        self._agent.threads.start(lambda: self._take_back({incarnation: numbers}))
+
     def done_with(self, incarnation: str) -> list[int]:
-        """Numbers of a peer's snapshots that were copied, each said once."""
+        """Numbers of what a peer has lent and was copied, each said once."""
         if not self._taken:
             return []
         with self._lock:
             done = [each for each in self._taken if each.incarnation == incarnation and each.is_copied()]
-            if done:
-                self._taken = [each for each in self._taken if each not in done]
-        return [each.number for each in done]
+            self._remove(done)
+        return [each.number for each in done if not each.is_settled]
+
+    def _remove(self, arrivals: list[Arrival]) -> None:
+        if arrivals:
+            self._taken = [each for each in self._taken if each not in arrivals]
+            for arrival in arrivals:
+                arrival.let_go()
 
     # Unpacking
 
-    def arrival(self, envelope: Envelope, number: int, uuid: str, event: bytes, done: list[int]) -> Arrival:
+    def arrival(
+        self, envelope: Envelope, number: int, uuid: str, event: bytes | None, done: list[int], origin: int | None
+    ) -> Arrival:
         self.give_back(done)
-        if (envelope.incarnation, number) in self._void:
-            raise SerializationError(
-                f"a message of worker {envelope.peer!r} was delayed for so long that its CUDA tensors were taken back"
-            )
         index = cuda.devices().index(uuid)
-        return accompany(("arrival", number), lambda: Arrival(self, envelope, number, index, event))
-
-    def take(self, arrival: Arrival) -> None:
+        arrival = Arrival(self, envelope, number, index, event, origin)
         with self._lock:
+            if (envelope.incarnation, number) in self._void:
+                raise SerializationError(
+                    f"a message of worker {envelope.peer!r} came so late that its CUDA tensors had been taken back"
+                )
             self._taken.append(arrival)
-            waiting = sum(each.size for each in self._taken)
+        return accompany(("arrival", number), lambda: arrival)
+
+    def taken(self) -> None:
+        """All copies that a message asked for are under way."""
         self._start()
-        if waiting > _GIVE_BACK_AT:
+        if sum(each.size for each in self._taken if each.is_copied()) > _GIVE_BACK_AT:
             self._agent.threads.start(self._tell_all)
 
-    def mapped(self, incarnation: str, segment: bytes) -> None:
-        """Remember whose memory this is, to unmap it when its owner is gone."""
-        self._handles.setdefault(incarnation, set()).add(segment)
-
     def void(self, incarnation: str, numbers: list[int]) -> list[int]:
-        """Which of a peer's snapshots this worker has no use for; messages that bring them later are refused."""
+        """Which of what a peer has lent is not in use here; messages that bring it later are refused."""
         with self._lock:
             busy = {each.number for each in self._taken if each.incarnation == incarnation}
             unused = [number for number in numbers if number not in busy]
@@ -256,15 +196,19 @@ class Devices:
         if segment is None or uuid not in mine or not self._agent.config.cuda_ipc:
             return len(mine), False
         try:
-            cuda.address(segment, mine.index(uuid))
+            cuda.mappings.borrow(segment, mine.index(uuid))
         except cuda.CudaError:
             return len(mine), False
+        cuda.mappings.give_back([segment])
+        self._start()
         return len(mine), True
 
     # Upkeep
 
     def tick(self) -> bool:
-        """On the clock: give back what has been copied."""
+        """On the clock: give back what has been copied, and what has not been used for long."""
+        if cuda.mappings.has_unused():
+            self._agent.threads.start(cuda.mappings.close_unused)
         if self._taken:
             if any(each.is_copied() for each in self._taken):
                 self._agent.threads.start(self._tell_all)
@@ -272,7 +216,7 @@ class Devices:
         if self._lent and time.monotonic() - self._asked > _ASK_EVERY:
             self._asked = time.monotonic()
             self._agent.threads.start(self._ask)
-        return bool(self._lent)
+        return bool(self._lent) or len(cuda.mappings) > 0
 
     def _start(self) -> None:
         clock = self._agent.clock
@@ -287,7 +231,7 @@ class Devices:
             incarnations = {each.incarnation for each in self._taken}
         for incarnation in incarnations:
             done = self.done_with(incarnation)
-            if done and not self._agent.closing:
+            if done and not self._agent.closing and not self._agent.is_lost(incarnation):
                 try:
                     self._agent.start(self._name(incarnation), _given_back, (done,), None, None, internal=True)
                 except TelegradError:
@@ -300,7 +244,10 @@ class Devices:
             for number, lent in self._lent.items():
                 if time.monotonic() - lent.since > _FORGOTTEN:
                     old.setdefault(lent.incarnation, []).append(number)
-        for incarnation, numbers in old.items():
+        self._take_back(old)
+
+    def _take_back(self, lent: dict[str, list[int]]) -> None:
+        for incarnation, numbers in lent.items():
             question = self._agent.start(
                 self._name(incarnation), _void, (self._agent.me.incarnation, numbers), None, _FORGOTTEN, internal=True
             )
@@ -313,8 +260,7 @@ class Devices:
         segment: bytes | None = None
         if self._agent.config.cuda_ipc:
             try:
-                exports = cuda.exports(index)
-                segment = exports.place(exports.empty(1)).segment
+                segment = cuda.exports(index).slab.segment
             except cuda.CudaError:
                 segment = None  # such memory as `expandable_segments` has cannot be mapped by others
         question = self._agent.start(
@@ -330,18 +276,7 @@ class Devices:
         with self._lock:
             for number in [number for number, lent in self._lent.items() if lent.incarnation == incarnation]:
                 del self._lent[number]
-            taken = [each for each in self._taken if each.incarnation == incarnation]
-            self._taken = [each for each in self._taken if each.incarnation != incarnation]
-            handles = self._handles.pop(incarnation, set())
         self._peers.pop(incarnation, None)
-        if handles:
-            self._agent.threads.start(lambda: _unmap(taken, handles))
-
-
-def _unmap(taken: list[Arrival], handles: set[bytes]) -> None:
-    for arrival in taken:
-        arrival.wait()
-    cuda.close(handles)
 
 
 class Carrier:
@@ -375,11 +310,6 @@ def _unmapped(envelope: Envelope, device: torch.device) -> str:
     )
 
 
-def _is_idle(stream: torch.cuda.Stream) -> bool:
-    """Is there nothing to wait for on a stream, or not for long?"""
-    return any(stream.query() for _ in range(_LOOKS))
-
-
 def _devices() -> Devices:
     agent = active_agent()
     if agent is None:
@@ -387,15 +317,11 @@ def _devices() -> Devices:
     return agent.devices
 
 
-def _open_shipment(number: int, uuid: str, event: bytes, done: list[int]) -> Arrival:
-    envelope = current_envelope()
-    if envelope is None:
-        raise InternalError("CUDA tensors outside of a message")
-    return envelope.agent.devices.arrival(envelope, number, uuid, event, done)
+def _land(data: bytes, index: int, code: int, shape: tuple[int, ...]) -> Tensor:
+    return landing(index).put(data, code, shape)
 
 
-def _copy(arrival: Arrival, segment: bytes, offset: int, index: int, code: int, shape: tuple[int, ...]) -> Tensor:
-    return arrival.copy(cuda.Place(segment, offset), index, code, shape)
+copyreg.add_extension(__name__, _land.__name__, tensors.EXTENSION_CODE + 16)
 
 
 @internal

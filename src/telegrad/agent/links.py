@@ -21,7 +21,7 @@ from telegrad import waiting
 from telegrad.agent import scope as scopes
 from telegrad.agent.clock import Clock
 from telegrad.agent.membership import Member
-from telegrad.agent.packing import Envelope, pack, unpack
+from telegrad.agent.packing import Envelope, pack, settle, unpack
 from telegrad.agent.reading import ReadLoop
 from telegrad.agent.routes import ANYWHERE, ANYWHERE_MARK, Route, outward
 from telegrad.agent.scope import Scope, current_scope
@@ -94,6 +94,7 @@ class Link:
         self._agent = agent
         self._route = outward(agent.config.device_maps, member.name, agent.config.unmapped_devices)
         self._envelope = agent.envelope(member.name, member.incarnation, self._route)
+        self._at_rest = self._envelope._replace(at_rest=True)
         self._ids = itertools.count(1)
         self._idle: list[Lane] = []
         self._busy: set[Lane] = set()
@@ -132,6 +133,7 @@ class Link:
         except BaseException as error:
             self._busy.discard(lane)
             lane.channel.close()
+            settle(kept, answered=False)
             raise self._explain(error, function, timeout) from None
         finally:
             waiting.resume(role)
@@ -141,10 +143,14 @@ class Link:
             self._idle.append(lane)
         else:
             lane.channel.close()
-        if frame.kind == _REPLY:
-            return self.decode(frame, function)
-        if frame.kind == _FAILURE:
-            raise decode_failure(frame.body)
+        try:
+            if frame.kind == _REPLY:
+                return self.decode(frame, function)
+            if frame.kind == _FAILURE:
+                raise decode_failure(frame.body)
+        finally:
+            if kept:
+                settle(kept, answered=True)  # not before the result: it may be what orders their next use
         self.lose_to(frame)
         raise self.error_for(describe(function))
 
@@ -171,7 +177,8 @@ class Link:
     ) -> Message:
         """A call as the body of a frame. On failure the lane goes back, unused."""
         try:
-            number, flags, body, buffers = self._encode(heard, function, args, kwargs, kept)
+            at_rest = lane is not None  # the caller waits, and lets its arguments be
+            number, flags, body, buffers = self._encode(heard, function, args, kwargs, kept, at_rest)
             said = None if scope is None else scope.follow(self._envelope)
             if said:
                 flags |= SCOPED
@@ -185,11 +192,17 @@ class Link:
             raise
 
     def _encode(
-        self, heard: set[int], function: Function, args: Args, kwargs: dict[str, Any] | None, kept: list[Any]
+        self,
+        heard: set[int],
+        function: Function,
+        args: Args,
+        kwargs: dict[str, Any] | None,
+        kept: list[Any],
+        at_rest: bool,
     ) -> Message:
         entry = self._agent.numbers.find(function)
         by_value = not self._same_main
-        envelope = self._envelope
+        envelope = self._at_rest if at_rest else self._envelope
         if hasattr(function, ANYWHERE_MARK):
             envelope = envelope._replace(route=ANYWHERE)
         if entry is None or (by_value and defined_in_main(function)):

@@ -11,7 +11,7 @@ State: of each thread, what it is packing, changed only by that thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from telegrad.agent.routes import Route
@@ -28,6 +28,7 @@ class Envelope(NamedTuple):
     peer: str
     incarnation: str
     route: Route
+    at_rest: bool = False  # nobody writes to the tensors of this message before the peer has copied them
 
 
 class Companion(Protocol):
@@ -35,6 +36,21 @@ class Companion(Protocol):
 
     def finish(self) -> None:
         """The message is packed, or unpacked."""
+
+
+class Loan:
+    """Something that the callee may use until it has answered. See `keep_until_answered`."""
+
+    def returned(self, answered: bool) -> None:
+        """The call is over: it was answered, or it failed here and the callee may still be at it."""
+        raise NotImplementedError
+
+
+class Debt(Protocol):
+    """What a call brought and its sender may want back."""
+
+    def settle(self, companions: Collection[Any] = ()) -> None:
+        """The answer, with its companions, is about to be sent: from then on the sender does with it what it wants."""
 
 
 C = TypeVar("C", bound=Companion)
@@ -80,8 +96,25 @@ def keep_until_answered(subject: object) -> bool:
     return True
 
 
-def pack(envelope: Envelope, value: Any, *, by_value: bool = False, kept: list[Any] | None = None) -> codec.Encoded:
-    """Encode `value` for the peer of `envelope`. Who packs a call gives a list to keep things in."""
+def settle(kept: list[Any], answered: bool) -> None:
+    """A call is over for which these were kept."""
+    for each in kept:
+        if isinstance(each, Loan):
+            each.returned(answered)
+
+
+def pack(
+    envelope: Envelope,
+    value: Any,
+    *,
+    by_value: bool = False,
+    kept: list[Any] | None = None,
+    owed: Sequence[Debt] = (),
+) -> codec.Encoded:
+    """Encode `value` for the peer of `envelope`.
+
+    Who packs a call gives a list to keep things in; who packs an answer, what the call brought.
+    """
     outer = _local.envelope, _local.actions, _local.kept, _local.companions
     _local.envelope, _local.actions, _local.kept, _local.companions = envelope, None, kept, None
     try:
@@ -89,6 +122,8 @@ def pack(envelope: Envelope, value: Any, *, by_value: bool = False, kept: list[A
         if _local.companions:
             for companion in _local.companions.values():
                 companion.finish()
+        for debt in owed:
+            debt.settle((_local.companions or {}).values())
         if _local.actions:
             for _, action in _local.actions.values():
                 action(envelope)
@@ -100,7 +135,11 @@ def pack(envelope: Envelope, value: Any, *, by_value: bool = False, kept: list[A
 def unpack(
     envelope: Envelope, body: bytes | memoryview, buffers: Sequence[Any], arrivals: list[Any] | None = None
 ) -> Any:
-    """Decode what the peer of `envelope` sent. What came along is added to `arrivals`."""
+    """Decode what the peer of `envelope` sent.
+
+    What came along is added to `arrivals`, also if decoding fails. Without that list, the result is used on the
+    streams that are current now.
+    """
     outer = _local.envelope, _local.companions
     _local.envelope, _local.companions = envelope, None
     try:
@@ -109,6 +148,9 @@ def unpack(
         if _local.companions:
             for companion in _local.companions.values():
                 companion.finish()
-            if arrivals is not None:
+            if arrivals is None:
+                for companion in _local.companions.values():
+                    companion.forget()
+            else:
                 arrivals.extend(_local.companions.values())
         _local.envelope, _local.companions = outer

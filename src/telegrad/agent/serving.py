@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch.futures
+import torch
 
 from telegrad.agent import scope as scopes
 from telegrad.agent.clock import Clock
 from telegrad.agent.current import local
-from telegrad.agent.packing import Envelope, pack, unpack
+from telegrad.agent.packing import Debt, Envelope, pack, unpack
 from telegrad.agent.reading import ReadLoop
+from telegrad.agent.resting import is_sole
 from telegrad.agent.routes import ANYWHERE, Route, backward
 from telegrad.agent.scope import current_scope
 from telegrad.agent.switchboard import Switchboard
@@ -42,6 +44,7 @@ _SLOW = 0.002  # seconds: a function that takes longer is run by the executor
 _FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
 _CORK_BELOW = 1 << 14
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
+_MAY_REST = frozenset((torch.Tensor, tuple, list))
 
 _log = logging.getLogger("telegrad")
 _now = time.perf_counter
@@ -50,6 +53,11 @@ _now = time.perf_counter
 def _shares(target: Target) -> bool:
     """May calls of this function run on a thread that others wait for?"""
     return target.defers and 0 <= target.seconds <= _SLOW
+
+
+def _settle(owed: Sequence[Debt]) -> None:
+    for debt in owed:
+        debt.settle()
 
 
 class Host(Protocol):
@@ -237,28 +245,36 @@ class Inbound:
 
     def _run(self, frame: Frame, target: Target | None, loop: ReadLoop[Frame] | None) -> None:
         epoch = loop.epoch if loop is not None else 0
+        arrivals: list[Any] = []
         try:
-            target, args, kwargs = self._open(frame, target)
+            target, args, kwargs = self._open(frame, target, arrivals)
             started = _now()
             value = target.run(*args, **kwargs)
             target.took(_now() - started)
             del args, kwargs
+            for arrival in arrivals:
+                arrival.forget()
             if target.answers_later or type(value) is Later:
+                _settle(arrivals)
                 self._answer_later(frame.call, target, value)
                 return
         except BaseException as error:
+            _settle(arrivals)
             self._fail(frame.call, target, error)
             return
-        self._answer(frame.call, target, value, loop, epoch)
+        at_rest = type(value) in _MAY_REST and is_sole(value)
+        self._answer(frame.call, target, value, loop, epoch, at_rest=at_rest, owed=arrivals)
 
-    def _open(self, frame: Frame, target: Target | None) -> tuple[Target, tuple[Any, ...], dict[str, Any]]:
+    def _open(
+        self, frame: Frame, target: Target | None, arrivals: list[Any]
+    ) -> tuple[Target, tuple[Any, ...], dict[str, Any]]:
         """The function and arguments of a call."""
         flags, body = frame.flags, frame.body
         self._check_allowed(target)  # before the arguments are unpickled
         if flags & DEFINES:
             body = memoryview(body)[4 + int.from_bytes(body[:4], "little") :]
         try:
-            value = unpack(self._envelope, body, frame.buffers)
+            value = unpack(self._envelope, body, frame.buffers, arrivals)
         except Exception as error:
             raise SerializationError(
                 f"worker {self._host.name!r} could not unpickle the arguments: {type(error).__name__}: {error}. "
@@ -289,12 +305,15 @@ class Inbound:
         loop: ReadLoop[Frame] | None = None,
         epoch: int = 0,
         shared: bool = False,
+        at_rest: bool = False,
+        owed: Sequence[Debt] = (),
     ) -> None:
         """Send a reply; if the thread answers others as well (`shared`), without waiting for who takes nothing."""
         try:
             envelope = self._envelope._replace(route=ANYWHERE) if target.anywhere else self._envelope
-            body, buffers = pack(envelope, value)
+            body, buffers = pack(envelope._replace(at_rest=True) if at_rest else envelope, value, owed=owed)
         except Exception as error:
+            _settle(owed)
             self._fail(call, target, error)
             return
         if shared and not buffers and len(body) < _CORK_BELOW:

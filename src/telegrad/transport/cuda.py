@@ -1,12 +1,13 @@
-"""CUDA memory between the processes of one host: what is sent is copied once into memory that others may map.
+"""CUDA memory between the processes of one host: what another process copies is told to it as a place in an allocation.
 
-torch's allocator does the allocating, in a pool of its own (`torch.cuda.MemPool`): its segments are never given back to
-the driver while others have them mapped, and nothing else lies in them. A segment is known to other processes by its
-handle. Each process maps a handle once, copies what it is told to copy, and keeps the mapping for the next message.
-Order between processes is kept by events that are shared the same way, so no host ever waits for a device.
+An allocation is known to other processes by its handle, whoever made it: torch's allocator, as a rule. Each process
+maps a handle once, copies what it is told to copy, and keeps the mapping for the next message; what nobody has used for
+a while is unmapped, for memory that others have mapped does not return to the device when its owner frees it. Order
+between processes is kept by events that are shared the same way.
 
 State: `Exports._segments` (what this process has handed out, by the driver's number for the allocation) and
-`_Mappings.addresses` (what it has mapped), under their locks; of each stream, a ring of events, made once.
+`_Mappings` (what it has mapped, and how many copies use each), under their locks; of each stream, a ring of events,
+made once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import ctypes
 import functools
 import itertools
 import threading
+import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +28,11 @@ from telegrad.errors import TelegradError
 
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID: unique in the life of a process, which addresses are not
 _LAZY_PEER_ACCESS = 1
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _HANDLE_BYTES = 64
 _SLOT, _SLOTS = 1 << 16, 256  # small snapshots need no allocation
 _RING = 64  # messages that one stream may have under way before a receiver may wait for a later one, too
+_UNUSED = 5.0  # seconds after which memory of others is unmapped
 
 Address = ctypes.c_uint64
 
@@ -47,6 +52,29 @@ class Place(NamedTuple):
     offset: int
 
 
+class Rows(ctypes.Structure):
+    """The driver's CUDA_MEMCPY2D: rows of bytes that lie apart on one side or both."""
+
+    _fields_ = (
+        ("source_x", ctypes.c_size_t),
+        ("source_y", ctypes.c_size_t),
+        ("source_type", ctypes.c_uint),
+        ("source_host", ctypes.c_void_p),
+        ("source_device", Address),
+        ("source_array", ctypes.c_void_p),
+        ("source_pitch", ctypes.c_size_t),
+        ("to_x", ctypes.c_size_t),
+        ("to_y", ctypes.c_size_t),
+        ("to_type", ctypes.c_uint),
+        ("to_host", ctypes.c_void_p),
+        ("to_device", Address),
+        ("to_array", ctypes.c_void_p),
+        ("to_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
 class _Driver:
     """The few functions of the CUDA driver that torch does not offer."""
 
@@ -59,20 +87,23 @@ class _Driver:
         self._library.cuIpcOpenMemHandle_v2.argtypes = (ctypes.POINTER(Address), _Handle, ctypes.c_uint)
         self._library.cuIpcGetMemHandle.argtypes = (ctypes.POINTER(_Handle), Address)
         self._library.cuIpcCloseMemHandle.argtypes = (Address,)
-        self._copy = self._library.cuMemcpyDtoDAsync_v2
+        self._library.cuMemcpyDtoHAsync_v2.argtypes = (ctypes.c_void_p, Address, ctypes.c_size_t, ctypes.c_void_p)
+        self._library.cuMemcpy2DAsync_v2.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        self._library.cuStreamQuery.argtypes = (ctypes.c_void_p,)
 
-    def allocation(self, pointer: int) -> tuple[int, int]:
-        """The allocation that an address lies in: where it begins, and its number."""
-        base, size, number = Address(), ctypes.c_size_t(), ctypes.c_uint64()
-        self._check(
-            "cuMemGetAddressRange_v2",
-            self._library.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), Address(pointer)),
-        )
-        self._check(
-            "cuPointerGetAttribute",
-            self._library.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, Address(pointer)),
-        )
-        return base.value, number.value
+    def number(self, pointer: int) -> int:
+        """The number of the allocation that an address lies in, which no other ever had or will have."""
+        number = ctypes.c_uint64()
+        code = self._library.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, Address(pointer))
+        self._check("cuPointerGetAttribute", code)
+        return number.value
+
+    def base(self, pointer: int) -> int:
+        """Where the allocation begins that an address lies in."""
+        base, size = Address(), ctypes.c_size_t()
+        code = self._library.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), Address(pointer))
+        self._check("cuMemGetAddressRange_v2", code)
+        return base.value
 
     def handle(self, base: int) -> bytes:
         handle = _Handle()
@@ -91,9 +122,28 @@ class _Driver:
 
     def copy(self, to: int, source: int, size: int, stream: int) -> None:
         """Copy from device to device when the stream comes to it."""
-        code = self._copy(to, source, size, stream)
+        code = self._library.cuMemcpyDtoDAsync_v2(to, source, size, stream)
         if code:
             self._check("cuMemcpyDtoDAsync", code)
+
+    def copy_out(self, to: int, source: int, size: int, stream: int) -> None:
+        """Copy from device to page-locked host memory when the stream comes to it."""
+        code = self._library.cuMemcpyDtoHAsync_v2(to, source, size, stream)
+        if code:
+            self._check("cuMemcpyDtoHAsync", code)
+
+    def copy_rows(self, rows: Rows, stream: int) -> None:
+        """Copy rows from page-locked host memory to a device when the stream comes to it."""
+        code = self._library.cuMemcpy2DAsync_v2(ctypes.addressof(rows), stream)
+        if code:
+            self._check("cuMemcpy2DAsync", code)
+
+    def is_idle(self, stream: int) -> bool:
+        """Is there nothing left to do on a stream?"""
+        code = self._library.cuStreamQuery(stream)
+        if code not in (0, _NOT_READY):
+            self._check("cuStreamQuery", code)
+        return code == 0
 
     def _check(self, what: str, code: int) -> None:
         if code:
@@ -130,6 +180,28 @@ def enter(index: int) -> None:
         _thread.entered |= {index}
 
 
+def is_current(index: int) -> bool:
+    """Is it the current device? For the driver, the default stream is that of the current one."""
+    enter(index)
+    current: int = torch._C._cuda_getDevice()
+    return current == index
+
+
+def stream(index: int) -> int:
+    """What the driver calls the current stream of a device."""
+    found: int = torch._C._cuda_getCurrentRawStream(index)
+    return found
+
+
+def copy(to: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
+    """Copy from device to device when the stream comes to it."""
+    if not is_current(stream.device_index):
+        with torch.cuda.device(stream.device_index):
+            copy(to, source, size, stream)
+            return
+    driver().copy(to, source, size, stream.cuda_stream)
+
+
 class _Slot:
     """A small snapshot's place in a slab that was handed out once. Free again when this object dies."""
 
@@ -149,17 +221,17 @@ class Exports:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._pool = torch.cuda.MemPool()
         self._segments: dict[int, tuple[bytes, int]] = {}
         self._lock = threading.Lock()
         self._rings: dict[int, tuple[list[SharedEvent], Any]] = {}
-        self._slab = self.empty(_SLOT * _SLOTS)
-        start, place = self._slab.data_ptr(), self.place(self._slab)
+        self._slab = self._empty(_SLOT * _SLOTS)
+        start, self.slab = self._slab.data_ptr(), self.place(self._slab)
         self._free = deque(
-            (start + offset, Place(place.segment, place.offset + offset)) for offset in range(0, _SLOT * _SLOTS, _SLOT)
+            (start + offset, self.slab._replace(offset=self.slab.offset + offset))
+            for offset in range(0, _SLOT * _SLOTS, _SLOT)
         )
 
-    def snapshot(self, tensor: Tensor, stream: int) -> tuple[Place, object]:
+    def snapshot(self, tensor: Tensor, stream: torch.cuda.Stream) -> tuple[Place, object]:
         """Copy a contiguous tensor when the stream comes to it: where to, and what keeps the copy."""
         size = tensor.numel() * tensor.itemsize
         if size <= _SLOT:
@@ -168,30 +240,28 @@ class Exports:
             except IndexError:  # all are under way
                 pass
             else:
-                enter(self._index)
-                driver().copy(slot.address, tensor.data_ptr(), size, stream)
+                copy(slot.address, tensor.data_ptr(), size, stream)
                 return slot.place, slot
-        copy = self.empty(size)
-        copy.view(tensor.dtype).copy_(tensor.view(-1), non_blocking=True)
-        return self.place(copy), copy
+        made = self._empty(size)
+        made.view(tensor.dtype).copy_(tensor.view(-1), non_blocking=True)
+        return self.place(made), made
 
-    def empty(self, size: int) -> Tensor:
-        """Bytes that other processes may map."""
-        with self._lock, torch.cuda.use_mem_pool(self._pool, self._index):
-            return torch.empty(size, dtype=torch.uint8, device=f"cuda:{self._index}")
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=f"cuda:{self._index}")
 
     def place(self, tensor: Tensor) -> Place:
-        """How others find a tensor that lies in this pool."""
+        """How others find a tensor. Raises `CudaError` for memory of a kind that cannot be mapped."""
         enter(self._index)
         pointer = tensor.data_ptr()
-        base, number = driver().allocation(pointer)
+        number = driver().number(pointer)
         known = self._segments.get(number)
         if known is None:
             with self._lock:
+                base = driver().base(pointer)
                 handle = driver().handle(base)
-                _mappings.own(handle, base)
+                mappings.own(handle, base)
                 known = self._segments[number] = handle, base
-        return Place(known[0], pointer - base)
+        return Place(known[0], pointer - known[1])
 
     def event(self, stream: torch.cuda.Stream) -> SharedEvent:
         """An event that others can wait for, to be recorded on this stream alone."""
@@ -210,40 +280,61 @@ class SharedEvent:
     def __init__(self, index: int) -> None:
         self.event = torch.cuda.Event(interprocess=True)
         self.handle: bytes = self.event.ipc_handle()
-        _mappings.own_event(index, self.handle, self.event)
+        mappings.own_event(index, self.handle, self.event)
+
+
+class _Mapping:
+    """Memory of another process, as this one sees it."""
+
+    __slots__ = ("base", "index", "since", "users")
+
+    def __init__(self, base: int, index: int) -> None:
+        self.base = base
+        self.index = index
+        self.users = 0  # messages whose tensors are being copied out of it
+        self.since = 0.0  # when the last of them was done
 
 
 class _Mappings:
     """What other processes hand out, as this one sees it. What it hands out itself needs no mapping."""
 
     def __init__(self) -> None:
-        self.addresses: dict[bytes, int] = {}
-        self._devices: dict[bytes, int] = {}
+        self._mine: dict[bytes, int] = {}
+        self._theirs: dict[bytes, _Mapping] = {}
         self._events: dict[tuple[int, bytes], Any] = {}
-        self._mine: set[bytes] = set()
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        return len(self._theirs)
+
     def own(self, handle: bytes, base: int) -> None:
-        with self._lock:
-            self.addresses[handle] = base
-            self._mine.add(handle)
+        self._mine[handle] = base
 
     def own_event(self, index: int, handle: bytes, event: torch.cuda.Event) -> None:
         self._events[index, handle] = event
 
-    def address(self, handle: bytes, index: int) -> int:
-        """Where memory of device `index` that somebody hands out lies for this process."""
+    def borrow(self, handle: bytes, index: int) -> int:
+        """Where memory of device `index` that somebody hands out lies for this process, until it is given back."""
         enter(index)
-        address = self.addresses.get(handle)
-        if address is None:
-            with self._lock:
-                address = self.addresses.get(handle)
-                if address is None:
-                    with torch.cuda.device(index):
-                        address = driver().open(handle)
-                    self._devices[handle] = index
-                    self.addresses[handle] = address
-        return address
+        mine = self._mine.get(handle)
+        if mine is not None:
+            return mine
+        with self._lock:
+            mapping = self._theirs.get(handle)
+            if mapping is None:
+                with torch.cuda.device(index):
+                    mapping = self._theirs[handle] = _Mapping(driver().open(handle), index)
+            mapping.users += 1
+            return mapping.base
+
+    def give_back(self, handles: Iterable[bytes]) -> None:
+        """What was copied out of these is here."""
+        with self._lock:
+            for handle in handles:
+                mapping = self._theirs.get(handle)
+                if mapping is not None:
+                    mapping.users -= 1
+                    mapping.since = time.monotonic()
 
     def event(self, handle: bytes, index: int) -> torch.cuda.Event:
         event = self._events.get((index, handle))
@@ -252,18 +343,22 @@ class _Mappings:
             self._events[index, handle] = event
         return event
 
-    def close(self, handles: set[bytes]) -> None:
-        """Whoever handed these out is gone."""
+    def has_unused(self, seconds: float = _UNUSED) -> bool:
+        before = time.monotonic() - seconds
+        return any(not mapping.users and mapping.since <= before for mapping in list(self._theirs.values()))
+
+    def close_unused(self, seconds: float = _UNUSED) -> None:
+        """Unmap what nobody has used for so long."""
+        before = time.monotonic() - seconds
         with self._lock:
-            for handle in handles - self._mine:
-                base = self.addresses.pop(handle, None)
-                if base is not None:
-                    enter(self._devices[handle])
-                    driver().close(base)
+            for handle, mapping in list(self._theirs.items()):
+                if not mapping.users and mapping.since <= before:
+                    del self._theirs[handle]
+                    enter(mapping.index)
+                    driver().close(mapping.base)
 
 
-_mappings = _Mappings()
-address, event, close = _mappings.address, _mappings.event, _mappings.close
+mappings = _Mappings()
 
 
 _exports: dict[int, Exports] = {}
@@ -277,16 +372,3 @@ def exports(index: int) -> Exports:
         with _making:
             found = _exports.get(index) or _exports.setdefault(index, Exports(index))
     return found
-
-
-class _Mapped:
-    """Memory of another process as numpy's protocol for CUDA describes it; lets torch build a tensor on it."""
-
-    def __init__(self, base: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (base, False), "version": 3}
-
-
-def mapped(place: Place, size: int, index: int) -> Tensor:
-    """Bytes that another process handed out, not copied: it must keep them as long as this tensor is used."""
-    base = address(place.segment, index)
-    return torch.as_tensor(_Mapped(base + place.offset, size), device=f"cuda:{index}")

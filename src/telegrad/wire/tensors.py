@@ -63,6 +63,10 @@ class _Registry:
     moves_host = False
 
 
+def code_of(dtype: torch.dtype) -> int:
+    return _CODES[dtype]
+
+
 def track(tracker: Tracker) -> None:
     _Registry.tracker = tracker
 
@@ -118,7 +122,7 @@ def reduce_as_it_is(tensor: Tensor) -> Reduced:
         data = tensor.numpy()
         if data.ndim == 1 and data.nbytes:
             return _flat, (code, PickleBuffer(data))
-        return _shaped, (code, tuple(tensor.shape), PickleBuffer(data) if data.nbytes else b"")
+        return shaped, (code, tuple(tensor.shape), PickleBuffer(data) if data.nbytes else b"")
     if tensor.requires_grad or tensor.__dict__:
         return _dressed, (tensor.detach(), _ticket(tensor), tensor.__dict__ or None)
     if code is None:
@@ -155,7 +159,7 @@ def _reduce_dense(tensor: Tensor, code: int) -> Reduced:
     tensor = tensor.resolve_conj().resolve_neg()
     shape, stride, numel = tuple(tensor.shape), tensor.stride(), tensor.numel()
     if numel == 0:
-        return _shaped, (code, shape, b"" if tensor.is_cpu else tensor.contiguous().view(-1))
+        return shaped, (code, shape, b"" if tensor.is_cpu else tensor.contiguous().view(-1))
     if not tensor.is_contiguous():
         if any(size > 1 and step == 0 for size, step in zip(shape, stride, strict=True)):
             seed = [size if step else 1 for size, step in zip(shape, stride, strict=True)]
@@ -168,7 +172,7 @@ def _reduce_dense(tensor: Tensor, code: int) -> Reduced:
         if span <= _GAPS_KEPT * numel:
             return _with_gaps, (tensor.contiguous(), stride)
         tensor = tensor.contiguous()
-    return _shaped, (code, shape, _bytes(tensor.as_strided((numel,), (1,))))
+    return shaped, (code, shape, _bytes(tensor.as_strided((numel,), (1,))))
 
 
 def _bytes(flat: Tensor) -> PickleBuffer | Tensor:
@@ -202,12 +206,12 @@ def _flat(code: int, data: Any) -> Tensor:
     return _frombuffer(data, dtype=_DTYPES[code])
 
 
-def empty(code: int, shape: Sequence[int], device: str) -> Tensor:
+def empty(code: int, shape: Sequence[int], device: str | torch.device) -> Tensor:
     """Memory for a tensor that a carrier brings."""
     return torch.empty(shape, dtype=_DTYPES[code], device=device)
 
 
-def _shaped(code: int, shape: Sequence[int], data: Any) -> Tensor:
+def shaped(code: int, shape: Sequence[int], data: Any) -> Tensor:
     dtype = _DTYPES[code]
     if not len(data):
         return torch.empty(shape, dtype=dtype, device=data.device if isinstance(data, Tensor) else None)
@@ -282,6 +286,6 @@ def _quantized_by_channel(data: Tensor, scales: Tensor, zeros: Tensor, axis: int
 REDUCERS: dict[type, Callable[[Any], Reduced]] = {Tensor: reduce_tensor, nn.Parameter: reduce_parameter}
 
 # A registered extension code makes pickle look a constructor up in a table instead of importing its module each time.
-_EXTENSION_CODE = 0x54474400
-for _number, _constructor in enumerate((_flat, _shaped, _dressed, _parameter)):
-    copyreg.add_extension(__name__, _constructor.__name__, _EXTENSION_CODE + _number)
+EXTENSION_CODE = 0x54474400  # and those that follow: 16 are ours, the next 16 those of the carrier
+for _number, _constructor in enumerate((_flat, shaped, _dressed, _parameter)):
+    copyreg.add_extension(__name__, _constructor.__name__, EXTENSION_CODE + _number)

@@ -1,0 +1,111 @@
+"""A result may be lent as it is only if nothing else can write to it: whatever else refers to it must be noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from telegrad.agent.resting import is_sole
+
+KEPT: list[Any] = []
+
+
+def fresh() -> Tensor:
+    return torch.ones(3)
+
+
+def kept() -> Tensor:
+    tensor = fresh()
+    KEPT.append(tensor)
+    return tensor
+
+
+def part_of_kept() -> Tensor:
+    return kept()[1:]
+
+
+def over_kept_memory() -> Tensor:
+    storage = fresh().untyped_storage()
+    KEPT.append(storage)
+    return torch.empty(0).set_(storage)
+
+
+def over_memory_of_others() -> Tensor:
+    array = fresh().numpy().copy()
+    KEPT.append(array)
+    return torch.from_numpy(array)
+
+
+def kept_by_a_graph() -> Tensor:
+    weight = torch.ones(3, requires_grad=True)
+    result = weight.detach() * 2
+    KEPT.append(weight * result)
+    return result
+
+
+def in_kept_tuple() -> tuple[Tensor]:
+    value = (fresh(),)
+    KEPT.append(value)
+    return value
+
+
+def passed_through(function: Callable[[Tensor], Any]) -> Any:
+    """What a worker does: the arguments go before the result is looked at."""
+    args = (fresh(),)
+    value = function(*args)
+    del args
+    return value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        fresh,
+        lambda: passed_through(lambda tensor: tensor),
+        lambda: (fresh(), fresh()),
+        lambda: [fresh(), 3, "words", None],
+        lambda: passed_through(lambda tensor: (tensor, 1.5)),
+    ],
+    ids=["fresh", "argument", "tuple", "list", "argument in a tuple"],
+)
+def test_what_nobody_else_refers_to_is_sole(make: Callable[[], Any]) -> None:
+    value = make()
+    assert is_sole(value, "cpu", 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        kept,
+        lambda: kept().detach(),
+        part_of_kept,
+        lambda: fresh()[1:],
+        over_kept_memory,
+        over_memory_of_others,
+        kept_by_a_graph,
+        lambda: torch.ones(3, requires_grad=True) * 2,
+        lambda: (fresh(), kept()),
+        in_kept_tuple,
+        lambda: (fresh(), {"weights": kept()}),
+        lambda: (fresh(), [kept()]),
+        lambda: [(each := fresh()), each],
+        lambda: [fresh() for _ in range(100)],
+        lambda: torch.eye(3).to_sparse(),
+        lambda: (fresh(), torch.eye(3).to_sparse()),
+        lambda: (torch.nn.Parameter(torch.ones(3)), fresh()),
+    ],
+)
+def test_what_somebody_may_refer_to_is_not(make: Callable[[], Any]) -> None:
+    value = make()
+    assert not is_sole(value, "cpu", 1)
+
+
+def test_tensors_of_other_devices_and_small_ones_are_not_looked_at() -> None:
+    value = fresh()
+    assert is_sole(value, "cpu", 12)
+    assert not is_sole(value, "cuda", 1)
+    assert not is_sole(value, "cpu", 13)
