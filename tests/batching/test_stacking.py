@@ -142,6 +142,7 @@ def test_a_batch_is_filled_up_to_a_fixed_size() -> None:
         {"min_size": "some"},
         {"pad_to": [4, 2]},
         {"pad_to": [32]},
+        {"cuda_graph": True},
         {"max_queue": 3},
         {"when_full": "explode"},
     ],

@@ -264,7 +264,7 @@ def test_memory_that_cannot_be_mapped_goes_through_the_host(pair: Fleet) -> None
 
 
 def send_few_bytes() -> None:
-    for size in (1, 2, 3, 5, 511, 512, 513, 4095, 4096, 16383, 16384, 16385):
+    for size in (1, 2, 3, 5, 511, 512, 513, 4095, 4096, 65535, 65536, 65537):
         tensor = torch.randint(256, (size,), device="cuda").to(torch.uint8)
         torch.cuda.synchronize()
         back = rpc.rpc_sync("w1", echo, args=(tensor,))
@@ -312,6 +312,21 @@ def use_streams() -> None:
             assert torch.all(future.wait() == number + 1).item()
         with torch.cuda.stream(mine):
             assert torch.all(rpc.rpc_sync("w1", increase_late, args=(tensor,)) == number + 1).item()
+
+
+def receive_few_bytes_on_another_stream() -> None:
+    side = torch.cuda.Stream()
+    for number in range(10):
+        tensor = torch.full((5,), float(number), device="cuda")
+        torch.cuda.synchronize()
+        future = rpc.rpc_async("w1", torch.add, args=(tensor, 1))
+        torch.cuda._sleep(100_000_000)  # on the stream of the thread that reads the answer
+        with torch.cuda.stream(side):
+            assert torch.all(future.wait() == number + 1).item()
+
+
+def test_few_bytes_are_ready_on_the_stream_of_who_waits(pair: Fleet) -> None:
+    pair[0].do(receive_few_bytes_on_another_stream)
 
 
 def increase_late(tensor: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ with one is refused). What is known of a peer is written once per incarnation.
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import itertools
 import threading
@@ -28,7 +27,7 @@ from torch import Tensor
 from telegrad.agent.current import active_agent
 from telegrad.agent.packing import Envelope, accompany, current_envelope
 from telegrad.agent.resting import WORTH_LENDING
-from telegrad.agent.shipments import Arrival, Shipment, copied
+from telegrad.agent.shipments import Arrival, Shipment, copied, landed
 from telegrad.agent.targets import internal
 from telegrad.errors import InternalError, SerializationError, TelegradError, UsageError
 from telegrad.transport import cuda, staging
@@ -113,12 +112,12 @@ class Devices:
         if size <= LARGEST:
             data = landing(device.index).fetch(tensor, size, _SHORTLY)
             if data is not None:
-                return _land, (data, target.index, code, tuple(tensor.shape))
+                return landed, (data, target.index, code, tuple(tensor.shape))
         if peer.maps:
             for at_rest in (True, False) if envelope.at_rest and size >= WORTH_LENDING else (False,):
                 make = functools.partial(Shipment, self, envelope, device.index, at_rest)
-                shipment = accompany(("device", device.index, at_rest), make)
                 try:
+                    shipment = accompany(("device", device.index, at_rest), make)
                     place = shipment.take(tensor, target.index)
                 except (torch.OutOfMemoryError, cuda.CudaError):  # no room for a snapshot; memory that cannot be mapped
                     continue
@@ -248,6 +247,8 @@ class Devices:
 
     def _take_back(self, lent: dict[str, list[int]]) -> None:
         for incarnation, numbers in lent.items():
+            if self._agent.closing or self._agent.is_lost(incarnation):
+                continue  # `_lost` is told
             question = self._agent.start(
                 self._name(incarnation), _void, (self._agent.me.incarnation, numbers), None, _FORGOTTEN, internal=True
             )
@@ -315,13 +316,6 @@ def _devices() -> Devices:
     if agent is None:
         raise InternalError("CUDA tensors need an agent")
     return agent.devices
-
-
-def _land(data: bytes, index: int, code: int, shape: tuple[int, ...]) -> Tensor:
-    return landing(index).put(data, code, shape)
-
-
-copyreg.add_extension(__name__, _land.__name__, tensors.EXTENSION_CODE + 16)
 
 
 @internal

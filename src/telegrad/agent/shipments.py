@@ -7,15 +7,17 @@ from then on until the receiver has copied.
 from __future__ import annotations
 
 import copyreg
+import functools
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from telegrad.agent.packing import Envelope, Loan, current_envelope, keep_until_answered
+from telegrad.agent.packing import Envelope, Loan, accompany, current_envelope, keep_until_answered
 from telegrad.errors import InternalError
 from telegrad.transport import cuda
+from telegrad.transport.landing import landing
 from telegrad.wire import tensors
 
 if TYPE_CHECKING:
@@ -152,6 +154,43 @@ class Arrival:
                         tensor.record_stream(current)
 
 
+class Landed:
+    """The tensors for one device that came inside of a message."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._stream = cuda.stream(index)
+        self._tensors: list[Tensor] = []
+
+    def add(self, tensor: Tensor) -> None:
+        self._tensors.append(tensor)
+
+    def finish(self) -> None:
+        return  # the sender lends nothing
+
+    def settle(self, companions: Collection[object] = ()) -> None:
+        return
+
+    def forget(self) -> None:
+        """Nobody will call `join`."""
+        self._tensors.clear()
+
+    def join(self) -> None:
+        """The thread that uses the tensors may be on another stream than the one that unpacked them."""
+        if cuda.stream(self._index) != self._stream:
+            current = torch.cuda.current_stream(self._index)
+            current.wait_stream(_torchs(self._stream, self._index))
+            for tensor in self._tensors:
+                tensor.record_stream(current)
+
+
+def _torchs(stream: int, index: int) -> torch.cuda.Stream:
+    """What torch calls a stream of the driver's."""
+    if not stream:
+        return torch.cuda.default_stream(index)
+    return torch.cuda.ExternalStream(stream, device=index)  # type: ignore[no-untyped-call]
+
+
 def _open_shipment(number: int, uuid: str, event: bytes | None, done: list[int], origin: int | None) -> Arrival:
     envelope = current_envelope()
     if envelope is None:
@@ -164,5 +203,12 @@ def copied(arrival: Arrival, segment: bytes, offset: int, index: int, code: int,
     return arrival.copy(cuda.Place(segment, offset), index, code, shape)
 
 
-for _number, _constructor in enumerate((copied, _open_shipment)):
-    copyreg.add_extension(__name__, _constructor.__name__, tensors.EXTENSION_CODE + 17 + _number)
+def landed(data: bytes, index: int, code: int, shape: tuple[int, ...]) -> Tensor:
+    """A tensor that came inside of a message; what travels instead of it."""
+    tensor = landing(index).put(data, code, shape)
+    accompany(("landed", index), functools.partial(Landed, index)).add(tensor)
+    return tensor
+
+
+for _number, _constructor in enumerate((copied, landed, _open_shipment)):
+    copyreg.add_extension(__name__, _constructor.__name__, tensors.EXTENSION_CODE + 16 + _number)

@@ -159,6 +159,7 @@ def batched(
     max_wait: float | None = None,
     min_size: int | Literal["all"] = 1,
     pad_to: Sequence[int] = (),
+    cuda_graph: bool = False,
     max_queue: int | None = None,
     when_full: Literal["wait", "reject"] = "wait",
     priority: Callable[..., float] | None = None,

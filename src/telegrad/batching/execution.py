@@ -7,12 +7,13 @@ of its calls runs again alone (unless `retry_alone` is off), so that one bad inp
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from telegrad.batching.entries import Entry, surroundings
+from telegrad.batching.graphs import Graphs
 from telegrad.batching.options import Options
 from telegrad.batching.stacking import shape_of, split, stack
 from telegrad.errors import UsageError
@@ -27,7 +28,10 @@ class Work:
     def __init__(self, function: Function, options: Options, answers_later: bool) -> None:
         self.name = describe(function)
         self.answers_later = answers_later  # it returns a future
+        if options.cuda_graph and answers_later:
+            raise UsageError(f"batched: cuda_graph does not go with {self.name}, which returns a future")
         self._function = function
+        self._graphs = Graphs(function, self.name) if options.cuda_graph else None
         self._options = options
         self._rows_for_one = options.padded(1)
 
@@ -37,8 +41,8 @@ class Work:
         batch = [
             value.unsqueeze(0) if rows == 1 and type(value) is torch.Tensor else _repeat(value, rows) for value in args
         ]
-        if kwargs:
-            value = self._function(*receiver, *batch, **{name: _repeat(each, rows) for name, each in kwargs.items()})
+        if kwargs or self._graphs is not None:
+            value = self._invoke(receiver, batch, {name: _repeat(each, rows) for name, each in kwargs.items()})
         else:
             value = self._function(*receiver, *batch)
         if rows == 1 and type(value) is list and len(value) == 1:
@@ -94,10 +98,13 @@ class Work:
         if self._options.pad_to:
             batch = batch + [batch[-1]] * (self._options.padded(len(batch)) - len(batch))
         args = [stack([entry.args[i] for entry in batch], shape) for i, shape in enumerate(args_shape)]
-        if not kwargs_shape:
-            return self._function(*first.receiver, *args)
         kwargs = {name: stack([entry.kwargs[name] for entry in batch], shape) for name, shape in kwargs_shape}
-        return self._function(*first.receiver, *args, **kwargs)
+        return self._invoke(first.receiver, args, kwargs)
+
+    def _invoke(self, receiver: tuple[Any, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._graphs is not None:
+            return self._graphs(receiver, args, kwargs)
+        return self._function(*receiver, *args, **kwargs)
 
     def _split(self, value: Any, batch: list[Entry]) -> list[Any]:
         try:

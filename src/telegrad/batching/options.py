@@ -16,6 +16,7 @@ class Options:
     max_wait: float | None = None
     min_size: int | Literal["all"] = 1
     pad_to: tuple[int, ...] = ()
+    cuda_graph: bool = False
     max_queue: int | None = None
     when_full: Literal["wait", "reject"] = "wait"
     priority: Callable[..., float] | None = None
@@ -42,6 +43,10 @@ class Options:
         require(
             not self.pad_to or self.pad_to[-1] >= self.max_size,
             f"a batch of {self.max_size} fits none of the sizes {self.pad_to!r}: make max_size smaller",
+        )
+        require(
+            not self.cuda_graph or bool(self.pad_to),
+            "cuda_graph needs pad_to: a graph is made for each of its sizes",
         )
         require(
             self.max_queue is None or self.max_queue >= self.max_size,
