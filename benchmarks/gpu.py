@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import telegrad.rpc as telegrad_rpc
-from benchmarks import machine, ps, results
+from benchmarks import machine, plots, ps, results
 from benchmarks.group import free_port
 from benchmarks.processes import import_path
 from benchmarks.suite import Case
@@ -40,6 +40,8 @@ SECONDS = 0.5
 FEWEST = 10
 LIMIT_S = 300
 LIMIT = "one process"
+
+Found = dict[tuple[str, int], float]  # by kind and amount: elements, megabytes or trainers
 
 
 def echo(tensor: Tensor) -> Tensor:
@@ -68,55 +70,56 @@ def call(package: str, rank: int, port: int, figures: Any) -> None:
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank:
         one = torch.ones(1, device="cuda")
-        figures.put(("latency/cuda-1-element", took(lambda: rpc.rpc_sync("w0", torch.add, args=(one, 1))) * 1e6))
+        figures.put(("latency", 1, took(lambda: rpc.rpc_sync("w0", torch.add, args=(one, 1))) * 1e6))
         for megabytes in MEGABYTES:
             large = torch.ones(megabytes * 250_000, device="cuda")
             seconds = took(lambda large=large: rpc.rpc_sync("w0", echo, args=(large,)))  # type: ignore[misc]
-            figures.put((f"bandwidth/cuda-{megabytes}MB", 2 * megabytes / 1000 / seconds))
+            figures.put(("bandwidth", megabytes, 2 * megabytes / 1000 / seconds))
     rpc.shutdown()
 
 
 def limits(_: int, figures: Any) -> None:
     """What one process reaches with a copy in each direction."""
     one = torch.ones(1, device="cuda")
-    figures.put(("latency/cuda-1-element", took(lambda: torch.add(one, 1)) * 1e6))
+    figures.put(("latency", 1, took(lambda: torch.add(one, 1)) * 1e6))
     for megabytes in MEGABYTES:
         large = torch.ones(megabytes * 250_000, device="cuda")
         seconds = took(lambda large=large: large.clone().clone())  # type: ignore[misc]
-        figures.put((f"bandwidth/cuda-{megabytes}MB", 2 * megabytes / 1000 / seconds))
+        figures.put(("bandwidth", megabytes, 2 * megabytes / 1000 / seconds))
 
 
 def _call(rank: int, package: str, port: int, figures: Any) -> None:
     call(package, rank, port, figures)
 
 
-def measure_calls(package: str) -> dict[str, float]:
+def measure_calls(package: str) -> Found:
     figures = mp.get_context("spawn").SimpleQueue()
     if package == LIMIT:
         mp.spawn(limits, args=(figures,), nprocs=1)
     else:
         mp.spawn(_call, args=(package, free_port(), figures), nprocs=2)
-    found: dict[str, float] = {}
+    found: Found = {}
     while not figures.empty():
-        name, value = figures.get()
-        found[name] = value
+        kind, amount, value = figures.get()
+        found[kind, amount] = value
     return found
 
 
-def measure_training(entry: str, trainers: int) -> dict[str, float]:
+def measure_training(entry: str, trainers: int) -> Found:
     options = argparse.Namespace(model="resnet50", trainers=trainers, servers=1, device="cuda", steps=20)
-    return {f"ps/cuda-resnet50-{trainers}-trainers": 1000 / ps.measure(entry, options)}
+    return {("ps", trainers): 1000 / ps.measure(entry, options)}
 
 
-def case(name: str, suffix: str) -> Case:
-    group, _, rest = name.partition("/")
-    if group == "latency":
-        return Case(name + suffix, f"sync call of torch.add, 1 element on the GPU{suffix}", "us", "gpu")
-    if group == "bandwidth":
-        size = rest.removeprefix("cuda-").replace("MB", " MB")
-        return Case(name + suffix, f"{size} on the GPU there and back, each way{suffix}", "GB/s", "gpu", {}, True)
-    count = rest.split("-")[2]
-    return Case(name + suffix, f"ResNet-50 on the GPU, {count} trainers, a round{suffix}", "ms", "gpu")
+def case(kind: str, amount: int, mps: bool) -> Case:
+    group, suffix = f"gpu-{kind}{'-mps' if mps else ''}", ", with MPS" if mps else ""
+    if kind == "latency":
+        title = f"torch.add, 1 element on the GPU{suffix}"
+        return Case(f"gpu-latency/1-element{suffix}", f"sync call of {title}", "us", "gpu")
+    if kind == "bandwidth":
+        title = f"{amount} MB on the GPU there and back, each way{suffix}"
+        return Case(f"{group}/{amount}MB", title, "GB/s", "gpu", {}, True, axis="MB", at=amount)
+    title = f"ResNet-50 on the GPU, {amount} trainers, a round{suffix}"
+    return Case(f"{group}/{amount}-trainers", title, "ms", "gpu", axis="trainers", at=amount)
 
 
 @contextlib.contextmanager
@@ -137,9 +140,9 @@ def mps() -> Iterator[bool]:
 
 
 def one_round(
-    options: argparse.Namespace, number: int, suffix: str, run: dict[str, Any], figures: results.Results
+    options: argparse.Namespace, number: int, mps: bool, run: dict[str, Any], figures: results.Results
 ) -> None:
-    entries: list[tuple[str, Callable[[], dict[str, float]]]] = []
+    entries: list[tuple[str, Callable[[], Found]]] = []
     if "calls" in options.only:
         for package in (*PACKAGES, LIMIT):
             entries.append((package, lambda package=package: measure_calls(package)))  # type: ignore[misc]
@@ -149,9 +152,10 @@ def one_round(
                 measure = lambda entry=entry, trainers=trainers: measure_training(entry, trainers)  # noqa: E731
                 entries.append((entry, measure))
     for entry, measure in entries:
-        for name, value in measure().items():
-            figures.of(case(name, suffix), entry).add({"value": value, "n": 1})
-            print(f"round {number + 1}: {name}{suffix} {entry} {results.number(value)}", flush=True)
+        for (kind, amount), value in measure().items():
+            this = case(kind, amount, mps)
+            figures.of(this, entry).add({"value": value, "n": 1})
+            print(f"round {number + 1}: {this.title}: {entry} {results.number(value)} {this.unit}", flush=True)
         results.write(options.out, run, figures.lines())  # whatever ends the run, nothing is lost
 
 
@@ -170,13 +174,14 @@ def main(argv: list[str] | None = None) -> int:
     figures = results.Results()
     run = machine.heading("gpu", rounds=options.rounds, mps=False)
     for number in range(options.rounds):
-        one_round(options, number, "", run, figures)
+        one_round(options, number, False, run, figures)
         if not options.plain:
             with mps() as there:
                 run["mps"] = there
                 if there:
-                    one_round(options, number, ", with MPS", run, figures)
+                    one_round(options, number, True, run, figures)
     print(results.table(figures.lines()))
+    plots.save(options.out, groups=plots.ON_A_GPU)
     return 0
 
 

@@ -38,6 +38,11 @@ GROUPS = {
     "memory": "memory per worker (PSS)",
     "private": "private memory per worker",
     "shutdown": "until every worker has left",
+    "gpu-latency": "synchronous calls on one GPU",
+    "gpu-bandwidth": "bandwidth on one GPU",
+    "gpu-bandwidth-mps": "bandwidth on one GPU, with MPS",
+    "gpu-ps": "batch updates of ResNet-50 on one GPU",
+    "gpu-ps-mps": "batch updates of ResNet-50 on one GPU, with MPS",
 }
 LIMITS = {
     "training": ["limit/digits"],
@@ -45,6 +50,7 @@ LIMITS = {
     "bandwidth": ["limit/memcpy-warm", "limit/memcpy-fresh"],
 }
 OVERVIEW = ("latency", "rate", "bandwidth", "training", "startup", "ps resnet18", "cartpole")
+ON_A_GPU = ("gpu-latency", "gpu-bandwidth", "gpu-bandwidth-mps", "gpu-ps", "gpu-ps-mps", "cartpole cuda")
 GROUP_WIDTH = 0.84
 FAR_APART = 10
 COLOURS = {
@@ -115,12 +121,14 @@ def svg(panel: Panel) -> str:
 
 
 def save(path: Path, picture: Path | None = None, groups: tuple[str, ...] = ()) -> Path | None:
-    """Draws the results in `path` beside it, or into `picture`; returns where, or None without matplotlib."""
+    """Draws the results in `path` beside it, or into `picture`; returns where, or None if there is nothing to draw."""
     if matplotlib is None:
         print("matplotlib is not installed: no plot")
         return None
     run, lines = results.read(path)
     chosen = [panel for panel in panels(lines) if not groups or panel.group in groups]
+    if not chosen:
+        return None
     rows = max(1, (len(chosen) + 1) // 2)
     figure = Figure(figsize=(17, 4 * rows), layout="constrained")
     axes = list(figure.subplots(rows, 2, squeeze=False).flat)
@@ -129,11 +137,18 @@ def save(path: Path, picture: Path | None = None, groups: tuple[str, ...] = ()) 
     for axis, panel in zip(axes, chosen, strict=False):
         draw(panel, axis)
     machine = run["machine"]
-    figure.suptitle(f"{machine['cpu']}, {machine['cores']} cores, {run['date'][:10]}, median of {run['rounds']} rounds")
+    figure.suptitle(
+        f"{machine['cpu']}, {machine['cores']} cores, {run['date'][:10]}, median of {_rounds(chosen)} rounds"
+    )
     picture = picture or path.with_suffix(".png")
     figure.savefig(picture, dpi=80)
     print(f"plot: {picture}")
     return picture
+
+
+def _rounds(panels: list[Panel]) -> str:
+    counts = [len(line["rounds"]) for panel in panels for line in panel.lines if line["median"]]
+    return f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])
 
 
 def draw(panel: Panel, axis: Any) -> None:

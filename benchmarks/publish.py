@@ -75,9 +75,9 @@ ELSEWHERE = (
     "rate/4-callers",
     "bandwidth/echo-100MB",
     "training/digits",
-    "latency/cuda-1-element, with MPS",
-    "bandwidth/cuda-100MB",
-    "bandwidth/cuda-1000MB",
+    "gpu-latency/1-element",
+    "gpu-bandwidth/100MB",
+    "gpu-bandwidth/1000MB",
 )
 LIMITS = ("limit/memcpy-warm", "limit/unix-ping-pong", "limit/unix-ping-pong-c", "limit/digits")
 
@@ -97,6 +97,7 @@ def publish(*paths: Path) -> None:
     target = FOLDER / f"results-{run['machine']['cores']}-cores.jsonl"
     results.write(target, {key: value for key, value in run.items() if key != "kind"}, lines)
     plots.save(target, groups=plots.OVERVIEW)
+    plots.save(target, FOLDER / f"gpu-{run['machine']['cores']}-cores.png", plots.ON_A_GPU)
     report.main([*(str(file) for file in files()), "--out", str(FOLDER / "index.html")])
     README.write_text(with_figures(README.read_text(), figures(FOLDER)))
 
