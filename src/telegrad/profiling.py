@@ -37,7 +37,8 @@ from telegrad.futures import Future
 from telegrad.wire.callables import describe
 
 if TYPE_CHECKING:
-    from telegrad.agent.agent import Agent, To
+    from telegrad.agent.agent import Agent
+    from telegrad.agent.peers import To
 
 __all__ = ["profiling_key", "watch"]
 

@@ -3,8 +3,8 @@
 An agent is an object and a context manager; many can live in one process. Everything it owns (connections, threads,
 pending calls) ends with it.
 
-State: `_by_key` (links by name and by rank; entries of lost peers are replaced on the next call), under `_lock`;
-`closing` goes from False to True once. Statistics (`calls_made`, `calls_served`) may lose an increment, nothing more.
+State: `_gone` (incarnations that were lost), under `_lock`; `closing` goes from False to True once. Statistics
+(`calls_made`, `calls_served`) may lose an increment, nothing more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import threading
 import time
 import traceback
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,6 +31,7 @@ from telegrad.agent.gathering import Gathering, broken
 from telegrad.agent.links import Dialled, Link
 from telegrad.agent.membership import Directory, Member, Store, WorkerInfo, check_name
 from telegrad.agent.packing import Envelope
+from telegrad.agent.peers import Peers, To, key_of
 from telegrad.agent.routes import Route
 from telegrad.agent.secret import group_secret
 from telegrad.agent.serving import Inbound
@@ -46,7 +46,6 @@ from telegrad.wire.callables import LIMIT, Function, Numbers
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
-To = str | int | WorkerInfo
 
 DEFAULT = object()  # a timeout that was not given: the config's
 _JOIN_THREADS = 2.0
@@ -97,7 +96,6 @@ class Agent:
         self.closing = False
         self._rank = rank
         self._store = store
-        self._by_key: dict[str | int, Link] = {}
         self._targets: dict[Function, Target] = {}
         self._loss_listeners: list[Callable[[str, str], None]] = []
         self._close_listeners: list[Callable[[], None]] = []
@@ -107,10 +105,10 @@ class Agent:
         self._making = threading.RLock()  # a service may need another
         self._gone: set[str] = set()
         self._lock = threading.Lock()
-        self._dialing: defaultdict[str | int, threading.Lock] = defaultdict(threading.Lock)
         self._opened = False
         self.numbers = Numbers()
         self.devices = Devices(self)
+        self.peers = Peers(self)
         self.group = ""
         self.me = Member(name, -1 if rank is None else rank, "", ())
 
@@ -188,7 +186,7 @@ class Agent:
 
         Returns the names of workers that died or did not come in time; it never hangs on them.
         """
-        self._require_open()
+        self.require_open()
         listeners, self._parting_listeners = self._parting_listeners, []
         for listener in listeners:
             listener()
@@ -238,8 +236,7 @@ class Agent:
         self.executor.close()
         self.clock.close()
         self.threads.close(_JOIN_THREADS)
-        with self._lock:
-            self._by_key.clear()
+        self.peers.clear()
         self.directory.close()
         self._store = None
 
@@ -265,9 +262,9 @@ class Agent:
         """`call` with the arguments in containers and a time limit in seconds (None: no limit)."""
         if local.around is not None:
             return local.around.invoke(self, to, function, args, kwargs, timeout)
-        link = self._find_link(to)
+        link = self.peers.known(to)
         if link is None:
-            link = self._link(to)
+            link = self.peers.reach(to)
         if timeout is DEFAULT:
             timeout = self.timeout
         return link.call(function, tuple(args), kwargs, timeout)
@@ -287,10 +284,10 @@ class Agent:
         """
         if local.around is not None and not internal:
             return local.around.start(self, to, function, args, kwargs, timeout)
-        link = self._find_link(to)
+        link = self.peers.known(to)
         if link is None:
             try:
-                link = self._link(to)
+                link = self.peers.reach(to)
             except PeerLost as error:
                 failed: Future[Any] = Future()
                 failed.set_exception(error)
@@ -304,19 +301,12 @@ class Agent:
     def get_worker_info(self, to: To | None = None) -> WorkerInfo:
         """The worker with this name or rank; this one if none is named."""
         if to is not None and not self._opened:
-            self._require_open()
-        return self.me.info if to is None else self.directory.find(_key(to)).info
+            self.require_open()
+        return self.me.info if to is None else self.directory.find(key_of(to)).info
 
     def member(self, to: To) -> Member:
         """What the directory knows of a worker: the incarnation that a call would reach."""
-        key = _key(to)
-        link = self._by_key.get(key)
-        if link is not None and not link.lost:
-            return link.member
-        try:
-            return self.directory.find(key, refresh=link is not None or self.world_size is None)
-        except JoinError:  # the store is gone; what it said last still helps
-            return self.directory.find(key)
+        return self.peers.member(to)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers that have not left, by rank."""
@@ -325,7 +315,7 @@ class Agent:
 
     def barrier(self, names: Sequence[str] | None = None, timeout: float | None = None) -> None:
         """Wait until every worker (or every one of `names`) is here. Raises `GroupBroken`, naming who was missing."""
-        self._require_open()
+        self.require_open()
         participants = self._participants(names)
         outcome = self.gathering.gather(None, participants, timeout, "barrier")
         if outcome.lost or outcome.late:
@@ -335,7 +325,7 @@ class Agent:
         self, value: Any, names: Sequence[str] | None = None, timeout: float | None = None
     ) -> dict[str, Any]:
         """Everybody's value, by name. Raises `GroupBroken` if somebody is missing."""
-        self._require_open()
+        self.require_open()
         outcome = self.gathering.gather(value, self._participants(names), timeout)
         if outcome.lost or outcome.late:
             raise broken("the gather", outcome, timeout)
@@ -355,7 +345,7 @@ class Agent:
         def look() -> None:
             name = self.directory.name_of(incarnation)
             try:
-                alive = self._link(name).member.incarnation == incarnation
+                alive = self.peers.reach(name).member.incarnation == incarnation
             except TelegradError:
                 alive = False
             if not alive:
@@ -412,8 +402,8 @@ class Agent:
 
     def peer_gone(self, name: str, incarnation: str, last_words: str = "") -> None:
         """A connection says that this incarnation of a peer is no more."""
-        link = self._by_key.get(name)
-        if link is not None and link.member.incarnation == incarnation and not link.lost:
+        link = self.peers.known(name)
+        if link is not None and link.member.incarnation == incarnation:
             link.lose("it closed its connections", last_words)
             return  # which comes back here
         with self._lock:
@@ -468,69 +458,9 @@ class Agent:
             if self._rank is None:
                 self._rank = occupant.rank  # it comes back
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
         if self.closing or not self._opened:
             raise UsageError(f"agent {self.name!r} is {'closed' if self.closing else 'not open yet'}")
-
-    def _find_link(self, to: To) -> Link | None:
-        """The link to use, if there is one already."""
-        try:
-            link = self._by_key.get(to)  # type: ignore[arg-type]  # a WorkerInfo is simply not found
-        except TypeError:  # not hashable, so no worker; `_link` says so
-            return None
-        return None if link is None or link.lost else link
-
-    def _link(self, to: To) -> Link:
-        """A link to a peer, new if there is none or the peer was lost."""
-        self._require_open()
-        key = _key(to)
-        name = self._name_of(key)
-        with self._dialing[name]:  # one thread dials a peer; the others wait for its link
-            known = self._by_key.get(name)
-            if known is not None and not known.lost:
-                return known
-            member = self._find_again(name, known)
-            try:
-                link = Link(self, member)
-            except PeerLost:
-                newer = self._newer_than(member)
-                if newer is None:
-                    raise
-                link = Link(self, newer)
-            with self._lock:
-                closing = self.closing
-                if not closing:
-                    self._by_key[name] = self._by_key[member.rank] = link
-            if closing:  # it was not there yet when the others were closed
-                link.close(None)
-                self._require_open()
-            return link
-
-    def _newer_than(self, member: Member) -> Member | None:
-        """A later incarnation of a worker that cannot be reached, if it has come back."""
-        try:
-            newer = self.directory.find(member.name, refresh=True)
-        except TelegradError:
-            return None
-        return None if newer.incarnation == member.incarnation else newer
-
-    def _name_of(self, key: str | int) -> str:
-        """The name behind a name or rank; in an open group, the newest."""
-        return key if isinstance(key, str) else self.directory.find(key, refresh=self.world_size is None).name
-
-    def _find_again(self, key: str | int, known: Link | None) -> Member:
-        """Who is to be dialled: a member that has not left and is not known to be dead."""
-        try:
-            member = self.directory.find(key, refresh=known is not None or self.world_size is None)
-        except JoinError:
-            if known is None:
-                raise
-            raise known.error_for() from None  # the store died with the peer
-        if member.left:
-            raise PeerLost(f"worker {member.name!r} has left the group", peer=member.name)
-        if known is not None and known.member.incarnation == member.incarnation:
-            raise known.error_for()
-        return member
 
     def _participants(self, names: Sequence[str] | None) -> list[str]:
         """Names in the order of ranks, which decides who leads."""
@@ -540,24 +470,14 @@ class Agent:
 
     def links(self) -> list[Link]:
         """One link per peer that this agent has called."""
-        with self._lock:
-            return list({id(link): link for link in self._by_key.values()}.values())
+        return self.peers.all()
 
     def _after_fork(self) -> None:
         """In the child of a fork: the agent belongs to the parent; let go of its sockets."""
         self.closing = True
-        for link in {id(link): link for link in self._by_key.values()}.values():
-            link.drop()
+        self.peers.drop()
         self.connections.drop()
         self.switchboard.drop()
-
-
-def _key(to: To) -> str | int:
-    if isinstance(to, WorkerInfo):
-        return to.name
-    if isinstance(to, str | int) and not isinstance(to, bool):
-        return to
-    raise UsageError(f"a worker is named by its name, rank or WorkerInfo, not by {type(to).__name__}")
 
 
 def _close_all() -> None:

@@ -10,7 +10,8 @@ from telegrad.deadline import Deadline
 from telegrad.futures import Future
 
 if TYPE_CHECKING:
-    from telegrad.agent.agent import Agent, To
+    from telegrad.agent.agent import Agent
+    from telegrad.agent.peers import To
 
 
 class Around(Protocol):

@@ -26,7 +26,8 @@ from telegrad.refs.ownership import Entry, Key
 from telegrad.wire import codec
 
 if TYPE_CHECKING:
-    from telegrad.agent.agent import Agent, To
+    from telegrad.agent.agent import Agent
+    from telegrad.agent.peers import To
 
 T = TypeVar("T")
 
