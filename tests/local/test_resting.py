@@ -74,7 +74,7 @@ def passed_through(function: Callable[[Tensor], Any]) -> Any:
 )
 def test_what_nobody_else_refers_to_is_sole(make: Callable[[], Any]) -> None:
     value = make()
-    assert is_sole(value, "cpu", 1)
+    assert is_sole(value, 1, anywhere=True)
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,11 @@ def test_what_nobody_else_refers_to_is_sole(make: Callable[[], Any]) -> None:
 )
 def test_what_somebody_may_refer_to_is_not(make: Callable[[], Any]) -> None:
     value = make()
-    assert not is_sole(value, "cpu", 1)
+    assert not is_sole(value, 1, anywhere=True)
 
 
 def test_tensors_of_other_devices_and_small_ones_are_not_looked_at() -> None:
     value = fresh()
-    assert is_sole(value, "cpu", 12)
-    assert not is_sole(value, "cuda", 1)
-    assert not is_sole(value, "cpu", 13)
+    assert is_sole(value, 12, anywhere=True)
+    assert not is_sole(value, 12)
+    assert not is_sole(value, 13, anywhere=True)

@@ -7,7 +7,7 @@ versions of both, so they are not compared with fixed numbers, but with those of
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,23 +18,28 @@ _PARTS = 16  # a result of more parts is not looked through
 _PLAIN = (int, float, bool, str, type(None))
 
 
-def is_sole(value: Tensor | Sequence[Any], device: str = "cuda", at_least: int = WORTH_LENDING) -> bool:
-    """Does nobody refer to a result's tensors but the one variable that this is called with?
+def is_sole(value: Any, at_least: int = WORTH_LENDING, anywhere: bool = False) -> bool:
+    """Does nobody refer to the CUDA tensors of a result but the one variable that this is called with?
 
-    Only results with a tensor of `at_least` so many bytes on such a device are looked at; False for others.
+    Only results with one of `at_least` so many bytes are looked at; False for others. `anywhere`: on any device.
     """
-    if type(value) is Tensor:
-        return _concerns(value, device, at_least) and _references(value) <= _ALONE and _is_whole(value)
-    if len(value) > _PARTS or not any(type(part) is Tensor and _concerns(part, device, at_least) for part in value):
+    kind = type(value)
+    if kind is Tensor:
+        if not (value.is_cuda or anywhere) or value.numel() * value.itemsize < at_least:
+            return False
+        return _references(value) <= _ALONE and _is_whole(value)
+    if (kind is not tuple and kind is not list) or len(value) > _PARTS:
         return False
-    return _references(value) <= _ALONE and all(
-        (count <= _ALONE_INSIDE and _is_whole(part)) if type(part) is Tensor else type(part) in _PLAIN
-        for count, part in zip(_references_inside(value), value, strict=True)
+    sizes = [part.numel() * part.itemsize for part in value if type(part) is Tensor and (part.is_cuda or anywhere)]
+    return (
+        bool(sizes)
+        and max(sizes) >= at_least
+        and _references(value) <= _ALONE
+        and all(
+            (count <= _ALONE_INSIDE and _is_whole(part)) if type(part) is Tensor else type(part) in _PLAIN
+            for count, part in zip(_references_inside(value), value, strict=True)
+        )
     )
-
-
-def _concerns(tensor: Tensor, device: str, at_least: int) -> bool:
-    return tensor.device.type == device and tensor.numel() * tensor.itemsize >= at_least
 
 
 def _references(value: object) -> int:

@@ -44,7 +44,6 @@ _SLOW = 0.002  # seconds: a function that takes longer is run by the executor
 _FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
 _CORK_BELOW = 1 << 14
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
-_MAY_REST = frozenset((torch.Tensor, tuple, list))
 
 _log = logging.getLogger("telegrad")
 _now = time.perf_counter
@@ -262,8 +261,7 @@ class Inbound:
             _settle(arrivals)
             self._fail(frame.call, target, error)
             return
-        at_rest = type(value) in _MAY_REST and is_sole(value)
-        self._answer(frame.call, target, value, loop, epoch, at_rest=at_rest, owed=arrivals)
+        self._answer(frame.call, target, value, loop, epoch, at_rest=is_sole(value), owed=arrivals)
 
     def _open(
         self, frame: Frame, target: Target | None, arrivals: list[Any]
