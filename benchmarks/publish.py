@@ -172,15 +172,35 @@ def limits(lines: list[Line]) -> str:
 
 
 def behind(lines: list[Line]) -> str:
-    """Every comparison that Telegrad loses, the worst first."""
+    """Every comparison that Telegrad loses, the worst first; those along a curve together."""
     lost = [verdict for verdict in verdicts.verdicts(lines) if verdict.word == "behind"]
     if not lost:
         return "Telegrad is behind nobody in this run.\n"
-    items = [
-        f"- {v.ours['title']}: {quantity(v.ours)}, {named(v.theirs['peer'])} {quantity(v.theirs)}\n"
-        for v in sorted(lost, key=lambda verdict: verdict.factor)
-    ]
-    return f"\nWhere Telegrad is behind:\n\n{''.join(items)}"
+    curves: dict[str, list[verdicts.Verdict]] = {}
+    for verdict in sorted(lost, key=lambda verdict: verdict.factor):
+        ours = verdict.ours
+        curves.setdefault(ours["group"] if ours["axis"] else ours["case"], []).append(verdict)
+    return f"\nWhere Telegrad is behind:\n\n{''.join(map(loss, curves.values()))}"
+
+
+def loss(curve: list[verdicts.Verdict]) -> str:
+    """An item about comparisons that belong together, and where along their curve they are lost."""
+    first = curve[0].ours
+    peers = dict.fromkeys(verdict.theirs["peer"] for verdict in curve)
+    theirs = {peer: [verdict.theirs for verdict in curve if verdict.theirs["peer"] == peer] for peer in peers}
+    texts = [f"{named(peer)} {span(own)}" for peer, own in theirs.items()]
+    amounts = sorted({verdict.ours["at"] for verdict in curve if verdict.ours["axis"]})
+    if len(amounts) < 2:
+        return f"- {first['title']}: {', '.join([quantity(first), *texts])}\n"
+    title = f"{plots.GROUPS.get(first['group'], first['group'])}, {amounts[0]:g} to {amounts[-1]:g} {first['axis']}"
+    return f"- {title}: {', '.join([span([verdict.ours for verdict in curve]), *texts])}\n"
+
+
+def span(lines: list[Line]) -> str:
+    low, high = min(lines, key=lambda line: line["median"]), max(lines, key=lambda line: line["median"])
+    if low["median"] == high["median"]:
+        return quantity(low)
+    return f"{results.number(low['median'])} to {quantity(high)}"
 
 
 def elsewhere(run: dict[str, Any], lines: list[Line]) -> str:

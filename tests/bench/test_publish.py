@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import publish, report, results
+from benchmarks.suite import Case
 from tests.bench.lines import LATENCY, heading, lines
 
 
@@ -30,3 +31,17 @@ def test_every_loss_is_named() -> None:
     found = lines((LATENCY, "telegrad", [2.0] * 5), (LATENCY, "grpc", [1.0] * 5))
     assert publish.behind(found) == "\nWhere Telegrad is behind:\n\n- a call: 2.00 us, gRPC 1.00 us\n"
     assert "behind in 0 of 0" in publish.elsewhere(heading(), found)
+
+
+def test_losses_along_a_curve_are_one_item() -> None:
+    few, many = (Case(f"startup/{at}", f"{at} workers", "s", "", axis="workers", at=at) for at in (2, 32))
+    found = lines(
+        (few, "telegrad", [1.0] * 5),
+        (few, "grpc", [0.5] * 5),
+        (many, "telegrad", [9.0] * 5),
+        (many, "grpc", [8.0] * 5),
+        (many, "rpyc", [7.0] * 5),
+    )
+    assert publish.behind(found).splitlines()[3:] == [
+        "- until every worker is up, 2 to 32 workers: 1.00 to 9.00 s, gRPC 0.50 to 8.00 s, RPyC 7.00 s"
+    ]
