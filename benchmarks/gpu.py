@@ -1,6 +1,6 @@
-"""CUDA tensors between processes that share one GPU: latency, bandwidth, and parameter servers on it.
+"""CUDA tensors between processes that share one GPU: latency, bandwidth, parameter servers and a policy on it.
 
-    python -m benchmarks.gpu                                calls and parameter servers, without and with MPS
+    python -m benchmarks.gpu                                everything; calls and servers without and with MPS
     python -m benchmarks.gpu --only calls --plain           calls alone, without MPS
     python -m benchmarks.gpu --out build/bench/gpu.jsonl
 
@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import telegrad.rpc as telegrad_rpc
-from benchmarks import machine, plots, ps, results
+from benchmarks import cartpole, machine, plots, pole, ps, results, worlds
 from benchmarks.group import free_port
 from benchmarks.processes import import_path
 from benchmarks.suite import Case
@@ -40,6 +40,9 @@ SECONDS = 0.5
 FEWEST = 10
 LIMIT_S = 300
 LIMIT = "one process"
+POLICIES = ("telegrad.batched", "telegrad.by_hand", "torch.batched", "torch.single")
+OBSERVERS, STEPS = 10, 300
+PARTS = ["calls", "ps", "cartpole"]
 
 Found = dict[tuple[str, int], float]  # by kind and amount: elements, megabytes or trainers
 
@@ -110,6 +113,12 @@ def measure_training(entry: str, trainers: int) -> Found:
     return {("ps", trainers): 1000 / ps.measure(entry, options)}
 
 
+def measure_cartpole(entry: str, device: str = "cuda") -> Found:
+    options = argparse.Namespace(steps=STEPS, device=device, environment=pole.available())
+    context = worlds.forkserver("telegrad.rpc", "benchmarks.pole", "gymnasium")
+    return {("cartpole", OBSERVERS): cartpole.measure(entry, OBSERVERS, options, context)}
+
+
 def case(kind: str, amount: int, mps: bool) -> Case:
     group, suffix = f"gpu-{kind}{'-mps' if mps else ''}", ", with MPS" if mps else ""
     if kind == "latency":
@@ -118,6 +127,9 @@ def case(kind: str, amount: int, mps: bool) -> Case:
     if kind == "bandwidth":
         title = f"{amount} MB on the GPU there and back, each way{suffix}"
         return Case(f"{group}/{amount}MB", title, "GB/s", "gpu", {}, True, axis="MB", at=amount)
+    if kind == "cartpole":
+        title = f"CartPole, {amount} observers, policy on the GPU"
+        return Case(f"{group}/{amount}-observers", title, "steps/s", "gpu", {}, True)
     title = f"ResNet-50 on the GPU, {amount} trainers, a round{suffix}"
     return Case(f"{group}/{amount}-trainers", title, "ms", "gpu", axis="trainers", at=amount)
 
@@ -151,6 +163,9 @@ def one_round(
             for entry in ps.ENTRIES:
                 measure = lambda entry=entry, trainers=trainers: measure_training(entry, trainers)  # noqa: E731
                 entries.append((entry, measure))
+    if "cartpole" in options.only and not mps:  # whose processes are forked from one that started without MPS
+        for entry in POLICIES:
+            entries.append((entry, lambda entry=entry: measure_cartpole(entry)))  # type: ignore[misc]
     for entry, measure in entries:
         for (kind, amount), value in measure().items():
             this = case(kind, amount, mps)
@@ -161,12 +176,14 @@ def one_round(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", type=lambda text: text.split(","), default=["calls", "ps"], help="calls, ps or both")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=PARTS, help=f"some of {','.join(PARTS)}")
     parser.add_argument("--trainers", type=lambda text: list(map(int, text.split(","))), default=[2, 5])
     parser.add_argument("--plain", action="store_true", help="without MPS only")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each entry")
     parser.add_argument("--out", type=Path, default=Path("build/bench/gpu.jsonl"), help="default %(default)s")
     options = parser.parse_args(argv)
+    if not set(options.only) <= set(PARTS):
+        parser.error(f"--only takes some of {','.join(PARTS)}")
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device, and torch sees none here")
         return 1

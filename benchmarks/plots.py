@@ -42,6 +42,7 @@ GROUPS = {
     "gpu-bandwidth": "bandwidth on one GPU",
     "gpu-bandwidth-mps": "bandwidth on one GPU, with MPS",
     "gpu-ps": "batch updates of ResNet-50 on one GPU",
+    "gpu-cartpole": "CartPole with the policy on one GPU",
     "gpu-ps-mps": "batch updates of ResNet-50 on one GPU, with MPS",
 }
 LIMITS = {
@@ -50,7 +51,7 @@ LIMITS = {
     "bandwidth": ["limit/memcpy-warm", "limit/memcpy-fresh"],
 }
 OVERVIEW = ("latency", "rate", "bandwidth", "training", "startup", "ps resnet18", "cartpole")
-ON_A_GPU = ("gpu-latency", "gpu-bandwidth", "gpu-bandwidth-mps", "gpu-ps", "gpu-ps-mps", "cartpole cuda")
+ON_A_GPU = ("gpu-latency", "gpu-bandwidth", "gpu-bandwidth-mps", "gpu-ps", "gpu-ps-mps", "gpu-cartpole")
 GROUP_WIDTH = 0.84
 FAR_APART = 10
 COLOURS = {
