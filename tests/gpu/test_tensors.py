@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import telegrad.rpc as rpc
 from telegrad.errors import PeerLost
 from telegrad.testing import LocalCluster
 from tests.gpu.group import join, join_without_gpu
-from tests.local.gates import until
+from tests.local.gates import PATIENCE, until
 from tests.process.fleet import Fleet
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")  # torch says that such tensors are new or unchecked
@@ -211,14 +211,21 @@ def test_a_result_that_the_callee_keeps_may_change_there(pair: Fleet) -> None:
     pair[0].do(read_what_changes_next)
 
 
-def hold(tensor: Tensor, seconds: float) -> None:
-    time.sleep(seconds)
+released = threading.Event()
+
+
+def hold(tensor: Tensor) -> None:
+    assert released.wait(PATIENCE)
+
+
+def release() -> None:
+    released.set()
 
 
 def give_up() -> str:
     tensor = torch.ones(LARGE, device="cuda")
     try:
-        rpc.rpc_sync("w1", hold, args=(tensor, 1.0), timeout=0.2)
+        rpc.rpc_sync("w1", hold, args=(tensor,), timeout=0.2)
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -227,6 +234,7 @@ def give_up() -> str:
 def test_what_was_lent_to_a_call_that_timed_out_comes_back(pair: Fleet) -> None:
     pair[0].do(rpc_once)
     assert "timeout" in pair[0].do(give_up)
+    pair[1].do(release)
     pair[0].do(wait_until_nothing_is_held)
     pair[1].do(wait_until_nothing_is_held)
 

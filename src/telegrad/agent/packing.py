@@ -11,6 +11,7 @@ State: of each thread, what it is packing, changed only by that thread.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -38,16 +39,22 @@ class Companion(Protocol):
         """The message is packed, or unpacked."""
 
 
-class Loan:
+class Loan(ABC):
     """Something that the callee may use until it has answered. See `keep_until_answered`."""
 
+    @abstractmethod
     def returned(self, answered: bool) -> None:
         """The call is over: it was answered, or it failed here and the callee may still be at it."""
-        raise NotImplementedError
 
 
-class Debt(Protocol):
-    """What a call brought and its sender may want back."""
+class Brought(Companion, Protocol):
+    """What a message brought: a companion where it is unpacked."""
+
+    def join(self) -> None:
+        """Called by a thread that uses the result but did not unpack it."""
+
+    def forget(self) -> None:
+        """Nobody will call `join`."""
 
     def settle(self, companions: Collection[Any] = ()) -> None:
         """The answer, with its companions, is about to be sent: from then on the sender does with it what it wants."""
@@ -109,7 +116,7 @@ def pack(
     *,
     by_value: bool = False,
     kept: list[Any] | None = None,
-    owed: Sequence[Debt] = (),
+    owed: Sequence[Brought] = (),
 ) -> codec.Encoded:
     """Encode `value` for the peer of `envelope`.
 
@@ -122,8 +129,8 @@ def pack(
         if _local.companions:
             for companion in _local.companions.values():
                 companion.finish()
-        for debt in owed:
-            debt.settle((_local.companions or {}).values())
+        for each in owed:
+            each.settle((_local.companions or {}).values())
         if _local.actions:
             for _, action in _local.actions.values():
                 action(envelope)
@@ -133,7 +140,7 @@ def pack(
 
 
 def unpack(
-    envelope: Envelope, body: bytes | memoryview, buffers: Sequence[Any], arrivals: list[Any] | None = None
+    envelope: Envelope, body: bytes | memoryview, buffers: Sequence[Any], arrivals: list[Brought] | None = None
 ) -> Any:
     """Decode what the peer of `envelope` sent.
 

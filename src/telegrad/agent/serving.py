@@ -22,7 +22,7 @@ import torch
 from telegrad.agent import scope as scopes
 from telegrad.agent.clock import Clock
 from telegrad.agent.current import local
-from telegrad.agent.packing import Debt, Envelope, pack, unpack
+from telegrad.agent.packing import Brought, Envelope, pack, unpack
 from telegrad.agent.reading import ReadLoop
 from telegrad.agent.resting import is_sole
 from telegrad.agent.routes import ANYWHERE, Route, backward
@@ -54,9 +54,9 @@ def _shares(target: Target) -> bool:
     return target.defers and 0 <= target.seconds <= _SLOW
 
 
-def _settle(owed: Sequence[Debt]) -> None:
-    for debt in owed:
-        debt.settle()
+def _settle(owed: Sequence[Brought]) -> None:
+    for each in owed:
+        each.settle()
 
 
 class Host(Protocol):
@@ -244,7 +244,7 @@ class Inbound:
 
     def _run(self, frame: Frame, target: Target | None, loop: ReadLoop[Frame] | None) -> None:
         epoch = loop.epoch if loop is not None else 0
-        arrivals: list[Any] = []
+        arrivals: list[Brought] = []
         try:
             target, args, kwargs = self._open(frame, target, arrivals)
             started = _now()
@@ -264,7 +264,7 @@ class Inbound:
         self._answer(frame.call, target, value, loop, epoch, at_rest=is_sole(value), owed=arrivals)
 
     def _open(
-        self, frame: Frame, target: Target | None, arrivals: list[Any]
+        self, frame: Frame, target: Target | None, arrivals: list[Brought]
     ) -> tuple[Target, tuple[Any, ...], dict[str, Any]]:
         """The function and arguments of a call."""
         flags, body = frame.flags, frame.body
@@ -304,7 +304,7 @@ class Inbound:
         epoch: int = 0,
         shared: bool = False,
         at_rest: bool = False,
-        owed: Sequence[Debt] = (),
+        owed: Sequence[Brought] = (),
     ) -> None:
         """Send a reply; if the thread answers others as well (`shared`), without waiting for who takes nothing."""
         try:

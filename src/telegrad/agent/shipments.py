@@ -36,13 +36,15 @@ class Shipment(Loan):
         self._event = None if at_rest and self._stream.query() else self._exports.event(self._stream)
         self._uuid = cuda.devices()[index]
         self._number = next(devices.numbers)
-        self._done = devices.done_with(envelope.incarnation)
+        self._done: list[int] | None = None
         self._index = index
         self._targets: set[int] = set()
         self._kept: list[object] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         event = None if self._event is None else self._event.handle
+        if self._done is None:  # once, for packing may start again
+            self._done = self._devices.done_with(self._incarnation)
         return _open_shipment, (self._number, self._uuid, event, self._done, self._index if self._at_rest else None)
 
     def take(self, tensor: Tensor, target: int) -> cuda.Place:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from telegrad.agent.scope import current_scope
 from telegrad.batching.stacking import Shape, shape_of
 
 Call = Callable[..., Any]
@@ -39,7 +40,7 @@ class Graphs:
     def __call__(self, receiver: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`function(*receiver, *args, **kwargs)`, where the receiver is the object whose method it is, if it is one."""
         leaves, _ = pytree.tree_flatten((args, kwargs))
-        if self._fails or not all(_can_stay(leaf) for leaf in leaves):
+        if self._fails or _records_gradients() or not all(_can_stay(leaf) for leaf in leaves):
             return self._function(*receiver, *args, **kwargs)
         form = shape_of(tuple(args)), shape_of(kwargs)
         if form not in self._graphs:
@@ -64,6 +65,11 @@ class Graphs:
         return graph
 
 
+def _records_gradients() -> bool:
+    """Does the caller have a context whose backward pass may want what this call does, for weights if not for it?"""
+    return torch.is_grad_enabled() and current_scope.get() is not None
+
+
 def _can_stay(leaf: Any) -> bool:
     """May a graph take this instead of what was given when it was captured?"""
     return isinstance(leaf, Tensor) and leaf.is_cuda and not (leaf.requires_grad and torch.is_grad_enabled())
@@ -73,7 +79,8 @@ class _Graph:
     """One recording."""
 
     def __init__(self, function: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        args, kwargs = pytree.tree_map(torch.clone, (args, kwargs))
+        with torch.inference_mode(False):  # or nobody else could write to them
+            args, kwargs = pytree.tree_map(torch.clone, (args, kwargs))
         self._given, _ = pytree.tree_flatten((args, kwargs))
         self._device: torch.device = self._given[0].device
         self._graph = torch.cuda.CUDAGraph()

@@ -1,0 +1,51 @@
+"""When a batch may be a replay, which needs no GPU to decide; `test_gpu.py` has the replays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad.agent.scope import current_scope
+from telegrad.batching import graphs
+
+
+class Recorded:
+    """Stands for a recording, which only a GPU can make."""
+
+    def __init__(self, *call: Any) -> None:
+        return
+
+    def replay(self, given: list[torch.Tensor]) -> str:
+        return "replayed"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> graphs.Graphs:
+    monkeypatch.setattr(graphs, "_Graph", Recorded)
+    monkeypatch.setattr(graphs, "_can_stay", lambda leaf: isinstance(leaf, torch.Tensor))
+    return graphs.Graphs(lambda x: "run", "run")
+
+
+def results(calls: graphs.Graphs, *args: Any) -> list[str]:
+    return [calls((), args, {}) for _ in range(4)]
+
+
+def test_the_first_batch_of_a_form_runs(calls: graphs.Graphs) -> None:
+    assert results(calls, torch.ones(3)) == ["run", "replayed", "replayed", "replayed"]
+    assert results(calls, torch.ones(4)) == ["run", "replayed", "replayed", "replayed"]
+
+
+def test_what_is_no_tensor_is_never_replayed(calls: graphs.Graphs) -> None:
+    assert results(calls, [3]) == ["run"] * 4
+
+
+def test_a_context_gets_the_gradients_of_weights(calls: graphs.Graphs) -> None:
+    token = current_scope.set(object())  # type: ignore[arg-type]
+    try:
+        assert results(calls, torch.ones(3)) == ["run"] * 4
+        with torch.no_grad():
+            assert results(calls, torch.ones(3))[1:] == ["replayed"] * 3
+    finally:
+        current_scope.reset(token)
