@@ -91,7 +91,13 @@ class WorkersFailed(TelegradError):
 
 
 class CallTimeout(TelegradError, TimeoutError):
-    """The deadline of a call passed before its reply arrived."""
+    """The deadline of a call passed before its reply arrived. `sent` is False if the callee never heard of the call."""
+
+    def __init__(
+        self, message: str = "", *, peer: str | None = None, call: str | None = None, sent: bool = True
+    ) -> None:
+        super().__init__(message, peer=peer, call=call)
+        self.sent = sent
 
 
 class CallCancelled(TelegradError, concurrent.futures.CancelledError):
@@ -103,13 +109,23 @@ class QueueFull(TelegradError):
 
 
 class PeerLost(TelegradError, ConnectionError):
-    """The other worker died, left, or cannot be reached. `last_words` is what it said before it went, if anything."""
+    """The other worker died, left, or cannot be reached. `last_words` is what it said before it went, if anything.
+
+    `sent` is False if the callee never heard of the call.
+    """
 
     def __init__(
-        self, message: str = "", *, peer: str | None = None, call: str | None = None, last_words: str = ""
+        self,
+        message: str = "",
+        *,
+        peer: str | None = None,
+        call: str | None = None,
+        last_words: str = "",
+        sent: bool = True,
     ) -> None:
         super().__init__(message, peer=peer, call=call)
         self.last_words = last_words
+        self.sent = sent
 
 
 class GroupBroken(PeerLost):
@@ -146,3 +162,22 @@ class StaleReference(TelegradError, LookupError):
 
 class InternalError(TelegradError):
     """A state that should be impossible. Please report it."""
+
+
+def text_of(error: BaseException) -> str:
+    """Return `str(error)`, or a text that says that it raised. Never raises: `__str__` may be the user's."""
+    try:
+        return "".join(str(error))  # exactly a str, whatever `__str__` returned
+    except BaseException as failure:
+        words = ", ".join(arg for arg in failure.args if type(arg) is str)
+        return f"<str() of the {type(error).__name__} raised {type(failure).__name__}({words})>"
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Return `error`, or a `RemoteError` that stands for a SystemExit or the like, which a future cannot hold."""
+    if isinstance(error, Exception):
+        return error
+    name = type(error).__qualname__
+    wrapped = RemoteError(f"{name}: {text_of(error)}", type_name=name)
+    wrapped.__cause__ = error
+    return wrapped

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch.futures
 
 from telegrad import waiting
-from telegrad.errors import CallCancelled, CallTimeout
+from telegrad.errors import CallCancelled, CallTimeout, text_of
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -40,7 +40,7 @@ class Future(torch.futures.Future[T]):
     _settled = False
     _cancelled = False
     _on_cancel: Callable[[], None] | None = None
-    _event: threading.Event | None = None
+    _gate: waiting.Gate | None = None
     _callers = 0
     _error: Exception | None = None
     _arrivals: Sequence[Any] = ()  # copies between devices that bring tensors of the result
@@ -123,7 +123,7 @@ class Future(torch.futures.Future[T]):
                 value = context.run(callback, done)
             except RuntimeError as error:
                 chained._settle(None, error)
-            except Exception as error:
+            except BaseException as error:
                 chained._settle(None, _as_runtime_error(error))
             else:
                 chained._settle(value, None)
@@ -180,25 +180,28 @@ class Future(torch.futures.Future[T]):
             self._settled = True
             self._cancelled = isinstance(error, CallCancelled)
             self._error = error
-        if error is not None:
-            self._set_unwrap_func(_raise)  # as torch's own `set_exception` does
-        torch._C.Future.set_result(self, value if error is None else _twin(error))
+        try:
+            if error is not None:
+                self._set_unwrap_func(_raise)  # as torch's own `set_exception` does
+                value = _twin(error)
+        finally:  # whatever was raised meanwhile: whoever waits must be woken
+            torch._C.Future.set_result(self, value)
         return True
 
-    def _arrival(self) -> threading.Event:
-        """Set when the result is there; made once, however often somebody waits."""
+    def _completion(self) -> waiting.Gate:
+        """Return a gate that opens when the result is there; made once, however often somebody waits."""
         with _settling:
-            event = self._event
-            if event is not None:
-                return event
-            event = self._event = threading.Event()
-        self.add_done_callback(lambda _: event.set())
-        return event
+            gate = self._gate
+            if gate is not None:
+                return gate
+            gate = self._gate = waiting.Gate()
+        self.add_done_callback(lambda _: gate.open())
+        return gate
 
     def _block(self, timeout: float | None) -> bool:
         role = waiting.pause()
         try:
-            return self._arrival().wait(timeout)
+            return self._completion().wait(timeout)
         finally:
             waiting.resume(role)
 
@@ -244,14 +247,16 @@ def _twin(error: Exception) -> Exception:
     """The same error without the frames that it passed."""
     try:
         twin: Exception = copy.copy(error)
-    except Exception:  # its class has ideas of its own about copies
+        if type(twin) is not type(error):
+            return error
+    except BaseException:  # its class defines how it is copied, and that may raise anything
         return error
     twin.__cause__ = error.__cause__
     return twin
 
 
-def _as_runtime_error(error: Exception) -> RuntimeError:
-    wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+def _as_runtime_error(error: BaseException) -> RuntimeError:
+    wrapped = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
     wrapped.__cause__ = error
     return wrapped
 

@@ -32,7 +32,7 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from telegrad.agent.current import current_agent, local
 from telegrad.agent.targets import ASYNC_MARK, Later, trusted
-from telegrad.errors import UsageError
+from telegrad.errors import UsageError, as_exception
 from telegrad.futures import Future
 from telegrad.wire.callables import describe
 
@@ -129,10 +129,11 @@ class _Session:
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
         timeout: Any,
+        keep: object,
     ) -> Future[Any]:
         with self._aside():
             call = self._begin(agent, to, function, "async")
-            reported = agent.start(to, _run, self._order(function, args, kwargs), None, timeout)
+            reported = agent.start(to, _run, self._order(function, args, kwargs), None, timeout, keep=keep)
         future: Future[Any] = Future()
 
         def cancel() -> None:
@@ -140,12 +141,10 @@ class _Session:
 
         def arrived(done: torch.futures.Future[_Report]) -> None:
             try:
-                report = done.value()
-            except Exception as error:
+                future._settle(self._finish(call, done.value()), None)
+            except BaseException as error:
                 self._end(call, _now())
-                future._settle(None, error)
-            else:
-                future._settle(self._finish(call, report), None)
+                future._settle(None, as_exception(error))
 
         future._on_cancel = cancel
         reported.add_done_callback(arrived)
@@ -241,8 +240,8 @@ def _report_later(session: _Session, profile: Any, function: Callable[..., Any],
     def arrived(done: torch.futures.Future[Any]) -> None:
         try:
             reported._settle(session.report(done.value(), profile), None)
-        except Exception as error:
-            reported._settle(None, error)
+        except BaseException as error:
+            reported._settle(None, as_exception(error))
 
     value.add_done_callback(arrived)  # type: ignore[attr-defined]
     return reported

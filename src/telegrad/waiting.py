@@ -17,6 +17,7 @@ State: one role per thread, changed only by that thread. No locks. Threads of th
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Callable, Hashable
 from typing import Protocol
@@ -30,6 +31,50 @@ class Role(Protocol):
     def more(self) -> bool: ...
     def afterwards(self, key: Hashable, job: Callable[[], None]) -> None: ...
     def at(self, key: Hashable, moment: float, job: Callable[[], None]) -> bool: ...
+
+
+class Gate:
+    """A flag that threads wait for and that is set once.
+
+    It has no lock of its own, unlike `threading.Event`: a signal handler that raises inside `Event.wait` may leave the
+    lock of the event locked, and then the thread that sets it waits for ever. Each waiter brings a lock; whoever opens
+    the gate takes every waiter from the list, with one atomic operation each, and releases its lock.
+    """
+
+    __slots__ = ("_waiters", "is_open")
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._waiters: list[_thread.LockType] = []
+
+    def __repr__(self) -> str:
+        return f"<Gate {'open' if self.is_open else 'closed'}, {len(self._waiters)} waiting>"
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until the gate is open; False after `timeout` seconds."""
+        waiter = _thread.allocate_lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        if not self.is_open and not waiter.acquire(True, _lock_timeout(timeout)):
+            try:
+                self._waiters.remove(waiter)
+            except ValueError:
+                pass  # it has been opened at this moment
+        return self.is_open
+
+    def open(self) -> None:
+        self.is_open = True
+        while True:
+            try:
+                waiter = self._waiters.pop()
+            except IndexError:
+                return
+            waiter.release()
+
+
+def _lock_timeout(timeout: float | None) -> float:
+    """Return a time limit as `Lock.acquire` takes it."""
+    return -1 if timeout is None else min(max(timeout, 0.0), _thread.TIMEOUT_MAX)
 
 
 class _Local(threading.local):

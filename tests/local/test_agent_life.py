@@ -105,8 +105,8 @@ def test_closing_while_a_connection_is_being_made(
     w0, w1 = workers["w0"], workers["w1"]
     dial = w0.connections.dial
 
-    def dial_slowly(member: Any, purpose: str) -> Any:
-        dialled = dial(member, purpose)
+    def dial_slowly(member: Any, purpose: str, timeout: float | None) -> Any:
+        dialled = dial(member, purpose, timeout)
         gate.hold()
         return dialled
 

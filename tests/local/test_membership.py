@@ -255,12 +255,12 @@ def test_a_peer_has_one_link_however_it_is_named(cluster: Clusters, monkeypatch:
     both = threading.Barrier(2)
     dial = w0.dial
 
-    def dial_together(member: Any, purpose: str) -> Any:
+    def dial_together(member: Any, purpose: str, timeout: float | None = None) -> Any:
         try:
             both.wait(0.2)  # gives a second dialler, if there is one, the time to come
         except threading.BrokenBarrierError:
             pass
-        return dial(member, purpose)
+        return dial(member, purpose, timeout)
 
     monkeypatch.setattr(w0, "dial", dial_together)
     with ThreadPoolExecutor(2) as pool:

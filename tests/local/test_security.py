@@ -262,7 +262,7 @@ def test_a_reply_to_a_callee_is_closed_and_counted(agent: Agent, transport: str)
 
 
 @pytest.mark.parametrize("purpose", ["pipe", "lane"])
-def test_a_message_for_which_there_is_no_memory_is_closed_and_counted(
+def test_a_message_for_which_there_is_no_memory_is_skipped_and_answered(
     agent: Agent, transport: str, purpose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def exhausted(pool: Pool, nbytes: int) -> memoryview:
@@ -271,9 +271,20 @@ def test_a_message_for_which_there_is_no_memory_is_closed_and_counted(
     monkeypatch.setattr(Pool, "reserve", exhausted)
     with stranger(agent, transport) as sock:
         shake_hands(sock, agent, purpose=purpose)
-        sock.sendall(_call(1 << 30))
-        assert is_closed(sock)
-    until(lambda: agent.statistics().get("closed: protocol") == 1)
+        for call in (1, 2):  # the connection goes on
+            sock.sendall(HEADER.pack(1 << 20, call, 1, 0, 0, Kind.CALL, DEFINES, 0) + bytes(1 << 20))
+            length, answered, function, _, _, kind, _, _ = HEADER.unpack(_read(sock, HEADER.size))
+            assert (answered, kind, function) == (call, Kind.FAILURE, 1)  # the definition of function 1 was lost
+            assert b"no room" in _read(sock, length)
+
+
+def _read(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = sock.recv(count - len(data))
+        assert part, "the connection ended"
+        data += part
+    return data
 
 
 def test_a_member_that_claims_much_and_sends_little_costs_little(agent: Agent, transport: str) -> None:

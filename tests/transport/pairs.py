@@ -35,7 +35,7 @@ class End:
         """Shared memory with the other side; segments are passed on by mapping them there at once."""
         announced: set[int] = set()
 
-        def announce(segment: Segment) -> bool:
+        def announce(segment: Segment, until: float) -> bool:
             if segment.number not in announced:
                 other.mappings.add(self.name, segment.number, segment.fd)
                 announced.add(segment.number)

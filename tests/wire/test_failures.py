@@ -282,7 +282,7 @@ def test_an_exception_without_words_that_cannot_be_rebuilt_says_so() -> None:
     error.lock = threading.Lock()  # type: ignore[attr-defined]
     received = trip(error)
     assert isinstance(received, RemoteError)
-    assert "str() of the exception failed: RuntimeError('no words')" in str(received)
+    assert "str() of the Silent raised RuntimeError(no words)" in str(received)
 
 
 def test_words_of_a_class_of_the_users_own_travel_as_text() -> None:

@@ -220,6 +220,7 @@ frames = st.builds(
     left_ms=st.integers(0, 2**32 - 1),
     body=st.builds(pattern, st.integers(0, 100) | st.sampled_from(SIZES), st.integers(0, 250)),
     buffers=st.lists(st.builds(pattern, st.integers(0, 100) | st.sampled_from(SIZES), st.integers(0, 250)), max_size=4),
+    damage=st.none(),
 )
 
 
@@ -304,16 +305,34 @@ def test_more_buffers_than_allowed_are_refused_before_their_table_arrives() -> N
             decode(header(count=count))
 
 
-def test_memory_that_cannot_be_had_ends_the_connection_not_the_reader() -> None:
+@pytest.mark.parametrize("failure", [MemoryError("no memory"), OSError("no mapping"), SystemExit(3)])
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+@pytest.mark.parametrize("piece", [1, 1000, 1 << 20])
+def test_a_frame_that_cannot_be_received_is_damaged_and_the_next_one_is_whole(
+    failure: BaseException, fails_at: int, piece: int
+) -> None:
+    asked = itertools.count()
+
     def reserve(nbytes: int) -> memoryview:
-        raise MemoryError(f"cannot allocate {nbytes} bytes")
+        if next(asked) == fails_at:
+            raise failure
+        return memoryview(bytearray(nbytes))
 
     decoder = FrameDecoder(reserve, lambda place: memoryview(b""), 1 << 40)
-    data = header(length=1 << 39)
-    decoder.space()[: len(data)] = data
-    decoder.fill(len(data))
-    with pytest.raises(ProtocolError, match="memory"):
-        decoder.next()
+    data = encode(frame(b"b" * 40_000, [b"x" * 30_000, b"y" * 10])) + encode(frame(b"next", call=8))
+    received = []
+    while data:
+        space = decoder.space()
+        count = min(piece, len(space), len(data))
+        space[:count] = data[:count]
+        decoder.fill(count)
+        data = data[count:]
+        while (one := decoder.next()) is not None:
+            received.append(one)
+    damaged, whole = received
+    assert (damaged.call, damaged.damage, list(damaged.buffers)) == (7, failure, [])
+    assert bytes(damaged.body) == (b"" if fails_at == 0 else b"b" * 40_000)
+    assert (whole.call, bytes(whole.body), whole.damage) == (8, b"next", None)
 
 
 plausible_headers = st.builds(

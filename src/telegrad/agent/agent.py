@@ -28,10 +28,11 @@ from telegrad.agent.connections import Connections
 from telegrad.agent.current import local
 from telegrad.agent.devices import Devices
 from telegrad.agent.gathering import Gathering, broken
-from telegrad.agent.links import Dialled, Link
+from telegrad.agent.links import Dialled, Link, given_up
 from telegrad.agent.membership import Directory, Member, Store, WorkerInfo, check_name
 from telegrad.agent.packing import Envelope
 from telegrad.agent.peers import Peers, To, key_of
+from telegrad.agent.pipe import timed_out
 from telegrad.agent.routes import Route
 from telegrad.agent.secret import group_secret
 from telegrad.agent.serving import Inbound
@@ -39,9 +40,9 @@ from telegrad.agent.switchboard import Switchboard
 from telegrad.agent.targets import Target, is_trusted
 from telegrad.agent.threads import Executor, Threads
 from telegrad.config import Config
-from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
+from telegrad.errors import CallTimeout, JoinError, PeerLost, TelegradError, UsageError
 from telegrad.futures import Future
-from telegrad.wire.callables import LIMIT, Function, Numbers
+from telegrad.wire.callables import LIMIT, Function, Numbers, describe
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -50,6 +51,7 @@ T = TypeVar("T")
 DEFAULT = object()  # a timeout that was not given: the config's
 _JOIN_THREADS = 2.0
 _WAIT_FOR_OTHERS = 5.0
+_LOOK_AGAIN = 1.0  # seconds between two attempts to reach a worker that is watched
 
 _log = logging.getLogger("telegrad")
 _exposed: set[Function] = set()
@@ -262,12 +264,13 @@ class Agent:
         """`call` with the arguments in containers and a time limit in seconds (None: no limit)."""
         if local.around is not None:
             return local.around.invoke(self, to, function, args, kwargs, timeout)
-        link = self.peers.known(to)
-        if link is None:
-            link = self.peers.reach(to)
         if timeout is DEFAULT:
             timeout = self.timeout
-        return link.call(function, tuple(args), kwargs, timeout)
+        link = self.peers.known(to)
+        if link is not None:
+            return link.call(function, tuple(args), kwargs, timeout)
+        until = None if timeout is None else time.monotonic() + timeout
+        return self._reach(to, function, timeout).call(function, tuple(args), kwargs, timeout, until)
 
     def start(
         self,
@@ -277,24 +280,37 @@ class Agent:
         kwargs: dict[str, Any] | None = None,
         timeout: Any = DEFAULT,
         internal: bool = False,
+        keep: object = None,
     ) -> Future[Any]:
         """`submit` with the arguments in containers and a time limit in seconds (None: no limit).
 
-        `internal` calls are not waited for by `shutdown`.
+        `internal` calls are not waited for by `shutdown`. `keep` is kept alive until the callee has answered.
         """
         if local.around is not None and not internal:
-            return local.around.start(self, to, function, args, kwargs, timeout)
+            return local.around.start(self, to, function, args, kwargs, timeout, keep)
+        if timeout is DEFAULT:
+            timeout = self.timeout
+        until = None
         link = self.peers.known(to)
         if link is None:
+            until = None if timeout is None else time.monotonic() + timeout
             try:
-                link = self.peers.reach(to)
-            except PeerLost as error:
+                link = self._reach(to, function, timeout)
+            except (PeerLost, CallTimeout) as error:
                 failed: Future[Any] = Future()
                 failed.set_exception(error)
                 return failed
-        if timeout is DEFAULT:
-            timeout = self.timeout
-        return link.submit(function, tuple(args), kwargs, timeout, internal)
+        return link.submit(function, tuple(args), kwargs, timeout, internal, keep, until)
+
+    def _reach(self, to: To, function: Function, timeout: float | None) -> Link:
+        """Return a new link within the time limit of a call."""
+        try:
+            return self.peers.reach(to, timeout)
+        except TimeoutError as error:
+            if isinstance(error, CallTimeout):
+                raise
+            name = to.name if isinstance(to, WorkerInfo) else str(to)
+            raise timed_out(name, describe(function), timeout, sent=False) from None
 
     # The group
 
@@ -341,17 +357,43 @@ class Agent:
 
     def watch(self, incarnation: str) -> None:
         """Make sure that the loss of a worker is noticed even if it never calls this one: connect to it."""
+        until = time.monotonic() + self.config.heartbeat_timeout
 
         def look() -> None:
+            if self.closing or self.is_lost(incarnation):
+                return
             name = self.directory.name_of(incarnation)
             try:
-                alive = self.peers.reach(name).member.incarnation == incarnation
-            except TelegradError:
-                alive = False
-            if not alive:
-                self.peer_gone(name, incarnation)
+                alive: bool | None = self.peers.reach(name).member.incarnation == incarnation
+            except TelegradError as error:
+                # A failure to connect is no proof of death. The worker may be stopped, or out of descriptors: it is
+                # given as long as one that is silent.
+                alive = None if time.monotonic() < until else False
+                reason = str(error)
+                if alive is None:
+                    alive = self._probe(name, incarnation)
+            else:
+                reason = "another worker has taken its name"
+            if alive is False:
+                self.peer_gone(name, incarnation, reason=reason)
+            elif alive is None:
+                self.clock.at(time.monotonic() + _LOOK_AGAIN, lambda: self._soon(look))
 
-        self.threads.start(look)
+        self._soon(look)
+
+    def _probe(self, name: str, incarnation: str) -> bool | None:
+        """Is this incarnation alive? None if that is not known."""
+        try:
+            member = self.directory.find(name, refresh=True)
+        except TelegradError:
+            return None
+        if member.left or member.incarnation != incarnation:
+            return False
+        alive = self.connections.probe(member)
+        return None if alive else alive  # alive, but `reach` failed: try again
+
+    def _soon(self, job: Callable[[], None]) -> None:
+        self.threads.start_when_possible(job, self.clock)
 
     def on_close(self, listener: Callable[[], None]) -> None:
         """Call `listener()` when this agent starts to close, while it can still call others; not if it is aborted."""
@@ -374,7 +416,7 @@ class Agent:
         return {
             "calls made": self.calls_made,
             "calls served": self.calls_served,
-            "calls pending": sum(len(link.pipe.pending) for link in self.links()),
+            "calls pending": sum(len(link.pipe.waited_for()) for link in self.links()),
             "shared blocks in use": self.connections.mappings.live,
             **self.connections.counters,
             **{name: count for figures in self._figures for name, count in figures().items()},
@@ -389,27 +431,30 @@ class Agent:
     def envelope(self, peer: str, incarnation: str, route: Route) -> Envelope:
         return Envelope(self, peer, incarnation, route)
 
-    def dial(self, member: Member, purpose: str) -> Dialled:
+    def dial(self, member: Member, purpose: str, timeout: float | None = None) -> Dialled:
         if self.closing:
             raise PeerLost(f"worker {self.name!r} has left the group and cannot call {member.name!r}", peer=member.name)
-        return self.connections.dial(member, purpose)
+        return self.connections.dial(member, purpose, timeout)
 
-    def link_lost(self, link: Link) -> None:
-        self.peer_gone(link.member.name, link.member.incarnation)
+    def link_lost(self, link: Link, reason: str) -> None:
+        self.peer_gone(link.member.name, link.member.incarnation, reason=reason)
 
-    def inbound_ended(self, inbound: Inbound, error: Exception) -> None:
+    def inbound_ended(self, inbound: Inbound, error: BaseException) -> None:
         self.connections.ended(inbound, error)
 
-    def peer_gone(self, name: str, incarnation: str, last_words: str = "") -> None:
-        """A connection says that this incarnation of a peer is no more."""
+    def peer_gone(
+        self, name: str, incarnation: str, last_words: str = "", reason: str = "it closed its connections"
+    ) -> None:
+        """Give up this incarnation of a peer, for good. All connections with it end, so that it hears of that, too."""
         link = self.peers.known(name)
         if link is not None and link.member.incarnation == incarnation:
-            link.lose("it closed its connections", last_words)
+            link.lose(reason, last_words)
             return  # which comes back here
         with self._lock:
             if self.closing or incarnation in self._gone:
                 return
             self._gone.add(incarnation)
+        self.connections.shut_all(incarnation, given_up(self.name, reason))
         self.connections.forget(incarnation)
         if self.directory.is_current(name, incarnation):
             self.gathering.lost(name)
@@ -450,7 +495,7 @@ class Agent:
         for occupant in (named, ranked):
             if occupant is None or occupant.left:
                 continue
-            if self.connections.answers(occupant):
+            if self.connections.probe(occupant):
                 raise JoinError(
                     f"a worker named {occupant.name!r} is already in the group and alive (rank {occupant.rank}); "
                     f"{self.name!r} needs a name and a rank of its own"

@@ -1,6 +1,7 @@
 """The agent's one thread that watches time: deadlines, heartbeats, and whether a reader is stuck in a call.
 
-Timers run on this thread, so they must be short and never block. While connections are busy it also ticks every few
+Timers run on this thread, so they must be short and never block. What a timer raises is logged; it runs again when it
+is next due. While connections are busy it also ticks every few
 milliseconds (see `Watched`); when nothing happens for a while, it sleeps until the next timer. `awake` is read without
 a lock by readers on their fast path: only if it is False do they pay for waking the clock.
 
@@ -15,7 +16,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 TICK = 0.005
 _DROWSY_TICKS = 40
@@ -55,8 +58,10 @@ class Clock:
         """Run a short function again and again until the clock is closed."""
 
         def again() -> None:
-            run()
-            self.at(time.monotonic() + seconds, again)
+            try:
+                run()
+            finally:
+                self.at(time.monotonic() + seconds, again)
 
         self.at(time.monotonic() + seconds, again)
 
@@ -89,12 +94,9 @@ class Clock:
             if due is None:
                 return
             for run in due:
-                try:
-                    run()
-                except Exception:
-                    _log.exception("a timer of Telegrad failed; please report this")
+                _attempt(run)
             if self.awake:
-                active = [each.tick() for each in self._watched]
+                active = [_attempt(each.tick) for each in self._watched]
                 quiet = 0 if any(active) else quiet + 1
                 if quiet > _DROWSY_TICKS:
                     self.awake, quiet = False, 0
@@ -115,3 +117,11 @@ class Clock:
             while self._timers and self._timers[0][0] <= now:
                 due.append(heapq.heappop(self._timers)[2])
             return due
+
+
+def _attempt(run: Callable[[], T]) -> T | None:
+    try:
+        return run()
+    except BaseException:
+        _log.exception("a timer of Telegrad failed; it will run again when it is next due")
+        return None

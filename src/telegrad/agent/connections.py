@@ -11,6 +11,7 @@ State: `_inbounds` (accepted connections) and `_strangers` (those that have not 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import socket
 import threading
@@ -31,7 +32,7 @@ from telegrad.agent.threads import Threads
 from telegrad.config import Config
 from telegrad.errors import AuthenticationError, PeerLost, ProtocolError
 from telegrad.transport import memory, sockets
-from telegrad.transport.channel import Channel, ChannelClosed, SaidGoodbye, say_goodbye
+from telegrad.transport.channel import Channel, ChannelClosed, SaidGoodbye, end_quickly, say_goodbye
 from telegrad.transport.shared import Arena, Mappings, Segment, Sharing
 from telegrad.transport.stream import StreamChannel
 from telegrad.wire import handshake
@@ -45,10 +46,15 @@ _INTRODUCTION: dict[str, type | tuple[type, ...]] = {
     "unix": str,
     "heartbeat": (int, float),
 }
+_ACCEPT_AGAIN = 0.05  # seconds to wait after a connection could not be accepted
 _MAX_STRANGERS = 256  # connections that have not proven themselves yet
 
 _log = logging.getLogger("telegrad")
 _in_process: weakref.WeakValueDictionary[str, Connections] = weakref.WeakValueDictionary()
+
+
+class _AnotherAnswers(ProtocolError):
+    """Another worker, or another incarnation, listens at an address."""
 
 
 class Owner(Host, Protocol):
@@ -62,6 +68,7 @@ class Owner(Host, Protocol):
     group: str
 
     def peer_gone(self, name: str, incarnation: str, last_words: str = "") -> None: ...
+    def is_lost(self, incarnation: str) -> bool: ...
 
 
 class Connections:
@@ -83,6 +90,7 @@ class Connections:
         self._segments = Segments(self._connect)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._closed = threading.Event()
         self.addresses: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -115,37 +123,52 @@ class Connections:
 
     # Outbound
 
-    def dial(self, member: Member, purpose: str) -> Dialled:
-        """A channel to a member by the best transport that works, and whether its `__main__` is the same as ours."""
+    def dial(self, member: Member, purpose: str, timeout: float | None = None) -> Dialled:
+        """A channel to a member by the best transport that works, and whether its `__main__` is the same as ours.
+
+        Raises `TimeoutError` after `timeout` seconds, and `PeerLost` if the member cannot be reached.
+        """
+        until = math.inf if timeout is None else time.monotonic() + timeout
         tried = []
         for transport in self._config.transports:
             for address in member.addresses:
                 if not address.startswith(transport + ":"):
                     continue
+                if time.monotonic() >= until:
+                    raise TimeoutError
                 try:
                     if transport == "memory":
                         return self._dial_memory(address, member, purpose)
-                    return self._dial_socket(address, member, purpose)
+                    return self._dial_socket(address, member, purpose, until)
                 except OSError as error:
                     tried.append(f"{address} ({error.strerror or error})")
                 except AuthenticationError:
                     raise
                 except ProtocolError as error:
                     tried.append(f"{address} ({error})")
-        raise PeerLost(f"worker {member.name!r} cannot be reached{_hint(tried)}", peer=member.name)
+        if time.monotonic() >= until:
+            raise TimeoutError
+        raise PeerLost(f"worker {member.name!r} cannot be reached{_hint(tried)}", peer=member.name, sent=False)
 
-    def answers(self, member: Member) -> bool:
-        """Is this member alive?"""
+    def probe(self, member: Member) -> bool | None:
+        """Is this member alive? None: it does not answer, and nothing shows that its process has ended."""
+        alive: bool | None = False
         for address in member.addresses:
             if address in _in_process:
                 return True
-            if not address.startswith("memory:"):
-                try:
-                    self._connect(address, member, "probe")[0].close()
-                except (OSError, ProtocolError):
-                    continue
-                return True
-        return False
+            if address.startswith("memory:"):
+                continue
+            try:
+                self._connect(address, member, "probe")[0].close()
+            except ConnectionRefusedError:
+                continue  # nobody listens there any more
+            except _AnotherAnswers:
+                continue
+            except (OSError, ProtocolError):
+                alive = None
+                continue
+            return True
+        return alive
 
     def _dial_memory(self, address: str, member: Member, purpose: str) -> Dialled:
         other = _in_process.get(address)
@@ -158,15 +181,17 @@ class Connections:
         other._welcome(theirs, client_said)
         return Dialled(mine, True, float(peer["heartbeat"]))
 
-    def _dial_socket(self, address: str, member: Member, purpose: str) -> Dialled:
-        sock, peer = self._connect(address, member, purpose)
+    def _dial_socket(self, address: str, member: Member, purpose: str, until: float) -> Dialled:
+        sock, peer = self._connect(address, member, purpose, until)
         unix = _unix_address(member.addresses)
         sharing = self._sharing(member.incarnation, unix) if sock.family == socket.AF_UNIX else None
         channel = StreamChannel(sock, self._pool, self._config.max_frame, sharing, self._peer_limit(peer))
         return Dialled(channel, peer["main"] == self._main, float(peer["heartbeat"]))
 
-    def _connect(self, address: str, member: Member | None, purpose: str) -> tuple[socket.socket, Introduction]:
-        timeout = self._config.connect_timeout
+    def _connect(
+        self, address: str, member: Member | None, purpose: str, until: float = math.inf
+    ) -> tuple[socket.socket, Introduction]:
+        timeout = max(min(self._config.connect_timeout, until - time.monotonic()), 0.001)
         sock = sockets.connect(address, timeout)
         try:
             introduction = self._introduce(purpose, "" if member is None else member.name)
@@ -180,16 +205,25 @@ class Connections:
 
     def _verify(self, peer: Introduction, member: Member) -> None:
         if peer.get("incarnation") != member.incarnation:
-            raise ProtocolError(f"{peer.get('name')!r} answered in place of {member.name!r}")
+            raise _AnotherAnswers(f"{peer.get('name')!r} answered in place of {member.name!r}")
 
     # Inbound
 
     def _accept(self, listener: socket.socket) -> None:
+        """Serve those who connect until the agent closes. A shortage of descriptors, memory or threads passes."""
         while not self._owner.closing:
             try:
-                sock, _ = listener.accept()
-            except OSError:
-                return  # the listener was closed
+                self._accept_one(listener)
+            except (OSError, RuntimeError, MemoryError) as error:
+                if self._owner.closing or listener.fileno() < 0:
+                    return
+                self.counters["connections that could not be accepted"] += 1
+                _log.warning("worker %r cannot accept a connection: %s", self._owner.name, error)
+                self._closed.wait(_ACCEPT_AGAIN)
+
+    def _accept_one(self, listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        try:
             with self._lock:
                 full = len(self._strangers) >= _MAX_STRANGERS
                 if not full and not self._owner.closing:
@@ -200,7 +234,11 @@ class Connections:
                 self.counters["refused: too many strangers"] += 1
                 sock.close()
             else:
-                self._owner.threads.start(lambda sock=sock: self._receive(sock))  # type: ignore[misc]
+                self._owner.threads.start(lambda: self._receive(sock))
+        except BaseException:
+            self._forget_stranger(sock)
+            sock.close()
+            raise
 
     def _receive(self, sock: socket.socket) -> None:
         """A stranger is at the door. Whatever it does, the agent goes on."""
@@ -221,7 +259,7 @@ class Connections:
             self._turn_away(sock, "refused: wrong secret or user", error)
         except ProtocolError as error:
             self._turn_away(sock, "refused: protocol", error)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except BaseException as error:
             self._turn_away(sock, "refused: broken connection", error)
         else:
             self._forget_stranger(sock)  # first: `close` is to say good-bye to it from now on
@@ -238,7 +276,7 @@ class Connections:
         limit = peer.get("max_frame")
         return limit if isinstance(limit, int) else self._config.max_frame
 
-    def _turn_away(self, sock: socket.socket, why: str, error: Exception) -> None:
+    def _turn_away(self, sock: socket.socket, why: str, error: BaseException) -> None:
         self.counters[why] += 1
         _log.warning("worker %r closed a connection: %s", self._owner.name, error)
         sock.close()
@@ -257,20 +295,25 @@ class Connections:
             return "the device map makes no sense"
         if peer.get("purpose") not in ("lane", "pipe", "segment", "probe"):
             return f"unknown purpose {peer.get('purpose')!r}"
+        if self._owner.is_lost(str(peer.get("incarnation"))):
+            return "this worker has given you up; join the group again"
         return None
 
     def _welcome(self, channel: Channel, peer: Introduction) -> None:
         inbound = Inbound(self._owner, channel, peer)
         with self._lock:
             self._inbounds.add(inbound)
-        if self._owner.closing:
-            inbound.ended(ChannelClosed("this worker is shutting down"))
-        elif peer["purpose"] == "pipe":
-            inbound.serve_pipe()
-        else:
-            self._owner.threads.start(inbound.serve_lane)
+        try:
+            if self._owner.closing or self._owner.is_lost(inbound.incarnation):
+                inbound.ended(ChannelClosed("this worker is shutting down"))
+            elif peer["purpose"] == "pipe":
+                inbound.serve_pipe()
+            else:
+                self._owner.threads.start(inbound.serve_lane)
+        except RuntimeError as error:  # the system refuses a thread
+            inbound.ended(error)
 
-    def ended(self, inbound: Inbound, error: Exception) -> None:
+    def ended(self, inbound: Inbound, error: BaseException) -> None:
         """An inbound connection is over; with the last one, its peer is gone."""
         if isinstance(error, ProtocolError):
             self.counters["closed: protocol"] += 1
@@ -296,20 +339,21 @@ class Connections:
         return True
 
     def _sharing(self, incarnation: str, unix_address: str) -> Sharing:
-        def announce(segment: Segment) -> bool:
-            return self._segments.announce(segment, incarnation, unix_address)
+        def announce(segment: Segment, until: float) -> bool:
+            return self._segments.announce(segment, incarnation, unix_address, until)
 
         return Sharing(self.arena, self.mappings, incarnation, announce)
 
     def forget(self, incarnation: str) -> None:
         """A peer is gone: nothing that was shared with it is used again."""
         self._segments.forget(incarnation)
-        self.arena.abandon(incarnation, lost=True)
+        self.arena.abandon(incarnation, None)
         self.mappings.forget(incarnation)
 
     # The end
 
     def close(self, last_words: str | None) -> None:
+        self._closed.set()
         for address in self.addresses:
             _in_process.pop(address, None)
         for listener in self._listeners:
@@ -338,11 +382,11 @@ class Connections:
         for inbound in self._inbounds:
             inbound.channel.drop()
 
-    def shut_all(self, incarnation: str) -> None:
-        """End the connections of a peer that has gone silent."""
+    def shut_all(self, incarnation: str, last_words: str) -> None:
+        """End the connections of a peer that was given up, and tell it why."""
         for inbound in self.inbounds:
             if inbound.incarnation == incarnation:
-                inbound.channel.shut()
+                end_quickly(inbound.channel, last_words)
 
     def _introduce(self, purpose: str, to: str = "") -> Introduction:
         me = self._owner.me

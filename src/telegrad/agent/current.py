@@ -35,6 +35,7 @@ class Around(Protocol):
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
         timeout: Any,
+        keep: object,
     ) -> Future[Any]: ...
 
 

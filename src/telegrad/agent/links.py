@@ -3,6 +3,9 @@
 A synchronous caller owns a lane for the length of its call and reads the reply itself; nothing is handed between
 threads. Asynchronous calls share the pipe (`agent/pipe.py`).
 
+A lane that breaks costs the call that used it. Whether the peer is alive is for the pipe to say, which carries the
+signs of life.
+
 State: `Link._idle` (lanes nobody uses; list operations are atomic) and `Link._error` (set once when the peer is lost,
 under `_lock`; never cleared: a new incarnation gets a new link).
 """
@@ -25,14 +28,15 @@ from telegrad.agent.scope import Scope, current_scope
 from telegrad.agent.threads import Threads
 from telegrad.config import Config
 from telegrad.deadline import to_wire
-from telegrad.errors import PeerLost, ProtocolError, SerializationError
+from telegrad.errors import CallTimeout, PeerLost, ProtocolError, SerializationError, text_of
 from telegrad.futures import Future
-from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.transport.channel import Channel, ChannelClosed, end_quickly
 from telegrad.wire.callables import Function, Numbers, defined_in_main, describe
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Frame, Kind
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
+_SMALL_DIFFERENCE = 0.02  # seconds
 _LAST_WORDS = 0.2  # seconds that the good-bye of a peer may take to be read when another connection to it broke
 
 Args = tuple[Any, ...]
@@ -55,10 +59,11 @@ class Dialer(Protocol):
     clock: Clock
     numbers: Numbers
     calls_made: int
+    name: str
 
     def envelope(self, peer: str, incarnation: str, route: Route) -> Envelope: ...
-    def dial(self, member: Member, purpose: str) -> Dialled: ...
-    def link_lost(self, link: Link) -> None: ...
+    def dial(self, member: Member, purpose: str, timeout: float | None = None) -> Dialled: ...
+    def link_lost(self, link: Link, reason: str) -> None: ...
 
 
 class Lane:
@@ -75,7 +80,8 @@ class Lane:
 class Link:
     """All connections to one incarnation of a peer."""
 
-    def __init__(self, agent: Dialer, member: Member) -> None:
+    def __init__(self, agent: Dialer, member: Member, timeout: float | None = None) -> None:
+        """Connect to a peer within `timeout` seconds."""
         self.member = member
         self._agent = agent
         self._route = outward(agent.config.device_maps, member.name, agent.config.unmapped_devices)
@@ -85,12 +91,17 @@ class Link:
         self._idle: list[Lane] = []
         self._busy: set[Lane] = set()
         self._error: PeerLost | None = None
-        self._is_lost = threading.Event()
+        self._is_lost = waiting.Gate()
         self._lock = threading.Lock()
-        dialled = agent.dial(member, "pipe")
+        dialled = agent.dial(member, "pipe", timeout)
         self._same_main = dialled.same_main
         self.heartbeat = dialled.heartbeat
         self.pipe = Pipe(self, dialled.channel, agent)
+        try:
+            self.pipe.start()
+        except BaseException:
+            dialled.channel.close()
+            raise
 
     def __repr__(self) -> str:
         state = f"lost: {self._error}" if self._error else f"{len(self._idle)} idle lanes, {self.pipe!r}"
@@ -103,32 +114,45 @@ class Link:
     @property
     def under_way(self) -> bool:
         """Is a call of a user under way to this peer?"""
-        return bool(self._busy) or any(not pending.internal for pending in list(self.pipe.pending.values()))
+        return bool(self._busy) or any(not pending.internal for pending in self.pipe.waited_for())
 
-    def call(self, function: Function, args: Args, kwargs: dict[str, Any] | None, timeout: float | None) -> Any:
-        """Call and wait for the result."""
-        lane = self._take_lane() or self._open_lane()
+    def call(
+        self,
+        function: Function,
+        args: Args,
+        kwargs: dict[str, Any] | None,
+        timeout: float | None,
+        until: float | None = None,
+    ) -> Any:
+        """Call and wait for the result, for `timeout` seconds, which end at `until` if they have begun before."""
+        if until is None:
+            until = 0.0 if timeout is None else time.monotonic() + timeout
+        lane: Lane | None = None
         kept: list[Any] = []  # until this returns
-        message = self.encode(lane.heard, function, args, kwargs, kept, current_scope.get(), lane)
-        self._busy.add(lane)
-        role = waiting.pause()
+        role = None
         try:
+            lane = self._take_lane() or self._open_lane(function, timeout, until)
+            message = self.encode(lane.heard, function, args, kwargs, kept, current_scope.get(), lane)
+            self._busy.add(lane)
+            role = waiting.pause()
             if self._error is not None:  # lost since the lane was taken: nobody else will wake this call
                 raise ChannelClosed("the peer was lost")
-            frame = self._exchange(lane, message, timeout)
+            frame = self._exchange(lane, message, timeout, until)
         except BaseException as error:
-            self._busy.discard(lane)
-            lane.channel.close()
+            if lane is not None:
+                if lane in self._busy:
+                    lane.channel.close()
+                else:  # nothing was sent
+                    self._give_back(lane)
+                self._busy.discard(lane)
             settle(kept, answered=False)
             raise self._explain(error, function, timeout) from None
         finally:
             waiting.resume(role)
         self._busy.discard(lane)
-        if self._error is None and len(self._idle) < self._agent.config.idle_lanes:
-            lane.used = time.monotonic()
-            self._idle.append(lane)
-        else:
-            lane.channel.close()
+        if frame.kind == _FAILURE and frame.function:
+            lane.heard.discard(frame.function)
+        self._give_back(lane)
         try:
             if frame.kind == _REPLY:
                 return self.decode(frame, function)
@@ -147,9 +171,14 @@ class Link:
         kwargs: dict[str, Any] | None,
         timeout: float | None,
         internal: bool = False,
+        keep: object = None,
+        until: float | None = None,
     ) -> Future[Any]:
-        """Call and return a future for the result. `internal` calls do not count as work under way."""
-        return self.pipe.submit(next(self._ids), function, args, kwargs, timeout, internal)
+        """Call and return a future for the result. `internal` calls do not count as work under way.
+
+        `keep` is kept alive until the callee has answered. The `timeout` ends at `until` if it has begun before.
+        """
+        return self.pipe.submit(next(self._ids), function, args, kwargs, timeout, internal, keep, until)
 
     def encode(
         self,
@@ -161,7 +190,7 @@ class Link:
         scope: Scope | None,
         lane: Lane | None = None,
     ) -> Message:
-        """A call as the body of a frame. On failure the lane goes back, unused."""
+        """Return a call as the body of a frame."""
         try:
             at_rest = lane is not None  # the caller waits, and lets its arguments be
             number, flags, body, buffers = self._encode(heard, function, args, kwargs, kept, at_rest)
@@ -170,11 +199,8 @@ class Link:
                 flags |= SCOPED
                 body = scopes.append(body, said)
             return number, flags, body, buffers
-        except BaseException as error:
-            if lane is not None:
-                self._idle.append(lane)
-            if isinstance(error, SerializationError):
-                error.peer, error.call = self.member.name, describe(function)
+        except SerializationError as error:
+            error.peer, error.call = self.member.name, describe(function)
             raise
 
     def _encode(
@@ -208,40 +234,50 @@ class Link:
 
     def decode(self, frame: Frame, call: str | Function, arrivals: list[Any] | None = None) -> Any:
         try:
+            if frame.damage is not None:
+                raise frame.damage
             return unpack(self._envelope, frame.body, frame.buffers, arrivals)
         except Exception as error:
-            name = call if isinstance(call, str) else describe(call)
-            raise SerializationError(
-                f"the result of {name} from worker {self.member.name!r} could not be unpickled: "
-                f"{type(error).__name__}: {error}. Whatever it refers to must be importable here",
-                peer=self.member.name,
-                call=name,
-            ) from error
+            raise self.undecodable(call, error) from error
 
-    def lose(self, reason: str, last_words: str = "") -> None:
-        """The peer is gone: fail everything that waits for it, at once."""
+    def undecodable(self, call: str | Function, error: BaseException) -> SerializationError:
+        """Return the error for a result that cannot be made here."""
+        name = call if isinstance(call, str) else describe(call)
+        failure = SerializationError(
+            f"the result of {name} from worker {self.member.name!r} could not be unpickled: "
+            f"{type(error).__name__}: {text_of(error)}. Whatever it refers to must be importable here",
+            peer=self.member.name,
+            call=name,
+        )
+        failure.__cause__ = error
+        return failure
+
+    def lose(self, reason: str, last_words: str = "", tell: bool = True) -> None:
+        """The peer is gone: fail everything that waits for it, at once. `tell` it, in case that it is not."""
         with self._lock:
             if self._error is not None:
                 return
             said = f" Its last words: {last_words}" if last_words else ""
             name = self.member.name
             self._error = PeerLost(f"worker {name!r} was lost: {reason}.{said}", peer=name, last_words=last_words)
-        self._is_lost.set()
+        self._is_lost.open()
         for lane in list(self._busy):
             lane.channel.shut()
         while self._idle:
             self._idle.pop().channel.close()
         self.pipe.fail_all()
-        self._agent.link_lost(self)
+        # The peer must hear that it was given up, whatever it was that broke: what it sends now is for nobody.
+        end_quickly(self.pipe.channel, given_up(self._agent.name, reason) if tell else None)
+        self._agent.link_lost(self, reason)
 
     def broke(self, error: Exception) -> None:
-        """A connection broke under a sender or caller. The reader of the pipe may know better why, so it goes first."""
+        """The pipe broke under a sender. Its reader may know better why, so it goes first."""
         if not self._is_lost.wait(_LAST_WORDS):
             self.lose(f"the connection ended ({error})")
 
     def lose_to(self, frame: Frame) -> None:
         """The peer said good-bye."""
-        self.lose("it left the group", bytes(frame.body).decode("utf-8", "replace"))
+        self.lose("it left the group", bytes(frame.body).decode("utf-8", "replace"), tell=False)
 
     def error_for(self, call: str | None = None) -> PeerLost:
         """A fresh error for a call that was sent to the lost peer, or (None) for one that was not."""
@@ -272,7 +308,7 @@ class Link:
             if self._error is None:
                 name = self.member.name
                 self._error = PeerLost(f"this worker has left the group and cannot call {name!r}", peer=name)
-        self._is_lost.set()
+        self._is_lost.open()
         while self._idle:
             self._idle.pop().channel.close()
         for lane in list(self._busy):
@@ -286,28 +322,63 @@ class Link:
         except IndexError:
             return None
 
-    def _open_lane(self) -> Lane:
+    def _open_lane(self, function: Function, timeout: float | None, until: float) -> Lane:
         if self._error is not None:
             raise self.error_for()
-        return Lane(self._agent.dial(self.member, "lane").channel)
+        try:
+            return Lane(self._agent.dial(self.member, "lane", _left(timeout, until)).channel)
+        except TimeoutError:
+            raise timed_out(self.member.name, describe(function), timeout, sent=False) from None
 
-    def _exchange(self, lane: Lane, message: Message, timeout: float | None) -> Frame:
+    def _give_back(self, lane: Lane) -> None:
+        if self._error is None and len(self._idle) < self._agent.config.idle_lanes:
+            lane.used = time.monotonic()
+            self._idle.append(lane)
+        else:
+            lane.channel.close()
+
+    def _exchange(self, lane: Lane, message: Message, timeout: float | None, until: float) -> Frame:
         number, flags, body, buffers = message
         channel = lane.channel
         self._agent.calls_made += 1
-        channel.send(
-            _CALL, next(self._ids), body, buffers, number, 0 if timeout is None else to_wire(timeout), flags, timeout
-        )
+        call = next(self._ids)
+        left = _left(timeout, until)
+        channel.send(_CALL, call, body, buffers, number, to_wire(left), flags, left)
         if flags & DEFINES:
             lane.heard.add(number)
         del message, body, buffers
-        return channel.recv(timeout)
+        while True:
+            frame = channel.recv(_left(timeout, until))
+            if frame.call == call or frame.kind not in (_REPLY, _FAILURE):
+                return frame
 
     def _explain(self, error: BaseException, function: Function, timeout: float | None) -> BaseException:
         """What the user should see instead of an error of the transport."""
+        if isinstance(error, CallTimeout):
+            return error
         if isinstance(error, TimeoutError):
             return timed_out(self.member.name, describe(function), timeout)
         if isinstance(error, ChannelClosed | ProtocolError):
-            self.broke(error)
-            return self.error_for(describe(function))
+            if self._is_lost.wait(_LAST_WORDS):  # the reader of the pipe knows best why
+                return self.error_for(describe(function))
+            name, call = self.member.name, describe(function)
+            return PeerLost(
+                f"the connection to worker {name!r} ended ({error}) while it ran {call}, which may or may not have "
+                "completed. Other calls to the worker go on",
+                peer=name,
+                call=call,
+            )
         return error
+
+
+def _left(timeout: float | None, until: float) -> float | None:
+    """Return what is left of a time limit. A small difference does not count: setting a new limit is a system call."""
+    if timeout is None:
+        return None
+    left = until - time.monotonic()
+    return timeout if timeout - left < _SMALL_DIFFERENCE else max(left, 0.0)
+
+
+def given_up(name: str, reason: str) -> str:
+    """Return what a worker tells a peer that it gives up."""
+    return f"worker {name!r} has given this worker up ({reason}); to go on, this worker must join the group again"

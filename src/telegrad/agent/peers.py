@@ -6,7 +6,9 @@ State: `_by_key` (links by name and by rank; entries of lost peers are replaced 
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -45,23 +47,29 @@ class Peers:
             return None
         return None if link is None or link.lost else link
 
-    def reach(self, to: To) -> Link:
-        """A link to a peer, new if there is none or the peer was lost."""
+    def reach(self, to: To, timeout: float | None = None) -> Link:
+        """A link to a peer, new if there is none or the peer was lost, within `timeout` seconds (`TimeoutError`)."""
         agent = self._agent
         agent.require_open()
         name = self._name_of(key_of(to))
-        with self._dialing[name]:  # one thread dials a peer; the others wait for its link
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        held: list[bool] = []
+        lock = self._dialing[name]  # one thread dials a peer; the others wait for its link
+        try:
+            held.extend(map(lock.acquire, (True,), (-1 if timeout is None else timeout,)))
+            if not held[0]:
+                raise TimeoutError
             known = self._by_key.get(name)
             if known is not None and not known.lost:
                 return known
             member = self._find_again(name, known)
             try:
-                link = Link(agent, member)
+                link = self._link(member, until)
             except PeerLost:
                 newer = self._newer_than(member)
                 if newer is None:
                     raise
-                link = Link(agent, newer)
+                link = self._link(newer, until)
             with self._lock:
                 closing = agent.closing
                 if not closing:
@@ -70,6 +78,12 @@ class Peers:
                 link.close(None)
                 agent.require_open()
             return link
+        finally:
+            if held and held[0]:
+                lock.release()
+
+    def _link(self, member: Member, until: float) -> Link:
+        return Link(self._agent, member, None if until == math.inf else max(until - time.monotonic(), 0.001))
 
     def member(self, to: To) -> Member:
         """What is known of a worker: the incarnation that a call would reach."""

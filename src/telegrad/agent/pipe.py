@@ -1,7 +1,12 @@
 """The connection of a `Link` that asynchronous calls share; the thread that reads it completes their futures.
 
-State: `Pipe.pending` (calls by id; whoever pops an entry completes its future) and `_next_look`, the moment for which
-the clock was last asked to look at deadlines: never later than the earliest of those that are pending.
+A call ends when its callee has answered it or is lost, not when its caller gives up. So an entry of `pending` stays
+until then: a deadline or a cancellation completes its future and marks it `given_up`, and what the call uses (`kept`:
+references, for example) is kept until the callee no longer needs it. The callee answers every call, also one that was
+cancelled.
+
+State: `Pipe.pending` (calls by id; whoever pops an entry makes sure that its future is complete) and `_next_look`, the
+moment for which the clock was last asked to look at deadlines: never later than the earliest of those that are pending.
 """
 
 from __future__ import annotations
@@ -9,14 +14,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from telegrad.agent.reading import ReadLoop
 from telegrad.agent.scope import Scope, current_scope
 from telegrad.deadline import to_wire
-from telegrad.errors import CallTimeout, ProtocolError, SerializationError
+from telegrad.errors import CallTimeout, ProtocolError
 from telegrad.futures import Future
-from telegrad.transport.channel import Channel, ChannelClosed, say_goodbye
+from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout, say_goodbye
 from telegrad.wire.callables import Function, describe
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES, Frame, Kind
@@ -28,14 +33,35 @@ _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
 _COARSEST = 0.01  # seconds between two looks at the deadlines of a pipe
 
 
-class Pending(NamedTuple):
-    future: Future[Any]
-    until: float
-    timeout: float | None
-    call: str
-    internal: bool
-    scope: Scope | None
-    kept: list[Any]
+class Pending:
+    """A call that its callee has not answered."""
+
+    __slots__ = ("call", "future", "given_up", "internal", "kept", "scope", "timeout", "until")
+
+    def __init__(
+        self,
+        future: Future[Any],
+        until: float,
+        timeout: float | None,
+        call: str,
+        internal: bool,
+        scope: Scope | None,
+        kept: list[Any],
+    ) -> None:
+        self.future = future
+        self.until = until
+        self.timeout = timeout
+        self.call = call
+        self.internal = internal
+        self.scope = scope
+        self.kept = kept
+        self.given_up = False  # its caller no longer waits
+
+    def give_up(self, error: Exception | None) -> None:
+        """Complete the future with `error`, unless it was cancelled; the call itself goes on."""
+        self.given_up = True
+        if error is not None:
+            self.future._settle(None, error)
 
 
 class Pipe:
@@ -49,10 +75,17 @@ class Pipe:
         self._heard: set[int] = set()
         self._next_look = math.inf
         self.loop: ReadLoop[Frame] = ReadLoop(channel, self._handle, self._ended, agent.threads, agent.clock)
-        self.loop.start()
 
     def __repr__(self) -> str:
         return f"<Pipe {len(self.pending)} pending, {self.channel!r}>"
+
+    def start(self) -> None:
+        """Begin to read. The link must be complete: the first frame may be a good-bye."""
+        self.loop.start()
+
+    def waited_for(self) -> list[Pending]:
+        """Return the calls that somebody waits for."""
+        return [pending for pending in list(self.pending.values()) if not pending.given_up]
 
     def submit(
         self,
@@ -62,23 +95,38 @@ class Pipe:
         kwargs: dict[str, Any] | None,
         timeout: float | None,
         internal: bool,
+        keep: object = None,
+        until: float | None = None,
     ) -> Future[Any]:
+        """Send a call. `keep` is kept alive until the callee has answered."""
         link = self._link
-        kept: list[Any] = []
+        kept: list[Any] = [] if keep is None else [keep]
         scope = None if internal else current_scope.get()
         number, flags, body, buffers = link.encode(self._heard, function, args, kwargs, kept, scope)
         future: Future[Any] = Future()
         future._on_cancel = lambda: self._cancel(call)
-        until = math.inf if timeout is None else time.monotonic() + timeout
-        self.pending[call] = Pending(future, until, timeout, describe(function), internal, scope, kept)
-        if until < self._next_look:
-            self._look_at(until)
-        if not internal:
-            self._agent.calls_made += 1
+        now = time.monotonic()
+        left = timeout
+        if timeout is None:
+            until = math.inf
+        elif until is None:
+            until = now + timeout
+        else:
+            left = max(until - now, 0.0)
         try:
-            self.channel.send(_CALL, call, body, buffers, number, to_wire(timeout), flags, timeout)
-        except TimeoutError:
-            self._complete(call, lambda pending: timed_out(link.member.name, pending.call, timeout))
+            self.pending[call] = Pending(future, until, timeout, describe(function), internal, scope, kept)
+            if until < self._next_look:
+                self._look_at(until)
+            if not internal:
+                self._agent.calls_made += 1
+            self.channel.send(_CALL, call, body, buffers, number, to_wire(left), flags, left)
+        except SendTimeout as error:
+            late = timed_out(link.member.name, describe(function), timeout, sent=error.begun)
+            if error.begun:  # the rest goes out before the next frame
+                self.pending[call].give_up(late)
+                self.channel.cork(Kind.CANCEL, call, b"")
+            else:
+                self._finish(call, lambda _: late)
         except ChannelClosed as error:
             link.broke(error)
             self.fail_all()
@@ -90,14 +138,14 @@ class Pipe:
                 self._heard.add(number)
             if link.lost:  # it may have been lost before this call was pending
                 self.fail_all()
-            if until <= time.monotonic() and call not in self.pending:
+            if until <= time.monotonic() and future.done():
                 self._tell_cancelled(call)  # its deadline passed before it was sent, and the callee was told too early
         return future
 
     def fail_all(self) -> None:
         """The peer is lost: every pending call ends now."""
         for call in list(self.pending):
-            self._complete(call, lambda pending: self._link.error_for(pending.call))
+            self._finish(call, lambda pending: self._link.error_for(pending.call))
 
     def close(self, last_words: str | None) -> None:
         say_goodbye(self.channel, last_words)
@@ -106,36 +154,47 @@ class Pipe:
     def _handle(self, frame: Frame) -> None:
         if frame.kind in (_REPLY, _FAILURE):
             pending = self.pending.pop(frame.call, None)
-            if pending is None:
-                return  # timed out or cancelled
-            value: Any = None
-            error: Exception | None = None
-            arrivals: list[Any] = []
-            if frame.kind == _REPLY:
-                token = current_scope.set(pending.scope)
-                try:
-                    value = self._link.decode(frame, pending.call, arrivals)
-                except SerializationError as failure:
-                    error = failure
-                finally:
-                    current_scope.reset(token)
-            else:
-                error = decode_failure(frame.body)
-            del frame
-            if arrivals:
-                pending.future._arrivals = arrivals
-            pending.future._settle(value, error)
+            if frame.kind == _FAILURE and frame.function:
+                self._heard.discard(frame.function)
+            if pending is not None and not pending.given_up:
+                self._complete(pending, frame)
         elif frame.kind == Kind.BYE:
             self._link.lose_to(frame)
         elif frame.kind != Kind.ALIVE:
             raise ProtocolError(f"a frame of kind {frame.kind} where a reply was due")
 
-    def _ended(self, error: Exception) -> None:
+    def _complete(self, pending: Pending, frame: Frame) -> None:
+        """Give a call its answer. Unpickling runs code of the user, so anything may be raised here."""
+        value: Any = None
+        error: Exception | None = None
+        try:
+            if frame.kind == _REPLY:
+                token = current_scope.set(pending.scope)
+                try:
+                    arrivals: list[Any] = []
+                    value = self._link.decode(frame, pending.call, arrivals)
+                    if arrivals:
+                        pending.future._arrivals = arrivals
+                finally:
+                    current_scope.reset(token)
+            else:
+                error = decode_failure(frame.body)
+        except Exception as failure:
+            error = failure
+        except BaseException as failure:
+            error = self._link.undecodable(pending.call, failure)
+        finally:
+            del frame  # callbacks of the future may run for long
+            pending.future._settle(value, error)
+
+    def _ended(self, error: BaseException) -> None:
         self.channel.close()
         self._link.lose(f"the connection ended ({error})")
 
     def _cancel(self, call: int) -> None:
-        if self.pending.pop(call, None) is not None:
+        pending = self.pending.get(call)
+        if pending is not None:
+            pending.give_up(None)
             self._tell_cancelled(call)
 
     def _tell_cancelled(self, call: int) -> None:
@@ -144,7 +203,8 @@ class Pipe:
         except (ChannelClosed, TimeoutError):
             return  # the callee cannot be told; its reply is ignored
 
-    def _complete(self, call: int, error: Callable[[Pending], Exception]) -> None:
+    def _finish(self, call: int, error: Callable[[Pending], Exception]) -> None:
+        """End a call that the callee will not answer."""
         pending = self.pending.pop(call, None)
         if pending is not None:
             pending.future._settle(None, error(pending))
@@ -158,6 +218,8 @@ class Pipe:
         now, soonest, late = time.monotonic(), math.inf, []
         self._next_look = math.inf  # first, so that a call that becomes pending now asks for a look of its own
         for call, pending in list(self.pending.items()):
+            if pending.given_up:
+                continue
             if pending.until <= now:
                 late.append(call)
             else:
@@ -165,19 +227,23 @@ class Pipe:
         if soonest < math.inf:
             self._look_at(max(soonest, now + _COARSEST))
         if late:
-            self._agent.threads.start(lambda: self._end(late))
+            self._agent.threads.start_when_possible(lambda: self._end(late), self._agent.clock)
 
     def _end(self, calls: list[int]) -> None:
+        """Give up the calls whose deadline has passed, and tell the callee."""
         for call in calls:
-            self._complete(call, lambda pending: timed_out(self._link.member.name, pending.call, pending.timeout))
-            self._tell_cancelled(call)
+            pending = self.pending.get(call)
+            if pending is not None and not pending.given_up:
+                pending.give_up(timed_out(self._link.member.name, pending.call, pending.timeout))
+                self._tell_cancelled(call)
 
 
-def timed_out(peer: str, call: str, timeout: float | None) -> CallTimeout:
+def timed_out(peer: str, call: str, timeout: float | None, sent: bool = True) -> CallTimeout:
     milliseconds = int((timeout or 0) * 1000)
     return CallTimeout(
         f"{call} on worker {peer!r}: RPC ran for more than set timeout ({milliseconds} ms) and will now be marked with "
         "an error. Give the call a larger timeout if it is meant to take so long",
         peer=peer,
         call=call,
+        sent=sent,
     )

@@ -52,7 +52,7 @@ class ReadLoop(Generic[T]):
         self,
         source: Source[T],
         handle: Callable[[T], None],
-        ended: Callable[[Exception], None],
+        ended: Callable[[BaseException], None],
         threads: Threads,
         clock: Clock,
         blocked: Callable[[], None] | None = None,
@@ -70,7 +70,6 @@ class ReadLoop(Generic[T]):
         self._seen = -1
         self.hand_overs = 0
         self.pinned = False  # the reader blocks on purpose (back-pressure): nobody is to read on
-        self.alive = True  # set by every frame, cleared by the heartbeat
         self._silence = 0.0
         self._left: dict[Hashable, Callable[[], None]] = {}
 
@@ -79,7 +78,11 @@ class ReadLoop(Generic[T]):
 
     def start(self) -> None:
         self._clock.watch(self)
-        self._threads.start(lambda: self._read(0))
+        try:
+            self._threads.start(lambda: self._read(0))
+        except BaseException:
+            self._clock.unwatch(self)
+            raise
 
     def _read(self, epoch: int) -> None:
         waiting.take(_Reader(self, epoch))
@@ -93,14 +96,13 @@ class ReadLoop(Generic[T]):
                 frame = source.recv()
                 self._serial += 1
                 self._busy = True
-                self.alive = True
                 if not clock.awake:
                     clock.wake()
                 handle(frame)
                 del frame
                 if not self._over(epoch):
                     return
-        except Exception as error:
+        except BaseException as error:
             if not isinstance(error, ChannelClosed | ProtocolError):
                 _log.exception("a connection failed in an unexpected way; please report this")
                 self._source.shut()
@@ -151,11 +153,11 @@ class ReadLoop(Generic[T]):
             channel.try_send(Kind.ALIVE)
         except ChannelClosed:
             return True  # the reader is about to find out
-        if self.alive or self.pinned:
+        if channel.heard or self.pinned:
             self._silence = 0.0
         else:
             self._silence += interval
-        self.alive = False
+        channel.heard = False
         return self._silence < patience
 
     @property
@@ -164,16 +166,25 @@ class ReadLoop(Generic[T]):
         return self._epoch
 
     def hand_over(self, epoch: int) -> None:
-        """Let another thread read on, if the thread of `epoch` still holds the reading and is inside a frame."""
+        """Let another thread read on, if the thread of `epoch` still holds the reading and is inside a frame.
+
+        If no thread can be started, the reading stays where it is, and the error is raised.
+        """
         with self._lock:
             if self._epoch != epoch or not self._busy:
                 return
-            self._epoch = epoch = epoch + 1
+            self._threads.start(lambda: self._read_from(epoch + 1))
+            self._epoch = epoch + 1
             self._busy = False
             self.hand_overs += 1
             if self._blocked is not None:
                 self._blocked()
-        self._threads.start(lambda: self._read(epoch))
+
+    def _read_from(self, epoch: int) -> None:
+        """Begin to read once the hand-over is complete."""
+        with self._lock:
+            pass
+        self._read(epoch)
 
     def pin(self, epoch: int, pinned: bool) -> None:
         """The thread of `epoch` blocks on purpose, if it still holds the reading; or it goes on."""

@@ -5,9 +5,15 @@ share a thread (`Switchboard`). A *pipe* carries many calls: its `ReadLoop` runs
 gathers their replies; a function that was seen to block or run long goes to the executor instead (`Target` remembers),
 so it never delays the calls behind it.
 
-State of an `Inbound`: `_functions`, `_reading` and `_deferred` belong to the reading thread; `_active` (calls of users
-that are not answered), `_waiting` (calls whose function returned a future) and `_cancelled` are changed by single dict
-and set operations only.
+Every call is answered exactly once, whatever is raised on the way: unpickling, the function, pickling, `str()` of an
+exception and callbacks run code of the user, and memory or threads may run out. `_owed` holds the calls that have no
+answer yet; `_execute` leaves none behind. `_fail` answers with the exception, else with its name alone; if not even
+that can be sent, the connection ends, and the caller hears of that. Calls that nobody waits for are answered too: their
+callers keep what the calls use until then.
+
+State of an `Inbound`: `_functions`, `_reading` and `_deferred` belong to the reading thread; `_owed` (calls that are
+not answered; True for those of users), `_waiting` (calls whose function returned a future) and `_cancelled` are changed
+by single dict and set operations only.
 """
 
 from __future__ import annotations
@@ -32,12 +38,12 @@ from telegrad.agent.targets import Later, Target
 from telegrad.agent.threads import Executor, Threads
 from telegrad.config import Config
 from telegrad.deadline import Deadline
-from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError
+from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError, text_of
 from telegrad.futures import Future
-from telegrad.transport.channel import Channel, ChannelClosed, SaidGoodbye
+from telegrad.transport.channel import Channel, ChannelClosed, SaidGoodbye, end_quickly
 from telegrad.wire import codec
 from telegrad.wire.callables import LIMIT, Function
-from telegrad.wire.failures import encode_failure, remote_traceback
+from telegrad.wire.failures import encode_failure, encode_name_of_failure, remote_traceback
 from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Frame, Kind
 
 _SLOW = 0.002  # seconds: a function that takes longer is run by the executor
@@ -74,7 +80,7 @@ class Host(Protocol):
     def envelope(self, peer: str, incarnation: str, route: Route) -> Envelope: ...
     def target(self, function: Function) -> Target: ...
     def allowed(self, function: Function | None) -> bool: ...
-    def inbound_ended(self, inbound: Inbound, error: Exception) -> None: ...
+    def inbound_ended(self, inbound: Inbound, error: BaseException) -> None: ...
 
 
 class Inbound:
@@ -86,7 +92,7 @@ class Inbound:
         self.heartbeat: float = float(peer["heartbeat"])
         self.channel = channel
         self.loop: ReadLoop[Frame] | None = None
-        self._active: set[int] = set()  # calls of users that have not been answered
+        self._owed: dict[int, bool] = {}
         self._host = host
         route = backward(peer.get("devices", {}), host.config.unmapped_devices)
         self._envelope = host.envelope(self.peer_name, self.incarnation, route)
@@ -102,7 +108,7 @@ class Inbound:
     @property
     def under_way(self) -> bool:
         """Is a call of a user from this peer under way?"""
-        return bool(self._active)
+        return any(list(self._owed.values()))
 
     def serve_lane(self, frame: Frame | None = None) -> None:
         """Serve one call after the other, `frame` first, until the peer goes. Runs on a thread of its own."""
@@ -122,7 +128,7 @@ class Inbound:
                 frame = None
         except (ChannelClosed, ProtocolError) as error:
             self.ended(error)
-        except Exception as error:
+        except BaseException as error:
             _log.exception("a connection failed in an unexpected way; please report this")
             self.ended(error)
 
@@ -140,8 +146,10 @@ class Inbound:
         self.loop = ReadLoop(self.channel, self._handle, self.ended, host.threads, host.clock, self._blocked)
         self.loop.start()
 
-    def ended(self, error: Exception) -> None:
+    def ended(self, error: BaseException) -> None:
         """The peer is gone, or this connection to it: nobody waits for what its calls would still answer."""
+        if not isinstance(error, ChannelClosed):
+            end_quickly(self.channel, f"worker {self._host.name!r} closed the connection: {text_of(error)}")
         self.channel.close()
         for call in list(self._waiting):
             self._cancel(call)
@@ -176,24 +184,27 @@ class Inbound:
         def job() -> None:
             unwanted = frame.call in self._cancelled or (deadline is not None and deadline.passed())
             if unwanted and not target.must_run:
-                self._answered(frame.call)
+                self._offer(frame.call, target.name, b"")  # its caller has given up
             else:
                 self._execute(frame, target)  # not the reader: it must not cork a reply, for nobody may flush it
 
-        if not target.internal:
-            self._active.add(frame.call)
+        self._owed[frame.call] = not target.internal
         self.loop.pinned = True
-        self._host.executor.submit(job)
-        self.loop.pinned = False
+        try:
+            self._host.executor.submit(job)
+        except BaseException as error:
+            self._fail(frame.call, target, error)
+        finally:
+            self.loop.pinned = False
 
     def _cancel(self, call: int) -> None:
         waiting = self._waiting.pop(call, None)
-        if waiting is None and call in self._active:
+        if waiting is None and call in self._owed:
             self._cancelled.add(call)
             waiting = self._waiting.pop(call, None)  # it may have begun to wait in between
         if waiting is None:
             return
-        self._answered(call)
+        self._offer(call, "a call that was cancelled", b"")
         if type(waiting) is Later:
             if waiting.given_up is not None:
                 waiting.given_up()
@@ -202,7 +213,7 @@ class Inbound:
 
     def _target(self, frame: Frame) -> Target | None:
         """The numbered function of a call; None if the function is inside the pickle."""
-        if frame.flags & INLINE_FUNCTION:
+        if frame.flags & INLINE_FUNCTION or self._lost_definition(frame):
             return None
         if frame.flags & DEFINES:
             self._define(frame)
@@ -211,6 +222,10 @@ class Inbound:
             raise ProtocolError(f"a call of function number {frame.function}, which was never defined")
         return target
 
+    def _lost_definition(self, frame: Frame) -> bool:
+        """Was the definition of the function lost, since there was no memory for the body?"""
+        return bool(frame.damage is not None and frame.flags & DEFINES and not len(frame.body))
+
     def _define(self, frame: Frame) -> None:
         size = int.from_bytes(frame.body[:4], "little")
         if not 0 < frame.function <= LIMIT or size > len(frame.body) - 4:
@@ -218,20 +233,26 @@ class Inbound:
         definition = bytes(frame.body[4 : 4 + size])
         try:
             function = codec.decode(definition)
-        except Exception as error:
+        except BaseException as error:
             function = _Unknown(definition, error)
         self._functions[frame.function] = self._host.target(function)
 
     def _execute(self, frame: Frame, target: Target | None, loop: ReadLoop[Frame] | None = None) -> None:
-        """Run a call and send its reply, or arrange for it to be sent."""
+        """Run a call and send its reply, or arrange for it to be sent. Never raises."""
+        call = frame.call
         self._host.calls_served += 1
-        if target is None or not target.internal:
-            self._active.add(frame.call)
-        local.caller = self.peer_name
-        local.deadline = Deadline.from_wire(frame.left_ms)
-        if not frame.flags & SCOPED:
-            self._run(frame, target, loop)
-            return
+        self._owed[call] = target is None or not target.internal
+        try:
+            local.caller = self.peer_name
+            local.deadline = Deadline.from_wire(frame.left_ms)
+            if not frame.flags & SCOPED or not len(frame.body):
+                self._run(frame, target, loop)
+            else:
+                self._run_scoped(frame, target, loop)
+        except BaseException as error:
+            self._fail(call, target, error, frame.function if self._lost_definition(frame) else 0)
+
+    def _run_scoped(self, frame: Frame, target: Target | None, loop: ReadLoop[Frame] | None) -> None:
         scope = scopes.opened(frame.body, self._envelope)
         token = current_scope.set(scope)
         try:
@@ -259,7 +280,7 @@ class Inbound:
                 return
         except BaseException as error:
             _settle(arrivals)
-            self._fail(frame.call, target, error)
+            self._fail(frame.call, target, error, frame.function if self._lost_definition(frame) else 0)
             return
         self._answer(frame.call, target, value, loop, epoch, at_rest=is_sole(value), owed=arrivals)
 
@@ -271,12 +292,17 @@ class Inbound:
         self._check_allowed(target)  # before the arguments are unpickled
         if flags & DEFINES:
             body = memoryview(body)[4 + int.from_bytes(body[:4], "little") :]
+        if frame.damage is not None:
+            raise SerializationError(
+                f"worker {self._host.name!r} could not receive the arguments: "
+                f"{type(frame.damage).__name__}: {text_of(frame.damage)}"
+            ) from frame.damage
         try:
             value = unpack(self._envelope, body, frame.buffers, arrivals)
-        except Exception as error:
+        except BaseException as error:
             raise SerializationError(
-                f"worker {self._host.name!r} could not unpickle the arguments: {type(error).__name__}: {error}. "
-                "Whatever they refer to must be importable there"
+                f"worker {self._host.name!r} could not unpickle the arguments: {type(error).__name__}: "
+                f"{text_of(error)}. Whatever they refer to must be importable there"
             ) from error
         kwargs: dict[str, Any] = {}
         if target is None:
@@ -310,22 +336,25 @@ class Inbound:
         try:
             envelope = self._envelope._replace(route=ANYWHERE) if target.anywhere else self._envelope
             body, buffers = pack(envelope._replace(at_rest=True) if at_rest else envelope, value, owed=owed)
-        except Exception as error:
+        except BaseException as error:
             _settle(owed)
             self._fail(call, target, error)
             return
         if shared and not buffers and len(body) < _CORK_BELOW:
-            self._offer(call, target, body)
+            self._offer(call, target.name, body)
         else:
             self._send(call, target, body, buffers, loop, epoch)
 
-    def _offer(self, call: int, target: Target, body: bytes) -> None:
+    def _offer(self, call: int, name: str, body: bytes) -> None:
+        """Send a small reply without waiting for a peer that takes nothing."""
         try:
-            if not self.channel.offer(_REPLY, call, body):
-                self._host.threads.start(self._finish)
+            complete = self.channel.offer(_REPLY, call, body)
         except ChannelClosed as error:
-            _log.debug("nobody is left to take the result of %s: %s", target.name, error)
+            _log.debug("nobody is left to take the result of %s: %s", name, error)
+            complete = True
         self._answered(call)
+        if not complete:
+            self._host.threads.start_when_possible(self._finish, self._host.clock)
 
     def _finish(self) -> None:
         try:
@@ -350,10 +379,10 @@ class Inbound:
                 channel.cork(_REPLY, call, body)
                 if loop.epoch != epoch:  # somebody else reads now and may be asleep
                     channel.flush()
-        except SerializationError as error:  # too large for the caller
-            self._fail(call, target, error)
         except ChannelClosed as error:
             _log.debug("nobody is left to take the result of %s: %s", target.name, error)
+        except BaseException as error:  # too large for the caller, or no memory
+            self._fail(call, target, error)
         self._answered(call)
 
     def _answer_later(self, call: int, target: Target, value: Any) -> None:
@@ -388,31 +417,49 @@ class Inbound:
         else:
             value.add_done_callback(reply)
 
-    def _fail(self, call: int, target: Target | None, error: BaseException) -> None:
+    def _fail(self, call: int, target: Target | None, error: BaseException, lost_definition: int = 0) -> None:
+        """Answer a call with an error; if that cannot be, end the connection. Never raises.
+
+        `lost_definition` is the number of a function that the caller must define again.
+        """
+        if call not in self._owed:
+            return  # it was answered before this error was raised
         name = target.name if target is not None else "a function sent by value"
-        if not isinstance(error, TelegradError):
-            _log.warning("%s called %s, which raised\n%s", self.peer_name, name, remote_traceback(error))
         try:
-            self.channel.send(_FAILURE, call, encode_failure(error, self._host.name, name))
-        except ChannelClosed as closed:
-            _log.debug("nobody is left to hear that %s failed: %s", name, closed)
+            if not isinstance(error, TelegradError):
+                _log.warning("%s called %s, which raised\n%s", self.peer_name, name, remote_traceback(error))
+        except BaseException as failure:
+            _log.warning("%s called %s, which raised %s (%s)", self.peer_name, name, type(error), type(failure))
+        for encode in (encode_failure, encode_name_of_failure):
+            try:
+                body = encode(error, self._host.name, name)
+                self.channel.send(_FAILURE, call, body, function=lost_definition)
+                break
+            except ChannelClosed as closed:
+                _log.debug("nobody is left to hear that %s failed: %s", name, closed)
+                break
+            except BaseException as failure:
+                _log.debug("the failure of %s could not be sent: %s", name, type(failure))
+        else:
+            _log.error("%s gets no answer of %s; its connection ends", self.peer_name, name)
+            self.channel.shut()
         self._answered(call)
 
     def _answered(self, call: int) -> None:
-        self._active.discard(call)
+        self._owed.pop(call, None)
         self._cancelled.discard(call)
 
 
 class _Unknown:
     """Stands for a function that could not be found here; calling it says so."""
 
-    def __init__(self, definition: bytes, error: Exception) -> None:
+    def __init__(self, definition: bytes, error: BaseException) -> None:
         self._error = error
         self.__qualname__ = "a function that this worker does not have"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise SerializationError(
-            f"this worker cannot find the function: {type(self._error).__name__}: {self._error}. "
+            f"this worker cannot find the function: {type(self._error).__name__}: {text_of(self._error)}. "
             "The RPC pickler does not serialize functions that are importable on the caller: "
             "the same module must be importable here and hold the function under the same name"
         )

@@ -40,7 +40,7 @@ class Lane(Protocol):
 
     def serve_lane(self, frame: Frame | None = None) -> None: ...
     def serve_here(self, frame: Frame) -> bool: ...
-    def ended(self, error: Exception) -> None: ...
+    def ended(self, error: BaseException) -> None: ...
 
 
 class Switchboard:
@@ -134,7 +134,7 @@ class Switchboard:
                 self._epoll = self._loop = None
                 alarms, self._alarms = self._alarms, {}
                 for moment, job in alarms.values():
-                    self._clock.at(moment, functools.partial(self._threads.start, job))
+                    self._clock.at(moment, functools.partial(self._threads.start_when_possible, job, self._clock))
                 raise ChannelClosed("no lanes are left")
         until = min((moment for moment, _ in self._alarms.values()), default=None)
         self._ready = [
@@ -166,7 +166,7 @@ class Switchboard:
     def _return(self, number: int, lane: Lane, frame: Frame | None) -> None:
         """Give a lane a thread of its own again."""
         if self._remove(number):
-            self._threads.start(lambda: lane.serve_lane(frame))
+            self._threads.start_when_possible(lambda: lane.serve_lane(frame), self._clock)
 
     def _end(self, number: int, lane: Lane, error: Exception) -> None:
         if self._remove(number):
@@ -181,7 +181,7 @@ class Switchboard:
             return True
 
 
-def _ended(error: Exception) -> None:
+def _ended(error: BaseException) -> None:
     return  # the last lane left, and with it the loop; the next one starts another
 
 

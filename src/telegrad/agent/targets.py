@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch.futures
 
 from telegrad.agent.routes import ANYWHERE_MARK
+from telegrad.errors import as_exception
 from telegrad.futures import Future
 from telegrad.wire.callables import Function, describe
 
@@ -65,8 +66,8 @@ class Later:
 def _keep(promise: Promise, future: Future[Any]) -> None:
     try:
         future._settle(promise.value(), None)
-    except Exception as error:
-        future._settle(None, error)
+    except BaseException as error:
+        future._settle(None, as_exception(error))
 
 
 def serve_as(function: Function, served: Function) -> None:

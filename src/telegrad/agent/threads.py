@@ -22,11 +22,13 @@ import time
 from collections.abc import Callable, Hashable
 
 from telegrad import waiting
+from telegrad.agent.clock import Clock
 from telegrad.errors import InternalError
 
 Job = Callable[[], None]
 
 _IDLE_SECONDS = 10.0
+_RETRY = 0.05  # seconds until a thread that the system refused is asked for again
 _log = logging.getLogger("telegrad")
 
 
@@ -57,7 +59,21 @@ class Threads:
             name = f"{self._name}-{self._count}"
             thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)
             self._alive.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:
+            self._alive.discard(thread)
+            raise
+
+    def start_when_possible(self, job: Job, clock: Clock) -> None:
+        """Like `start`, but if the system refuses a thread, try again until it does not. For what must not be lost."""
+        try:
+            self.start(job)
+        except RuntimeError as error:
+            if self._closed:
+                return
+            _log.warning("%s cannot start a thread (%s); trying again", self._name, error)
+            clock.at(time.monotonic() + _RETRY, lambda: self.start_when_possible(job, clock))
 
     def _run(self, job: Job | None) -> None:
         try:
@@ -65,7 +81,7 @@ class Threads:
             while job is not None:
                 try:
                     job()
-                except Exception:
+                except BaseException:
                     _log.exception("a thread of Telegrad failed; please report this")
                 del job
                 waiting.take(None)
@@ -134,12 +150,20 @@ class Executor:
                 self._queue.append(job)
                 return
             self._active += 1
-        self._threads.start(lambda: self._work(job))
+        try:
+            self._threads.start(lambda: self._work(job))
+        except BaseException:
+            with self._lock:
+                self._active -= 1
+            raise
 
     def _work(self, job: Job | None) -> None:
         waiting.take(self)
         while job is not None:
-            job()
+            try:
+                job()
+            except BaseException:
+                _log.exception("a call failed in an unexpected way; please report this")
             with self._lock:
                 self._finished += 1
                 job = self._take()
@@ -199,8 +223,14 @@ class Executor:
             return moved
 
     def _fill(self) -> None:
+        """Start queued calls while places are free. If the system refuses a thread, the next tick tries again."""
         while self._queue and self._active < self._limit:
-            job = self._queue.popleft()
+            job = self._queue[0]
+            try:
+                self._threads.start(lambda job=job: self._work(job))  # type: ignore[misc]
+            except RuntimeError as error:
+                _log.warning("%s calls wait for a thread: %s", len(self._queue), error)
+                return
+            self._queue.popleft()
             self._room.notify()
             self._active += 1
-            self._threads.start(lambda job=job: self._work(job))  # type: ignore[misc]

@@ -6,6 +6,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from telegrad.agent.links import given_up
+
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
@@ -32,12 +34,16 @@ def beat(agent: Agent) -> None:
         longest = max(patience, _MISSED_BEATS * link.heartbeat)
         if not link.lost and not link.pipe.loop.beat(link.pipe.channel, interval, longest):
             reason = f"it was silent for {longest} s"
-            agent.threads.start(lambda link=link, reason=reason: link.lose(reason))  # type: ignore[misc]
+            agent.threads.start_when_possible(
+                lambda link=link, reason=reason: link.lose(reason),  # type: ignore[misc]
+                agent.clock,
+            )
     for inbound in agent.connections.inbounds:
         longest = max(patience, _MISSED_BEATS * inbound.heartbeat)
         if inbound.loop is not None and not inbound.loop.beat(inbound.channel, interval, longest):
             _log.warning("worker %r has heard nothing from %r for %s s", agent.name, inbound.peer_name, longest)
-            agent.connections.shut_all(inbound.incarnation)
+            words = given_up(agent.name, f"it was silent for {longest} s")
+            agent.connections.shut_all(inbound.incarnation, words)
 
 
 def _close_idle_lanes(agent: Agent) -> None:
@@ -56,6 +62,7 @@ class _Memory:
     def tidy(self) -> None:
         agent, now = self._agent, time.monotonic()
         agent.connections.mappings.forget()
+        agent.connections.arena.tidy()
         traffic = agent.calls_made + agent.calls_served
         if traffic != self._traffic:
             self._traffic, self._quiet_since = traffic, now

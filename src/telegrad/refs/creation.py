@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from telegrad.agent.targets import ASYNC_MARK, Later, as_served, trusted
-from telegrad.errors import UsageError
+from telegrad.errors import UsageError, as_exception
 from telegrad.futures import Future
 from telegrad.refs.keeper import Keeper, owner_keeper
 from telegrad.refs.ownership import Entry, Key
@@ -72,8 +72,8 @@ def create(function: Callable[..., Any], owner: str, key: Key, args: tuple[Any, 
             books.settle(entry)
             return None
         return Later(_store_later(keeper, entry, value))
-    except Exception as error:
-        entry.value._settle(None, error)
+    except BaseException as error:
+        entry.value._settle(None, as_exception(error))
         books.settle(entry)
         raise
 
@@ -88,14 +88,15 @@ def _store_later(keeper: Keeper, entry: Entry, value: Any) -> Future[None]:
     stored: Future[None] = Future()
 
     def store(done: Any) -> None:
+        failure: Exception | None = None
         try:
             entry.value._settle(done.value(), None)
-        except Exception as error:
-            entry.value._settle(None, error)
-            stored._settle(None, error)
-        else:
-            stored._settle(None, None)
-        keeper.books.settle(entry)
+        except BaseException as error:
+            failure = as_exception(error)
+            entry.value._settle(None, failure)
+        finally:
+            stored._settle(None, failure)
+            keeper.books.settle(entry)
 
     value.add_done_callback(store)
     return stored

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from telegrad.agent.current import active_agent
 from telegrad.agent.targets import Later, internal, trusted
-from telegrad.errors import InternalError, StaleReference, TelegradError
+from telegrad.errors import InternalError, StaleReference, TelegradError, as_exception, text_of
 from telegrad.futures import Future
 from telegrad.refs.notes import Inbox, Note, Outbox
 from telegrad.refs.ownership import Books, Key
@@ -41,12 +41,13 @@ class Keeper:
         self._lock = threading.Lock()
         self._suspected: dict[tuple[str, Key], float] = {}
         self._watched: set[str] = set()
-        self.pending = 0  # creations that their owners have not confirmed
+        self.pending: set[Key] = set()  # creations that their owners have not confirmed
         agent.on_loss(self._lost)
         agent.on_close(self._report_leftovers)
         agent.add_figures(self.statistics)
         agent.clock.every(_SWEEP_EVERY, self._tick)
         agent.clock.every(_AUDIT_EVERY, lambda: agent.threads.start(self.audit))
+        self._sweeping = False
 
     @classmethod
     def of(cls, agent: Agent | None) -> Keeper:
@@ -83,8 +84,20 @@ class Keeper:
             self.note(self._name_of(owner), owner, *notes)
 
     def sweep_if_many(self) -> None:
-        if self.books.dropped > _SWEEP_AT:
-            self.sweep()
+        """Let the clock sweep at once if many references have died: a loop that makes and drops them is faster."""
+        if self.books.dropped > _SWEEP_AT and not self._sweeping:
+            self._sweeping = True
+            self.agent.clock.at(time.monotonic(), self._sweep_now)
+
+    def _sweep_now(self) -> None:
+        try:
+            self._tick()
+        finally:
+            self._sweeping = False
+
+    def void(self, owner_name: str, owner: str, key: Key, error: BaseException | None) -> None:
+        """Tell an owner that an object will never be created: its creation failed here before it was sent."""
+        self.note(owner_name, owner, ("void", key, f"{type(error).__name__}: {text_of(error or Exception())}"))
 
     def audit(self) -> None:
         """Ask holders whose balance has not moved for a while whether they really hold; twice, then write off."""
@@ -106,7 +119,7 @@ class Keeper:
         unacknowledged = sum(outbox.unacknowledged for outbox in list(self._outboxes.values()))
         return {
             **self.books.statistics(),
-            "unconfirmed creations": self.pending,
+            "unconfirmed creations": len(self.pending),
             "notes not acknowledged": unacknowledged,
         }
 
@@ -152,7 +165,7 @@ class Keeper:
         elif kind == "release":
             self.books.release(key, *rest)
         elif kind == "void":
-            self.books.void(key)
+            self.books.void(key, *rest)
         else:
             raise InternalError(f"an unknown note {note}")
 
@@ -200,14 +213,14 @@ def with_object(owner: str, key: tuple[str, int], run: Callable[[Keeper, Any], A
     def complete(done: Any) -> None:
         try:
             result._settle(done.value(), None)
-        except Exception as error:
-            result._settle(None, error)
+        except BaseException as error:
+            result._settle(None, as_exception(error))
 
     def run_now() -> None:
         try:
             outcome = run(keeper, value.wait())
-        except Exception as error:
-            result._settle(None, error)
+        except BaseException as error:
+            result._settle(None, as_exception(error))
             return
         if type(outcome) is Later:
             later.given_up = outcome.given_up
@@ -216,5 +229,6 @@ def with_object(owner: str, key: tuple[str, int], run: Callable[[Keeper, Any], A
             result._settle(outcome, None)
 
     context = contextvars.copy_context()  # of the call: its scope, for one
-    value.add_done_callback(lambda _: keeper.agent.threads.start(lambda: context.run(run_now)))
+    threads, clock = keeper.agent.threads, keeper.agent.clock
+    value.add_done_callback(lambda _: threads.start_when_possible(lambda: context.run(run_now), clock))
     return later

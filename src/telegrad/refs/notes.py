@@ -21,7 +21,7 @@ from telegrad.errors import CallTimeout, PeerLost, TelegradError
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
-Note = tuple[Any, ...]  # ("lend", key, holder) | ("release", key, holder, count) | ("void", key)
+Note = tuple[Any, ...]  # ("lend", key, holder) | ("release", key, holder, count) | ("void", key, reason)
 
 _RETRY = 30.0
 _log = logging.getLogger("telegrad")

@@ -45,20 +45,29 @@ class Key(NamedTuple):
 
 
 class Arrivals:
-    """Which numbers of a gapless sequence have arrived, in any order."""
+    """Which numbers of a sequence have arrived, in any order. A number that never comes costs one gap, no more."""
 
     def __init__(self) -> None:
         self._upto = 0
-        self._beyond: set[int] = set()
+        self._end_of: dict[int, int] = {}  # ranges beyond the first gap, by their first number
+        self._start_of: dict[int, int] = {}  # and by their last
 
     def add(self, number: int) -> None:
-        self._beyond.add(number)
-        while self._upto + 1 in self._beyond:
-            self._upto += 1
-            self._beyond.discard(self._upto)
+        if number in self:
+            return
+        start = self._start_of.pop(number - 1, number)
+        end = self._end_of.pop(number + 1, number)
+        if start == self._upto + 1:
+            self._upto = end
+            self._end_of.pop(start, None)
+            self._start_of.pop(end, None)
+        else:
+            self._end_of[start], self._start_of[end] = end, start
 
     def __contains__(self, number: int) -> bool:
-        return number <= self._upto or number in self._beyond
+        if number <= self._upto:
+            return True
+        return any(start <= number <= end for start, end in self._end_of.items())
 
 
 @dataclass(eq=False)
@@ -137,10 +146,15 @@ class Books:
                 entry.count(key.creator, +1)
             return entry
 
-    def void(self, key: Key) -> None:
+    def void(self, key: Key, reason: str) -> None:
         """A `remote` that failed before it was sent: nobody will ever create this number."""
         with self._lock:
             self._arrivals[key.creator].add(key.number)
+            entry = self._entries.get(key)
+            if entry is None or entry.created:
+                return
+            del self._entries[key]
+        entry.value._settle(None, StaleReference(f"this object was never created: {reason}"))
 
     def settle(self, entry: Entry) -> None:
         """The value is there; if nobody wants it any more, it goes."""
@@ -150,21 +164,24 @@ class Books:
     def find(self, key: Key) -> Entry:
         """The entry of an object; for one that is still on its way, an entry whose value will come."""
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                if key.number in self._arrivals[key.creator]:
-                    raise StaleReference(f"the object {key.number} of this reference no longer exists at its owner")
-                if key.creator in self._lost:
-                    raise PeerLost("the worker that was creating this object died before its request arrived")
-                entry = self._entries[key] = Entry(key)
-            return entry
+            entry = self._entry(key)
+            if entry is not None:
+                return entry
+            if key.number in self._arrivals[key.creator]:
+                raise StaleReference(f"the object {key.number} of this reference no longer exists at its owner")
+            raise PeerLost("the worker that was creating this object died before its request arrived")
+
+    def _entry(self, key: Key) -> Entry | None:
+        """Return the entry of an object, or a new one if it is on its way; None if it is gone or will never come."""
+        entry = self._entries.get(key)
+        if entry is None and key.creator not in self._lost and key.number not in self._arrivals[key.creator]:
+            entry = self._entries[key] = Entry(key)
+        return entry
 
     def lend(self, key: Key, holder: str) -> None:
         """A reference is on its way to `holder`."""
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None and key.number not in self._arrivals[key.creator]:
-                entry = self._entries[key] = Entry(key)
+            entry = self._entry(key)
             if entry is not None and holder not in self._lost:
                 entry.count(holder, +1)
                 self._discard_unwanted(entry)
@@ -172,10 +189,8 @@ class Books:
     def release(self, key: Key, holder: str, count: int) -> None:
         """A holder gives up `count` references."""
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None and key.number not in self._arrivals[key.creator]:
-                entry = self._entries[key] = Entry(key)
-            if entry is not None:
+            entry = self._entry(key)
+            if entry is not None and holder not in self._lost:
                 entry.count(holder, -count)
                 self._discard_unwanted(entry)
 
@@ -253,6 +268,7 @@ class Books:
             self._holdings.pop((owner, key), None)
             if owner == self._me:
                 self._entries.pop(key, None)
+                self._arrivals[self._me].add(key.number)
 
     def drop(self, owner: str, key: Key) -> None:
         """A reference died. Called by the garbage collector, at any moment, in any thread: no locks."""
@@ -267,7 +283,7 @@ class Books:
         """Count the references that died since the last time. What is to be given back, and to whom."""
         released: list[tuple[str, Key, int]] = []
         with self._lock:
-            while self._dropped:
+            for _ in range(len(self._dropped)):
                 owner, key = self._dropped.popleft()
                 if owner == self._me:
                     entry = self._entries.get(key)

@@ -2,10 +2,14 @@
 
 A reference is tied to the agent that holds it. It travels only inside calls; packing it tells the owner who gets it
 (see `ownership`). When it dies, its books are told through a queue, never from inside the garbage collector.
+
+A call that uses a reference keeps it until its callee has answered (`keep` of `Agent.start`; a synchronous caller holds
+it anyway), so that a temporary such as ``remote(...).rpc_async().f()`` lives while its call waits at the owner.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -111,7 +115,8 @@ class RRef(Generic[T]):
 
     def fetch_async(self, timeout: float = -1.0) -> Future[T]:
         """A future for `to_here`."""
-        return self._agent.start(self._owner_info.name, fetch, (self._owner, self._key), None, limit(timeout))
+        args = (self._owner, self._key)
+        return self._agent.start(self._owner_info.name, fetch, args, None, limit(timeout), keep=self)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.fetch_async().__await__()
@@ -179,12 +184,12 @@ class RRef(Generic[T]):
     def _start(self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         self._raise_failed_creation()
         args = (self._owner, tuple(self._key), *args)
-        return self._agent.start(self._owner_info.name, method, args, kwargs, limit(timeout))
+        return self._agent.start(self._owner_info.name, method, args, kwargs, limit(timeout), keep=self)
 
     def _create(self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RRef[Any]:
         self._raise_failed_creation()
         args = (self._owner, tuple(self._key), *args)
-        return remote(self._owner_info, method, args, kwargs, limit(timeout), agent=self._agent)
+        return remote(self._owner_info, method, args, kwargs, limit(timeout), agent=self._agent, keep=self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise SerializationError(
@@ -221,8 +226,12 @@ def remote(
     timeout: Any = DEFAULT,
     *,
     agent: Agent | None = None,
+    keep: object = None,
 ) -> RRef[T]:
-    """Run `function(*args, **kwargs)` on worker `to`; the result stays there, and a reference to it returns at once."""
+    """Run `function(*args, **kwargs)` on worker `to`; the result stays there, and a reference to it returns at once.
+
+    `keep` is kept alive until the owner has run the function.
+    """
     agent = agent or active_agent()
     if agent is None:
         raise UsageError("RPC has not been initialized. Call telegrad.rpc.init_rpc first.")
@@ -231,25 +240,28 @@ def remote(
     member = agent.member(to)
     owner, here = member.incarnation, member.incarnation == agent.me.incarnation
     key = keeper.books.next_key(owner)
-    if here:
-        keeper.books.create(key)
-    else:
-        keeper.books.receive(owner, key)
-    keeper.pending += 1
     try:
-        creation = agent.start(member.name, creating(function), (owner, key, *args), kwargs, timeout)
-    except BaseException:
-        keeper.pending -= 1
+        if here:
+            keeper.books.create(key)
+        else:
+            keeper.books.receive(owner, key)
+        creation = agent.start(member.name, creating(function), (owner, key, *args), kwargs, timeout, keep=keep)
+    except BaseException as error:
         keeper.books.cancel(owner, key)
-        keeper.note(member.name, owner, ("void", key))
+        keeper.void(member.name, owner, key, error)
         raise
-    creation.add_done_callback(lambda _: _confirmed(keeper))
+    keeper.pending.add(key)
+    creation.add_done_callback(functools.partial(_created, keeper, member.name, owner, key))
     rref: RRef[T] = RRef.__new__(RRef)
     return rref._fill(keeper, member.info, owner, key, creation)
 
 
-def _confirmed(keeper: Keeper) -> None:
-    keeper.pending -= 1
+def _created(keeper: Keeper, name: str, owner: str, key: Key, done: Future[Any]) -> None:
+    """The creation of an object has succeeded or failed. If the owner never heard of it, it is told so."""
+    keeper.pending.discard(key)
+    error = done.exception()
+    if not getattr(error, "sent", True):
+        keeper.void(name, owner, key, error)
 
 
 def _reduce(rref: RRef[Any]) -> tuple[Any, tuple[Any, ...]]:

@@ -1,12 +1,13 @@
 """What every transport offers: a `Channel` carries frames both ways between two peers, in order.
 
 Rules for all implementations (one test suite checks them all):
-- `send` may be called from any thread; a frame goes out whole or the channel is closed. It returns once the bytes and
-  buffers belong to the transport, so the caller may change its tensors.
+- `send` may be called from any thread. A frame goes out whole or not at all, also if a signal handler raises inside
+  `send`, or the channel is closed. It returns once the bytes and buffers belong to the transport, so the caller may
+  change its tensors.
 - `recv` is called by one thread at a time. `TimeoutError` leaves the channel usable; `ChannelClosed` is final.
 - `shut` may be called from any thread: it wakes whoever is inside `recv` or `send`. `close` frees what the channel
   holds and is called by the thread that reads, or when nobody does.
-- `cork` gathers small frames; the next `send` or `flush` takes them along, in order.
+- `cork` may gather small frames; the next `send` or `flush` takes them along, in order.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ class ChannelClosed(Exception):
     """The channel is closed, by this side or the other."""
 
 
+class SendTimeout(TimeoutError):
+    """The peer took no data for too long. `begun`: part of the frame has left, and the rest will before the next."""
+
+    def __init__(self, begun: bool) -> None:
+        super().__init__("the peer takes no data")
+        self.begun = begun
+
+
 class SaidGoodbye(ChannelClosed):
     """The peer left on its own account. `words` is what it said."""
 
@@ -36,6 +45,7 @@ class Channel(ABC):
     """A connection to one peer."""
 
     kind: str
+    heard = False  # set whenever bytes arrive, cleared by the heartbeat: a long frame is a sign of life, too
 
     @abstractmethod
     def send(
@@ -49,7 +59,7 @@ class Channel(ABC):
         flags: int = 0,
         timeout: float | None = None,
     ) -> None:
-        """Send one frame. Raises `TimeoutError` if the peer takes nothing for `timeout` seconds."""
+        """Send one frame. Raises `SendTimeout` if the peer takes nothing for `timeout` seconds."""
 
     @abstractmethod
     def try_send(self, kind: int) -> None:
@@ -112,3 +122,13 @@ def say_goodbye(channel: Channel, last_words: str | None) -> None:
             channel.send(Kind.BYE, 0, last_words.encode(), timeout=1.0)
         except (ChannelClosed, TimeoutError) as error:
             _log.debug("nobody is left to hear the good-bye: %s", error)
+
+
+def end_quickly(channel: Channel, last_words: str | None) -> None:
+    """Shut a channel; tell the peer why if it takes that at once."""
+    if last_words is not None:
+        try:
+            channel.offer(Kind.BYE, 0, last_words.encode())
+        except ChannelClosed as error:
+            _log.debug("nobody is left to hear the good-bye: %s", error)
+    channel.shut()

@@ -6,6 +6,8 @@ which it only ever becomes; nothing is put into an inbox after the end, by neith
 
 from __future__ import annotations
 
+import collections
+import itertools
 import queue
 import threading
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from telegrad.wire.frames import Frame
 from telegrad.wire.memory import Pool
 
 Inbox = queue.SimpleQueue[Frame | None]
+_popleft = collections.deque.popleft
 
 
 class _Line:
@@ -33,7 +36,8 @@ class MemoryChannel(Channel):
         self._outbox = outbox
         self._pool = pool
         self._line = line
-        self._corked: list[Frame] = []
+        self._corked: collections.deque[Frame] = collections.deque()  # added to by anybody
+        self._done: collections.deque[None] = collections.deque(maxlen=0)
 
     def __repr__(self) -> str:
         return f"<MemoryChannel {self._inbox.qsize()} frames waiting{' shut' if self._line.over else ''}>"
@@ -50,16 +54,16 @@ class MemoryChannel(Channel):
         timeout: float | None = None,
     ) -> None:
         copies = [self._copy(buffer) for buffer in buffers]
+        frame = Frame(kind, flags, call, function, left_ms, body, copies)
         with self._line.lock:
             self._flush()
-            self._outbox.put(Frame(kind, flags, call, function, left_ms, body, copies))
+            self._outbox.put(frame)
 
     def try_send(self, kind: int) -> None:
         self.send(kind, 0, b"")
 
     def cork(self, kind: int, call: int, body: bytes) -> None:
-        with self._line.lock:
-            self._corked.append(Frame(kind, 0, call, 0, 0, body, ()))
+        self._corked.append(Frame(kind, 0, call, 0, 0, body, ()))
 
     def flush(self) -> None:
         if self._corked:
@@ -69,9 +73,8 @@ class MemoryChannel(Channel):
     def _flush(self) -> None:
         if self._line.over:
             raise ChannelClosed("the channel is shut")
-        for frame in self._corked:
-            self._outbox.put(frame)
-        self._corked.clear()
+        frames = map(_popleft, itertools.repeat(self._corked, len(self._corked)))
+        self._done.extend(map(self._outbox.put, frames))  # one call: no signal handler runs in between
 
     def recv(self, timeout: float | None = None) -> Frame:
         try:
@@ -81,6 +84,7 @@ class MemoryChannel(Channel):
         if frame is None:
             self._inbox.put(None)  # every later reader must see the end too
             raise ChannelClosed("the peer closed the connection")
+        self.heard = True
         return frame
 
     def has_frame(self) -> bool:

@@ -11,17 +11,24 @@ store to memory, safe inside the garbage collector; the sender notices when it n
 of a segment once, over a connection of its own that passes the memfd.
 
 State: the arena's segments and their free lists, under `Arena._lock`; the receiver's `Mappings`, under its lock.
-A block whose fate is unknown (the connection broke while it was SENT, or its receiver was lost) is never used again:
-its segment is retired, which only means that no new block is taken from it. The kernel frees it with the last mapping.
+A block whose fate is unknown (the connection that it was sent through ended while it was SENT, or its receiver was
+lost) is never used again. Its segment is *draining* from then on: no new block is taken from it. Other connections may
+still carry frames that name its blocks, and their receivers must find it. So it is *retired*, which lets receivers
+unmap it, only when no block of it is on its way through a connection that is open. The kernel frees it with the last
+mapping.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
+import logging
+import math
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,9 +48,15 @@ _SMALLEST = 64 << 20
 _PART = 4 << 20  # bytes that are worth a thread of their own in a copy
 _MOST_COPIERS = 8
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_HWPOISON = 133  # EHWPOISON on Linux
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SHRINK") else 0
 
 Bytes = npt.NDArray[np.uint8]
+_log = logging.getLogger("telegrad")
+
+
+class SegmentUnknown(Exception):
+    """A frame names a segment that is not mapped here."""
 
 
 @dataclass(eq=False)
@@ -51,6 +64,7 @@ class Block:
     offset: int
     size: int
     peer: str
+    sender: object  # the connection that it is sent through; None when that has ended
 
 
 class Segment:
@@ -75,17 +89,18 @@ class Segment:
     def __repr__(self) -> str:
         return f"<Segment {self.number}: {self.size >> 20} MiB, {len(self.used)} blocks>"
 
-    def take(self, nbytes: int, peer: str) -> Place | None:
-        """A block at the lowest free offset, so that warm pages are used first."""
+    def take(self, nbytes: int, peer: str, sender: object) -> Place | None:
+        """A block at the lowest free offset, so that warm pages are used first. None: no room, or no memory."""
         size = -(-nbytes // _PAGE) * _PAGE
         for index, (offset, room) in enumerate(self._free):
             if room >= size and self._slots:
+                if not self._warm(offset + size):
+                    return None
                 rest = [(offset + size, room - size)] if room > size else []
                 self._free[index : index + 1] = rest
                 slot = self._slots.pop()
-                self.used[slot] = Block(offset, size, peer)
+                self.used[slot] = Block(offset, size, peer, sender)
                 self.bytes[slot] = SENT
-                self._warm(offset + size)
                 return Place(nbytes, offset, self.number, slot)
         return None
 
@@ -108,14 +123,37 @@ class Segment:
                 merged.append((offset, size))
         self._free = merged
 
+    def has_unknown(self, peer: str, sender: object) -> bool:
+        """Has a block of `peer` an unknown fate now that `sender` has ended, or (None) that the peer is lost?"""
+        return any(
+            block.peer == peer
+            and ((self.bytes[slot] == SENT and block.sender is sender) or (sender is None and self.bytes[slot] != FREE))
+            for slot, block in self.used.items()
+        )
+
+    def forget_sender(self, peer: str, sender: object) -> None:
+        """`sender` has ended, or (None) all connections to `peer`: what they carried no longer keeps the segment."""
+        for block in self.used.values():
+            if block.peer == peer and (sender is None or block.sender is sender):
+                block.sender = None
+
+    def retire_if_drained(self) -> bool:
+        """Let receivers unmap the segment unless a block is on its way through an open connection."""
+        if any(self.bytes[slot] == SENT and block.sender is not None for slot, block in self.used.items()):
+            return False
+        self.retire()
+        return True
+
     def retire(self) -> None:
         self.bytes[_RETIRED_AT] = 1
 
-    def _warm(self, end: int) -> None:
-        """Fault new pages in at once instead of one by one during the copy."""
+    def _warm(self, end: int) -> bool:
+        """Fault new pages in at once instead of one by one during the copy. False: there is no memory for them."""
         if end > self._touched:
-            _populate(self._map, self._touched, end - self._touched)
+            if not _populate(self._map, self._touched, end - self._touched):
+                return False
             self._touched = end
+        return True
 
 
 class Arena:
@@ -125,19 +163,20 @@ class Arena:
         self.floor = floor
         self._limit = limit
         self._segments: list[Segment] = []
+        self._draining: list[Segment] = []
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Arena {self._segments}>"
+        return f"<Arena {self._segments}{f', {len(self._draining)} draining' if self._draining else ''}>"
 
-    def take(self, nbytes: int, peer: str) -> tuple[Segment, Place] | None:
+    def take(self, nbytes: int, peer: str, sender: object) -> tuple[Segment, Place] | None:
         """Room for one buffer, or None if there is none within the limit."""
         with self._lock:
             for segment in self._segments:
                 segment.sweep()
-                place = segment.take(nbytes, peer)
+                place = segment.take(nbytes, peer, sender)
                 if place is not None:
                     return segment, place
             size = max(_SMALLEST, 1 << (nbytes + _PAGE - 1).bit_length())
@@ -145,37 +184,42 @@ class Arena:
                 return None
             try:
                 segment = Segment(next(self._numbers), size)
-            except OSError:
-                return None  # no descriptor or no memory left: the stream still works
+            except (OSError, MemoryError, ValueError) as error:
+                _log.info("no shared memory of %d bytes (%s); using the socket", size, error)
+                return None
             self._segments.append(segment)
-            place = segment.take(nbytes, peer)
+            place = segment.take(nbytes, peer, sender)
             return None if place is None else (segment, place)
 
-    def give_back(self, segment: Segment, place: Place) -> None:
-        """Return a block that no receiver was told of."""
-        with self._lock:
-            segment.give_back(place.slot)
-
     def take_back(self, places: Sequence[Place]) -> None:
-        """Return the blocks of a frame that was never sent."""
+        """Return the blocks of a frame that no receiver was told of."""
         with self._lock:
-            segments = {segment.number: segment for segment in self._segments}
+            segments = {segment.number: segment for segment in (*self._segments, *self._draining)}
             for place in places:
-                if place.segment in segments:
-                    segments[place.segment].give_back(place.slot)
+                segment = segments.get(place.segment)
+                if segment is not None and place.slot in segment.used:
+                    segment.give_back(place.slot)
 
-    def abandon(self, peer: str, *, lost: bool) -> None:
-        """A connection to `peer` ended, or (`lost`) all of them: retire the segments with blocks of unknown fate."""
-        unknown = (SENT, TAKEN) if lost else (SENT,)
+    def abandon(self, peer: str, sender: object) -> None:
+        """The connection `sender` to `peer` ended, or (None) all of them. Blocks of unknown fate are not used again."""
         with self._lock:
             for segment in list(self._segments):
-                if any(block.peer == peer and segment.bytes[slot] in unknown for slot, block in segment.used.items()):
+                if segment.has_unknown(peer, sender):
                     self._segments.remove(segment)
-                    segment.retire()
+                    self._draining.append(segment)
+            for segment in (*self._segments, *self._draining):
+                segment.forget_sender(peer, sender)
+            self._retire_drained()
+
+    def tidy(self) -> None:
+        """Retire what has drained."""
+        with self._lock:
+            self._retire_drained()
 
     def trim(self) -> None:
         """Give memory that nobody uses back to the system."""
         with self._lock:
+            self._retire_drained()
             for segment in list(self._segments):
                 segment.sweep()
                 if not segment.used:
@@ -185,9 +229,13 @@ class Arena:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            for segment in self._segments:
+            for segment in (*self._segments, *self._draining):
                 segment.retire()
             self._segments.clear()
+            self._draining.clear()
+
+    def _retire_drained(self) -> None:
+        self._draining = [segment for segment in self._draining if not segment.retire_if_drained()]
 
 
 class Mapped:
@@ -200,7 +248,8 @@ class Mapped:
     def view(self, place: Place) -> Bytes:
         end = place.offset + place.nbytes
         if end > self._touched:
-            _populate(self.memory, self._touched, end - self._touched)
+            if not _populate(self.memory, self._touched, end - self._touched):
+                raise MemoryError(f"no memory to map {place.nbytes} bytes of a shared segment")
             self._touched = -(-end // _PAGE) * _PAGE
         return np.frombuffer(self.memory, np.uint8, place.nbytes, place.offset)
 
@@ -237,13 +286,13 @@ class Mappings:
         """The memory of one block; it goes back to its sender when nothing refers to it any more."""
         mapped = self._maps.get((peer, place.segment))
         if mapped is None:
-            raise ProtocolError(f"a buffer in shared-memory segment {place.segment}, which is unknown")
+            raise SegmentUnknown(f"a buffer in shared-memory segment {place.segment}, which is unknown")
         memory, slot, live, key = mapped.memory, place.slot, self._live, (peer, place.segment, place.slot)
         fits = place.offset >= _PAGE and place.offset + place.nbytes <= len(memory) and slot < SLOTS
         if not fits or memory[slot] != SENT:
             raise ProtocolError(f"a buffer in shared memory that does not exist: {place}")
-        memory[slot] = TAKEN
         array = mapped.view(place)
+        memory[slot] = TAKEN
 
         process = os.getpid()
 
@@ -268,35 +317,43 @@ class Mappings:
 
 
 class Sharing:
-    """Shared memory with one peer, as seen by a channel. `announce(segment)` passes it on once; False if that fails."""
+    """Shared memory with one peer, as seen by one channel.
 
-    def __init__(self, arena: Arena, mappings: Mappings, peer: str, announce: Callable[[Segment], bool]) -> None:
+    `announce(segment, until)` makes sure that the peer has mapped a segment; False if that fails.
+    """
+
+    def __init__(self, arena: Arena, mappings: Mappings, peer: str, announce: Callable[[Segment, float], bool]) -> None:
         self._arena = arena
         self._mappings = mappings
         self._peer = peer
         self._announce = announce
 
-    def place(self, buffers: Sequence[memoryview]) -> tuple[list[Place], list[memoryview]]:
-        """Where each buffer goes, and those that stay in the stream."""
-        places: list[Place] = []
-        inside: list[memoryview] = []
-        for buffer in buffers:
-            place = self._share(buffer) if buffer.nbytes >= self._arena.floor else None
-            if place is None:
-                inside.append(buffer)
-            places.append(place or Place(buffer.nbytes))
-        return places, inside
+    def place(
+        self, buffers: Sequence[memoryview], places: list[Place], timeout: float | None = None
+    ) -> list[memoryview]:
+        """Copy large buffers into shared memory and note in `places` where; return those that stay in the stream.
 
-    def _share(self, buffer: memoryview) -> Place | None:
-        found = self._arena.take(buffer.nbytes, self._peer)
+        `places` is filled as the blocks are taken, so that whoever is interrupted knows what to give back.
+        """
+        inside: list[memoryview] = []
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        for index, buffer in enumerate(buffers):
+            if buffer.nbytes < self._arena.floor or not self._share(buffer, places, index, until):
+                inside.append(buffer)
+        return inside
+
+    def _share(self, buffer: memoryview, places: list[Place], index: int, until: float) -> bool:
+        found = self._arena.take(buffer.nbytes, self._peer, self)
         if found is None:
-            return None
+            return False
         segment, place = found
-        if not self._announce(segment):
-            self._arena.give_back(segment, place)
-            return None
+        places[index] = place
+        if not self._announce(segment, until):
+            places[index] = Place(buffer.nbytes)
+            self._arena.take_back([place])
+            return False
         _copy(segment.bytes[place.offset : place.offset + place.nbytes], buffer)
-        return place
+        return True
 
     def take_back(self, places: Sequence[Place]) -> None:
         """The frame with these buffers was not sent."""
@@ -307,7 +364,7 @@ class Sharing:
 
     def ended(self) -> None:
         """The channel is closed: blocks that were on their way through it are lost."""
-        self._arena.abandon(self._peer, lost=False)
+        self._arena.abandon(self._peer, self)
 
 
 def _copy(target: Bytes, source: memoryview) -> None:
@@ -347,8 +404,10 @@ class _Copiers:
 _copiers = _Copiers()
 
 
-def _populate(mapped: mmap.mmap, offset: int, nbytes: int) -> None:
+def _populate(mapped: mmap.mmap, offset: int, nbytes: int) -> bool:
+    """Fault pages in. False: there is no memory for them; touching them would end the process."""
     try:
         mapped.madvise(_POPULATE_WRITE, offset, nbytes)
-    except OSError:
-        return  # an older kernel: pages are faulted in one by one
+    except OSError as error:
+        return error.errno not in (errno.ENOMEM, errno.EFAULT, _HWPOISON)  # else an older kernel
+    return True

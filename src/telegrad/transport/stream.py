@@ -1,16 +1,20 @@
 """A channel over a stream socket, unix or TCP. Large buffers may go through shared memory instead (see `shared`).
 
-State: `_send_lock` guards the sending side (`_owed`, and taking from `_corked`); the decoder belongs to the reading
-thread. Time limits are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): they cost nothing on the fast path, where settimeout
-would add a poll to every call.
+State: `_send_lock` guards the sending side (`_owed`, `_flight`, and taking from `_corked`); the decoder belongs to the
+reading thread. Time limits are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): they cost nothing on the fast path, where
+settimeout would add a poll to every call.
 
-A frame that is cut short by a time limit must not break the stream: what is left of it is copied to `_owed` and goes
-out before the next frame.
+A frame goes out whole or not at all. A time limit, or an exception that a signal handler raises, may end a send at any
+moment; what is left of a frame that has begun is copied to `_owed` and goes out before the next frame, and a frame that
+has not begun is dropped. For that, a send is described by a `_Flight` before its first byte leaves, and the number of
+bytes that left is stored in the same C call that sends them (`progress.extend(map(send, ...))`): signal handlers run
+between two calls that Python code makes, so the number is never lost.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import os
 import socket
@@ -20,7 +24,7 @@ import time
 from collections.abc import Sequence
 
 from telegrad.errors import ProtocolError, SerializationError
-from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
 from telegrad.transport.shared import Sharing
 from telegrad.wire.frames import HEADER, Frame, FrameDecoder, Place, head
 from telegrad.wire.memory import Pool
@@ -33,6 +37,46 @@ _SEND_SLICE = 1.0  # seconds after which a blocked sender looks at its deadline
 
 _pack = HEADER.pack
 _spinning = threading.Lock()  # held by the one thread of this process that waits awake
+_popleft = collections.deque.popleft
+
+
+class _Flight:
+    """Bytes on their way out: what was owed, then what was corked, then one frame of our own."""
+
+    __slots__ = ("before", "corked", "popped", "progress", "views")
+
+    def __init__(self, views: list[memoryview], before: int = 0, corked: int = 0) -> None:
+        self.views = views  # what has not left, as far as `progress` was accounted for
+        self.before = before  # bytes before the own frame that have not left; negative once that has begun
+        self.corked = corked  # frames of the queue of corked ones that are part of this
+        self.popped: list[bytes] = []  # those of them that were taken from the queue
+        self.progress: list[int] = []  # bytes that left since the last `advance`
+
+    def advance(self) -> None:
+        """Account for the bytes that have left."""
+        sent = sum(self.progress)
+        views = self.views
+        before = self.before - sent
+        index = 0
+        while index < len(views) and sent >= views[index].nbytes:
+            sent -= views[index].nbytes
+            index += 1
+        views = views[index:]
+        if sent:
+            views[0] = views[0][sent:]
+        self.views, self.before, self.progress = views, before, []
+
+    def rest(self) -> bytes:
+        """Return what must still go out: the own frame counts only if it has begun."""
+        if self.before < 0:
+            return b"".join(self.views)
+        parts, left = [], self.before
+        for view in self.views:
+            if left <= 0:
+                break
+            parts.append(view[:left])
+            left -= view.nbytes
+        return b"".join(parts)
 
 
 class StreamChannel(Channel):
@@ -52,7 +96,9 @@ class StreamChannel(Channel):
         self._decoder = FrameDecoder(pool.reserve, locate, max_frame)
         self._send_lock = threading.Lock()
         self._corked: collections.deque[bytes] = collections.deque()  # added to by anybody
-        self._owed = b""
+        self._owed = b""  # what must go out before anything else
+        self._flight: _Flight | None = None
+        self._begun = False  # did the own frame of the last flight begin?
         self._patience: float | None = None
         self._shut = False
         self._spins = False  # the last frame came so fast that the next is awaited awake
@@ -79,19 +125,20 @@ class StreamChannel(Channel):
         if not buffers and size < _JOIN_BELOW:
             data = _pack(size, call, function, left_ms, 0, kind, flags, 0) + body
             with self._send_lock:
-                if self._corked:
-                    data = self._uncork() + data
-                if not self._owed:
+                if not self._owed and not self._corked and self._flight is None:
+                    flight = self._flight = _Flight([memoryview(data)])
                     try:
-                        sent = self._sock.send(data)
+                        flight.progress.extend(map(self._sock.send, (data,)))
                     except BlockingIOError:
-                        sent = 0
+                        pass
                     except OSError as error:
                         raise ChannelClosed(str(error)) from None
-                    if sent == len(data):
+                    if flight.progress and flight.progress[0] == len(data):
+                        self._flight = None
                         return
-                    data = data[sent:]
-                self._write([memoryview(data)], timeout, started=True)
+                    self._send_flight(flight, timeout)
+                else:
+                    self._send_all([memoryview(data)], timeout)
             return
         total = size + sum(buffer.nbytes for buffer in buffers)
         if total > self._peer_max_frame:
@@ -99,32 +146,30 @@ class StreamChannel(Channel):
                 f"a message of {total} bytes exceeds the limit of {self._peer_max_frame} that its receiver accepts; "
                 "raise Config.max_frame there"
             )
-        if self._sharing is None:
-            places, inside = [Place(buffer.nbytes) for buffer in buffers], list(buffers)
-        else:
-            places, inside = self._sharing.place(buffers)
-        start = head(kind, call, body, function=function, left_ms=left_ms, flags=flags, places=places)
-        with self._send_lock:
-            corked = self._uncork()
-            try:
-                self._write([memoryview(corked + start), memoryview(body), *inside], timeout, started=bool(corked))
-            except TimeoutError:
-                if self._sharing is not None and not self._owed:  # nothing of it went out, and nothing will
-                    self._sharing.take_back(places)
-                raise
+        places = [Place(buffer.nbytes) for buffer in buffers]
+        inside = list(buffers)
+        begun = False
+        try:
+            if self._sharing is not None:
+                inside = self._sharing.place(buffers, places, timeout)
+            start = head(kind, call, body, function=function, left_ms=left_ms, flags=flags, places=places)
+            with self._send_lock:
+                try:
+                    self._send_all([memoryview(start), memoryview(body), *inside], timeout)
+                finally:
+                    begun = self._begun
+        except BaseException:
+            if self._sharing is not None and not begun:
+                self._sharing.take_back(places)  # the peer will never hear of them
+            raise
 
     def try_send(self, kind: int) -> None:
         if not self._send_lock.acquire(blocking=False):
             return
         try:
-            data = self._owed + self._uncork() + _pack(0, 0, 0, 0, 0, kind, 0, 0)
-            try:
-                sent = self._sock.send(data, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                sent = 0
-            self._owed = data[sent:]
-        except OSError as error:
-            raise ChannelClosed(str(error)) from None
+            if not self._owed:  # what is owed is a sign of life, too
+                self._corked.append(_pack(0, 0, 0, 0, 0, kind, 0, 0))
+            self._send_all([], 0.0, wait=False)
         finally:
             self._send_lock.release()
 
@@ -137,60 +182,61 @@ class StreamChannel(Channel):
 
     def finish(self) -> None:
         with self._send_lock:
-            self._write([memoryview(self._uncork())], None, started=True)
-
-    def _uncork(self) -> bytes:
-        data = []
-        while self._corked:
-            data.append(self._corked.popleft())
-        return b"".join(data)
+            self._send_all([], None)
 
     def offer(self, kind: int, call: int, body: bytes) -> bool:
         data = _pack(len(body), call, 0, 0, 0, kind, 0, 0) + body
-        if not self._send_lock.acquire(blocking=False):
-            self._corked.append(data)
-            return False
+        self._corked.append(data)
+        held: list[bool] = []
         try:
-            if self._owed or self._corked:
-                self._corked.append(data)
-                return False
-            try:
-                sent = self._sock.send(data, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                sent = 0
-            self._owed = data[sent:]
-            return not self._owed
-        except OSError as error:
-            raise ChannelClosed(str(error)) from None
+            held.extend(map(self._send_lock.acquire, (False,)))  # one call: no signal handler runs in between
+            return held[0] and self._send_all([], None, wait=False)
         finally:
-            self._send_lock.release()
+            if held and held[0]:
+                self._send_lock.release()
 
-    def _write(self, views: list[memoryview], timeout: float | None, started: bool) -> None:
-        """Send everything. With `started`, part of it is already on its way, so it must be finished one day."""
+    def _send_all(self, frame: list[memoryview], timeout: float | None, wait: bool = True) -> bool:
+        """Under the lock: send what is owed and corked, then `frame`. False: not all of it (only without `wait`)."""
+        if self._flight is not None:
+            self._settle(self._flight)  # a send was interrupted
+        corked = list(self._corked)
+        owed = [memoryview(data) for data in (self._owed, *corked) if data]
+        before = sum(view.nbytes for view in owed)
+        flight = _Flight([*owed, *(view for view in frame if view.nbytes)], before, len(corked))
+        self._begun = bool(frame)  # until it is known better
+        self._flight = flight
+        return self._send_flight(flight, timeout, wait)
+
+    def _send_flight(self, flight: _Flight, timeout: float | None, wait: bool = True) -> bool:
         until = math.inf if timeout is None else time.monotonic() + timeout
-        if self._owed:
-            views.insert(0, memoryview(self._owed))
-            self._owed = b""
-            started = True
-        views = [view for view in views if view.nbytes]
-        while views:
-            try:
-                sent = self._sock.sendmsg(views[:_IOV_MAX])
-            except BlockingIOError:
-                if self._shut:
-                    raise ChannelClosed("the channel was shut") from None
-                if time.monotonic() < until:
-                    continue
-                if started:
-                    self._owed = b"".join(views)
-                raise TimeoutError("the peer takes no data") from None
-            except OSError as error:
-                raise ChannelClosed(str(error)) from None
-            started = True
-            while views and sent >= views[0].nbytes:
-                sent -= views.pop(0).nbytes
-            if sent:
-                views[0] = views[0][sent:]
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        try:
+            flight.advance()
+            while flight.views:
+                try:
+                    flight.progress.extend(map(self._sock.sendmsg, (flight.views[:_IOV_MAX],), ((),), (flags,)))
+                except BlockingIOError:
+                    if self._shut:
+                        raise ChannelClosed("the channel was shut") from None
+                    if not wait:
+                        return False
+                    if time.monotonic() >= until:
+                        raise SendTimeout(begun=flight.before < 0) from None
+                except OSError as error:
+                    raise ChannelClosed(str(error)) from None
+                flight.advance()
+            return True
+        finally:
+            self._settle(flight)
+
+    def _settle(self, flight: _Flight) -> None:
+        """Under the lock: a send is over, or was interrupted; keep what must still go out. May be repeated."""
+        flight.advance()
+        left = flight.corked - len(flight.popped)
+        flight.popped.extend(map(_popleft, itertools.repeat(self._corked, left)))
+        self._owed = flight.rest() if flight.views else b""
+        self._begun = flight.before < 0
+        self._flight = None
 
     def recv(self, timeout: float | None = None) -> Frame:
         decoder = self._decoder
@@ -215,6 +261,7 @@ class StreamChannel(Channel):
             if not count:
                 raise ChannelClosed("the peer closed the connection")
             decoder.fill(count)
+            self.heard = True
             frame = decoder.next()
             if frame is not None:
                 self._spins = _CORES > 1 and time.monotonic() - started < _SPIN
@@ -231,9 +278,11 @@ class StreamChannel(Channel):
         Waking a core that went to sleep takes longer than a short call. So where the last answer came fast, the next
         is awaited awake; where it did not, or another thread of this process does so already, we sleep at once.
         """
-        if not _spinning.acquire(blocking=False):
-            return False
+        held: list[bool] = []
         try:
+            held.extend(map(_spinning.acquire, (False,)))  # one call: no signal handler runs in between
+            if not held[0]:
+                return False
             receive, space, until = self._sock.recv_into, self._decoder.space(), started + _SPIN
             while True:
                 try:
@@ -247,11 +296,13 @@ class StreamChannel(Channel):
                 if not count:
                     raise ChannelClosed("the peer closed the connection")
                 self._decoder.fill(count)
+                self.heard = True
                 return True
         except OSError as error:
             raise ChannelClosed(str(error)) from None
         finally:
-            _spinning.release()
+            if held and held[0]:
+                _spinning.release()
 
     def fileno(self) -> int | None:
         return self._sock.fileno()

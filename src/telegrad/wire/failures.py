@@ -10,15 +10,23 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from telegrad.errors import RemoteError, RemoteTraceback, TelegradError
+from telegrad.errors import RemoteError, RemoteTraceback, TelegradError, text_of
 from telegrad.wire.codec import decode, encode
 
 
 def encode_failure(error: BaseException, worker: str, call: str) -> bytes:
-    """A failure as bytes; never raises."""
-    text = remote_traceback(error)
-    name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-    return pickle.dumps((name, _text(error), text, worker, call, _pack(error)), 5)
+    """Return a failure as bytes."""
+    return pickle.dumps((_name(error), text_of(error), remote_traceback(error), worker, call, _pack(error)), 5)
+
+
+def encode_name_of_failure(error: BaseException, worker: str, call: str) -> bytes:
+    """Return a failure as few bytes, without running code of the user: for when `encode_failure` cannot be sent."""
+    text = "the exception itself could not be sent: it is too large, or it cannot be pickled"
+    return pickle.dumps((_name(error), text, text, worker, call, None), 5)
+
+
+def _name(error: BaseException) -> str:
+    return f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
 
 
 def decode_failure(body: bytes | memoryview) -> Exception:
@@ -40,18 +48,14 @@ def remote_traceback(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and _is_ours(trace):
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    try:
+        return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    except BaseException as failure:  # of code of the user, such as `__str__`
+        return f"{_name(error)}: <its traceback could not be formatted: {type(failure).__name__}>"
 
 
 def _is_ours(trace: TracebackType) -> bool:
     return str(trace.tb_frame.f_globals.get("__name__", "")).startswith("telegrad.")
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return "".join(str(error))  # exactly a str, whatever `__str__` returned
-    except Exception as failure:
-        return f"<str() of the exception failed: {failure!r}>"
 
 
 def _pack(error: BaseException) -> tuple[bytes, list[bytes]] | None:
@@ -61,7 +65,7 @@ def _pack(error: BaseException) -> tuple[bytes, list[bytes]] | None:
     try:
         custom = type(error).__reduce__ is not BaseException.__reduce__
         body, buffers = encode(error if custom else (type(error), error.args, error.__dict__))
-    except Exception:
+    except BaseException:  # of the user's code that pickles it
         return None
     return body, [bytes(buffer) for buffer in buffers]
 
@@ -72,7 +76,7 @@ def _unpack(packed: tuple[bytes, list[bytes]] | None) -> Exception | None:
     try:
         value = decode(packed[0], [bytearray(buffer) for buffer in packed[1]])
         error = value if isinstance(value, Exception) else _rebuild(*value)
-    except Exception:
+    except BaseException:
         return None  # its class is not importable here, or cannot be rebuilt: the text says what it was
     return error
 

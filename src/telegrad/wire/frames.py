@@ -12,6 +12,8 @@ Rules of the decoder (`FrameDecoder`), which holds the only state here and belon
   straight into their own memory, which is only reserved, not touched, until bytes arrive: a peer that claims much and
   sends little costs nothing.
 - Sizes are checked against the limits before anything is reserved; what breaks a rule raises `ProtocolError`.
+- If there is no memory for a frame, or a buffer in shared memory cannot be found, the frame is *damaged*: its bytes are
+  skipped, and `Frame.damage` says why. The stream stays in order, and only this message fails.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ class Frame(NamedTuple):
     left_ms: int
     body: Any  # bytes-like
     buffers: Sequence[Any]
+    damage: BaseException | None = None  # why the buffers, and the body if that is empty, could not be received
 
 
 def head(
@@ -108,9 +111,12 @@ class FrameDecoder:
         self._header: tuple[int, ...] | None = None
         self._parts: list[memoryview] = []  # of the frame under way: its body, then its in-stream buffers
         self._found: list[Any] = []
+        self._body = memoryview(b"")
         self._part = 0
         self._filled = 0
         self._direct = False  # the last `space()` was memory of a part, not of the scratch buffer
+        self._damage: BaseException | None = None
+        self._skip = 0  # bytes of a damaged frame that are still to come
 
     def __repr__(self) -> str:
         state = "inside a frame" if self._header else "between frames"
@@ -126,7 +132,7 @@ class FrameDecoder:
         self._direct = False
         if self._lo == self._hi:
             self._lo = self._hi = 0
-            if self._header is not None:
+            if self._header is not None and self._part < len(self._parts):
                 rest = self._parts[self._part][self._filled :]
                 self._direct = len(rest) >= _DIRECT
                 if self._direct:
@@ -187,20 +193,39 @@ class FrameDecoder:
         total = length + sum(place.nbytes for place in places)
         if total > self._max_frame:
             raise ProtocolError(f"a frame of {total} bytes exceeds the limit of {self._max_frame}")
+        try:
+            body = memoryview(bytearray(length)) if length < _DIRECT else self._reserve(length)
+        except BaseException as error:
+            self._damage = error
+            body = memoryview(b"")
+        found = self._find(places)
+        inside = [each for each, place in zip(found, places, strict=False) if not place.segment and place.nbytes]
+        self._found = found
+        self._skip = 0
+        if self._damage is not None:
+            self._found, inside = [], []
+            self._skip = sum(place.nbytes for place in places if not place.segment) + length - len(body)
+        self._parts = [body, *inside] if body else inside
+        self._body = body
+        self._part = self._filled = 0
         self._header = _unpack_from(self._scratch, self._lo)
         self._lo = start + table
-        try:
-            found = [self._reserve(place.nbytes) if not place.segment else self._locate(place) for place in places]
-            body = memoryview(bytearray(length)) if length < _DIRECT else self._reserve(length)
-        except MemoryError as error:
-            raise ProtocolError(f"a frame of {total} bytes, which this machine has no memory for: {error}") from None
-        self._found = found
-        inside = [found for found, place in zip(self._found, places, strict=True) if not place.segment and place.nbytes]
-        self._parts = [body, *inside] if length else inside
-        if not length:
-            self._found.append(body)
-        self._part = self._filled = 0
         return True
+
+    def _find(self, places: Sequence[Place]) -> list[memoryview]:
+        """Return the memory of each buffer. After a failure, which is noted, blocks of shared memory are let go."""
+        found: list[memoryview] = []
+        for place in places:
+            try:
+                if place.segment:
+                    found.append(self._locate(place))
+                elif self._damage is None:
+                    found.append(self._reserve(place.nbytes))
+            except ProtocolError:
+                raise
+            except BaseException as error:
+                self._damage = self._damage or error
+        return found
 
     def _continue(self) -> Frame | None:
         """Move bytes from the scratch buffer into the parts; the frame if it is complete."""
@@ -213,6 +238,12 @@ class FrameDecoder:
             part[self._filled : self._filled + count] = self._scratch[self._lo : self._lo + count]
             self._lo += count
             self._advance(count)
+        if self._skip:
+            count = min(self._hi - self._lo, self._skip)
+            self._lo += count
+            self._skip -= count
+            if self._skip:
+                return None
         return self._finish()
 
     def _advance(self, count: int) -> None:
@@ -223,8 +254,8 @@ class FrameDecoder:
 
     def _finish(self) -> Frame:
         assert self._header is not None
-        length, call, function, left_ms, _, kind, flags, _ = self._header
-        body = self._parts[0] if length else self._found.pop()
-        frame = Frame(kind, flags, call, function, left_ms, body, self._found)
-        self._header, self._parts, self._found = None, [], []
+        _, call, function, left_ms, _, kind, flags, _ = self._header
+        frame = Frame(kind, flags, call, function, left_ms, self._body, self._found, self._damage)
+        self._header, self._damage = None, None
+        self._parts, self._found, self._body = [], [], memoryview(b"")
         return frame
