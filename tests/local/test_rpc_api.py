@@ -426,7 +426,7 @@ def test_the_backend_is_named_tensorpipe_as_in_torch(url: str) -> None:
         _ = rpc.BackendType.NOWHERE
 
 
-def test_a_backend_of_ones_own(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_of_ones_own(url: str, request: pytest.FixtureRequest) -> None:
     class Options(rpc.RpcBackendOptions):
         pass
 
@@ -438,8 +438,8 @@ def test_a_backend_of_ones_own(url: str, monkeypatch: pytest.MonkeyPatch) -> Non
         agent.open()
         return agent
 
-    monkeypatch.setattr(backend_registry.BackendType, "enum", backend_registry.BackendType.enum)
     backend = backend_registry.register_backend("OWN", construct, start)
+    request.addfinalizer(lambda: rpc.BackendType.remove("OWN"))
     with pytest.raises(RuntimeError, match="already registered"):
         backend_registry.register_backend("OWN", construct, start)
     rpc.init_rpc("w0", backend=backend, rank=0, world_size=1, rpc_backend_options=Options(init_method=url))

@@ -26,37 +26,42 @@ class BackendValue(NamedTuple):
     init_backend_handler: Callable[..., Any]
 
 
-def _enum(members: dict[str, BackendValue]) -> Any:
-    make: Any = enum.Enum
-    return make("BackendType", members)
+class _GrowingEnum(enum.EnumMeta):
+    """The type of `BackendType`: an enum that gets members when backends are registered."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name in cls._member_map_:  # an enum may call this for its members, too
+            return cls._member_map_[name]
+        raise AttributeError(f"no RPC backend named {name!r}; there are {sorted(cls._member_map_)}")
+
+    def __contains__(cls, backend: object) -> bool:
+        return isinstance(backend, cls)
+
+    def add(cls, name: str, value: Any) -> Any:
+        """Add a member; `remove` takes it back."""
+        member: Any = object.__new__(cls)  # type: ignore[arg-type]
+        member._name_ = name
+        member._value_ = value
+        type.__setattr__(cls, name, member)
+        cls._member_names_.append(name)
+        cls._member_map_[name] = member
+        return member
+
+    def remove(cls, name: str) -> None:
+        """Take a member back."""
+        del cls._member_map_[name]
+        cls._member_names_.remove(name)
+        type.__delattr__(cls, name)
 
 
-class _Names:
-    """Stands for `BackendType`, an enum that grows: looking a member up always sees the newest."""
+class BackendType(enum.Enum, metaclass=_GrowingEnum):
+    """The backends that are registered: `BackendType.TENSORPIPE`, and others by `register_backend`."""
 
-    def __init__(self) -> None:
-        self.enum = _enum({})
+    def __repr__(self) -> str:
+        return f"BackendType.{self.name}"
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__.get("enum", {}).__members__:
-            return self.enum[name]
-        raise AttributeError(f"no RPC backend named {name!r}; there are {sorted(self.enum.__members__)}")
-
-    def __getitem__(self, name: str) -> Any:
-        return self.enum[name]
-
-    def __iter__(self) -> Any:
-        return iter(self.enum)
-
-    def __contains__(self, backend: object) -> bool:
-        return isinstance(backend, enum.Enum) and backend.name in self.enum.__members__
-
-    @property
-    def __members__(self) -> Any:
-        return self.enum.__members__
-
-
-BackendType: Any = _Names()
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return getattr, (BackendType, self.name)
 
 
 def backend_registered(backend_name: str) -> bool:
@@ -71,10 +76,7 @@ def register_backend(
     """Add a backend; returns its member of `BackendType`."""
     if backend_registered(backend_name):
         raise UsageError(f"RPC backend {backend_name}: already registered")
-    members = {name: member.value for name, member in BackendType.__members__.items()}
-    members[backend_name] = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
-    BackendType.enum = _enum(members)
-    return BackendType[backend_name]
+    return BackendType.add(backend_name, BackendValue(construct_rpc_backend_options_handler, init_backend_handler))
 
 
 def construct_rpc_backend_options(
