@@ -34,7 +34,6 @@ from typing import Any
 import torch
 import torch.distributed.autograd
 import torch.distributed.rpc
-import torch.futures
 
 from telegrad import futures
 from telegrad.refs import RRef
@@ -94,10 +93,10 @@ class _Redirection:
         sys.meta_path.insert(0, finder)
         changes = {id(old): new for old, new in self._take_over()}
         changes[id(torch._C._distributed_rpc.PyRRef)] = RRef
-        changes[id(torch.futures.wait_all)] = futures.wait_all
         for name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType) and not f"{name}.".startswith(_SCRIPT):
                 self._rebind(object.__getattribute__(module, "__dict__"), changes)  # a lazy module stays unloaded
+        futures.end_collect_all_early()
         self._tell_children()
 
     def _take_over(self) -> Iterator[tuple[object, object]]:

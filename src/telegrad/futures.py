@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -209,7 +210,7 @@ class Future(torch.futures.Future[T]):
 def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
     """The values of all of them. As soon as one fails, its error is raised, and the others are not waited for.
 
-    `torch.futures.wait_all` promises the same and keeps it only for errors that torch's C++ engine set.
+    `torch.futures.wait_all` does the same with futures of Telegrad after `end_collect_all_early`.
 
     >>> slow, failed = Future(), Future()
     >>> failed.set_exception(ValueError("not today"))
@@ -217,10 +218,40 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
     Traceback (most recent call last):
     ValueError: not today
     """
-    for future in futures:
+    return [future.wait() for future in _collect(futures).wait()]
+
+
+def end_collect_all_early() -> None:
+    """Let `torch.futures.wait_all` and `collect_all` end with the first error of a future of Telegrad.
+
+    Torch's promise that and keep it for errors that its C++ code has set. No function of torch lets Python set such an
+    error on a future, and its type would be lost. So the function beneath both is wrapped; lists without a future of
+    Telegrad go on to torch. `init_rpc` calls this; more than once does no harm.
+    """
+    with _settling:
+        engine: Any = torch._C
+        if not hasattr(engine._collect_all, "ends_early"):
+            engine._collect_all = _ending_early(engine._collect_all)
+
+
+def _ending_early(collect_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(collect_all)
+    def collect(futures: Any) -> Any:
+        if isinstance(futures, list | tuple) and any(isinstance(future, Future) for future in futures):
+            return _collect(futures)
+        return collect_all(futures)
+
+    collect.ends_early = True  # type: ignore[attr-defined]
+    return collect
+
+
+def _collect(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[torch.futures.Future[Any]]]:
+    """Return a future for the list of them. It completes when all have, or fails when the first one fails."""
+    collected = list(futures)
+    for future in collected:
         if not isinstance(future, torch._C.Future):
-            raise TypeError(f"wait_all() takes futures, not {type(future).__name__}")
-    decided: Future[None] = Future()
+            raise TypeError(f"wait_all() and collect_all() take futures, not {type(future).__name__}")
+    decided: Future[list[torch.futures.Future[Any]]] = Future()
     arrivals = itertools.count(1)  # whose `next` is atomic
 
     def arrived(future: torch.futures.Future[Any]) -> None:
@@ -229,14 +260,14 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
         except Exception as error:
             decided._settle(None, error)
         else:
-            if next(arrivals) == len(futures):
-                decided._settle(None, None)
+            if next(arrivals) == len(collected):
+                decided._settle(collected, None)
 
-    for future in futures:
+    for future in collected:
         future.add_done_callback(arrived)
-    if futures:
-        decided.wait()
-    return [future.wait() for future in futures]
+    if not collected:
+        decided._settle(collected, None)
+    return decided
 
 
 def _raise(error: Exception) -> None:

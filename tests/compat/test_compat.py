@@ -81,7 +81,10 @@ def test_what_was_imported_before_is_caught_up_with_and_given_back() -> None:
         assert module.api is telegrad.rpc.api
         assert module.async_execution is telegrad.rpc.functions.async_execution
         assert module.RemoteModule is telegrad.nn.RemoteModule
-        assert module.wait_all is telegrad.futures.wait_all
+        failed: Future[int] = Future()
+        failed.set_exception(ValueError("no"))
+        with pytest.raises(ValueError, match="no"):
+            module.wait_all([Future(), failed])
         assert module.Future is before["Future"]
     finally:
         compat.uninstall()
@@ -177,7 +180,7 @@ def test_wait_all_takes_torchs_futures_and_lost_workers() -> None:
     with pytest.raises(PeerLost, match="w1"):
         torch.futures.wait_all([Future(), lost])
     with pytest.raises(TypeError, match="int"):
-        torch.futures.wait_all([plain, 3])  # type: ignore[list-item]
+        torch.futures.wait_all([lost, 3])  # type: ignore[list-item]
 
 
 @pytest.mark.usefixtures("installed")
