@@ -114,7 +114,12 @@ class Link:
     @property
     def under_way(self) -> bool:
         """Is a call of a user under way to this peer?"""
-        return bool(self._busy) or any(not pending.internal for pending in self.pipe.waited_for())
+        return self.calls_under_way > 0
+
+    @property
+    def calls_under_way(self) -> int:
+        """Calls of users to this peer that somebody waits for."""
+        return len(self._busy) + sum(not pending.internal for pending in self.pipe.waited_for())
 
     def call(
         self,

@@ -108,7 +108,17 @@ class Inbound:
     @property
     def under_way(self) -> bool:
         """Is a call of a user from this peer under way?"""
-        return any(list(self._owed.values()))
+        return self.calls_under_way > 0
+
+    @property
+    def calls_under_way(self) -> int:
+        """Calls of users that have not been answered."""
+        return sum(list(self._owed.values()))
+
+    @property
+    def calls_answered_later(self) -> int:
+        """Calls that a future will answer."""
+        return len(self._waiting)
 
     def serve_lane(self, frame: Frame | None = None) -> None:
         """Serve one call after the other, `frame` first, until the peer goes. Runs on a thread of its own."""

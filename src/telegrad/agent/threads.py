@@ -141,6 +141,11 @@ class Executor:
         """Calls that run or wait for a thread."""
         return self._active + len(self._queue)
 
+    @property
+    def limit(self) -> int:
+        """How many calls may run at once now."""
+        return self._limit
+
     def submit(self, job: Job) -> None:
         """Run `job` as soon as a place is free. Blocks while too many wait already."""
         with self._lock:

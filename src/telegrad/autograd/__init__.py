@@ -12,9 +12,13 @@ tensor([3., 3.])
 """
 
 from telegrad.autograd.api import _current_context as _current_context
+from telegrad.autograd.api import _get_debug_info as _get_debug_info
 from telegrad.autograd.api import _get_max_id as _get_max_id
 from telegrad.autograd.api import _is_valid_context as _is_valid_context
+from telegrad.autograd.api import _new_context as _new_context
+from telegrad.autograd.api import _release_context as _release_context
 from telegrad.autograd.api import _retrieve_context as _retrieve_context
 from telegrad.autograd.api import backward, context, get_gradients, is_available
+from telegrad.autograd.contexts import Context as DistAutogradContext
 
-__all__ = ["backward", "context", "get_gradients", "is_available"]
+__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]

@@ -14,10 +14,7 @@ from telegrad.autograd.contexts import NUMBER_BITS, Context, Contexts, current_c
 from telegrad.errors import UsageError
 
 if TYPE_CHECKING:
-    from contextvars import Token
-
     from telegrad.agent.agent import Agent
-    from telegrad.agent.scope import Scope
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
 
@@ -37,26 +34,37 @@ class context:  # as torch spells it
     def __init__(self, *, agent: Agent | None = None) -> None:
         self._agent = agent
         self._context: Context | None = None
-        self._token: Token[Scope | None] | None = None
 
     def __enter__(self) -> int:
-        agent = self._agent or active_agent()
-        if agent is None:
-            raise UsageError("RPC has not been initialized: call telegrad.rpc.init_rpc first, or pass agent=")
-        if current_context() is not None:
-            raise UsageError(
-                "Already have an autograd context id for this thread; contexts do not nest. Leave the block of the one "
-                "before you enter another"
-            )
-        self._context = Contexts.of(agent).begin()
-        self._token = current_scope.set(self._context)
+        self._context = _begin(self._agent)
         return self._context.number
 
     def __exit__(self, *_: object) -> None:
-        if self._context is not None and self._token is not None:
-            current_scope.reset(self._token)
-            Contexts.of(self._context.agent).end(self._context.number)
-            self._context = self._token = None
+        if self._context is not None:
+            _end(self._context)
+            self._context = None
+
+
+def _begin(agent: Agent | None) -> Context:
+    """Begin a context and make it the current one of this thread."""
+    agent = agent or active_agent()
+    if agent is None:
+        raise UsageError("RPC has not been initialized: call telegrad.rpc.init_rpc first, or pass agent=")
+    if current_context() is not None:
+        raise UsageError(
+            "Already have an autograd context id for this thread; contexts do not nest. Leave the block of the one "
+            "before you enter another"
+        )
+    context = Contexts.of(agent).begin()
+    current_scope.set(context)
+    return context
+
+
+def _end(context: Context) -> None:
+    """End a context on all workers; this thread has no current context then if this was it."""
+    if current_scope.get() is context:
+        current_scope.set(None)
+    Contexts.of(context.agent).end(context.number)
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
@@ -71,7 +79,8 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
         )
     found = find_context(context_id)
     _check_roots(roots)
-    engine.run(found, roots, retain_graph)
+    with Contexts.of(found.agent).running_pass():
+        engine.run(found, roots, retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
@@ -96,6 +105,28 @@ def _check_roots(roots: Sequence[Tensor]) -> None:
 
 
 # What clients and tests of torch.distributed.autograd reach for beneath the public names.
+
+
+def _new_context() -> Context:
+    """Begin a context, which `_release_context` ends. Raise if this thread has one already."""
+    return _begin(None)
+
+
+def _release_context(context_id: int) -> None:
+    """End a context on all workers. Raise if this worker does not have it."""
+    _end(find_context(context_id))
+
+
+def _get_debug_info() -> dict[str, int]:
+    """Return the numbers of backward passes and contexts that this worker takes part in."""
+    agent = active_agent()
+    if agent is None:
+        return {"num_current_backward_passes": 0, "num_autograd_contexts": 0}
+    contexts = Contexts.of(agent)
+    return {
+        "num_current_backward_passes": contexts.count_passes(),
+        "num_autograd_contexts": contexts.statistics()["autograd contexts"],
+    }
 
 
 def _current_context() -> Context:

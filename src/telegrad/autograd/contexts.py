@@ -13,6 +13,7 @@ which clears them; `broken` is set once. Of an agent, `_open` and `_ended` (numb
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
@@ -20,7 +21,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +70,12 @@ class Send:
         self._leaf = tensor if self._node is None else None
         # A node that is written in Python, as `Arrived`, lives only while another node leads to it.
         self._owner = _node_behind(tensor) if isinstance(self._node, torch._C._FunctionBase) else None
+
+    @property
+    def next_functions(self) -> tuple[tuple[Node, int], ...]:
+        """The node that its gradient goes to, as autograd nodes name what follows them."""
+        edge = self.edge()
+        return ((edge.node, edge.output_nr),)
 
     def edge(self) -> GradientEdge:
         if self._leaf is not None:
@@ -231,6 +238,26 @@ class Context:
                 peer=name,
             )
 
+    # What torch.distributed.autograd.DistAutogradContext offers
+
+    def _context_id(self) -> int:
+        return self.number
+
+    def _known_worker_ids(self) -> set[int]:
+        """Return the ranks of the workers that calls under this context went to."""
+        return {self.agent.get_worker_info(name).id for name in list(self.followers.values())}
+
+    def _send_functions(self) -> dict[int, Send]:
+        """Return the tensors that left, by an id that the receiver has for them, too."""
+        with self.lock:
+            return {_message_id(self.agent.me.rank, ticket): send for ticket, send in self.sends.items()}
+
+    def _recv_functions(self) -> dict[int, Node]:
+        """Return the autograd nodes of the tensors that arrived, by an id that the sender has for them, too."""
+        with self.lock:
+            received = [(node, self.peers[sender], ticket) for node, (sender, ticket) in self.receives.items()]
+        return {_message_id(self.agent.get_worker_info(name).id, ticket): node for node, name, ticket in received}
+
     def release(self) -> None:
         with self.lock:
             if self.released:
@@ -241,6 +268,10 @@ class Context:
             self.sends, self.receives, self.slots, self.gradients, self.passes = {}, {}, {}, {}, {}
         del kept  # graphs, which may take long to take down: not under the lock
         self._contexts.tell_ended(self.number, followers)
+
+
+def _message_id(sender_rank: int, ticket: int) -> int:
+    return (max(sender_rank, 0) << NUMBER_BITS) | ticket
 
 
 def plus(a: Tensor, b: Tensor) -> Tensor:
@@ -260,6 +291,7 @@ class Contexts:
         self._ended: dict[int, None] = {}
         self._untold: dict[str, tuple[str, list[int]]] = {}  # by incarnation: name, numbers it has not been told ended
         self._lock = threading.Lock()
+        self._passes_begun_here = 0
         agent.on_loss(self._lost)
         agent.add_figures(self.statistics)
         agent.clock.every(_AUDIT_EVERY, self._tick)
@@ -338,6 +370,26 @@ class Contexts:
         for incarnation, (name, numbers) in untold.items():
             if not self.agent.closing:
                 self.agent.start(name, _release, (incarnation, numbers), None, _PATIENCE, internal=True)
+
+    @contextlib.contextmanager
+    def running_pass(self) -> Iterator[None]:
+        """Count a backward pass that began here until the block is left."""
+        with self._lock:
+            self._passes_begun_here += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._passes_begun_here -= 1
+
+    def count_passes(self) -> int:
+        """Count the backward passes that began here, and those of others that this worker waits for gradients of."""
+        me = self.agent.me.incarnation
+        waiting = 0
+        for context in list(self._open.values()):
+            with context.lock:
+                waiting += sum(1 for (began, _), each in context.passes.items() if began != me and each.unanswered)
+        return self._passes_begun_here + waiting
 
     def statistics(self) -> dict[str, int]:
         contexts = list(self._open.values())

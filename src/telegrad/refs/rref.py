@@ -161,6 +161,12 @@ class RRef(Generic[T]):
         """A future that completes when a profile of `remote` has what it is to have."""
         return self._get_future()
 
+    def _get_type(self, timeout: float = -1.0, blocking: bool = True) -> Any:
+        """Return the type of the object, or a future for it if not `blocking`. Raise what its creation raised."""
+        if blocking:
+            return self._call(_rref_typeof_on_owner, timeout, (), {})
+        return self._start(_rref_typeof_on_owner, timeout, (), {})
+
     @property
     def _agent(self) -> Agent:
         return self._keeper.agent
@@ -202,6 +208,12 @@ class RRef(Generic[T]):
 def _backward(owner: str, key: Key, context_id: int, retain_graph: bool) -> Any:
     """At the owner of a tensor, for `RRef.backward`."""
     return with_object(owner, key, lambda _, value: _backward_from(value, context_id, retain_graph))
+
+
+@trusted
+def _rref_typeof_on_owner(owner: str, key: Key) -> Any:
+    """At the owner of an object, for `RRef._get_type`."""
+    return with_object(owner, key, lambda _, value: type(value))
 
 
 def _backward_from(value: Any, context_id: int, retain_graph: bool) -> None:

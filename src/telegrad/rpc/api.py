@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from telegrad import profiling, refs
+from telegrad import autograd, futures, profiling, refs
 from telegrad.agent.agent import Agent
 from telegrad.agent.current import active_agent, process
 from telegrad.agent.membership import WorkerInfo
@@ -25,10 +25,13 @@ from telegrad.futures import Future
 from telegrad.refs import RRef
 from telegrad.refs.keeper import Keeper
 from telegrad.rpc import backend_registry, device_maps
+from telegrad.rpc.agent import RpcAgent
 from telegrad.rpc.backend_registry import BackendType
 from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from telegrad.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key  # noqa: F401 (torch's api has them)
 from telegrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 
+PyRRef = RRef
 P = ParamSpec("P")
 T = TypeVar("T")
 To = str | int | WorkerInfo
@@ -146,10 +149,10 @@ def _start_agent(
     ):
         kind = type(rpc_backend_options).__name__
         raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, not a `{kind}`")
-    config = rpc_backend_options.to_config()
-    store.set_timeout(timedelta(seconds=config.join_timeout))
-    agent = Agent(name, store=store, rank=rank, world_size=world_size, config=config)
+    agent = RpcAgent(name, store=store, rank=rank, world_size=world_size, options=rpc_backend_options)
+    store.set_timeout(timedelta(seconds=agent.config.join_timeout))
     profiling.watch()
+    futures.end_collect_all_early()
     agent.open()
     agent.meet()
     try:
@@ -278,6 +281,28 @@ def _rref_context_get_debug_info() -> dict[str, str]:
     }
 
 
+@_require_initialized
+def _get_debug_info() -> dict[str, Any]:
+    """Return the counters of references, of the agent and of distributed autograd."""
+    agent = _require_agent()
+    metrics = agent.get_debug_info() if isinstance(agent, RpcAgent) else {}
+    return {**_rref_context_get_debug_info(), **metrics, **autograd._get_debug_info()}
+
+
+def _to_worker_info(to: To) -> WorkerInfo:
+    """Return the worker with this name or rank."""
+    if isinstance(to, WorkerInfo):
+        return to
+    if isinstance(to, str | int):
+        return get_worker_info(to)
+    raise ValueError(f"Cannot get WorkerInfo from {to!r}: pass a name, a rank or a WorkerInfo")
+
+
+def _reset_current_rpc_agent() -> None:
+    """Forget the agent of this process. It goes on; whoever has it can close it."""
+    process.agent = None
+
+
 class AllGatherStates:
     """What torch's leader of a gather keeps; clients subclass or inspect it."""
 
@@ -311,9 +336,9 @@ def _wait_all() -> Iterator[None]:
     try:
         yield
     finally:
-        futures = _thread_local_var.future_list
+        made = _thread_local_var.future_list
         del _thread_local_var.future_list
-        failures = [error for error in [future.exception() for future in futures] if error is not None]
+        failures = [error for error in [future.exception() for future in made] if error is not None]
         if failures:
             raise failures[0]
 

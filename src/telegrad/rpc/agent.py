@@ -1,0 +1,86 @@
+"""`RpcAgent`: the agent that `init_rpc` makes, with the methods of torch's `RpcAgent` and `TensorPipeAgent`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from telegrad.agent import parting
+from telegrad.agent.agent import Agent
+from telegrad.agent.membership import WorkerInfo
+from telegrad.agent.routes import outward
+from telegrad.errors import GroupBroken
+from telegrad.rpc.options import RpcBackendOptions
+
+__all__ = ["RpcAgent"]
+
+
+class RpcAgent(Agent):
+    """An `Agent` with torch's methods.
+
+    `shutdown` is that of `Agent`: it waits for the others, as `rpc.shutdown` does. `close` leaves at once.
+    """
+
+    def __init__(self, name: str, *, options: RpcBackendOptions, **kwargs: Any) -> None:
+        super().__init__(name, config=options.to_config(), **kwargs)
+        self._options = options
+
+    @property
+    def store(self) -> Any:
+        """The store that the workers find each other through; None after the end."""
+        return self._store
+
+    @property
+    def is_static_group(self) -> bool:
+        """Return True if the group has a fixed size."""
+        return self.world_size is not None
+
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        """Wait until all workers have called this and no call of anybody is under way; 0 seconds: no limit.
+
+        With `shutdown`, leave the group then. Raise `GroupBroken` if a worker is missing.
+        """
+        self.require_open()
+        missing: set[str] = set()
+        if shutdown:
+            missing = set(self.shutdown(timeout or None))
+        else:
+            until = time.monotonic() + timeout if timeout else None
+            if self.is_static_group:
+                missing = parting.wait_for_everybody(self, self._participants(None), until)
+            else:
+                parting.drain(self, until)
+        if missing:
+            raise GroupBroken(f"join ended without {', '.join(sorted(missing))}", missing=sorted(missing))
+
+    def sync(self) -> None:
+        """Wait until all workers are here. Raise `GroupBroken` if one is missing after the default timeout."""
+        self.barrier(timeout=self.timeout)
+
+    def get_metrics(self) -> dict[str, str]:
+        """Return what the agent is doing, under torch's names."""
+        executor = self.executor
+        inbounds = list(self.connections.inbounds)
+        metrics = {
+            "agent.thread_pool_size": executor.limit,
+            "agent.num_idle_threads": max(executor.limit - executor.active, 0),
+            "agent.client_active_calls": sum(link.calls_under_way for link in self.links()),
+            "agent.server_active_calls": sum(inbound.calls_under_way for inbound in inbounds),
+            "agent.server_active_async_calls": sum(inbound.calls_answered_later for inbound in inbounds),
+        }
+        return {name: str(value) for name, value in metrics.items()}
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Return `get_metrics`, as torch does."""
+        return self.get_metrics()
+
+    def _get_device_map(self, dst: WorkerInfo | str) -> dict[torch.device, torch.device]:
+        """Return the device map of calls to a worker."""
+        name = dst if isinstance(dst, str) else dst.name
+        return dict(outward(self.config.device_maps, name, self.config.unmapped_devices).known)
+
+    def _get_backend_options(self) -> RpcBackendOptions:
+        """Return the options that `init_rpc` was called with."""
+        return self._options
