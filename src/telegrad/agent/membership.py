@@ -187,9 +187,9 @@ class Directory:
 
     def _agree_on_group(self, fixed_size: bool) -> str:
         kind = "fixed" if fixed_size else "open"
-        if int(self._store.add("founders", 1)) == 1:
-            self._store.set("group", f"{kind} {secrets.token_hex(8)}")
-        founded, group = bytes(self._store.get("group")).decode().split()
+        # One operation: a worker that dies between two of them would leave a group that nobody can join.
+        found = self._store.compare_set("group", "", f"{kind} {secrets.token_hex(8)}")
+        founded, group = bytes(found).decode().split()
         if founded != kind:
             raise JoinError(
                 "RPC group mixes statically and dynamically initialized members which is not supported. "

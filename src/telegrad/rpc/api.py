@@ -20,7 +20,7 @@ from telegrad import autograd, futures, profiling, refs
 from telegrad.agent.agent import Agent
 from telegrad.agent.current import active_agent, process
 from telegrad.agent.membership import WorkerInfo
-from telegrad.errors import UsageError
+from telegrad.errors import JoinError, UsageError
 from telegrad.futures import Future
 from telegrad.refs import RRef
 from telegrad.refs.keeper import Keeper
@@ -89,23 +89,51 @@ def init_rpc(
     with _inits.lock:
         if active_agent() is not None:
             raise UsageError("RPC is already initialized; call shutdown first")
-        store, rank, world_size = _rendezvous(rpc_backend_options.init_method, rank, world_size)
+        timeout = rpc_backend_options.to_config().join_timeout
+        store, rank, world_size = _rendezvous(rpc_backend_options.init_method, rank, world_size, timeout)
         store = dist.PrefixStore(f"telegrad_{_inits.count}", store)
         _inits.count += 1
         _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
 
 
-def _rendezvous(url: str, rank: int, world_size: int | None) -> tuple[Any, int, int | None]:
-    """The store of the group, and the rank and size, which may come from the environment. No size: a dynamic group."""
-    if world_size is None:
-        size = int(os.environ.get("WORLD_SIZE", "-1")) if url.startswith("env:") else -1
-        rank = int(os.environ.get("RANK", str(rank))) if url.startswith("env:") else rank
-        url += f"{'&' if '?' in url else '?'}world_size={size}" + (f"&rank={rank}" if rank >= 0 else "")
-        meeting = dist.rendezvous(url)
-    else:
-        meeting = dist.rendezvous(url, rank=rank, world_size=world_size)
-    store, rank, size = next(meeting)
+def _rendezvous(url: str, rank: int, world_size: int | None, timeout: float) -> tuple[Any, int, int | None]:
+    """Return the store of the group, and the rank and size, which may come from the environment.
+
+    No size: a dynamic group. torch's TCP store can wait for all workers, but cannot say who is missing, so it is not
+    asked to: `Agent.meet` waits.
+    """
+    scheme = url.partition(":")[0]
+    if scheme == "env":
+        if world_size is None:
+            rank, world_size = _from_environment("RANK", rank), _from_environment("WORLD_SIZE", -1)
+        elif rank < 0:
+            rank = _from_environment("RANK", rank)
+    size = -1 if world_size is None else world_size
+    if size > 0 and not 0 <= rank < size:
+        raise UsageError(
+            f"rank {rank} is outside a group of {size} workers, whose ranks go from 0 to {size - 1}. "
+            "Pass rank= and world_size= to init_rpc, or set RANK and WORLD_SIZE"
+        )
+    waited_for = -1 if scheme in ("env", "tcp") else size
+    query = f"{'&' if '?' in url else '?'}world_size={waited_for}" + (f"&rank={rank}" if rank >= 0 else "")
+    try:
+        store, rank, _ = next(dist.rendezvous(url + query, timeout=timedelta(seconds=timeout)))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise JoinError(
+            f"the store of the group did not answer within {timeout} s ({error}). The worker with rank 0 hosts it: "
+            "start that one, check MASTER_ADDR and MASTER_PORT, or raise Config.join_timeout"
+        ) from error
     return store, rank, size if size > 0 else None
+
+
+def _from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"the environment variable {name} must be a number, not {text!r}") from None
 
 
 def _infer_backend(options: RpcBackendOptions | None) -> Any:

@@ -33,7 +33,7 @@ _IOV_MAX = 1000
 _JOIN_BELOW = 1 << 15  # smaller frames are joined into one buffer; a system call with many parts costs more
 _CORES = len(os.sched_getaffinity(0))
 _SPIN = 0.001 if _CORES >= 8 else 0.0003  # seconds; where cores are few, somebody else needs them
-_SEND_SLICE = 1.0  # seconds after which a blocked sender looks at its deadline
+_SEND_SLICE = 0.25  # seconds after which a blocked sender looks at its deadline
 
 _pack = HEADER.pack
 _spinning = threading.Lock()  # held by the one thread of this process that waits awake
@@ -149,13 +149,15 @@ class StreamChannel(Channel):
         places = [Place(buffer.nbytes) for buffer in buffers]
         inside = list(buffers)
         begun = False
+        until = 0.0 if timeout is None else time.monotonic() + timeout
         try:
             if self._sharing is not None:
                 inside = self._sharing.place(buffers, places, timeout)
             start = head(kind, call, body, function=function, left_ms=left_ms, flags=flags, places=places)
             with self._send_lock:
                 try:
-                    self._send_all([memoryview(start), memoryview(body), *inside], timeout)
+                    left = None if timeout is None else max(until - time.monotonic(), 0.0)
+                    self._send_all([memoryview(start), memoryview(body), *inside], left)
                 finally:
                     begun = self._begun
         except BaseException:
