@@ -55,8 +55,28 @@ class Thing:
         threading.Thread(target=lambda: future.set_result(self.value + amount)).start()
         return future
 
+    def late_get(self) -> Any:
+        """`get`, under a name that tests can hold back at the owner."""
+        return self.value
+
     def __reduce__(self) -> tuple[type[Thing], tuple[Any]]:
         return Thing, (self.value,)
+
+
+class LateThing(Thing):
+    """A thing whose creation tests can hold back at the owner."""
+
+
+def late_local(rref: RRef[Any]) -> Any:
+    return rref.local_value().value
+
+
+def late_use(rref: RRef[Thing]) -> Any:
+    return rref.rpc_sync().get()
+
+
+def late_copy(rref: RRef[Any]) -> Any:
+    return rref.to_here()
 
 
 def me() -> str:
@@ -106,12 +126,12 @@ def raise_error() -> None:
     raise ValueError("it cannot be made", 7)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that other threads bring about."""
+def until(condition: Callable[[], bool], state: Callable[[], str] = str) -> None:
+    """Wait for something that other threads bring about; if it does not happen, say what `state` says."""
     end = time.monotonic() + PATIENCE
     pause = threading.Event()
     while not condition():
-        assert time.monotonic() < end, "it does not happen"
+        assert time.monotonic() < end, f"it does not happen {state()}"
         pause.wait(0.002)
 
 

@@ -2,28 +2,66 @@
 
 Several agents live in this process. Steps make objects, pass references on, drop them, and kill a worker. The notes
 that users send to owners are caught on the way, so that the machine decides when each is delivered: late, out of order,
-or twice. After every step nothing that a live worker refers to may be gone (`nothing_is_lost`); once everything is
-delivered, nothing that nobody refers to may be left (`nothing_is_left`).
+or twice. Calls that use a reference are caught at the owner in the same way, as if they waited behind others for their
+turn (`HELD`): meanwhile the reference that they use may be dropped, and their caller may give up. After every step
+nothing that a live worker refers to may be gone (`nothing_is_lost`); once everything is delivered, every call that was
+not given up has its result, and nothing that nobody refers to may be left (`nothing_is_left`).
 """
 
 from __future__ import annotations
 
 import gc
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from telegrad.agent.agent import Agent
+from telegrad.agent.serving import Inbound
+from telegrad.futures import Future
 from telegrad.refs import RRef, remote
 from telegrad.refs.keeper import Keeper
 from telegrad.refs.notes import Note, Outbox
 from telegrad.testing import LocalCluster
+from telegrad.wire.frames import Frame, Kind
 from tests.refs import objects
-from tests.refs.objects import Thing, until
+from tests.refs.objects import LateThing, Thing, until
 
 NAMES = ["w0", "w1", "w2", "w3"]
+HELD = {
+    "method late_get",
+    "remote method late_get",
+    "remote LateThing",
+    "fetch",
+    "late_local",
+    "late_use",
+    "late_copy",
+}
+WAYS = ["method", "fetch", "remote", "argument", "third", "temporary", "own", "derived"]
+_handle = Inbound._handle
+
+
+class Waiting(NamedTuple):
+    """A call that was made, and what it must return."""
+
+    future: Future[Any]
+    thing: int
+    workers: frozenset[str]  # if one of them dies, the call fails
+
+
+class Held(NamedTuple):
+    """A call that has arrived at its callee and has not begun."""
+
+    inbound: Inbound
+    frame: Frame
+
+    def run(self) -> None:
+        target = self.inbound._target(self.frame)
+        self.inbound._host.threads.start(lambda: self.inbound._execute(self.frame, target))
+
+
 _transmit = Outbox._transmit
 _tick = Keeper._tick
 
@@ -31,19 +69,43 @@ _tick = Keeper._tick
 class Lives(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
+        gc.freeze()  # what is there already is not looked at again by `nothing_is_left`
         self.cluster = LocalCluster(len(NAMES), transports=("memory",))
         self.cluster.__enter__()
         self.dead: set[str] = set()
         self.made = 0
         self.holders: dict[int, tuple[str, int, str]] = {}  # slot -> (holder, object, owner)
         self.under_way: list[tuple[Outbox, int, list[Note]]] = []
+        self.held: list[Held] = []
+        self.waiting: list[Waiting] = []
         Keeper._tick = lambda self: None  # type: ignore[method-assign]  # sweeping is a step of the machine
         under_way = self.under_way
         Outbox._transmit = lambda *batch: under_way.append(batch)  # type: ignore[method-assign]
+        held = self.held
+
+        def hold(inbound: Inbound, frame: Frame) -> None:
+            target = inbound._target(frame) if frame.kind == Kind.CALL else None
+            if target is not None and target.name in HELD:
+                held.append(Held(inbound, frame))
+            else:
+                _handle(inbound, frame)
+
+        Inbound._handle = hold  # type: ignore[method-assign]
 
     def teardown(self) -> None:
+        try:
+            if hasattr(self, "cluster") and sys.exc_info()[0] is None:
+                self.nothing_is_left()
+        finally:
+            self.restore()
+
+    def restore(self) -> None:
+        gc.unfreeze()
         Outbox._transmit = _transmit  # type: ignore[method-assign]
         Keeper._tick = _tick  # type: ignore[method-assign]
+        Inbound._handle = _handle  # type: ignore[method-assign]
+        for call in self.held:
+            call.run()
         objects.kept.clear()
         gc.collect()
         if hasattr(self, "cluster"):
@@ -90,6 +152,57 @@ class Lives(RuleBasedStateMachine):
             self.forget(slot)
             Keeper.of(self.agent(holder)).sweep()
 
+    @rule(data=st.data(), way=st.sampled_from(WAYS), then=st.sampled_from(["wait", "cancel", "time out"]))
+    @precondition(lambda self: self.holders)
+    def call(self, data: st.DataObject, way: str, then: str) -> None:
+        """Use a reference in a call that does not begin yet. Nothing but the call keeps temporaries alive."""
+        slot = self.choose(data)
+        holder, thing, owner = self.holders[slot]
+        if owner in self.dead:
+            return
+        agent, rref = self.agent(holder), objects.kept[holder, slot]
+        workers = {holder, owner}
+        limit = 0.001 if then == "time out" else -1.0
+        if way == "method":
+            future = rref.rpc_async(limit).late_get()
+        elif way == "fetch":
+            future = rref.fetch_async(limit).then(lambda done: done.value().value)
+        elif way == "remote":
+            future = rref.remote().late_get().fetch_async(limit)
+        elif way == "argument":
+            future = agent.submit(owner, objects.late_local, rref)
+        elif way == "third":
+            third = data.draw(st.sampled_from(self.living()))
+            workers.add(third)
+            future = agent.submit(third, objects.late_use, rref)
+        else:
+            self.made += 1
+            thing = self.made
+            if way == "temporary":
+                future = remote(owner, LateThing, (thing,), agent=agent).rpc_async(limit).late_get()
+            elif way == "own":
+                workers = {holder}
+                future = RRef(Thing(thing), agent=agent).remote().late_get().fetch_async(limit)
+            else:  # the creation of what is passed on times out here; somebody else waits for it
+                derived = remote(owner, LateThing, (thing,), agent=agent).remote(0.001).late_get()
+                other = data.draw(st.sampled_from(self.living()))
+                workers.add(other)
+                future = agent.submit(other, objects.late_copy, derived)
+                del derived
+        del rref
+        if then == "cancel":
+            future.cancel()
+        elif then == "wait":
+            self.waiting.append(Waiting(future, thing, frozenset(workers)))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.held)
+    def begin(self, data: st.DataObject) -> None:
+        """A call gets its turn, in any order."""
+        call = data.draw(st.sampled_from(self.held))
+        self.held.remove(call)
+        call.run()
+
     @rule(data=st.data())
     @precondition(lambda self: self.holders)
     def drop(self, data: st.DataObject) -> None:
@@ -112,6 +225,7 @@ class Lives(RuleBasedStateMachine):
             if holder == name:
                 self.forget(slot)
 
+    @rule()
     def sweep(self) -> None:
         for name in self.living():
             Keeper.of(self.agent(name)).sweep()
@@ -143,16 +257,27 @@ class Lives(RuleBasedStateMachine):
         wanted = {name: {thing for _, thing, owner in self.holders.values() if owner == name} for name in self.living()}
 
         def settled() -> bool:
+            gc.collect()  # a call that failed has left its frames to its exception
             self.sweep()
             for batch in list(self.under_way):
                 self.deliver_one(batch)
+            while self.held:
+                self.held.pop().run()
+            if not all(call.future.done() for call in self.waiting):
+                return False
             return all(objects.owned(self.agent(name)) == len(wanted[name]) for name in wanted)
 
-        until(settled)
+        until(settled, lambda: f"{wanted}, {self.waiting}, {[Keeper.of(self.agent(name)) for name in wanted]}")
+        for call in self.waiting:
+            if not call.workers & self.dead:
+                assert call.future.wait() == call.thing
+        self.waiting.clear()
+        for name in wanted:
+            assert objects.figures(self.agent(name))["objects not created yet"] == 0
 
 
 Lives.TestCase.settings = settings(
-    max_examples=100,
+    max_examples=60,
     stateful_step_count=40,
     phases=[Phase.generate],  # threads of the agents run beside the machine, so a case is not replayed to the letter
     deadline=None,
