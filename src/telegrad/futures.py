@@ -282,7 +282,9 @@ def _twin(error: Exception) -> Exception:
             return error
     except BaseException:  # its class defines how it is copied, and that may raise anything
         return error
-    twin.__cause__ = error.__cause__
+    cause = error.__cause__
+    if cause is not None and cause.__traceback__ is None:  # one with frames would never be freed from within torch
+        twin.__cause__ = cause
     return twin
 
 

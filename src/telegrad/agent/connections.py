@@ -183,10 +183,14 @@ class Connections:
 
     def _dial_socket(self, address: str, member: Member, purpose: str, until: float) -> Dialled:
         sock, peer = self._connect(address, member, purpose, until)
-        unix = _unix_address(member.addresses)
-        sharing = self._sharing(member.incarnation, unix) if sock.family == socket.AF_UNIX else None
-        channel = StreamChannel(sock, self._pool, self._config.max_frame, sharing, self._peer_limit(peer))
-        return Dialled(channel, peer["main"] == self._main, float(peer["heartbeat"]))
+        try:
+            unix = _unix_address(member.addresses)
+            sharing = self._sharing(member.incarnation, unix) if sock.family == socket.AF_UNIX else None
+            channel = StreamChannel(sock, self._pool, self._config.max_frame, sharing, self._peer_limit(peer))
+            return Dialled(channel, peer["main"] == self._main, float(peer["heartbeat"]))
+        except BaseException:
+            sock.close()
+            raise
 
     def _connect(
         self, address: str, member: Member | None, purpose: str, until: float = math.inf

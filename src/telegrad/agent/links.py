@@ -94,10 +94,10 @@ class Link:
         self._is_lost = waiting.Gate()
         self._lock = threading.Lock()
         dialled = agent.dial(member, "pipe", timeout)
-        self._same_main = dialled.same_main
-        self.heartbeat = dialled.heartbeat
-        self.pipe = Pipe(self, dialled.channel, agent)
         try:
+            self._same_main = dialled.same_main
+            self.heartbeat = dialled.heartbeat
+            self.pipe = Pipe(self, dialled.channel, agent)
             self.pipe.start()
         except BaseException:
             dialled.channel.close()

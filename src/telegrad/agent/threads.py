@@ -52,8 +52,8 @@ class Threads:
         """Run `job` at once on a thread of its own."""
         with self._lock:
             if self._idle:
-                self._idle -= 1
                 self._jobs.put(job)
+                self._idle -= 1
                 return
             self._count += 1
             name = f"{self._name}-{self._count}"
@@ -99,18 +99,18 @@ class Threads:
                 return self._jobs.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
                 with self._lock:
-                    if self._idle:
-                        self._idle -= 1
+                    if self._idle or self._closed:
+                        self._idle = max(self._idle - 1, 0)
                         return None
 
     def close(self, timeout: float) -> None:
         """End the idle threads and wait for the others, which must have been told to end."""
         with self._lock:
             self._closed = True
-            for _ in range(self._idle):
-                self._jobs.put(None)
             self._idle = 0
             alive = list(self._alive)
+            for _ in alive:
+                self._jobs.put(None)
         until = time.monotonic() + timeout
         for thread in alive:
             if thread is not threading.current_thread() and thread.ident is not None:

@@ -21,7 +21,7 @@ from telegrad.agent.current import active_agent
 from telegrad.agent.membership import WorkerInfo
 from telegrad.agent.packing import Envelope, before_sending, current_envelope, keep_until_answered
 from telegrad.agent.targets import trusted
-from telegrad.errors import CallTimeout, SerializationError, UsageError
+from telegrad.errors import CallCancelled, CallTimeout, SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.refs import proxy
 from telegrad.refs.creation import creating
@@ -269,11 +269,16 @@ def remote(
 
 
 def _created(keeper: Keeper, name: str, owner: str, key: Key, done: Future[Any]) -> None:
-    """The creation of an object has succeeded or failed. If the owner never heard of it, it is told so."""
+    """The creation of an object has succeeded or failed.
+
+    If it failed before the owner made an entry (it was never sent, or its arguments could not be unpickled there), the
+    owner must not wait for it. For an object that has an entry, the note changes nothing.
+    """
     keeper.pending.discard(key)
     error = done.exception()
-    if not getattr(error, "sent", True):
-        keeper.void(name, owner, key, error)
+    if error is None or isinstance(error, CallCancelled) or getattr(error, "sent", False):
+        return  # created, or it may still be
+    keeper.void(name, owner, key, error)
 
 
 def _reduce(rref: RRef[Any]) -> tuple[Any, tuple[Any, ...]]:

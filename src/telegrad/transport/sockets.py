@@ -21,7 +21,11 @@ def listen(transport: str, host: str) -> tuple[socket.socket, str]:
     if transport == "unix":
         name = f"telegrad-{os.getpid()}-{secrets.token_hex(8)}"
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind("\0" + name)
+        try:
+            listener.bind("\0" + name)
+        except BaseException:
+            listener.close()
+            raise
         address = f"unix:@{name}"
     else:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -45,7 +49,7 @@ def connect(address: str, timeout: float) -> socket.socket:
             # A full backlog makes a unix connect with a Python timeout fail at once; the kernel's time limit waits.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(int(timeout), 1), 0))
             sock.connect("\0" + rest.removeprefix("@"))
-        except OSError:
+        except BaseException:
             sock.close()
             raise
         return sock
