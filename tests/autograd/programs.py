@@ -127,6 +127,18 @@ class Pair(torch.autograd.Function):
         return of_product * y + of_difference, of_product * x - 2 * of_difference
 
 
+class Stop(torch.autograd.Function):
+    """Gives no gradient back, though its input is used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
 def _top(x: Tensor) -> tuple[Tensor, Tensor]:
     """One output needs gradients, the other cannot have any."""
     values, places = x.topk(3, dim=1)
@@ -162,6 +174,7 @@ OPERATIONS = {
     "positive": Operation(lambda x: x * (x.detach() > 0), 1),
     "detach": Operation(lambda x: x.detach() * 1.0, 1),
     "pair": Operation(Pair.apply, 2, 2),
+    "stop": Operation(Stop.apply, 1),
     "unbind": Operation(lambda x, y: torch.stack([x, y]).unbind(0), 2, 2),
     "top": Operation(_top, 1, 2),
 }
@@ -263,6 +276,8 @@ class Author:
             actions += [self._keep, self._recall]
         if scene.depth < 3:
             actions += [self._call, self._call, self._together, self._make, self._here]
+        if scene.depth < 2:
+            actions.append(self._recurrence)
         for _ in range(length):
             self._random.choice(actions)(scene)
 
@@ -330,6 +345,20 @@ class Author:
     def _call(self, scene: _Scene) -> None:
         ins = self._arguments(scene)
         scene.block.steps.append(self._a_call(scene, ins, scene.shares_memory, scene.refs))
+
+    def _recurrence(self, scene: _Scene) -> None:
+        """A chain of calls, each with a result of the one before, and a sum over all of them."""
+        squares = scene.of_kind("square")
+        if not squares:
+            return
+        total = state = self._random.choice(squares)
+        for _ in range(self._random.randint(2, 5)):
+            call = self._a_call(scene, [state, *self._some(squares, 1)], False, [])
+            scene.block.steps.append(call)
+            if call.outs:
+                state = call.outs[0]
+                ins, total = [total, state], scene.number(_Value())
+                scene.block.steps.append(Compute("add", ins, [total]))
 
     def _together(self, scene: _Scene) -> None:
         arguments = [self._arguments(scene) for _ in range(self._random.randint(2, 3))]

@@ -147,7 +147,7 @@ def test_one_thread_at_a_time_deals_with_a_pass(w0: Agent) -> None:
     """A message arrives between letting go and sending: whoever brought it deals with the pass from then on."""
     this, peer = new_pass(w0)
     this._lock = Interrupted(this)  # type: ignore[assignment]
-    assert not this._send([(peer, ([], []))])
+    assert not this._send([(peer, engine.Message([], [], []))])
     assert len(this._inbox) == 2
 
 
@@ -158,5 +158,5 @@ def test_a_message_that_cannot_be_sent_fails_the_pass(w0: Agent, monkeypatch: py
 
     this, peer = new_pass(w0)
     monkeypatch.setattr(w0, "start", refuse)
-    assert this._send([(peer, ([], [])), (peer, ([], []))])
+    assert this._send([(peer, engine.Message([], [], [])), (peer, engine.Message([], [], []))])
     assert [type(arrival.message) for arrival in this._inbox] == [JoinError, JoinError]

@@ -34,6 +34,7 @@ from telegrad.agent.membership import Member
 from telegrad.agent.packing import Envelope, before_sending, current_envelope
 from telegrad.agent.scope import current_scope
 from telegrad.agent.targets import internal
+from telegrad.autograd import hooks
 from telegrad.autograd.versions import Versions
 from telegrad.errors import PeerLost, TelegradError, UsageError
 from telegrad.wire import tensors
@@ -59,17 +60,16 @@ _begun: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary(
 class Send:
     """A tensor that left: where its gradient, once it is back, enters the local graph."""
 
-    __slots__ = ("_leaf", "_node", "_output", "_owner", "device", "peer")
+    __slots__ = ("_behind", "_leaf", "device", "peer")
 
     def __init__(self, tensor: Tensor, peer: str) -> None:
         self.peer = peer
         self.device = tensor.device
-        is_view = tensor._is_view()
-        # As they are now: an operation in place would change them.
-        self._node, self._output = _edge_of(tensor) if is_view else (tensor.grad_fn, tensor.output_nr)
-        self._leaf = tensor if self._node is None else None
-        # A node that is written in Python, as `Arrived`, lives only while another node leads to it.
-        self._owner = _node_behind(tensor) if isinstance(self._node, torch._C._FunctionBase) else None
+        # A view can be a leaf too, but asking for its `grad_fn` takes a lock: see `_edge_of`.
+        is_leaf = not tensor._is_view() and tensor.grad_fn is None
+        self._leaf = tensor if is_leaf else None
+        # Now, since an operation in place would change where the gradient goes.
+        self._behind = None if is_leaf else _node_behind(tensor)
 
     @property
     def next_functions(self) -> tuple[tuple[Node, int], ...]:
@@ -78,10 +78,16 @@ class Send:
         return ((edge.node, edge.output_nr),)
 
     def edge(self) -> GradientEdge:
-        if self._leaf is not None:
-            return GradientEdge(*_edge_of(self._leaf))
-        assert self._node is not None
-        return GradientEdge(self._node, self._output)
+        node, output = self.node_behind().next_functions[0]
+        assert node is not None
+        return GradientEdge(node, output)
+
+    def node_behind(self) -> Node:
+        """Return a node of torch's own that leads to the edge."""
+        if self._behind is None:
+            assert self._leaf is not None
+            self._behind = _node_behind(self._leaf)
+        return self._behind
 
 
 class Slot:
@@ -292,6 +298,7 @@ class Contexts:
         self._untold: dict[str, tuple[str, list[int]]] = {}  # by incarnation: name, numbers it has not been told ended
         self._lock = threading.Lock()
         self._passes_begun_here = 0
+        hooks.record_hooks()
         agent.on_loss(self._lost)
         agent.add_figures(self.statistics)
         agent.clock.every(_AUDIT_EVERY, self._tick)

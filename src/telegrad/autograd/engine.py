@@ -1,9 +1,10 @@
 """The backward pass over all workers of a context: `Pass` is one worker's part of it.
 
 Gradients go the way the tensors came. In a pass each worker tells each peer that it exchanged tensors with, once, which
-of the tensors that it has from that peer will be answered later; an answer is a gradient, or None when nothing that the
-loss depends on used the tensor. Whatever is neither answered nor announced then has the answer None. So every tensor
-that was sent is answered exactly once, unused results and dropped replies included, and nobody waits in vain.
+of the tensors that it has from that peer will be answered later. An answer is a gradient (None if it is undefined, as
+after a function whose backward returns None), or says that the loss does not depend on the tensor. That is also the
+answer for whatever is neither answered nor announced then. So every tensor that was sent is answered exactly once,
+unused results and dropped replies included, and nobody waits in vain.
 
 A message makes a worker run what it can (`graph`) and send messages of its own. It replies to the message that woke it
 when all of its own have been replied to, and to all others at once (Dijkstra and Scholten's way to notice the end of a
@@ -22,14 +23,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.agent.current import active_agent
 from telegrad.agent.routes import anywhere
 from telegrad.agent.scope import current_scope
 from telegrad.agent.targets import Later, trusted
 from telegrad.autograd.contexts import Context, Contexts
-from telegrad.autograd.graph import LocalGraph
+from telegrad.autograd.graph import LocalGraph, Source
 from telegrad.errors import InternalError, PeerLost, TelegradError, UsageError
 from telegrad.futures import Future
 
@@ -37,8 +38,14 @@ if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
 PassId = tuple[str, int]
-Answer = tuple[int, Tensor | None]  # a ticket and its gradient
-Message = tuple[list[Answer], list[int] | None]  # answers, and tickets to be answered later if this is the first
+
+
+class Message(NamedTuple):
+    """Answers for tensors that came from the peer, by ticket."""
+
+    gradients: list[tuple[int, Tensor | None]]
+    unreached: list[int]  # the loss does not depend on these
+    announced: list[int] | None  # to be answered later; None: this is not the first message
 
 
 class _Reply:
@@ -98,8 +105,8 @@ class Pass:
         self._retain_graph = retain_graph
         with context.lock:
             sends, receives, self._peers = context.sends.copy(), context.receives.copy(), context.peers.copy()
-        sources: list[tuple[Any, GradientEdge]] = [(ticket, send.edge()) for ticket, send in sends.items()]
-        sources += [(("root", number), _edge(root)) for number, root in enumerate(roots)]
+        sources: dict[Any, Source] = {**sends}
+        sources.update((("root", number), _Root(root)) for number, root in enumerate(roots))
         self._graph = LocalGraph(sources, receives, context.slots, retain_graph)
         for number, root in enumerate(roots):
             self._graph.resolve(("root", number), torch.ones_like(root))
@@ -112,7 +119,7 @@ class Pass:
             self._owed.setdefault(peer, set()).add(ticket)
         self._told: set[str] = set()
         self._heard: set[str] = set()
-        self._outgoing: dict[str, list[Answer]] = {}
+        self._outgoing: dict[str, tuple[list[tuple[int, Tensor | None]], list[int]]] = {}
         self._waker: _Arrival | None = None
         self._error: Exception | None = None
         self._lock = threading.Lock()
@@ -195,9 +202,13 @@ class Pass:
         return self._messages()
 
     def _apply(self, peer: str, message: Message) -> None:
-        answers, announced = message
+        gradients, unreached, announced = message
         waiting = self._sent.get(peer, set())
-        for ticket, gradient in answers:
+        for ticket in unreached:
+            if ticket in waiting:
+                waiting.discard(ticket)
+                self._graph.resolve(ticket, None, reached=False)
+        for ticket, gradient in gradients:
             if ticket in waiting:
                 waiting.discard(ticket)
                 home = self._homes[ticket]
@@ -208,7 +219,7 @@ class Pass:
             self._heard.add(peer)
             for ticket in waiting.difference(announced):
                 waiting.discard(ticket)
-                self._graph.resolve(ticket, None)
+                self._graph.resolve(ticket, None, reached=False)
 
     def _run(self) -> None:
         """Run until only others can help. Tensors that went from here to here are answered on the spot."""
@@ -218,9 +229,13 @@ class Pass:
             except Exception as error:
                 raise _located(error, self._agent) from error
             self._context.add(outcome.leaves)
-            for (peer, ticket), answer in outcome.receives:
+            for (peer, ticket), reached, gradient in outcome.receives:
                 self._owed[peer].discard(ticket)
-                self._outgoing.setdefault(peer, []).append((ticket, answer))
+                gradients, unreached = self._outgoing.setdefault(peer, ([], []))
+                if reached:
+                    gradients.append((ticket, gradient))
+                else:
+                    unreached.append(ticket)
             to_myself = self._news(self._me) if self._me in self._peers else None
             if to_myself is None:
                 return
@@ -239,11 +254,11 @@ class Pass:
 
     def _news(self, peer: str) -> Message | None:
         """What a peer has not been told yet."""
-        answers = self._outgoing.pop(peer, [])
+        gradients, unreached = self._outgoing.pop(peer, ([], []))
         if peer not in self._told:  # it may not be one of the peers: what it sent can have come after the pass began
             self._told.add(peer)
-            return answers, list(self._owed.get(peer, ()))
-        return (answers, None) if answers else None
+            return Message(gradients, [], list(self._owed.get(peer, ())))
+        return Message(gradients, unreached, None) if gradients or unreached else None
 
     def _reply_to_waker(self) -> None:
         """All is done here, unless somebody died since: what went through it, or ended there, is lost."""
@@ -321,7 +336,7 @@ def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender:
     if context is None:
         if contexts.has_ended(number):
             raise UsageError(f"autograd context {number} has ended on worker {agent.name!r}, and its graph is gone")
-        return [], []  # nothing of the context has arrived here
+        return Message([], [], [])  # nothing of the context has arrived here
     with context.lock:
         this = context.passes.get(identity)
     if this is None:
@@ -331,9 +346,18 @@ def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender:
     return this.receive(sender, message)
 
 
-def _edge(root: Tensor) -> GradientEdge:
-    assert root.grad_fn is not None
-    return GradientEdge(root.grad_fn, root.output_nr)
+class _Root:
+    """A tensor that a pass begins with."""
+
+    def __init__(self, root: Tensor) -> None:
+        self._root = root
+
+    def edge(self) -> GradientEdge:
+        assert self._root.grad_fn is not None
+        return GradientEdge(self._root.grad_fn, self._root.output_nr)
+
+    def node_behind(self) -> Node:
+        raise InternalError("a root always has a gradient")
 
 
 def _located(error: Exception, agent: Agent) -> Exception:

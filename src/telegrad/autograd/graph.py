@@ -1,17 +1,23 @@
 """`LocalGraph`: the part of a backward pass that one worker computes, with torch's own engine.
 
-Gradients enter at sources (the roots of the pass; tensors that were sent and whose gradients come back) and are wanted
-at ends: leaves, and tensors that were received. Sources are resolved one after the other, each with a gradient or with
-None. An end is computed once all sources that reach it are resolved, so whatever runs has its whole gradient, and hooks
-see what they would see in one process:
+Gradients enter at sources (the roots of the pass; tensors that were sent and whose gradients come
+back) and are wanted at ends: leaves, and tensors that were received. Sources are resolved one after
+the other: the loss depends on the source, and then it has a gradient (None if the gradient is
+undefined), or it does not. Each node runs once in a pass, when its gradient is complete, so hooks
+and functions see what they would see in one process.
 
-- usually everything is resolved when `run` is called, and one call of the engine computes all ends;
-- otherwise `_reach` finds which sources reach which end, and `run` computes the received tensors that are ready, since
-  other workers wait for them, and the leaves that are. What lies between them and an end that is not ready runs again
-  later, with the same gradients.
+- Usually everything is resolved when `run` is called. Then one call of the engine computes all.
+- Otherwise `Dependencies` counts, for each node, the incoming edges that are not decided. It is
+  made once per pass and each edge is counted down once, so a pass takes linear time. `run` calls
+  the engine for the received tensors whose gradients are complete, since other workers wait for
+  them, and for the nodes that lead to these. The other nodes run when all sources are resolved.
 
-Leaves whose accumulation somebody watches (`DistributedDataParallel`, hooks) get their gradients the way these expect,
-through `.grad`, which is put back afterwards.
+Where such a part ends, a node that runs has an edge to a node that must not run yet. Gradients for
+those edges are taken off by a post-hook and kept in `_pending` until their node runs. The engine
+sees undefined gradients there, and `hooks.Silenced` keeps hooks and functions from seeing these.
+
+Leaves whose accumulation somebody watches (`DistributedDataParallel`, hooks) get their gradients
+the way these expect, through `.grad`, which is put back afterwards.
 
 State belongs to one pass, which lets one thread in at a time.
 """
@@ -19,162 +25,274 @@ State belongs to one pass, which lets one thread in at a time.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from telegrad.autograd import watched
+from telegrad.autograd import hooks, watched
 from telegrad.autograd.contexts import ANCHOR, Arrived, Receive, Slot, accumulator, plus
 from telegrad.errors import UsageError
 
 _AccumulateGrad = type(accumulator(ANCHOR))
-_FOREIGN: Any = Arrived._backward_cls  # the type of a node of a received tensor, if it is not of this context
+_RECEIVED: Any = Arrived._backward_cls  # the type of the node of a received tensor
 _run_backward = torch.autograd.graph._engine_run_backward
 _through_grad = threading.Lock()  # held while gradients pass through `.grad`
 
 
+class Source(Protocol):
+    """Where a gradient enters the graph."""
+
+    def edge(self) -> GradientEdge: ...
+
+    def node_behind(self) -> Node:
+        """Return a node of torch's own that leads to the edge."""
+
+
+class Answer(NamedTuple):
+    """What a pass found for a received tensor."""
+
+    receive: Receive
+    reached: bool  # False: the loss does not depend on it
+    gradient: Tensor | None
+
+
 class Outcome(NamedTuple):
-    """What a run found: gradients of leaves, and of received tensors; None where the loss does not depend on one."""
+    """What a run found: gradients of leaves, and answers for received tensors."""
 
     leaves: list[tuple[Tensor, Tensor]]
-    receives: list[tuple[Receive, Tensor | None]]
+    receives: list[Answer]
+
+
+class Dependencies:
+    """For each node, how many of its incoming edges are not decided yet, and whether one reaches it.
+
+    An edge is decided when the node that it comes from is decided: all gradients for that node are
+    complete, or it is known that there are none. `decided` goes on from there.
+    """
+
+    def __init__(self, starts: Iterable[Node], receives: Mapping[Node, Receive]) -> None:
+        self._receives = receives
+        self.children: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+        self._parents: dict[Node, list[Node]] = {}
+        self._missing: dict[Node, int] = {}
+        self._reached: set[Node] = set()
+        self.ready: dict[Node, None] = {}  # nodes inside the graph that can run and have not run
+        self.leaves: list[Node] = []  # those that the loss depends on
+        self.receives: list[tuple[Node, bool]] = []  # decided since `take_receives`: is it reached?
+        self._explore(starts)
+
+    def _explore(self, starts: Iterable[Node]) -> None:
+        children, parents, missing = self.children, self._parents, self._missing
+        stack = []
+        for node in starts:
+            if node in missing:
+                missing[node] += 1
+            else:
+                missing[node] = 1
+                stack.append(node)
+        while stack:
+            node = stack.pop()
+            if node in self._receives or type(node) is _AccumulateGrad or type(node) is _RECEIVED:
+                children[node] = ()
+                continue
+            following = children[node] = node.next_functions
+            for child, _ in following:
+                if child is None:
+                    continue
+                if child in missing:
+                    missing[child] += 1
+                else:
+                    missing[child] = 1
+                    stack.append(child)
+                parents.setdefault(child, []).append(node)
+
+    def decide(self, node: Node, reached: bool) -> None:
+        """One more of the sources that were given as starts is resolved."""
+        stack = [(node, reached)]
+        missing = self._missing
+        while stack:
+            node, reached = stack.pop()
+            if reached:
+                self._reached.add(node)
+            missing[node] -= 1
+            if missing[node]:
+                continue
+            reached = node in self._reached
+            if node in self._receives:
+                self.receives.append((node, reached))
+            elif reached and type(node) is _AccumulateGrad:
+                self.leaves.append(node)
+            elif reached:
+                if type(node) is _RECEIVED:
+                    raise _other_context()
+                self.ready[node] = None
+            stack += [(child, reached) for child, _ in self.children[node] if child is not None]
+
+    def take_receives(self) -> list[tuple[Node, bool]]:
+        """Return the received tensors that have been decided since the last call."""
+        receives, self.receives = self.receives, []
+        return receives
+
+    def take_nodes_before(self, ends: Iterable[Node]) -> dict[Node, None]:
+        """Return the nodes that lead to ends and have not run; they are about to."""
+        found: dict[Node, None] = {}
+        stack = list(ends)
+        ready, parents = self.ready, self._parents
+        while stack:
+            for parent in parents.get(stack.pop(), ()):
+                if parent in ready and parent not in found:
+                    found[parent] = None
+                    stack.append(parent)
+        for node in found:
+            del ready[node]
+        return found
 
 
 class LocalGraph:
     def __init__(
         self,
-        sources: Sequence[tuple[Any, GradientEdge]],
+        sources: Mapping[Any, Source],
         receives: Mapping[Node, Receive],
         slots: Mapping[Node, Slot],
         retain_graph: bool,
     ) -> None:
-        self._sources = {name: (edge, 1 << number) for number, (name, edge) in enumerate(sources)}
-        self._unresolved = (1 << len(sources)) - 1  # as bits
-        self._given = 0  # those that have a gradient
+        self._sources = sources
+        self._unresolved = dict.fromkeys(sources)
         self._receives = receives
         self._slots = slots
         self._unanswered = dict.fromkeys(receives)
         self._retain_graph = retain_graph
-        self._gradients: dict[tuple[Node, int], Tensor] = {}  # of resolved sources
-        self._reached: dict[Node, int] | None = None  # for each end, the sources that reach it, as bits
-        self._done: set[Node] = set()  # leaves that have their gradient
+        self._pending: dict[Node, dict[int, Tensor]] = {}  # gradients for nodes that have not run
+        self._undefined: dict[Node, Node] = {}  # reached by undefined gradients; a node behind each
+        self._own_totals: set[int] = set()  # ids of pending tensors that nobody else has
+        self._dependencies: Dependencies | None = None
+        self._sensitive: list[_Sensitive] | None = None
+        self._lock = threading.Lock()
         self._replicated = watched.replicated()
 
     def __repr__(self) -> str:
-        unresolved = bin(self._unresolved).count("1")
-        return f"<LocalGraph {unresolved} of {len(self._sources)} sources open, {len(self._unanswered)} unanswered>"
+        return (
+            f"<LocalGraph {len(self._unresolved)} of {len(self._sources)} sources open, "
+            f"{len(self._unanswered)} unanswered>"
+        )
 
-    def resolve(self, name: Any, gradient: Tensor | None) -> None:
-        """The gradient of a source; None if the loss does not depend on it."""
-        edge, bit = self._sources[name]
-        self._unresolved &= ~bit
+    def resolve(self, name: Any, gradient: Tensor | None, reached: bool = True) -> None:
+        """Take the gradient of a source; not `reached`: the loss does not depend on it."""
+        del self._unresolved[name]
+        source = self._sources[name]
+        if not reached and self._dependencies is None:
+            return
+        node, output = source.edge()[:2]
         if gradient is not None:
-            self._given |= bit
-            place = edge.node, edge.output_nr
-            known = self._gradients.get(place)
-            self._gradients[place] = gradient if known is None else plus(known, gradient)
+            self._add_pending(node, output, gradient)
+        elif reached:
+            self._undefined[node] = source.node_behind()
+        if self._dependencies is not None:
+            self._dependencies.decide(node, reached)
 
     def run(self) -> Outcome:
         """Compute what is ready, if somebody waits for it."""
-        leaves, receives = self._ready()
-        for node in receives:
+        if not self._unresolved:
+            return self._run_rest()
+        if self._dependencies is None:
+            self._dependencies = self._count()
+        decided = self._dependencies.take_receives()
+        for node, _ in decided:
             del self._unanswered[node]
-        if not receives and self._unresolved:
-            return Outcome([], [])
-        self._done.update(leaves)
-        wanted = [node for node, depends in receives.items() if depends]
+        ends = [node for node, reached in decided if reached]
+        answers = [Answer(self._receives[node], False, None) for node, reached in decided if not reached]
+        if ends:
+            gradients = self._run_part(self._dependencies, ends)
+            answers += [
+                Answer(self._receives[node], True, gradient) for node, gradient in zip(ends, gradients, strict=True)
+            ]
+        return Outcome([], answers)
+
+    def _count(self) -> Dependencies:
+        """Count dependencies, with the sources that are resolved already."""
+        unresolved = [self._sources[name].edge().node for name in self._unresolved]
+        resolved = list(dict.fromkeys((*self._pending, *self._undefined)))
+        dependencies = Dependencies((*unresolved, *resolved), self._receives)
+        for node in resolved:
+            dependencies.decide(node, True)
+        dependencies.receives += [(node, False) for node in self._unanswered if node not in dependencies.children]
+        return dependencies
+
+    def _add_pending(self, node: Node, output: int, gradient: Tensor) -> None:
+        pending = self._pending.setdefault(node, {})
+        known = pending.get(output)
+        if known is None:
+            pending[output] = gradient
+        elif id(known) in self._own_totals and _can_add_in_place(known, gradient):
+            known.add_(gradient)
+        else:
+            self._own_totals.discard(id(known))
+            total = pending[output] = plus(known, gradient)
+            self._own_totals.add(id(total))
+
+    def _take_pending(self, nodes: Iterable[Node]) -> list[tuple[GradientEdge, Tensor]]:
+        """Return edges and gradients to start the engine with, for nodes that are about to run."""
+        roots = []
+        for node in nodes:
+            for output, gradient in self._pending.pop(node, {}).items():
+                self._own_totals.discard(id(gradient))
+                roots.append((GradientEdge(node, output), gradient))
+            behind = self._undefined.pop(node, None)
+            if behind is not None:
+                metadata: Any = behind._input_metadata[0]
+                zeros = torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+                hooks.add_hook(behind.register_hook, _return_undefined)
+                roots.append((GradientEdge(behind, 0), zeros))
+        return roots
+
+    # Everything is resolved
+
+    def _run_rest(self) -> Outcome:
+        leaves, reached = self._rest()
+        receives = list(self._unanswered)
+        self._unanswered.clear()
+        wanted = [node for node in receives if node in reached]
+        roots = self._take_pending([*self._pending, *(node for node in self._undefined if node not in self._pending)])
         if watched.any_watched(leaves, self._replicated):
-            gradients = self._run_through_grad(leaves, wanted)
+            gradients = self._run_through_grad(roots, leaves, wanted)
         else:
             ends = [GradientEdge(node, 0) for node in (*leaves, *wanted)]
-            gradients = self._execute(ends, accumulate=False)
+            gradients = self._execute(roots, ends, self._retain_graph)
         answers = dict(zip(wanted, gradients[len(leaves) :], strict=True))
+        others = [gradient for _, gradient in roots]
         return Outcome(
-            self._own([_leaf(node) for node in leaves], gradients),
-            [(self._receives[node], answers.get(node)) for node in receives],
+            _owned([_leaf(node) for node in leaves], gradients, others),
+            [Answer(self._receives[node], node in answers, answers.get(node)) for node in receives],
         )
 
-    def _own(self, leaves: list[Tensor], gradients: list[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-        """Leaves with their gradients, which belong to nobody else and are laid out like the leaf: as in `.grad`."""
-        found = [id(gradient) for gradient in (*gradients, *self._gradients.values())]
-        shared = set() if len(set(found)) == len(found) else {each for each in found if found.count(each) > 1}
-        return [
-            (leaf, gradient if id(gradient) not in shared and _is_like(gradient, leaf) else _copy(gradient, leaf))
-            for leaf, gradient in zip(leaves, gradients, strict=False)
-            if gradient is not None
-        ]
-
-    def _ready(self) -> tuple[list[Node], dict[Node, bool]]:
-        """Leaves and received tensors, not computed yet, that no unresolved source reaches; of these, does any?
-
-        The engine is not asked for what no gradient reaches: it would run the hooks of a source that leads elsewhere.
-        """
-        if self._unresolved:
-            if self._reached is None:
-                self._reached = self._reach()
-            reached, given = self._reached, self._given
-            ready = {node: mask for node, mask in reached.items() if not mask & self._unresolved}
-            leaves = [node for node, mask in ready.items() if mask & given and node not in self._done]
-            leaves = [node for node in leaves if node not in self._receives]
-            unanswered = {node: reached.get(node, 0) for node in self._unanswered}
-            return leaves, {
-                node: bool(mask & given) for node, mask in unanswered.items() if not mask & self._unresolved
-            }
-        leaves, behind = self._walk(node for node, _ in self._gradients)
-        return leaves, {node: node in behind for node in self._unanswered}
-
-    def _walk(self, starts: Iterable[Node]) -> tuple[list[Node], set[Node]]:
-        """Leaves behind `starts` that are not computed yet, and all nodes there, as far as they are on this worker."""
-        receives, done, leaves = self._receives, self._done, []
-        seen = set(starts)
+    def _rest(self) -> tuple[list[Node], set[Node]]:
+        """Return the leaves that the loss depends on, and the received tensors, not answered yet."""
+        if self._dependencies is not None:
+            decided = self._dependencies.take_receives()
+            leaves, self._dependencies.leaves = self._dependencies.leaves, []
+            return leaves, {node for node, reached in decided if reached}
+        leaves = []
+        seen = {*self._pending, *self._undefined}
         stack = list(seen)
         for node in stack:
             if type(node) is _AccumulateGrad:
-                if node not in done:
-                    leaves.append(node)
-            elif node not in receives:
-                for following, _ in _inputs_of(node):
+                leaves.append(node)
+            elif node not in self._receives:
+                if type(node) is _RECEIVED:
+                    raise _other_context()
+                for following, _ in node.next_functions:
                     if following is not None and following not in seen:
                         seen.add(following)
                         stack.append(following)
         return leaves, seen
 
-    def _reach(self) -> dict[Node, int]:
-        """For each end, the sources that reach it.
-
-        Tensors of other contexts are no ends. Whether a gradient would go there is known when all sources are resolved.
-        """
-        masks: dict[Node, int] = {}
-        order: list[Node] = []
-        stack: list[tuple[Node, bool]] = [(edge.node, False) for edge, _ in self._sources.values()]
-        while stack:
-            node, visited = stack.pop()
-            if visited:
-                order.append(node)
-            elif node not in masks:
-                masks[node] = 0
-                stack.append((node, True))
-                if node not in self._receives and type(node) is not _FOREIGN:
-                    stack += [(following, False) for following, _ in node.next_functions if following is not None]
-        for edge, bit in self._sources.values():
-            masks[edge.node] |= bit
-        ends: dict[Node, int] = {}
-        for node in reversed(order):
-            mask = masks[node]
-            if node in self._receives:
-                ends[node] = mask
-            elif type(node) is _AccumulateGrad:
-                ends[node] = -1 if id(_leaf(node)) in self._replicated else mask  # -1: all of them
-            elif type(node) is not _FOREIGN:
-                for following, _ in node.next_functions:
-                    if following is not None:
-                        masks[following] |= mask
-        return ends
-
-    def _run_through_grad(self, nodes: list[Node], receives: list[Node]) -> list[Tensor | None]:
+    def _run_through_grad(
+        self, roots: list[tuple[GradientEdge, Tensor]], nodes: list[Node], receives: list[Node]
+    ) -> list[Tensor | None]:
         """Compute ends with `.grad` as the place where gradients of leaves go, as `loss.backward()` does."""
         leaves = [_leaf(node) for node in nodes]
         slots = [self._slots[node] for node in receives]
@@ -185,7 +303,9 @@ class LocalGraph:
             for slot in slots:
                 slot.catching = True
             try:
-                self._execute([*leaves, *(GradientEdge(node, 0) for node in receives)], accumulate=True)
+                ends: list[Tensor | GradientEdge] = [*leaves]
+                ends += [GradientEdge(node, 0) for node in receives]
+                self._execute(roots, ends, self._retain_graph, accumulate=True)
                 found = [watched.take_gradient(leaf, self._replicated) for leaf in leaves]
                 return found + [slot.gradient for slot in slots]
             finally:
@@ -194,13 +314,106 @@ class LocalGraph:
                 for leaf, gradient in zip(leaves, before, strict=True):
                     leaf.grad = gradient
 
-    def _execute(self, ends: Sequence[Tensor | GradientEdge], *, accumulate: bool) -> list[Tensor | None]:
+    # Some sources are not resolved
+
+    def _run_part(self, dependencies: Dependencies, ends: list[Node]) -> list[Tensor | None]:
+        """Run the nodes that lead to `ends`, and keep what they give to other nodes."""
+        nodes = dependencies.take_nodes_before(ends)
+        inside = {*nodes, *ends}
+        leaves: dict[Node, None] = {}  # these can be asked for, since nobody sees that they are
+        cuts: dict[Node, list[int]] = {}  # edges to other nodes that must not run now
+        outside: dict[Node, int] = {}  # those nodes
+        for node in nodes:
+            for number, (child, output) in enumerate(dependencies.children[node]):
+                if child is None or child in inside:
+                    continue
+                if type(child) is _AccumulateGrad and not _leaf(child)._backward_hooks:
+                    leaves[child] = None
+                else:
+                    cuts.setdefault(node, []).append(number)
+                    outside[child] = output
+        roots = self._take_pending(inside)
+        wanted = [GradientEdge(node, 0) for node in (*ends, *leaves)]
+        wanted += [GradientEdge(node, output) for node, output in outside.items()]
+        # If a node outside leads to another one, or to a leaf, the engine runs it with undefined gradients.
+        is_alone = len(outside) + len(leaves) == 1 or all(not dependencies.children[node] for node in outside)
+        keep_graph = self._retain_graph or not is_alone
+        if cuts:
+            silenced = self._silence(dependencies, outside, inside, is_alone)
+            found = self._execute_cut(roots, wanted, dependencies, cuts, silenced, keep_graph)
+        else:
+            found = self._execute(roots, wanted, keep_graph)
+        for leaf, gradient in zip(leaves, found[len(ends) :], strict=False):
+            if gradient is not None:
+                self._add_pending(leaf, 0, gradient)
+        return found[: len(ends)]
+
+    def _execute_cut(
+        self,
+        roots: list[tuple[GradientEdge, Tensor]],
+        wanted: list[GradientEdge],
+        dependencies: Dependencies,
+        cuts: dict[Node, list[int]],
+        silenced: hooks.Silenced,
+        keep_graph: bool,
+    ) -> list[Tensor | None]:
+        """Run, with post-hooks that take off the gradients which go to nodes outside."""
+        handles = []
+        for node, numbers in cuts.items():
+            cut = self._cut(dependencies.children[node], numbers, silenced)
+            handles.append(hooks.add_hook(node.register_hook, cut))
+        try:
+            with silenced:
+                return self._execute(roots, wanted, keep_graph)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _cut(self, edges: Sequence[tuple[Node | None, int]], numbers: list[int], silenced: hooks.Silenced) -> Any:
+        """Return a post-hook that keeps the gradients for some edges and lets none through."""
+
+        def cut(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+            silenced.start()
+            through = list(gradients)
+            for number in numbers:
+                child, output = edges[number]
+                gradient, through[number] = gradients[number], None
+                if gradient is not None:
+                    assert child is not None
+                    with self._lock:  # there is one thread of the engine for each device
+                        self._add_pending(child, output, gradient)
+            return tuple(through)
+
+        return cut
+
+    def _silence(
+        self, dependencies: Dependencies, outside: Iterable[Node], inside: set[Node], is_alone: bool
+    ) -> hooks.Silenced:
+        """Return what must not notice that the engine comes by."""
+        if is_alone:
+            return hooks.Silenced([each for node in outside for each in hooks.tensor_hooks(node)], [])
+        if self._sensitive is None:
+            self._sensitive = _sensitive_nodes(dependencies.children)
+        self._sensitive = [each for each in self._sensitive if each.node not in inside]
+        return hooks.Silenced(
+            [found for each in self._sensitive for found in each.hooks],
+            [each.node for each in self._sensitive if each.is_function],
+        )
+
+    def _execute(
+        self,
+        roots: list[tuple[GradientEdge, Tensor]],
+        ends: Sequence[Tensor | GradientEdge],
+        keep_graph: bool,
+        *,
+        accumulate: bool = False,
+    ) -> list[Tensor | None]:
         if not ends:
             return []
         gradients = _run_backward(
-            tuple(GradientEdge(node, number) for node, number in self._gradients),
-            tuple(self._gradients.values()),
-            self._retain_graph or bool(self._unresolved),
+            tuple(edge for edge, _ in roots),
+            tuple(gradient for _, gradient in roots),
+            keep_graph,
             False,
             tuple(ends),
             allow_unreachable=True,
@@ -209,9 +422,49 @@ class LocalGraph:
         return [] if accumulate else list(gradients)
 
 
+class _Sensitive(NamedTuple):
+    """A node that would notice if the engine ran it with undefined gradients."""
+
+    node: Node
+    hooks: list[dict[int, Any]]
+    is_function: bool  # written in Python
+
+
+def _sensitive_nodes(nodes: Iterable[Node]) -> list[_Sensitive]:
+    found = []
+    look_closely = hooks.some_were_added()
+    for node in nodes:
+        if type(node) is _RECEIVED or type(node) is _AccumulateGrad:  # nothing but tensor hooks runs
+            each = _Sensitive(node, hooks.tensor_hooks(node), False)
+        else:
+            is_function = isinstance(node, torch._C._FunctionBase)
+            of_node = hooks.tensor_hooks(node)
+            if look_closely:
+                of_node += hooks.node_hooks(node)
+            each = _Sensitive(node, of_node, is_function)
+        if each.hooks or each.is_function:
+            found.append(each)
+    return found
+
+
+def _return_undefined(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[None, ...]:
+    return (None,) * len(gradients)
+
+
 def _leaf(accumulator: Any) -> Tensor:
     leaf: Tensor = accumulator.variable
     return leaf
+
+
+def _owned(leaves: list[Tensor], gradients: list[Tensor | None], others: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return leaves with gradients that belong to nobody else and are laid out like the leaf, as in `.grad`."""
+    uses = Counter(map(id, gradients))
+    uses.update(map(id, others))
+    return [
+        (leaf, gradient if uses[id(gradient)] == 1 and _is_like(gradient, leaf) else _copy(gradient, leaf))
+        for leaf, gradient in zip(leaves, gradients, strict=False)
+        if gradient is not None
+    ]
 
 
 def _is_like(gradient: Tensor, leaf: Tensor) -> bool:
@@ -224,10 +477,20 @@ def _copy(gradient: Tensor, leaf: Tensor) -> Tensor:
     return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
-def _inputs_of(node: Node) -> tuple[tuple[Node | None, int], ...]:
-    if type(node) is _FOREIGN:
-        raise UsageError(
-            "the loss depends on a tensor that came from another worker under another autograd context, where "
-            "gradients cannot go. Fetch it again under this context, or detach it"
-        )
-    return node.next_functions
+def _can_add_in_place(total: Tensor, gradient: Tensor) -> bool:
+    return (
+        type(total) is Tensor
+        and type(gradient) is Tensor
+        and total.layout is torch.strided
+        and gradient.layout is torch.strided
+        and total.dtype == gradient.dtype
+        and total.shape == gradient.shape
+        and total.device == gradient.device
+    )
+
+
+def _other_context() -> UsageError:
+    return UsageError(
+        "the loss depends on a tensor that came from another worker under another autograd context, where "
+        "gradients cannot go. Fetch it again under this context, or detach it"
+    )

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
+
+from telegrad.autograd import hooks
 
 Replicated = dict[int, DistributedDataParallel]  # by the id of a parameter
 
@@ -66,38 +66,22 @@ class _Checks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ours = 0
         self._clean: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def find_hooks(self, accumulators: Sequence[Any]) -> bool:
         """Has one of these nodes a hook?"""
         with self._lock:
-            clean, count = self._clean, RemovableHandle.next_id - self._ours
+            clean, count = self._clean, hooks.hooks_of_others()
             for node in accumulators:
                 leaf = node.variable
                 key = id(leaf)
                 known = clean.get(key)
                 if known is not None and known[1] == count and known[0]() is leaf:
                     continue
-                if self._has_hooks(node):
+                if hooks.node_hooks(node):
                     return True
                 clean[key] = weakref.ref(leaf, lambda _, key=key: clean.pop(key, None)), count  # type: ignore[misc]
         return False
-
-    def _has_hooks(self, node: Node) -> bool:
-        for register in (node.register_prehook, node.register_hook):
-            before = RemovableHandle.next_id
-            handle = register(_ignore)
-            hooks = handle.hooks_dict_ref()
-            handle.remove()
-            self._ours += RemovableHandle.next_id - before
-            if hooks:
-                return True
-        return False
-
-
-def _ignore(*_: Any) -> None:
-    """Never runs: it is removed at once."""
 
 
 def _find_older() -> None:
