@@ -1,0 +1,232 @@
+"""Backward passes through remote calls: what they take longer than the same pass in one process.
+
+    python -m benchmarks.backward
+    python -m benchmarks.backward --cases "chain of 20,RNN of 40" --rounds 15
+
+Every process joins a group of torch.distributed.rpc and one of Telegrad. The caller runs each case in one process,
+with torch and with Telegrad in turn, one pass after the other, so that all see the same load of the machine. For each
+case the table shows the median time of the backward pass, and of the whole pass (context, calls, backward) in
+brackets. `overhead` is the time above that of one process, as torch's by ours: 2.00x is half of torch's overhead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.autograd as torch_autograd
+import torch.distributed.rpc as torch_rpc
+from torch import Tensor, nn
+
+import telegrad.autograd as telegrad_autograd
+import telegrad.rpc as telegrad_rpc
+from benchmarks import machine, results
+from benchmarks.group import free_port
+from benchmarks.processes import import_path
+from benchmarks.worlds import together
+
+WIDTH, BATCH = 64, 8
+WORKERS = 4  # with the caller
+PACKAGES: dict[str, tuple[Any, Any]] = {
+    "torch": (torch_rpc, torch_autograd),
+    "telegrad": (telegrad_rpc, telegrad_autograd),
+}
+ENTRIES = ("one process", *PACKAGES)
+Call = Callable[..., Any]  # to which worker, function, arguments: the result
+_layers: dict[str, nn.Linear] = {}
+
+
+def layer(name: str = "layer") -> nn.Linear:
+    """Return this process's layer of that name."""
+    if name not in _layers:
+        _layers[name] = nn.Linear(WIDTH, WIDTH)
+    return _layers[name]
+
+
+def apply_layer(x: Tensor) -> Tensor:
+    result: Tensor = layer()(x).tanh()
+    return result
+
+
+def apply_along(package: str, path: list[str], x: Tensor) -> Tensor:
+    """Apply one layer here, and the rest on the workers of `path`."""
+    x = apply_layer(x)
+    if not path:
+        return x
+    if package not in PACKAGES:
+        return apply_along(package, path[1:], x)
+    result: Tensor = PACKAGES[package][0].rpc_sync(path[0], apply_along, (package, path[1:], x))
+    return result
+
+
+def recur(state: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(layer()(state) + x)
+
+
+def total(parameters: list[Tensor]) -> Tensor:
+    return torch.stack(parameters).sum()
+
+
+def calls_of(package: str) -> tuple[Call, Call]:
+    """Return how a package calls a function and waits, and how it starts a call."""
+    if package not in PACKAGES:
+        return lambda _, function, *args: function(*args), lambda _, function, *args: lambda: function(*args)
+    rpc = PACKAGES[package][0]
+    return (
+        lambda to, function, *args: rpc.rpc_sync(to, function, args),
+        lambda to, function, *args: rpc.rpc_async(to, function, args).wait,
+    )
+
+
+# The cases, as functions of the package that give the loss
+
+
+def chain(package: str, count: int) -> Tensor:
+    call, _ = calls_of(package)
+    x = layer("first")(torch.ones(BATCH, WIDTH))
+    for _ in range(count):
+        x = call("worker1", apply_layer, x)
+    return x.sum()
+
+
+def parallel(package: str, count: int) -> Tensor:
+    _, start = calls_of(package)
+    x = layer("first")(torch.ones(BATCH, WIDTH))
+    started = [start("worker1", apply_layer, x) for _ in range(count)]
+    return torch.stack([wait() for wait in started]).sum()
+
+
+def recurrent(package: str, count: int) -> Tensor:
+    call, _ = calls_of(package)
+    state, inputs = torch.zeros(BATCH, WIDTH), layer("first")(torch.ones(count, BATCH, WIDTH))
+    states = []
+    for x in inputs:
+        state = call("worker1", recur, state, x)
+        states.append(state)
+    return layer("head")(torch.stack(states)).tanh().sum()
+
+
+def through_workers(package: str, count: int) -> Tensor:
+    path = [f"worker{rank}" for rank in range(1, count)]
+    x = layer("first")(torch.ones(BATCH, WIDTH))
+    call, _ = calls_of(package)
+    result: Tensor = call(path[0], apply_along, package, path[1:], x)
+    return result.sum()
+
+
+def arguments(package: str, count: int) -> Tensor:
+    parameters = _parameters.setdefault(count, [nn.Parameter(torch.ones(16)) for _ in range(count)])
+    call, _ = calls_of(package)
+    result: Tensor = call("worker1", total, parameters)
+    return result
+
+
+_parameters: dict[int, list[nn.Parameter]] = {}
+CASES: dict[str, Callable[[str], Tensor]] = {
+    "one call": lambda package: chain(package, 1),
+    "chain of 20": lambda package: chain(package, 20),
+    "chain of 200": lambda package: chain(package, 200),
+    "200 parallel calls": lambda package: parallel(package, 200),
+    "RNN of 40": lambda package: recurrent(package, 40),
+    "two workers": lambda package: through_workers(package, 2),
+    "four workers": lambda package: through_workers(package, 4),
+    "1000 parameters": lambda package: arguments(package, 1000),
+}
+
+
+def timed(case: str, package: str) -> tuple[float, float]:
+    """Return the seconds of one backward pass, and of the whole pass."""
+    begin = time.perf_counter()
+    if package not in PACKAGES:
+        loss = CASES[case](package)
+        middle = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        end = time.perf_counter()
+        return end - middle, end - begin
+    autograd = PACKAGES[package][1]
+    with autograd.context() as context_id:
+        loss = CASES[case](package)
+        middle = time.perf_counter()
+        autograd.backward(context_id, [loss])
+        end = time.perf_counter()
+    return end - middle, time.perf_counter() - begin
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return, for each case and entry, the times of every pass."""
+    lines: list[dict[str, Any]] = []
+    for case in options.cases:
+        found: dict[str, list[tuple[float, float]]] = {entry: [] for entry in ENTRIES}
+        for entry in ENTRIES:
+            timed(case, entry)
+        end = time.perf_counter() + options.seconds
+        while time.perf_counter() < end or len(found[ENTRIES[-1]]) < options.rounds:
+            for entry, times in found.items():
+                times.append(timed(case, entry))
+        for entry, times in found.items():
+            backward, whole = zip(*times, strict=True)
+            lines.append({"kind": "result", "case": case, "entry": entry, "rounds": backward, "whole": whole})
+        print(".", end="", flush=True)
+    return lines
+
+
+def work(rank: int, ports: list[int], options: argparse.Namespace, found: str) -> None:
+    torch.manual_seed(rank)
+    torch.set_num_threads(1)
+    for (rpc, _), port in zip(PACKAGES.values(), ports, strict=True):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=WORKERS)
+    if rank == 0:
+        Path(found).write_text(json.dumps(measure(options)))
+    for rpc, _ in PACKAGES.values():
+        rpc.shutdown()
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    rows = [["", *ENTRIES, "time", "overhead", "overhead of the whole"]]
+    for case in dict.fromkeys(line["case"] for line in lines):
+        of_case = {line["entry"]: line for line in lines if line["case"] == case}
+        medians = {
+            entry: (statistics.median(line["rounds"]), statistics.median(line["whole"]))
+            for entry, line in of_case.items()
+        }
+        (here, whole_here), (theirs, whole_theirs), (ours, whole_ours) = (medians[entry] for entry in ENTRIES)
+        figures = [f"{backward * 1e3:.2f} ({whole * 1e3:.2f}) ms" for backward, whole in medians.values()]
+        ratios = [
+            theirs / ours,
+            (theirs - here) / (ours - here),
+            (whole_theirs - whole_here) / (whole_ours - whole_here),
+        ]
+        rows.append([case, *figures, *(f"{ratio:.2f}x" for ratio in ratios)])
+    return results.aligned(rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.backward", description=summary)
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=15, help="passes of each case, at least")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each case, at least")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/backward.jsonl"), help="default %(default)s")
+    options = parser.parse_args(argv)
+    os.environ["PYTHONPATH"] = import_path()
+    run = machine.heading("backward", cases=options.cases, rounds=options.rounds, seconds=options.seconds)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        found = Path(folder) / "lines.json"
+        together(work, WORKERS, [free_port() for _ in PACKAGES], options, str(found))
+        lines = json.loads(found.read_text())
+    print(f"\n{table(lines)}")
+    results.write(options.out, run, lines)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
