@@ -60,14 +60,14 @@ _begun: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary(
 class Send:
     """A tensor that left: where its gradient, once it is back, enters the local graph."""
 
-    __slots__ = ("_behind", "_leaf", "device", "peer")
+    __slots__ = ("_behind", "device", "leaf", "peer")
 
     def __init__(self, tensor: Tensor, peer: str) -> None:
         self.peer = peer
         self.device = tensor.device
         # A view can be a leaf too, but asking for its `grad_fn` takes a lock: see `_edge_of`.
         is_leaf = not tensor._is_view() and tensor.grad_fn is None
-        self._leaf = tensor if is_leaf else None
+        self.leaf: Tensor | None = tensor if is_leaf else None
         # Now, since an operation in place would change where the gradient goes.
         self._behind = None if is_leaf else _node_behind(tensor)
 
@@ -85,19 +85,30 @@ class Send:
     def node_behind(self) -> Node:
         """Return a node of torch's own that leads to the edge."""
         if self._behind is None:
-            assert self._leaf is not None
-            self._behind = _node_behind(self._leaf)
+            assert self.leaf is not None
+            self._behind = _node_behind(self.leaf)
         return self._behind
 
 
 class Slot:
     """Takes the gradient of an arrived tensor when the engine of torch runs into it with `catching` on."""
 
-    __slots__ = ("catching", "gradient")
+    __slots__ = ("_tensor", "catching", "gradient")
 
     def __init__(self) -> None:
         self.catching = False
         self.gradient: Tensor | None = None
+        self._tensor: weakref.ref[Tensor] | None = None
+
+    def belongs_to(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+
+    def is_unobserved(self, node: Node) -> bool:
+        """Return True if no hook would see the gradient, nor would it be retained."""
+        if self._tensor is None or hooks.tensor_hooks(node):
+            return False
+        tensor = self._tensor()
+        return tensor is None or not tensor.retains_grad
 
 
 class Arrived(torch.autograd.Function):
@@ -211,6 +222,7 @@ class Context:
             tensor: Tensor = Arrived.apply(ANCHOR, (data,), slot)  # type: ignore[no-untyped-call]
         node = tensor.grad_fn
         assert node is not None
+        slot.belongs_to(tensor)
         with self.lock:
             if not self.released:
                 self.receives[node] = sender.incarnation, ticket

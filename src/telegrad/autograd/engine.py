@@ -17,6 +17,7 @@ failed fails everybody who waits for it and takes nothing more.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,12 +39,56 @@ if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
 PassId = tuple[str, int]
+_MANY = 8
+_SMALL = 4096  # bytes
+
+
+class Packed(NamedTuple):
+    """Many small gradients as one tensor: a tensor of its own costs far more than its bytes."""
+
+    others: list[tuple[int, Tensor | None]]
+    tickets: list[int]
+    shapes: list[tuple[int, ...]]
+    flat: Tensor
+
+    @classmethod
+    def of(cls, gradients: list[tuple[int, Tensor | None]]) -> Packed | None:
+        """Pack small CPU tensors of the dtype that the first one has; None if there are only few."""
+        first = next((gradient for _, gradient in gradients if gradient is not None), None)
+        if first is None or len(gradients) < _MANY:
+            return None
+        others, small, tickets = [], [], []
+        for ticket, gradient in gradients:
+            if gradient is not None and gradient.dtype == first.dtype and _is_small(gradient):
+                small.append(gradient)
+                tickets.append(ticket)
+            else:
+                others.append((ticket, gradient))
+        if len(small) < _MANY:
+            return None
+        flat = torch.cat([gradient.reshape(-1) for gradient in small])
+        return cls(others, tickets, [tuple(gradient.shape) for gradient in small], flat)
+
+    def unpack(self) -> list[tuple[int, Tensor | None]]:
+        parts = torch.split(self.flat, [math.prod(shape) for shape in self.shapes])
+        shaped = (part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))
+        return [*self.others, *zip(self.tickets, shaped, strict=True)]
+
+
+def _is_small(gradient: Tensor) -> bool:
+    return (
+        type(gradient) is Tensor
+        and gradient.is_cpu
+        and gradient.layout is torch.strided
+        and gradient.nbytes <= _SMALL
+        and not gradient.requires_grad
+    )
 
 
 class Message(NamedTuple):
     """Answers for tensors that came from the peer, by ticket."""
 
-    gradients: list[tuple[int, Tensor | None]]
+    gradients: list[tuple[int, Tensor | None]] | Packed
     unreached: list[int]  # the loss does not depend on these
     announced: list[int] | None  # to be answered later; None: this is not the first message
 
@@ -203,6 +248,8 @@ class Pass:
 
     def _apply(self, peer: str, message: Message) -> None:
         gradients, unreached, announced = message
+        if isinstance(gradients, Packed):
+            gradients = gradients.unpack()
         waiting = self._sent.get(peer, set())
         for ticket in unreached:
             if ticket in waiting:
@@ -214,7 +261,7 @@ class Pass:
                 home = self._homes[ticket]
                 if gradient is not None and gradient.device != home:  # a map moved the tensor
                     gradient = gradient.to(home)
-                self._graph.resolve(ticket, gradient)
+                self._graph.resolve(ticket, gradient, own=peer != self._me)
         if announced is not None and peer not in self._heard:
             self._heard.add(peer)
             for ticket in waiting.difference(announced):
@@ -257,8 +304,10 @@ class Pass:
         gradients, unreached = self._outgoing.pop(peer, ([], []))
         if peer not in self._told:  # it may not be one of the peers: what it sent can have come after the pass began
             self._told.add(peer)
-            return Message(gradients, [], list(self._owed.get(peer, ())))
-        return Message(gradients, unreached, None) if gradients or unreached else None
+            return Message(Packed.of(gradients) or gradients, [], list(self._owed.get(peer, ())))
+        if not gradients and not unreached:
+            return None
+        return Message(Packed.of(gradients) or gradients, unreached, None)
 
     def _reply_to_waker(self) -> None:
         """All is done here, unless somebody died since: what went through it, or ended there, is lost."""
@@ -348,6 +397,8 @@ def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender:
 
 class _Root:
     """A tensor that a pass begins with."""
+
+    leaf: Tensor | None = None
 
     def __init__(self, root: Tensor) -> None:
         self._root = root

@@ -40,11 +40,14 @@ from telegrad.errors import UsageError
 _AccumulateGrad = type(accumulator(ANCHOR))
 _RECEIVED: Any = Arrived._backward_cls  # the type of the node of a received tensor
 _run_backward = torch.autograd.graph._engine_run_backward
+_LONGEST_WAY = 4  # nodes between one that runs and a leaf that need not wait
 _through_grad = threading.Lock()  # held while gradients pass through `.grad`
 
 
 class Source(Protocol):
     """Where a gradient enters the graph."""
+
+    leaf: Tensor | None  # if it enters at a leaf
 
     def edge(self) -> GradientEdge: ...
 
@@ -147,9 +150,35 @@ class Dependencies:
                 if parent in ready and parent not in found:
                     found[parent] = None
                     stack.append(parent)
+        found.update(self._between(found))
         for node in found:
             del ready[node]
         return found
+
+    def _between(self, nodes: Iterable[Node]) -> dict[Node, None]:
+        """Return the ready nodes between `nodes` and leaves, such as the transposition of a weight.
+
+        These take next to no time, and the part that runs then ends at leaves alone.
+        """
+        found: dict[Node, None] = {}
+        for node in nodes:
+            for child, _ in self.children[node]:
+                if child in self.ready and child not in nodes and child not in found:
+                    self._follow(child, found)
+        return found
+
+    def _follow(self, node: Node, found: dict[Node, None]) -> None:
+        path = [node]
+        while len(path) <= _LONGEST_WAY:
+            following = [child for child, _ in self.children[path[-1]] if child is not None]
+            if len(following) != 1:
+                return
+            if type(following[0]) is _AccumulateGrad:
+                found.update(dict.fromkeys(path))
+                return
+            if following[0] not in self.ready:
+                return
+            path.append(following[0])
 
 
 class LocalGraph:
@@ -169,6 +198,7 @@ class LocalGraph:
         self._pending: dict[Node, dict[int, Tensor]] = {}  # gradients for nodes that have not run
         self._undefined: dict[Node, Node] = {}  # reached by undefined gradients; a node behind each
         self._own_totals: set[int] = set()  # ids of pending tensors that nobody else has
+        self._of_leaves: list[tuple[Tensor, Tensor]] = []  # of sources that are leaves
         self._dependencies: Dependencies | None = None
         self._sensitive: list[_Sensitive] | None = None
         self._lock = threading.Lock()
@@ -180,19 +210,32 @@ class LocalGraph:
             f"{len(self._unanswered)} unanswered>"
         )
 
-    def resolve(self, name: Any, gradient: Tensor | None, reached: bool = True) -> None:
-        """Take the gradient of a source; not `reached`: the loss does not depend on it."""
+    def resolve(self, name: Any, gradient: Tensor | None, *, reached: bool = True, own: bool = False) -> None:
+        """Take the gradient of a source, which nobody else has if it is `own`.
+
+        Not `reached`: the loss does not depend on it.
+        """
         del self._unresolved[name]
         source = self._sources[name]
-        if not reached and self._dependencies is None:
+        if not reached and (self._dependencies is None or source.leaf is not None):
+            return
+        if source.leaf is not None and self._take_for_leaf(source.leaf, gradient, own):
             return
         node, output = source.edge()[:2]
         if gradient is not None:
             self._add_pending(node, output, gradient)
         elif reached:
             self._undefined[node] = source.node_behind()
-        if self._dependencies is not None:
+        if self._dependencies is not None and source.leaf is None:
             self._dependencies.decide(node, reached)
+
+    def _take_for_leaf(self, leaf: Tensor, gradient: Tensor | None, own: bool) -> bool:
+        """Take the gradient of a leaf past the engine, if nobody could notice. False: somebody could."""
+        if leaf._backward_hooks or watched.is_watched(leaf, self._replicated):
+            return False
+        if gradient is not None:
+            self._of_leaves.append((leaf, gradient if own and _is_like(gradient, leaf) else _copy(gradient, leaf)))
+        return True
 
     def run(self) -> Outcome:
         """Compute what is ready, if somebody waits for it."""
@@ -214,7 +257,8 @@ class LocalGraph:
 
     def _count(self) -> Dependencies:
         """Count dependencies, with the sources that are resolved already."""
-        unresolved = [self._sources[name].edge().node for name in self._unresolved]
+        sources = [self._sources[name] for name in self._unresolved]
+        unresolved = [source.edge().node for source in sources if source.leaf is None]
         resolved = list(dict.fromkeys((*self._pending, *self._undefined)))
         dependencies = Dependencies((*unresolved, *resolved), self._receives)
         for node in resolved:
@@ -264,8 +308,9 @@ class LocalGraph:
             gradients = self._execute(roots, ends, self._retain_graph)
         answers = dict(zip(wanted, gradients[len(leaves) :], strict=True))
         others = [gradient for _, gradient in roots]
+        of_leaves, self._of_leaves = self._of_leaves, []
         return Outcome(
-            _owned([_leaf(node) for node in leaves], gradients, others),
+            of_leaves + _owned([_leaf(node) for node in leaves], gradients, others),
             [Answer(self._receives[node], node in answers, answers.get(node)) for node in receives],
         )
 
@@ -273,8 +318,9 @@ class LocalGraph:
         """Return the leaves that the loss depends on, and the received tensors, not answered yet."""
         if self._dependencies is not None:
             decided = self._dependencies.take_receives()
-            leaves, self._dependencies.leaves = self._dependencies.leaves, []
-            return leaves, {node for node, reached in decided if reached}
+            found, self._dependencies.leaves = dict.fromkeys(self._dependencies.leaves), []
+            found.update((node, None) for node in self._pending if type(node) is _AccumulateGrad)
+            return list(found), {node for node, reached in decided if reached}
         leaves = []
         seen = {*self._pending, *self._undefined}
         stack = list(seen)
@@ -332,6 +378,8 @@ class LocalGraph:
                 else:
                     cuts.setdefault(node, []).append(number)
                     outside[child] = output
+        if not nodes and not self._undefined and all(self._slots[node].is_unobserved(node) for node in ends):
+            return [self._pending.pop(node)[0] for node in ends]  # what came goes on as it is
         roots = self._take_pending(inside)
         wanted = [GradientEdge(node, 0) for node in (*ends, *leaves)]
         wanted += [GradientEdge(node, output) for node, output in outside.items()]

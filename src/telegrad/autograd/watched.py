@@ -48,6 +48,11 @@ def any_watched(accumulators: Sequence[Any], instances: Replicated) -> bool:
     return _checks.find_hooks(accumulators)
 
 
+def is_watched(leaf: Tensor, instances: Replicated) -> bool:
+    """Does somebody wait for the gradient of this leaf to be accumulated, as far as is known?"""
+    return id(leaf) in instances or bool(leaf._post_accumulate_grad_hooks) or not _checks.is_clean(leaf)
+
+
 def take_gradient(leaf: Tensor, instances: Replicated) -> Tensor | None:
     """What is in `.grad`, as a tensor that nobody overwrites."""
     instance = instances.get(id(leaf))
@@ -67,6 +72,11 @@ class _Checks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._clean: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def is_clean(self, leaf: Tensor) -> bool:
+        """Is the leaf known to have no hooks? No new node is made to find out."""
+        known = self._clean.get(id(leaf))
+        return known is not None and known[1] == hooks.hooks_of_others() and known[0]() is leaf
 
     def find_hooks(self, accumulators: Sequence[Any]) -> bool:
         """Has one of these nodes a hook?"""
