@@ -113,7 +113,7 @@ class _Part:
             for parameter in self._parameters:
                 if parameter in gradients:
                     known, new = parameter.grad, gradients[parameter]
-                    parameter.grad = new if known is None else known + new
+                    parameter.grad = new.clone() if known is None else known + new  # the context keeps its own
 
     @trusted
     def zero_grad(self, set_to_none: bool) -> None:

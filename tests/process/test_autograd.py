@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import telegrad.rpc as rpc
 from telegrad import Config, autograd
-from telegrad.errors import PeerLost
+from telegrad.errors import PeerLost, UsageError
 from tests.process.fleet import Fleet
 
 pytestmark = pytest.mark.process
@@ -154,3 +155,46 @@ def test_data_parallel_layers_around_a_remote_one(tmp_path: Path) -> None:
             average = [(a + b) / 2 for a, b in zip(alone[0][number], alone[1][number], strict=True)]
             torch.testing.assert_close(found[rank][number], average)
         torch.testing.assert_close(found[rank][1], alone[rank][1])
+
+
+# With FSDP2
+
+
+def prepare_shards(rank: int, path: str) -> None:
+    if rank == 0:
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        _state["sharded"] = fully_shard(layer(0), mesh=mesh)
+    else:
+        _state["layer"] = layer(2)
+
+
+def train_with_shards() -> tuple[str, list[Tensor], list[Tensor]]:
+    """What a pass through a sharded module says; its gradients in the proposed way, and those of one process."""
+    module = _state["sharded"]
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("w1", serve, args=(module(inputs_of(0)),)).sum()
+        try:
+            autograd.backward(context_id, [loss])
+            said = "no error"
+        except UsageError as error:
+            said = str(error)
+    with autograd.context() as context_id:
+        output = module(inputs_of(0))
+        detached = output.detach().requires_grad_()
+        autograd.backward(context_id, [rpc.rpc_sync("w1", serve, args=(detached,)).sum()])
+        output.backward(autograd.get_gradients(context_id)[detached])
+    found = [parameter.grad.full_tensor() for parameter in module.parameters()]
+    layers = [layer(0), layer(2)]
+    layers[1](layers[0](inputs_of(0))).tanh().sum().backward()
+    dist.destroy_process_group()
+    return said, found, [parameter.grad for parameter in layers[0].parameters()]
+
+
+def test_parameters_of_fsdp2_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    with Fleet(2, join, str(tmp_path / "store")) as fleet:
+        for rank in range(2):
+            fleet[rank].do(prepare_shards, rank, str(tmp_path / "gloo"))
+        said, found, expected = fleet[0].do(train_with_shards)
+    assert "fully_shard" in said
+    torch.testing.assert_close(found, expected)

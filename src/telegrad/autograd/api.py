@@ -29,6 +29,9 @@ class context:  # as torch spells it
 
     Entering it gives the id that `backward`, `get_gradients` and `DistributedOptimizer.step` want. Gradients live in
     the context, not in `.grad`, and end with it, on all workers.
+
+    A thread started in this block does not inherit the context: use `contextvars.copy_context().run` there. Autocast,
+    grad mode and default dtype of the caller do not travel with calls.
     """
 
     def __init__(self, *, agent: Agent | None = None) -> None:
@@ -100,6 +103,10 @@ def _check_roots(roots: Sequence[Tensor]) -> None:
             raise UsageError(f"requires_grad not set on root {number}: it does not depend on anything with a gradient")
         if root.numel() != 1:
             raise UsageError(f"root {number} of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar")
+        if root.is_complex():
+            raise UsageError(
+                f"root {number} is complex ({root.dtype}): the gradient of a loss is that of a real number"
+            )
         if root.grad_fn is None:
             raise UsageError(f"root {number} does not have a valid gradient function: nothing was computed")
 

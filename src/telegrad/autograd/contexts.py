@@ -47,6 +47,7 @@ _REMEMBERED = 10_000
 _AUDIT_EVERY = 20.0
 _PATIENCE = 30.0
 _TELL_WITHIN = 0.01
+_OUTSIDE = -1  # in place of a ticket: computed from other tensors, but outside of a context
 _AT_ONCE = 7  # ended contexts that a call tells of
 _NUMBER = 8  # bytes
 _NUMBERS = [struct.Struct(f"<{count + 1}Q") for count in range(_AT_ONCE + 1)]
@@ -151,6 +152,13 @@ def _node_behind(tensor: Tensor) -> Node:
         behind = tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
     assert behind.grad_fn is not None
     return behind.grad_fn
+
+
+def _is_computed(tensor: Tensor) -> bool:
+    """Return True if a tensor that requires a gradient is no leaf, without taking a lock: see `_edge_of`."""
+    if tensor._is_view():
+        return type(_edge_of(tensor)[0]) is not type(accumulator(ANCHOR))
+    return tensor.grad_fn is not None
 
 
 def accumulator(leaf: Tensor) -> Node:
@@ -448,15 +456,50 @@ class Contexts:
             self.agent.threads.start(self.audit)
 
 
+class _ResultsOfCallsOutside:
+    """Leaves that stand for tensors which another worker computed, and which came outside of any context.
+
+    Their gradients would have to go on to that worker, so a pass that reaches one of them is an error.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+
+    def add(self, leaf: Tensor, peer: str) -> None:
+        key, known = id(leaf), self._known
+        known[key] = weakref.ref(leaf, lambda _: known.pop(key, None)), peer
+
+    def refuse(self, leaves: Iterable[Tensor]) -> None:
+        """Raise if one of these is such a leaf."""
+        if not self._known:
+            return
+        for leaf in leaves:
+            found = self._known.get(id(leaf))
+            if found is not None and found[0]() is leaf:
+                raise UsageError(
+                    f"the loss depends on a tensor of shape {tuple(leaf.shape)} that worker {found[1]!r} computed in a "
+                    "call outside of this autograd context, so its gradient would be lost. Make the call inside the "
+                    "context; in a thread, with contextvars.copy_context().run(...), since threads do not inherit it. "
+                    "If no gradient is wanted, detach() the tensor"
+                )
+
+
+results_of_calls_outside = _ResultsOfCallsOutside()
+
+
 class _Tracker:
     """Notes tensors that travel under a context."""
 
-    def leaving(self, tensor: Tensor) -> int:
+    def wants_gradients(self) -> bool:
         context = current_scope.get()
         if not isinstance(context, Context) or context.released or current_envelope() is None:
-            return 0
-        if not torch.is_grad_enabled():
-            return 0  # nor would the call be noted in one process
+            return False
+        return torch.is_grad_enabled()  # without, the call would not be noted in one process
+
+    def leaving(self, tensor: Tensor) -> int:
+        context = current_scope.get()
+        if not isinstance(context, Context) or not self.wants_gradients():
+            return _OUTSIDE if _is_computed(tensor) else 0
         ticket = next(Contexts.of(context.agent).tickets)
         before_sending(tensor, lambda envelope: context.send(ticket, tensor, envelope))
         return ticket
@@ -464,8 +507,11 @@ class _Tracker:
     def arriving(self, data: Tensor, ticket: int) -> Tensor:
         context, envelope = current_scope.get(), current_envelope()
         if not isinstance(context, Context) or envelope is None:
-            return data.requires_grad_()
-        if not ticket:
+            tensor = data.requires_grad_()
+            if ticket == _OUTSIDE:
+                results_of_calls_outside.add(tensor, "" if envelope is None else envelope.peer)
+            return tensor
+        if ticket <= 0:
             return data  # the answer to a call that was made without gradients
         return context.receive(ticket, data, envelope)
 

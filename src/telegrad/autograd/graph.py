@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd import hooks, watched
-from telegrad.autograd.contexts import ANCHOR, Arrived, Receive, Slot, accumulator, plus
+from telegrad.autograd.contexts import ANCHOR, Arrived, Receive, Slot, accumulator, plus, results_of_calls_outside
 from telegrad.errors import UsageError
 
 _AccumulateGrad = type(accumulator(ANCHOR))
@@ -297,6 +297,8 @@ class LocalGraph:
 
     def _run_rest(self) -> Outcome:
         leaves, reached = self._rest()
+        results_of_calls_outside.refuse(map(_leaf, leaves))
+        watched.refuse_sharded(map(_leaf, leaves))
         receives = list(self._unanswered)
         self._unanswered.clear()
         wanted = [node for node in receives if node in reached]

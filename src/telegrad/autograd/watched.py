@@ -10,17 +10,20 @@ registration) or found once among the objects that existed before this module wa
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _composable_state
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from telegrad.autograd import hooks
+from telegrad.errors import UsageError
 
 Replicated = dict[int, DistributedDataParallel]  # by the id of a parameter
 
@@ -59,6 +62,25 @@ def take_gradient(leaf: Tensor, instances: Replicated) -> Tensor | None:
     if leaf.grad is not None and instance is not None and instance.gradient_as_bucket_view:
         return leaf.grad.clone()
     return leaf.grad
+
+
+def refuse_sharded(leaves: Iterable[Tensor]) -> None:
+    """Raise if one of these is a gathered parameter of a module under `fully_shard` (FSDP2).
+
+    Its hooks expect the whole of a backward pass in one call of the engine, and `.grad` to be left alone.
+    """
+    if "torch.distributed.fsdp._fully_shard._fsdp_param_group" not in sys.modules:
+        return
+    states = [reference() for reference in _composable_state._module_state_mapping.values()]
+    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    gathered = {id(getattr(each, "_unsharded_param", None)) for group in groups for each in group.fsdp_params}
+    for leaf in leaves:
+        if id(leaf) in gathered:
+            raise UsageError(
+                f"the loss depends on a parameter of shape {tuple(leaf.shape)} of a module under fully_shard (FSDP2), "
+                "which would not get its gradient from telegrad.autograd.backward. Detach the module's output, let "
+                "autograd compute the gradient of that, and pass it to output.backward(gradient)"
+            )
 
 
 class _Checks:

@@ -18,7 +18,7 @@ import cloudpickle
 
 from telegrad.errors import SerializationError
 from telegrad.wire.frames import MAX_BUFFERS
-from telegrad.wire.tensors import REDUCERS, leaves_pickling_to_torch, reduce_subclass
+from telegrad.wire.tensors import REDUCERS, reducer_for
 
 OUT_OF_BAND = 1 << 15  # up to here a copy into the pickle costs less than a buffer of its own
 Encoded = tuple[bytes, list[memoryview]]
@@ -33,9 +33,9 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
     def __missing__(self, key: type) -> Callable[[Any], Any]:
         reducer = copyreg.dispatch_table.get(key)
         if reducer is None:
-            if not leaves_pickling_to_torch(key):
+            reducer = reducer_for(key)
+            if reducer is None:
                 raise KeyError(key)
-            reducer = reduce_subclass
         return reducer
 
 

@@ -4,18 +4,25 @@ Only the bytes a tensor uses travel. A dense tensor keeps its strides: as it is 
 (transposed, channels-last), packed for the way if it has gaps; only a view of a small part of its memory arrives
 contiguous. An expanded tensor travels unexpanded. The receiver builds the tensor on the memory that the bytes arrived
 in, so nothing is copied again and the tensor is the receiver's own. Memory of another device leaves as its `Carrier`
-says. `REDUCERS` is what the codec gives its pickler.
+says. `REDUCERS` is what the codec gives its pickler; `reducer_for` knows subclasses of `Tensor`.
+
+No gradient is lost on the way: a tensor that requires one gets a ticket from the `Tracker`, or, if its type pickles
+itself in a way that we do not know, it is refused while the tracker wants gradients. So are forward-mode tangents.
 """
 
 from __future__ import annotations
 
 import copyreg
+import importlib
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from telegrad.errors import UsageError
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -33,6 +40,7 @@ _NUMPY = frozenset(_CODES[getattr(torch, name)] for name in _DTYPE_NAMES[:12] if
 
 _GAPS_KEPT = 4  # a view keeps its strides if its memory, gaps included, is at most so many times what it uses
 _UNTRACKED = 0
+_PROTOCOL = 5  # of pickle
 _frombuffer = torch.frombuffer
 _strided = torch.strided
 
@@ -40,8 +48,14 @@ _strided = torch.strided
 class Tracker(Protocol):
     """Who wants to know of tensors that need gradients and travel."""
 
+    def wants_gradients(self) -> bool:
+        """Is the message that is being packed under way for a computation whose gradients somebody wants?"""
+
     def leaving(self, tensor: Tensor) -> int:
-        """A ticket for a tensor that is being packed, which travels with it; 0: nobody tracks it."""
+        """A ticket for a tensor that is being packed, which travels with it; at most 0: nobody tracks it.
+
+        It is negative if the tensor was computed from others, so that its gradient would go on to them.
+        """
 
     def arriving(self, data: Tensor, ticket: int) -> Tensor:
         """What a tensor that needed a gradient where it left is at the other end."""
@@ -97,6 +111,8 @@ def _arrived(data: Tensor, ticket: int | None) -> Tensor:
 
 def reduce_tensor(tensor: Tensor) -> Reduced:
     """A plain `torch.Tensor` of any dtype, layout and device."""
+    if forward_ad._current_level >= 0:
+        _refuse_tangent(tensor)
     if _Registry.moves_host and tensor.is_cpu:
         return _reduce_host(tensor)
     return reduce_as_it_is(tensor)
@@ -137,22 +153,75 @@ def reduce_as_it_is(tensor: Tensor) -> Reduced:
     return _reduce_dense(tensor, code)
 
 
+def _refuse_tangent(tensor: Tensor) -> None:
+    if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+        raise UsageError(
+            "it has a forward-mode tangent (torch.autograd.forward_ad), and tangents do not travel. Send the "
+            "primal and the tangent as two tensors: unpack_dual(tensor)"
+        )
+
+
 def reduce_parameter(parameter: nn.Parameter) -> Reduced:
+    if forward_ad._current_level >= 0:
+        _refuse_tangent(parameter)
     return _parameter, (parameter.detach(), _ticket(parameter), parameter.__dict__ or None)
+
+
+def reducer_for(kind: type) -> Callable[[Any], Any] | None:
+    """Return how tensors of a subclass of `Tensor` travel; None: it is no such class."""
+    if not issubclass(kind, Tensor):
+        return None
+    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        if _pickles_like(kind, Tensor):
+            return reduce_subclass
+        if issubclass(kind, nn.Parameter) and _pickles_like(kind, nn.Parameter):
+            return reduce_parameter_subclass
+    if (kind.__module__, kind.__name__) == ("torch.nested._internal.nested_tensor", "NestedTensor"):
+        return reduce_jagged
+    return reduce_as_its_type_says
+
+
+def _pickles_like(kind: type, base: type) -> bool:
+    names = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
+    return all(getattr(kind, name, None) is getattr(base, name, None) for name in names)
+
+
+def reduce_parameter_subclass(parameter: nn.Parameter) -> Reduced:
+    """A parameter of a subclass that pickles as parameters do, which would make a plain one of it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if forward_ad._current_level >= 0:
+            _refuse_tangent(parameter)
+        data = parameter.detach().as_subclass(Tensor)
+        return _parameter_subclass, (type(parameter), data, _ticket(parameter), parameter.__dict__)
+
+
+def reduce_jagged(tensor: Any) -> Any:
+    """A jagged NestedTensor: gradients go through its values."""
+    if not tensor.requires_grad or _Registry.tracker is None or not _Registry.tracker.wants_gradients():
+        return reduce_as_its_type_says(tensor)
+    lengths = (tensor._maybe_min_seqlen, tensor._maybe_max_seqlen)
+    return _jagged, (tensor.values(), tensor.offsets(), tensor.lengths(), tensor._ragged_idx, *lengths)
+
+
+def reduce_as_its_type_says(tensor: Tensor) -> Any:
+    """A tensor of a subclass that pickles itself, and would do so without its gradient."""
+    if forward_ad._current_level >= 0:
+        _refuse_tangent(tensor)
+    if tensor.requires_grad and _Registry.tracker is not None and _Registry.tracker.wants_gradients():
+        raise UsageError(
+            f"it requires a gradient, and gradients do not travel through tensors of type "
+            f"{type(tensor).__qualname__}. Send a plain tensor (for a DTensor, its to_local()), or detach() it"
+        )
+    return tensor.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
 
 
 def reduce_subclass(tensor: Tensor) -> Reduced:
     """A tensor of a subclass that leaves pickling to torch, which would send all the memory that a view belongs to."""
+    if forward_ad._current_level >= 0:
+        _refuse_tangent(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         data = tensor.detach().as_subclass(Tensor)
     return _subclass, (type(tensor), data, _ticket(tensor), tensor.__dict__)
-
-
-def leaves_pickling_to_torch(kind: type) -> bool:
-    if not issubclass(kind, Tensor) or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return False
-    names = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
-    return all(getattr(kind, name, None) is getattr(Tensor, name, None) for name in names)
 
 
 def _reduce_dense(tensor: Tensor, code: int) -> Reduced:
@@ -214,7 +283,7 @@ def empty(code: int, shape: Sequence[int], device: str | torch.device) -> Tensor
 def shaped(code: int, shape: Sequence[int], data: Any) -> Tensor:
     dtype = _DTYPES[code]
     if not len(data):
-        return torch.empty(shape, dtype=dtype, device=data.device if isinstance(data, Tensor) else None)
+        return torch.empty(shape, dtype=dtype, device=data.device if isinstance(data, Tensor) else "cpu")
     return _from_bytes(data).view(dtype).view(shape)
 
 
@@ -252,10 +321,34 @@ def _subclass(kind: type[Tensor], data: Tensor, ticket: int | None, state: dict[
 
 
 def _parameter(data: Tensor, ticket: int | None, state: dict[str, Any] | None) -> Tensor:
-    tensor = _arrived(data, ticket).as_subclass(nn.Parameter) if ticket else nn.Parameter(data, ticket is not None)
+    if ticket and ticket > 0:
+        tensor = _arrived(data, ticket).as_subclass(nn.Parameter)
+    else:
+        tensor = nn.Parameter(data, ticket is not None)
     if state:
         tensor.__dict__.update(state)
     return tensor
+
+
+def _parameter_subclass(kind: type[Tensor], data: Tensor, ticket: int | None, state: dict[str, Any]) -> Tensor:
+    if ticket and ticket > 0:
+        tensor = _arrived(data, ticket).as_subclass(kind)
+    else:
+        tensor = Tensor._make_subclass(kind, data, ticket is not None)
+    tensor.__dict__.update(state)
+    return tensor
+
+
+def _jagged(
+    values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_idx: int, shortest: int | None, longest: int | None
+) -> Any:
+    nested_tensor = importlib.import_module("torch.nested._internal.nested_tensor")  # few need it
+    with torch.enable_grad():
+        if lengths is None:
+            return nested_tensor.nested_view_from_values_offsets(values, offsets, ragged_idx, shortest, longest)
+        return nested_tensor.nested_view_from_values_offsets_lengths(
+            values, offsets, lengths, ragged_idx, shortest, longest
+        )
 
 
 def _meta(code: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
