@@ -70,6 +70,18 @@ class Outcome(NamedTuple):
     receives: list[Answer]
 
 
+class _Gradient(NamedTuple):
+    tensor: Tensor
+    is_own: bool  # nobody else has it
+
+
+class _Root(NamedTuple):
+    """Where a run of the engine starts."""
+
+    edge: GradientEdge
+    gradient: _Gradient
+
+
 class Dependencies:
     """For each node, how many of its incoming edges are not decided yet, and whether one reaches it.
 
@@ -195,9 +207,8 @@ class LocalGraph:
         self._slots = slots
         self._unanswered = dict.fromkeys(receives)
         self._retain_graph = retain_graph
-        self._pending: dict[Node, dict[int, Tensor]] = {}  # gradients for nodes that have not run
+        self._pending: dict[Node, dict[int, _Gradient]] = {}  # for nodes that have not run
         self._undefined: dict[Node, Node] = {}  # reached by undefined gradients; a node behind each
-        self._own_totals: set[int] = set()  # ids of pending tensors that nobody else has
         self._of_leaves: list[tuple[Tensor, Tensor]] = []  # of sources that are leaves
         self._dependencies: Dependencies | None = None
         self._sensitive: list[_Sensitive] | None = None
@@ -270,27 +281,24 @@ class LocalGraph:
         pending = self._pending.setdefault(node, {})
         known = pending.get(output)
         if known is None:
-            pending[output] = gradient
-        elif id(known) in self._own_totals and _can_add_in_place(known, gradient):
-            known.add_(gradient)
+            pending[output] = _Gradient(gradient, False)
+        elif known.is_own and _can_add_in_place(known.tensor, gradient):
+            known.tensor.add_(gradient)
         else:
-            self._own_totals.discard(id(known))
-            total = pending[output] = plus(known, gradient)
-            self._own_totals.add(id(total))
+            pending[output] = _Gradient(plus(known.tensor, gradient), True)
 
-    def _take_pending(self, nodes: Iterable[Node]) -> list[tuple[GradientEdge, Tensor]]:
+    def _take_pending(self, nodes: Iterable[Node]) -> list[_Root]:
         """Return edges and gradients to start the engine with, for nodes that are about to run."""
         roots = []
         for node in nodes:
             for output, gradient in self._pending.pop(node, {}).items():
-                self._own_totals.discard(id(gradient))
-                roots.append((GradientEdge(node, output), gradient))
+                roots.append(_Root(GradientEdge(node, output), gradient))
             behind = self._undefined.pop(node, None)
             if behind is not None:
                 metadata: Any = behind._input_metadata[0]
                 zeros = torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
                 hooks.add_hook(behind.register_hook, _return_undefined)
-                roots.append((GradientEdge(behind, 0), zeros))
+                roots.append(_Root(GradientEdge(behind, 0), _Gradient(zeros, False)))
         return roots
 
     # Everything is resolved
@@ -309,7 +317,7 @@ class LocalGraph:
             ends = [GradientEdge(node, 0) for node in (*leaves, *wanted)]
             gradients = self._execute(roots, ends, self._retain_graph)
         answers = dict(zip(wanted, gradients[len(leaves) :], strict=True))
-        others = [gradient for _, gradient in roots]
+        others = [root.gradient.tensor for root in roots if not root.gradient.is_own]
         of_leaves, self._of_leaves = self._of_leaves, []
         return Outcome(
             of_leaves + _owned([_leaf(node) for node in leaves], gradients, others),
@@ -338,9 +346,7 @@ class LocalGraph:
                         stack.append(following)
         return leaves, seen
 
-    def _run_through_grad(
-        self, roots: list[tuple[GradientEdge, Tensor]], nodes: list[Node], receives: list[Node]
-    ) -> list[Tensor | None]:
+    def _run_through_grad(self, roots: list[_Root], nodes: list[Node], receives: list[Node]) -> list[Tensor | None]:
         """Compute ends with `.grad` as the place where gradients of leaves go, as `loss.backward()` does."""
         leaves = [_leaf(node) for node in nodes]
         slots = [self._slots[node] for node in receives]
@@ -381,7 +387,7 @@ class LocalGraph:
                     cuts.setdefault(node, []).append(number)
                     outside[child] = output
         if not nodes and not self._undefined and all(self._slots[node].is_unobserved(node) for node in ends):
-            return [self._pending.pop(node)[0] for node in ends]  # what came goes on as it is
+            return [self._pending.pop(node)[0].tensor for node in ends]  # what came goes on as it is
         roots = self._take_pending(inside)
         wanted = [GradientEdge(node, 0) for node in (*ends, *leaves)]
         wanted += [GradientEdge(node, output) for node, output in outside.items()]
@@ -400,7 +406,7 @@ class LocalGraph:
 
     def _execute_cut(
         self,
-        roots: list[tuple[GradientEdge, Tensor]],
+        roots: list[_Root],
         wanted: list[GradientEdge],
         dependencies: Dependencies,
         cuts: dict[Node, list[int]],
@@ -452,7 +458,7 @@ class LocalGraph:
 
     def _execute(
         self,
-        roots: list[tuple[GradientEdge, Tensor]],
+        roots: list[_Root],
         ends: Sequence[Tensor | GradientEdge],
         keep_graph: bool,
         *,
@@ -461,8 +467,8 @@ class LocalGraph:
         if not ends:
             return []
         gradients = _run_backward(
-            tuple(edge for edge, _ in roots),
-            tuple(gradient for _, gradient in roots),
+            tuple([root.edge for root in roots]),
+            tuple([root.gradient.tensor for root in roots]),
             keep_graph,
             False,
             tuple(ends),
