@@ -162,6 +162,8 @@ def test_a_thread_that_does_not_take_the_context_along(w0: Agent, function: Call
         thread.join()
         with pytest.raises(UsageError, match="outside of this autograd context"):
             autograd.backward(context_id, [(w0.call("w1", weigh, x) * results[0]).sum()])
+        with pytest.raises(UsageError, match="outside of this autograd context"):
+            autograd.backward(context_id, [w0.call("w1", torch.mul, results[0], 2).sum()])
         autograd.backward(context_id, [(w0.call("w1", weigh, x) * results[0].detach()).sum()])
 
 

@@ -305,8 +305,10 @@ class LocalGraph:
 
     def _run_rest(self) -> Outcome:
         leaves, reached = self._rest()
-        results_of_calls_outside.refuse(map(_leaf, leaves))
-        watched.refuse_sharded(map(_leaf, leaves))
+        of_leaves, self._of_leaves = self._of_leaves, []
+        all_leaves = [*map(_leaf, leaves), *(leaf for leaf, _ in of_leaves)]
+        results_of_calls_outside.refuse(all_leaves)
+        watched.refuse_sharded(all_leaves)
         receives = list(self._unanswered)
         self._unanswered.clear()
         wanted = [node for node in receives if node in reached]
@@ -318,9 +320,8 @@ class LocalGraph:
             gradients = self._execute(roots, ends, self._retain_graph)
         answers = dict(zip(wanted, gradients[len(leaves) :], strict=True))
         others = [root.gradient.tensor for root in roots if not root.gradient.is_own]
-        of_leaves, self._of_leaves = self._of_leaves, []
         return Outcome(
-            of_leaves + _owned([_leaf(node) for node in leaves], gradients, others),
+            of_leaves + _owned(all_leaves[: len(leaves)], gradients, others),
             [Answer(self._receives[node], node in answers, answers.get(node)) for node in receives],
         )
 
