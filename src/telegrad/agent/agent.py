@@ -102,6 +102,7 @@ class Agent:
         self._loss_listeners: list[Callable[[str, str], None]] = []
         self._close_listeners: list[Callable[[], None]] = []
         self._parting_listeners: list[Callable[[], None]] = []
+        self._end_listeners: list[Callable[[], None]] = []
         self._figures: list[Callable[[], dict[str, int]]] = []
         self._services: dict[Callable[[Agent], Any], Any] = {}
         self._making = threading.RLock()  # a service may need another
@@ -231,6 +232,8 @@ class Agent:
                 return
             self.closing = True
         _agents.discard(self)
+        for ended in self._end_listeners:
+            ended()
         for link in self.links():
             link.close(last_words)
         self.connections.close(last_words)
@@ -398,6 +401,10 @@ class Agent:
     def on_close(self, listener: Callable[[], None]) -> None:
         """Call `listener()` when this agent starts to close, while it can still call others; not if it is aborted."""
         self._close_listeners.append(listener)
+
+    def on_end(self, listener: Callable[[], None]) -> None:
+        """Call `listener()` when this agent has begun to end, in any way: nobody may wait here any longer."""
+        self._end_listeners.append(listener)
 
     def on_parting(self, listener: Callable[[], None]) -> None:
         """Call `listener()` when `shutdown` begins, before it waits for anybody."""

@@ -44,6 +44,7 @@ class Keeper:
         self.pending: set[Key] = set()  # creations that their owners have not confirmed
         agent.on_loss(self._lost)
         agent.on_close(self._report_leftovers)
+        agent.on_end(self.books.close)
         agent.add_figures(self.statistics)
         agent.clock.every(_SWEEP_EVERY, self._tick)
         agent.clock.every(_AUDIT_EVERY, lambda: agent.threads.start(self.audit))

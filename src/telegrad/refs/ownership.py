@@ -211,6 +211,13 @@ class Books:
         for entry in orphans:
             entry.value._settle(None, PeerLost("the worker that was creating this object died"))
 
+    def close(self) -> None:
+        """This worker leaves: what is still on its way will not come, and whoever waits for it here is told."""
+        with self._lock:
+            unfinished = [entry for entry in self._entries.values() if not entry.value.done()]
+        for entry in unfinished:
+            entry.value._settle(None, PeerLost("this worker has left the group while the object was being created"))
+
     def suspects(self, now: float) -> dict[str, list[tuple[Key, float]]]:
         """Balances that have not moved for a while, by holder."""
         found: defaultdict[str, list[tuple[Key, float]]] = defaultdict(list)
