@@ -388,8 +388,8 @@ class Agent:
         """Is this incarnation alive? None if that is not known."""
         try:
             member = self.directory.find(name, refresh=True)
-        except TelegradError:
-            return None
+        except JoinError:  # the store is gone; what it said last still helps
+            member = self.directory.find(name)
         if member.left or member.incarnation != incarnation:
             return False
         alive = self.connections.probe(member)
@@ -470,6 +470,16 @@ class Agent:
                 listener(name, incarnation)
             except Exception:
                 _log.exception("a listener failed when worker %r was lost", name)
+
+    def unheard(self, name: str, incarnation: str) -> None:
+        """A peer has closed its last connection to this worker without a good-bye: has its process ended?
+
+        Not for sure: it may have been interrupted while it connected. If this worker has a link to it, the end of that
+        tells; if not, one is made.
+        """
+        link = self.peers.known(name)
+        if not self.closing and (link is None or link.member.incarnation != incarnation):
+            self.watch(incarnation)
 
     def target(self, function: Function) -> Target:
         target = self._targets.get(function)

@@ -69,6 +69,7 @@ class Owner(Host, Protocol):
 
     def peer_gone(self, name: str, incarnation: str, last_words: str = "") -> None: ...
     def is_lost(self, incarnation: str) -> bool: ...
+    def unheard(self, name: str, incarnation: str) -> None: ...
 
 
 class Connections:
@@ -318,7 +319,7 @@ class Connections:
             inbound.ended(error)
 
     def ended(self, inbound: Inbound, error: BaseException) -> None:
-        """An inbound connection is over; with the last one, its peer is gone."""
+        """An inbound connection is over. After the last one its peer may be gone, which `Agent.unheard` finds out."""
         if isinstance(error, ProtocolError):
             self.counters["closed: protocol"] += 1
             _log.warning("worker %r closed the connection from %r: %s", self._owner.name, inbound.peer_name, error)
@@ -328,8 +329,13 @@ class Connections:
             self._inbounds.discard(inbound)
             gone = not any(each.incarnation == inbound.incarnation for each in self._inbounds)
             self._changed.notify_all()
-        if gone:
-            self._owner.peer_gone(inbound.peer_name, inbound.incarnation, self._last_words.pop(inbound.incarnation, ""))
+        if not gone:
+            return
+        words = self._last_words.pop(inbound.incarnation, None)
+        if words is not None:
+            self._owner.peer_gone(inbound.peer_name, inbound.incarnation, words)
+        else:
+            self._owner.unheard(inbound.peer_name, inbound.incarnation)
 
     def wait_until_alone(self, timeout: float) -> bool:
         """Wait until every other worker has closed its connections to this one."""

@@ -252,20 +252,24 @@ def remote(
     member = agent.member(to)
     owner, here = member.incarnation, member.incarnation == agent.me.incarnation
     key = keeper.books.next_key(owner)
+    # The reference exists before it is counted: if this is interrupted, its end gives back what was counted.
+    rref: RRef[T] = RRef.__new__(RRef)
+    rref._fill(keeper, member.info, owner, key, None)
     try:
         if here:
             keeper.books.create(key)
         else:
             keeper.books.receive(owner, key)
         creation = agent.start(member.name, creating(function), (owner, key, *args), kwargs, timeout, keep=keep)
+        rref._creation = creation
     except BaseException as error:
-        keeper.books.cancel(owner, key)
+        if isinstance(error, Exception):  # it was not sent; an interrupt may have come after it was
+            keeper.books.cancel(owner, key)
         keeper.void(member.name, owner, key, error)
         raise
     keeper.pending.add(key)
     creation.add_done_callback(functools.partial(_created, keeper, member.name, owner, key))
-    rref: RRef[T] = RRef.__new__(RRef)
-    return rref._fill(keeper, member.info, owner, key, creation)
+    return rref
 
 
 def _created(keeper: Keeper, name: str, owner: str, key: Key, done: Future[Any]) -> None:

@@ -259,7 +259,7 @@ class Mappings:
 
     def __init__(self) -> None:
         self._maps: dict[tuple[str, int], Mapped] = {}
-        self._live: dict[tuple[str, int, int], weakref.ref[Bytes]] = {}
+        self._live: dict[tuple[str, int, int], tuple[mmap.mmap, weakref.ref[Bytes]]] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -268,7 +268,21 @@ class Mappings:
     @property
     def live(self) -> int:
         """Blocks of other agents that tensors of this one sit on."""
+        self.reconcile()
         return len(self._live)
+
+    def reconcile(self) -> None:
+        """Forget blocks whose tensors are gone, and free those whose callback was interrupted by a signal handler.
+
+        A block that is TAKEN while its tensor is gone was not freed: its sender cannot have given it out again.
+        """
+        with self._lock:
+            for key, (memory, array) in list(self._live.items()):
+                if array() is None:
+                    slot = key[2]
+                    if memory[slot] == TAKEN:
+                        memory[slot] = FREE
+                    del self._live[key]
 
     def add(self, peer: str, number: int, fd: int) -> None:
         """Map a segment that `peer` passed. A segment that could shrink under us is refused."""
@@ -287,31 +301,41 @@ class Mappings:
         mapped = self._maps.get((peer, place.segment))
         if mapped is None:
             raise SegmentUnknown(f"a buffer in shared-memory segment {place.segment}, which is unknown")
-        memory, slot, live, key = mapped.memory, place.slot, self._live, (peer, place.segment, place.slot)
+        memory, slot, key = mapped.memory, place.slot, (peer, place.segment, place.slot)
         fits = place.offset >= _PAGE and place.offset + place.nbytes <= len(memory) and slot < SLOTS
         if not fits or memory[slot] != SENT:
             raise ProtocolError(f"a buffer in shared memory that does not exist: {place}")
         array = mapped.view(place)
-        memory[slot] = TAKEN
+        process, lock, live = os.getpid(), self._lock, self._live
 
-        process = os.getpid()
+        def gone(ended: weakref.ref[Bytes]) -> None:  # runs inside the garbage collector: it must not wait for a lock
+            if os.getpid() != process:  # a fork may drop its copy; the block still belongs to the parent
+                return
+            memory[slot] = FREE
+            held: list[bool] = []
+            try:
+                held.extend(map(lock.acquire, (False,)))  # one call: no signal handler runs in between
+                if held[0] and key in live and live[key][1] is ended:
+                    del live[key]
+            finally:
+                if held and held[0]:
+                    lock.release()
 
-        def gone(_: weakref.ref[Bytes]) -> None:  # runs inside the garbage collector: no locks here
-            if os.getpid() == process:  # a fork may drop its copy; the block still belongs to the parent
-                live.pop(key, None)
-                memory[slot] = FREE
-
-        live[key] = weakref.ref(array, gone)
+        with lock:
+            live[key] = memory, weakref.ref(array, gone)
+            memory[slot] = TAKEN
         return memoryview(array)
 
     def forget(self, peer: str | None = None) -> None:
         """Drop the segments of a lost `peer`, or those that their senders have retired. Tensors on them live on."""
+        self.reconcile()
         with self._lock:
             for key, mapped in list(self._maps.items()):
                 if key[0] == peer or (peer is None and mapped.memory[_RETIRED_AT]):
                     del self._maps[key]
 
     def close(self) -> None:
+        self.reconcile()
         with self._lock:
             self._maps.clear()
 
