@@ -119,8 +119,12 @@ class Future(torch.futures.Future[T]):
         chained: Future[S] = Future()
         context = contextvars.copy_context()
 
+        turns = itertools.count()  # whose `next` is atomic
+
         def run(done: torch.futures.Future[T]) -> None:
             try:
+                if next(turns):
+                    return
                 value = context.run(callback, done)
             except RuntimeError as error:
                 chained._settle(None, error)
@@ -130,6 +134,8 @@ class Future(torch.futures.Future[T]):
                 chained._settle(value, None)
 
         self.add_done_callback(run)
+        if self.done() and not chained.done():  # see `_block`: torch may have swallowed what a signal handler raised
+            run(self)
         return chained
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -202,7 +208,10 @@ class Future(torch.futures.Future[T]):
     def _block(self, timeout: float | None) -> bool:
         role = waiting.pause()
         try:
-            return self._completion().wait(timeout)
+            gate = self._completion()
+            # If the result came meanwhile, this thread has opened the gate itself, inside torch, where an exception of
+            # a signal handler is swallowed: so ask.
+            return self.done() or gate.wait(timeout)
         finally:
             waiting.resume(role)
 

@@ -85,6 +85,9 @@ class Storm:
                 self.armed = False
         except Interrupt:
             return
+        except RuntimeError as error:  # of a callback that was interrupted, as `Future.then` reports it
+            if not str(error).startswith("Interrupt"):
+                raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 

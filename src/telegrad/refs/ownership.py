@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -95,6 +96,15 @@ class Entry:
         return not self.created or self.here > 0 or any(count > 0 for count in self.balance.values())
 
 
+class Lifetime(weakref.ref[Any]):
+    """Watches a reference. Its callback is a C function, so no signal handler can interrupt it."""
+
+    __slots__ = ("key", "owner")
+
+    owner: str
+    key: Key
+
+
 @dataclass(eq=False)
 class Holding:
     """References of this worker to an object of another."""
@@ -113,7 +123,8 @@ class Books:
         self._arrivals: defaultdict[str, Arrivals] = defaultdict(Arrivals)
         self._holdings: dict[tuple[str, Key], Holding] = {}
         self._lost: set[str] = set()
-        self._dropped: deque[tuple[str, Key]] = deque()
+        self._dropped: deque[weakref.ref[Any]] = deque()  # the `Lifetime` of each reference that died
+        self._watching: dict[int, Lifetime] = {}
         self._next = 0
         self._next_for: defaultdict[str, int] = defaultdict(int)
 
@@ -277,9 +288,12 @@ class Books:
                 self._entries.pop(key, None)
                 self._arrivals[self._me].add(key.number)
 
-    def drop(self, owner: str, key: Key) -> None:
-        """A reference died. Called by the garbage collector, at any moment, in any thread: no locks."""
-        self._dropped.append((owner, key))
+    def watch(self, rref: Any, owner: str, key: Key) -> None:
+        """Notice when a reference dies. The garbage collector tells, at any moment, in any thread: it takes no lock."""
+        lifetime = Lifetime(rref, self._dropped.append)
+        lifetime.owner = owner
+        lifetime.key = key
+        self._watching[id(lifetime)] = lifetime
 
     @property
     def dropped(self) -> int:
@@ -291,7 +305,10 @@ class Books:
         released: list[tuple[str, Key, int]] = []
         with self._lock:
             for _ in range(len(self._dropped)):
-                owner, key = self._dropped.popleft()
+                lifetime = self._dropped.popleft()
+                assert isinstance(lifetime, Lifetime)
+                self._watching.pop(id(lifetime), None)
+                owner, key = lifetime.owner, lifetime.key
                 if owner == self._me:
                     entry = self._entries.get(key)
                     if entry is not None:
@@ -302,7 +319,7 @@ class Books:
                 if holding is None:
                     continue  # its owner was lost
                 holding.alive -= 1
-                if holding.alive == 0:
+                if holding.alive <= 0:  # less if `receive` was interrupted
                     del self._holdings[owner, key]
                     released.append((owner, key, holding.received))
         return released
@@ -310,7 +327,7 @@ class Books:
     def known(self, owner: str, keys: list[Key]) -> list[bool]:
         """Which of these objects of `owner` this worker refers to, or is about to give back."""
         with self._lock:
-            dropped = set(self._dropped)
+            dropped = {(each.owner, each.key) for each in list(self._dropped) if isinstance(each, Lifetime)}
             return [(owner, key) in self._holdings or (owner, key) in dropped for key in keys]
 
     # For people and tests

@@ -64,14 +64,8 @@ class RRef(Generic[T]):
         self._owner = owner
         self._key = key
         self._creation = creation
+        keeper.books.watch(self, owner, key)
         return self
-
-    def __del__(self) -> None:
-        try:
-            books = self._keeper.books
-        except AttributeError:
-            return  # it was never filled
-        books.drop(self._owner, self._key)
 
     def __repr__(self) -> str:
         kind = "OwnerRRef" if self.is_owner() else "UserRRef"
@@ -260,15 +254,16 @@ def remote(
             keeper.books.create(key)
         else:
             keeper.books.receive(owner, key)
+        keeper.pending.add(key)
         creation = agent.start(member.name, creating(function), (owner, key, *args), kwargs, timeout, keep=keep)
         rref._creation = creation
+        creation.add_done_callback(functools.partial(_created, keeper, member.name, owner, key))
     except BaseException as error:
+        keeper.pending.discard(key)
         if isinstance(error, Exception):  # it was not sent; an interrupt may have come after it was
             keeper.books.cancel(owner, key)
         keeper.void(member.name, owner, key, error)
         raise
-    keeper.pending.add(key)
-    creation.add_done_callback(functools.partial(_created, keeper, member.name, owner, key))
     return rref
 
 
@@ -308,9 +303,10 @@ def _rebuild(name: str, rank: int, owner: str, creator: str, number: int) -> RRe
     if envelope is None:
         raise SerializationError("a reference arrived outside a call")
     keeper, key = Keeper.of(envelope.agent), Key(creator, number)
-    keeper.books.receive(owner, key)
     rref: RRef[Any] = RRef.__new__(RRef)
-    return rref._fill(keeper, WorkerInfo(name, rank), owner, key, None)
+    rref._fill(keeper, WorkerInfo(name, rank), owner, key, None)
+    keeper.books.receive(owner, key)
+    return rref
 
 
 def _rebuild_at_home(creator: str, number: int) -> RRef[Any]:
