@@ -15,7 +15,10 @@ from telegrad.ps.holdings import Holdings
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
 
-_SILENT = {"hear", "decide"}  # nobody waits for these, or for ever; what they raise is logged, with all that they know
+_SILENT = {
+    "hear",
+    "answered",
+}  # nobody waits for these, or for ever; what they raise is logged, with all that they know
 
 
 class Accidents:
@@ -47,6 +50,8 @@ class Accidents:
         end_threads = victim.threads.close
 
         def cut_off(timeout: float) -> None:  # its connections are closed by now, so nobody hears from it any more
+            for holding in victim.service(Holdings)._all.values():
+                holding._archive = None  # a process that is killed writes nothing any more
             self._dead.release()
             end_threads(timeout)
 

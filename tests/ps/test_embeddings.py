@@ -591,7 +591,7 @@ def test_a_newcomer_trains_along(cluster: Clusters) -> None:
 
 def test_missing_trainers_are_named(cluster: Clusters) -> None:
     workers = cluster(2, join_timeout=0.1)
-    with pytest.raises(JoinError, match="'table' were not started"):
+    with pytest.raises(JoinError, match="tables 'table' did not start"):
         table(ps.EmbeddingBag, workers, trainers=2)
 
 

@@ -75,7 +75,7 @@ POINTS = {
     "before it is saved": (Archive, "_write", [7, 12]),
     "after a step": (Shard, "_save_if_due", [8]),
 }
-BETWEEN_SERVERS = {"asked by another": (Shard, "hear", [4, 7]), "told by another": (Shard, "decide", [4, 7])}
+BETWEEN_SERVERS = {"asked by another": (Shard, "hear", [4, 7]), "told by another": (Shard, "answered", [4, 7])}
 
 
 @pytest.mark.parametrize(
@@ -300,10 +300,13 @@ def test_what_cannot_be_written_is_heard_of(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
         archive.save(snapshot(1))
-    with pytest.raises(OSError, match="no space left"):
-        archive.save(snapshot(2))
+        assert archive.problem is not None
+        assert "no space left" in archive.problem
+        with pytest.raises(OSError, match="no space left"):
+            archive.write_now(snapshot(1))
+    assert list((tmp_path / "default" / "w0").iterdir()) == []  # what was begun takes up no space
     archive.save(snapshot(3))
-    assert archive.versions() == [3]
+    assert (archive.versions(), archive.problem) == ([3], None)
 
 
 def test_writing_goes_on_beside_training_and_the_newest_wins(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ POINTS = {
     "before it is saved": (Archive, "_write", [7, 12]),
     "after a step": (Shard, "_save_if_due", [8]),
 }
-BETWEEN_SERVERS = {"asked by another": (Shard, "hear", [4, 7]), "told by another": (Shard, "decide", [4, 7])}
+BETWEEN_SERVERS = {"asked by another": (Shard, "hear", [4, 7]), "told by another": (Shard, "answered", [4, 7])}
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,28 @@
 """`Attachment`: a trainer's side of one server.
 
-State: `version`, what of this server's range the model holds; `_memory`, where the server publishes its values;
-`_shares`, whether it reads gradients where they are; if it does not, `_early`, what has left before its step. Used by
-the thread that steps the optimizer, except `ready`, which backward calls.
+State: `version`, what of this server's range the model holds; `patience`, how many seconds a dead server is waited for;
+`_memory`, where the server publishes its values; `_shares`, whether it reads gradients where they are; if it does not,
+`_early`, what has left before its step. Used by the thread that steps the optimizer, except `ready`, which backward
+calls.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from telegrad.errors import PeerLost
+from telegrad.errors import CallTimeout, StaleReference
 from telegrad.futures import Future
 from telegrad.ps import segments, service
 from telegrad.ps.buckets import Bucket, Early
 from telegrad.ps.compression import Compressor
 from telegrad.ps.flat import Flat
-from telegrad.ps.joining import insist, settled
-from telegrad.ps.messages import Answer, Gradients, Plan, Welcome
+from telegrad.ps.joining import GONE, LocalTrainers, insist, settled
+from telegrad.ps.messages import Answer, Gradients, Plan, Saved, Welcome
 from telegrad.ps.segments import Handle, Mapping
 from telegrad.ps.solver import Options, State
 
@@ -41,6 +44,7 @@ class Attachment:
         self.server = server
         self.plan = plan
         self.version = 0
+        self.patience = 300.0
         self._agent = agent
         self._flat = flat
         self._me = trainer
@@ -51,6 +55,8 @@ class Attachment:
         self._early: Early | None = None
         self._step = 0  # the last that was pushed
         self._applied: dict[str, int] = {}  # whose steps are in that version
+        self._first = 0  # the round, or clock, that this trainer has started with
+        self._taken: Answer | None = None  # the last
         flat.listen(self.ready)
 
     def __repr__(self) -> str:
@@ -61,17 +67,29 @@ class Attachment:
 
     # Coming and going
 
-    def saved(self) -> list[int]:
-        return list(self._agent.invoke(self.server, service.saved, (self.plan,)))
+    def may_found(self) -> bool | None:
+        """Return whether this trainer may make the shards; None if they are there already."""
+        may: bool | None = self._agent.invoke(self.server, service.found, (self.plan.name, self._me))
+        return may
+
+    def saved(self) -> Saved:
+        found: Saved = self._agent.invoke(self.server, service.saved, (self.plan,))
+        return found
 
     def create(self, version: int | None) -> None:
         """Make the shard there: with a version that was saved or, if that is None, with the values of this model."""
         self._agent.invoke(self.server, service.create, (self.plan, self._range(self._flat.values), version))
 
+    def recreate(self) -> None:
+        """Let a server that was restarted make its shard again."""
+        self._agent.invoke(self.server, service.recreate, (self.plan,))
+
     def announce(self) -> int:
+        self._agent.service(LocalTrainers).names.add(self._me)
         return int(self._agent.invoke(self.server, service.announce, (self.plan, self._me)))
 
     def enter(self, first: int, timeout: float) -> Future[Welcome]:
+        self._first = first
         arguments = (self.plan.name, self._me, first, self._handle)
         return self._agent.start(self.server, service.enter, arguments, None, timeout)
 
@@ -79,11 +97,20 @@ class Attachment:
         self._map(welcome)
         self.take(welcome.answer)
 
-    def _come_back(self, acknowledged: int) -> None:
+    def _come_back(self, acknowledged: int, version: int | None = None) -> None:
         """Enter again; what the model holds of this server's range goes along, in case the server has lost it."""
         share = self.plan.share
         values = self._flat.values[share.start : share.stop]
-        arguments = (self.plan, self._me, acknowledged, self.version, values, self._handle, self._applied)
+        arguments = (
+            self.plan,
+            self._me,
+            self._first,
+            acknowledged,
+            self.version if version is None else version,
+            values,
+            self._handle,
+            self._applied,
+        )
         self._map(self._agent.invoke(self.server, service.resume, arguments))
 
     def _map(self, welcome: Welcome) -> None:
@@ -97,7 +124,24 @@ class Attachment:
     def _handle(self) -> Handle | None:
         return None if self._flat.segment is None else self._flat.segment.handle
 
+    def stay(self, step: int, answer: Answer) -> None:
+        """Make sure that a server that has answered this step still has this trainer, which other servers may need."""
+        try:
+            if self._agent.invoke(self.server, service.has_member, (self.plan.name, self._me)):
+                return
+        except CallTimeout:
+            return  # it is there, and busy
+        except GONE:
+            if self.plan.checkpoint is None:
+                raise
+        try:
+            self.take(answer)
+            self._come_back(step)
+        except (CallTimeout, *GONE):
+            return  # it is tried again as long as another server has not answered
+
     def leave(self) -> Future[None]:
+        self._agent.service(LocalTrainers).names.discard(self._me)
         return self._start(service.leave, self.plan.name, self._me)
 
     # Steps
@@ -127,18 +171,17 @@ class Attachment:
     def start_push(self, step: int, version: int, changes: dict[int, Options]) -> Future[Answer]:
         return self._start(service.push, *self._pushed(step, version, changes))
 
-    def push_again(
-        self, step: int, version: int, options: dict[int, Options], error: Exception, patience: float
-    ) -> Future[Answer]:
+    def push_again(self, step: int, version: int, options: dict[int, Options], error: Exception) -> Future[Answer]:
         """Wait until a server that is gone has come back, and push what it has not answered."""
         if self.plan.checkpoint is None:
             raise error
 
-        def attempt() -> Future[Answer]:
+        def attempt(reached: Callable[[], None]) -> Future[Answer]:
             self._come_back(step - 1)
+            reached()
             return settled(self.start_push(step, version, options))
 
-        return insist(attempt, patience, (PeerLost,))
+        return insist(attempt, self.patience)
 
     def _pushed(self, step: int, version: int, changes: dict[int, Options]) -> tuple[Any, ...]:
         gradients = None if self._shares else self._travelling(step)
@@ -167,15 +210,34 @@ class Attachment:
 
     def take(self, answer: Answer) -> None:
         """Copy what the server answered into the flat memory."""
+        if answer is self._taken:
+            return
+        given = answer
         share = self.plan.share
         if answer.values is not None:
             self._flat.take(share.start, answer.values)
         elif not self._read(answer.version):
-            answer = self._agent.invoke(self.server, service.pull, (self.plan.name,))
+            answer = self._pull()
             assert answer.values is not None
             self._flat.take(share.start, answer.values)
         self.version = answer.version
         self._applied = answer.applied or {}
+        self._taken = given
+        if given.problem is not None:
+            warnings.warn(f"parameter server {self.plan.name!r} on {self.server!r}: {given.problem}", stacklevel=4)
+
+    def _pull(self) -> Answer:
+        """Fetch the values by a call, from a server that may be restarted meanwhile."""
+
+        def attempt(_: Callable[[], None]) -> Answer:
+            try:
+                answer: Answer = self._agent.invoke(self.server, service.pull, (self.plan.name,))
+            except StaleReference:  # what is in the flat memory is half overwritten: the server must not take it
+                self._come_back(self._step, version=-1)
+                raise
+            return answer
+
+        return insist(attempt, 0.0 if self.plan.checkpoint is None else self.patience)
 
     def _read(self, version: int) -> bool:
         """Copy a published version. False if the server began to write over it meanwhile."""

@@ -6,13 +6,16 @@ State: the holdings, added under `lock`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from telegrad.agent.current import active_agent
 from telegrad.agent.targets import Later
-from telegrad.errors import StaleReference
+from telegrad.errors import CallTimeout, JoinError, StaleReference, TelegradError
 from telegrad.futures import Future
 from telegrad.ps.holding import Holding
+from telegrad.ps.joining import pauses, still_trains
 from telegrad.ps.messages import worker_of
 
 if TYPE_CHECKING:
@@ -64,6 +67,41 @@ class Holdings:
         for worker in map(worker_of, workers):
             if self.agent.is_lost(worker):
                 holding.lose(worker)
+
+    def refuse_lost(self, trainer: str) -> None:
+        """Raise an error if the worker of a trainer was given up: it would be forgotten again at once."""
+        if self.agent.is_lost(worker_of(trainer)):
+            raise JoinError(
+                f"worker {self.agent.name!r} has given up the worker of this trainer, which was silent for too long or "
+                "has closed its connections; close the optimizer and make a new one"
+            )
+
+    def expect(self, holding: Holding, trainers: Iterable[str]) -> None:
+        """Find out which of the trainers of an earlier life of this server are still there.
+
+        Call it when the holding has been added. A loss that was noticed before is not announced again.
+        """
+        for worker in set(map(worker_of, trainers)):
+            self.agent.watch(worker)
+        self.check(holding, *trainers)
+        for trainer in trainers:
+            self.agent.threads.start(partial(self._ask_trainer, holding, trainer))
+
+    def _ask_trainer(self, holding: Holding, trainer: str) -> None:
+        """Do not wait for a trainer that has left while this server was down."""
+        worker = self.agent.directory.name_of(worker_of(trainer))
+        for _ in pauses():
+            if self.agent.closing or trainer not in holding.known:
+                return
+            try:
+                there = self.agent.invoke(worker, still_trains, (trainer,))
+            except CallTimeout:
+                continue
+            except TelegradError:
+                there = False
+            if not there:
+                holding.leave(trainer)
+            return
 
     def _close(self) -> None:
         for holding in self._all.values():

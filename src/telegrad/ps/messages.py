@@ -49,6 +49,15 @@ class Plan:
         return self.optimizer(groups, **self.options)
 
 
+class Saved(NamedTuple):
+    """What a server has of a parameter server that a trainer wants to make or join."""
+
+    here: bool  # the shard is in memory
+    pristine: bool  # it is, and nobody has used it
+    ours: bool  # there is a checkpoint of this run
+    versions: list[int]  # that a shard of this run, or of a run that resumes, may begin with
+
+
 class Answer(NamedTuple):
     """What a trainer learns: the version it may read now, and by how many others its gradients were overtaken."""
 
@@ -57,6 +66,7 @@ class Answer(NamedTuple):
     dropped: bool = False
     values: Tensor | None = None
     applied: Steps | None = None  # the last step of each trainer in this version, where it may be asked for
+    problem: str | None = None  # why steps of this server are not on disk, if they should be
 
 
 class Welcome(NamedTuple):

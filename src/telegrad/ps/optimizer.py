@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn, optim
 
 from telegrad import groups
-from telegrad.errors import CallTimeout, JoinError, PeerLost, StaleReference, UsageError
+from telegrad.errors import UsageError
 from telegrad.futures import Future, wait_all
 from telegrad.ps import compression as compressing
 from telegrad.ps import service
@@ -22,7 +23,8 @@ from telegrad.ps.attachment import Attachment
 from telegrad.ps.checkpoint import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync
 from telegrad.ps.flat import Flat
-from telegrad.ps.joining import Again, agent_of, answers, closing, matching, pauses
+from telegrad.ps.founding import find_or_found
+from telegrad.ps.joining import GONE, Call, agent_of, answers, closing, join, leave, matching
 from telegrad.ps.layout import Layout
 from telegrad.ps.messages import Answer, Plan, trainer_name
 from telegrad.ps.solver import Options, State, works_by_element
@@ -123,10 +125,8 @@ class Optimizer(optim.Optimizer):
     def close(self) -> None:
         """Leave: the other trainers no longer wait for this one. The model keeps its parameters."""
         attachments, self._attachments = self._attachments, []
-        if attachments and not self._agent.closing:
-            for leaving in [each.leave() for each in attachments]:
-                leaving.exception()  # a server that is gone need not be told
         if attachments:
+            leave(self._agent, attachments)
             self._flat.release()
         for tables in self._tables:
             tables.close()
@@ -205,50 +205,16 @@ class Optimizer(optim.Optimizer):
         ]
 
     def _join(self) -> None:
+        patience = None if self._attachments[0].plan.checkpoint is None else self._patience
+        for each in self._attachments:
+            each.patience = self._patience
+        prepare = partial(find_or_found, self._attachments, self._consistency)
         try:
-            self._find_or_found()
-            self._enter()
+            join(self._agent, f"parameter server {self.name!r}", self._attachments, prepare, patience)
         except BaseException:
-            self.close()  # nobody is to wait for a trainer that did not start
+            self.close()
             raise
         self._flat.deliver()
-
-    def _enter(self) -> None:
-        firsts = [each.announce() for each in self._attachments]
-        if isinstance(self._consistency, Sync):  # all servers are in the same round, or will be in a moment
-            firsts = [max(firsts)] * len(firsts)
-        limit = self._agent.config.join_timeout
-        entered = [each.enter(first, limit) for each, first in zip(self._attachments, firsts, strict=True)]
-        try:
-            welcomes = wait_all(entered)
-        except CallTimeout as error:
-            raise JoinError(
-                f"parameter server {self.name!r} did not start within {limit} s: fewer trainers came than it waits "
-                "for, or a round takes longer. Start them, or raise Config.join_timeout"
-            ) from error
-        for attachment, welcome in zip(self._attachments, welcomes, strict=True):
-            attachment.entered(welcome)
-
-    def _find_or_found(self) -> None:
-        lead, *others = self._attachments
-        for _ in pauses():
-            may = self._agent.invoke(lead.server, service.found, (self.name, self._trainer))
-            if may is not False:  # then somebody else is making the shards
-                break
-        if may:
-            version = self._newest_common()
-            for attachment in (*others, lead):
-                attachment.create(version)
-
-    def _newest_common(self) -> int | None:
-        """The newest version of which every server has a checkpoint, or None to begin anew."""
-        saved = {each.server: each.saved() for each in self._attachments}
-        if not any(saved.values()):
-            return None
-        common = set.intersection(*map(set, saved.values()))
-        if not common:
-            raise UsageError(f"the servers have checkpoints of different versions, and none in common: {saved}")
-        return max(common)
 
     def _push(self, changes: dict[int, Options]) -> list[Answer]:
         """Push to all servers at once. Where there is only one, by a call that is waited for, which is the fastest."""
@@ -257,22 +223,27 @@ class Optimizer(optim.Optimizer):
             ((only, version),) = pushes
             try:
                 return [only.push(self.steps, version, changes)]
-            except (PeerLost, StaleReference) as error:
+            except GONE as error:
                 return [self._again(only, version)(error).wait()]
-        started = [each.start_push(self.steps, version, changes) for each, version in pushes]
-        return answers(
-            self._agent, [(future, self._again(*push)) for future, push in zip(started, pushes, strict=True)]
-        )
+        calls = [
+            Call(
+                each.start_push(self.steps, version, changes),
+                self._again(each, version),
+                partial(each.stay, self.steps),
+            )
+            for each, version in pushes
+        ]
+        return answers(self._agent, calls)
 
     def _version_of(self, attachment: Attachment) -> int:
         """What the gradients were computed with. Rounds are the same on all servers."""
         return self.version if isinstance(self._consistency, Sync) else attachment.version
 
-    def _again(self, attachment: Attachment, version: int) -> Again[Answer]:
+    def _again(self, attachment: Attachment, version: int) -> Callable[[Exception], Future[Answer]]:
         """Wait for a server that was lost, which may come back."""
 
         def again(error: Exception) -> Future[Answer]:
-            return attachment.push_again(self.steps, version, dict(enumerate(self._known)), error, self._patience)
+            return attachment.push_again(self.steps, version, dict(enumerate(self._known)), error)
 
         return again
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from telegrad.agent.routes import anywhere
 from telegrad.agent.targets import trusted
-from telegrad.errors import StaleReference
+from telegrad.errors import JoinError, UsageError
 from telegrad.ps import segments
 from telegrad.ps.checkpoint import Archive, Snapshot
-from telegrad.ps.council import Council
 from telegrad.ps.holdings import Holdings, now_or_later
-from telegrad.ps.messages import Answer, Gradients, Plan, Steps, Welcome, worker_of
+from telegrad.ps.leader import LeaderProtocol
+from telegrad.ps.messages import Answer, Gradients, Plan, Saved, Steps, Welcome, worker_of
 from telegrad.ps.segments import Handle
 from telegrad.ps.shard import Shard
 from telegrad.ps.solver import Options, State
@@ -64,35 +64,46 @@ class Shards:
         if self.has(name):
             self.find(name).leave(trainer)
 
-    def saved(self, plan: Plan) -> list[int]:
-        """The versions that a new shard could begin with."""
+    def saved(self, plan: Plan) -> Saved:
+        """Say what a shard could begin with."""
+        here = self.has(plan.name)
+        pristine = here and self.find(plan.name).version == 0 and not self.find(plan.name).known
         archive = self._archive(plan)
-        if archive is None:
-            return []
-        newest = None if archive.rule.resume else archive.newest()
-        usable = archive.rule.resume or (newest is not None and newest.run == self.agent.group)
-        return archive.versions() if usable else []
+        newest = None if archive is None else archive.newest()
+        if archive is None or newest is None:
+            return Saved(here, pristine, ours=False, versions=[])
+        ours = newest.run == self.agent.group
+        return Saved(here, pristine, ours, archive.readable() if ours or archive.rule.resume else [])
 
     def create(self, plan: Plan, values: Tensor, version: int | None) -> None:
-        """A shard with a version that was saved or, if that is None, with these values."""
+        """Make a shard with a version that was saved or, if that is None, with these values.
+
+        One that is here and that nobody has used is replaced: whoever made it died before it had made all.
+        """
         with self._holdings.lock:
-            if self.has(plan.name):
+            if self.has(plan.name) and (self.find(plan.name).known or self.find(plan.name).version > 0):
                 return
             archive = self._archive(plan)
-            snapshot = None if archive is None or version is None else archive.read(version)
+            snapshot = None if archive is None or version is None else archive.find(version)
             if archive is not None:
+                if version is not None and snapshot is None:
+                    raise UsageError(f"worker {self.agent.name!r} cannot read its checkpoint of version {version}")
                 archive.clear(after=-1 if version is None else version)
             self._make(plan, values, archive, snapshot)
 
     def recreate(self, plan: Plan) -> None:
-        """A shard that was here in an earlier life of this worker, from its newest checkpoint; unless it is here."""
+        """Make a shard that was here before this worker was restarted, from its newest checkpoint."""
         with self._holdings.lock:
             if self.has(plan.name):
                 return
             archive = self._archive(plan)
             snapshot = None if archive is None else archive.newest()
             if archive is None or snapshot is None or not (archive.rule.resume or snapshot.run == self.agent.group):
-                raise StaleReference(f"worker {self.agent.name!r} has come back without its part of {plan.name!r}")
+                where = "it saves none" if archive is None else f"there is none of this run in {plan.checkpoint.folder}"  # type: ignore[union-attr]
+                raise JoinError(
+                    f"worker {self.agent.name!r} has come back without its part of parameter server {plan.name!r}: it "
+                    f"needs a checkpoint that can be read, and {where}. Start the training anew"
+                )
             values = segments.private(plan.share.nbytes, _usable(plan.device))
             self._make(plan, values, archive, snapshot).look_around()
 
@@ -104,18 +115,20 @@ class Shards:
         agent, rule = self.agent, plan.checkpoint
         return None if rule is None else Archive(rule, plan.name, agent.name, agent.threads.start)
 
-    def _make(self, plan: Plan, values: Tensor, archive: Archive | None, snapshot: Snapshot | None) -> Council:
+    def _make(self, plan: Plan, values: Tensor, archive: Archive | None, snapshot: Snapshot | None) -> LeaderProtocol:
         agent, what = self.agent, _what(plan.name)
-        council = Council(agent, what, plan.servers, patient=archive is not None)
-        shard = Shard(plan, values, shares_memory(agent), agent.group, archive, council.followers, council.ask)
+        protocol = LeaderProtocol(agent, what, plan.servers, patient=archive is not None)
+        shard = Shard(plan, values, shares_memory(agent), agent.group, archive, protocol.role)
+        expected: list[str] = []
         if archive is not None and snapshot is not None:
-            expected = archive.members() if snapshot.run == agent.group else []
-            shard.restore(snapshot, expected)
-            for worker in set(map(worker_of, expected)):
-                agent.watch(worker)
-        shard.save()
+            members, started = archive.members()
+            expected = members if snapshot.run == agent.group else []
+            shard.restore(snapshot, expected, started)
+        shard.save_first()
         self._holdings.add(what, shard)
-        return council
+        self._holdings.expect(shard, expected)
+        shard.start()
+        return protocol
 
 
 def _what(name: str) -> str:
@@ -143,8 +156,8 @@ def found(name: str, trainer: str) -> bool | None:
 
 
 @trusted
-def saved(plan: Plan) -> list[int]:
-    """The versions of which this server has a checkpoint."""
+def saved(plan: Plan) -> Saved:
+    """Say what of a parameter server is here, in memory or in checkpoints."""
     return Shards.here().saved(plan)
 
 
@@ -153,6 +166,18 @@ def saved(plan: Plan) -> list[int]:
 def create(plan: Plan, values: Tensor, version: int | None) -> None:
     """Make a shard, unless there is one."""
     Shards.here().create(plan, values, version)
+
+
+@trusted
+def recreate(plan: Plan) -> None:
+    """Make a shard again that was here before this worker was restarted."""
+    Shards.here().recreate(plan)
+
+
+@trusted
+def has_member(name: str, trainer: str) -> bool:
+    """Return whether a trainer takes part here."""
+    return Shards.here().find(name).has_member(trainer)
 
 
 @trusted
@@ -179,17 +204,19 @@ def enter(name: str, trainer: str, first: int, gradients: Handle | None) -> Any:
 def resume(
     plan: Plan,
     trainer: str,
+    first: int,
     acknowledged: int,
     version: int,
     values: Tensor,
     gradients: Handle | None,
     applied: Steps,
 ) -> Welcome:
-    """A trainer comes back to a server that has lost it, most likely because it was restarted."""
+    """Let a trainer come back to a server that has lost it, most likely because it was restarted."""
     shards = Shards.here()
+    Holdings.here().refuse_lost(trainer)
     shards.recreate(plan)
     shard = shards.find(plan.name)
-    welcome = shard.resume(trainer, acknowledged, version, values, gradients, applied)
+    welcome = shard.resume(trainer, first, acknowledged, version, values, gradients, applied)
     shards.check(shard, trainer)
     return welcome
 

@@ -11,7 +11,7 @@ copied, that it was overtaken fetches the values by a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,11 +19,11 @@ from torch import Tensor
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.ps import compression, segments
-from telegrad.ps.attendance import Action, Report, act
 from telegrad.ps.buckets import Staging
 from telegrad.ps.checkpoint import Archive, Snapshot
 from telegrad.ps.consistency import Sync
-from telegrad.ps.holding import Holding
+from telegrad.ps.coordinator import Report
+from telegrad.ps.holding import ALONE, Holding, Role, act
 from telegrad.ps.messages import Answer, Gradients, Plan, Steps, Welcome
 from telegrad.ps.segments import Handle, Mapping
 from telegrad.ps.solver import Options, Solver, State, works_by_element
@@ -46,10 +46,9 @@ class Shard(Holding):
         sharing: bool,
         run: str = "",
         archive: Archive | None = None,
-        followers: Sequence[str] = (),
-        ask: Callable[[int, Steps], None] | None = None,
+        role: Role = ALONE,
     ) -> None:
-        super().__init__(plan.consistency, plan.trainers, run, archive, followers, ask)
+        super().__init__(plan.consistency, plan.trainers, run, archive, role)
         self.plan = plan
         self._strict = plan.consistency == Sync()
         self._places = 1 if self._strict else 2
@@ -65,7 +64,7 @@ class Shard(Holding):
         self._stagings: dict[str, Staging] = {}  # of trainers whose gradients come piece by piece
 
     def __repr__(self) -> str:
-        return f"<Shard of {self.plan.name!r}: {self.plan.share.nbytes} bytes, {self._attendance!r}>"
+        return f"<Shard of {self.plan.name!r}: {self.plan.share.nbytes} bytes, {self._coordinator!r}>"
 
     # Who takes part
 
@@ -77,7 +76,7 @@ class Shard(Holding):
                 f"but it has {_described(self.plan)}"
             )
         with self._lock:
-            return self._attendance.announce(trainer)
+            return self._coordinator.announce(trainer)
 
     def enter(self, trainer: str, first: int, gradients: Handle | None) -> Future[Welcome]:
         """A trainer is here; the answer comes when it may start, which is in round `first`."""
@@ -85,14 +84,19 @@ class Shard(Holding):
         mapped = self._mapped(gradients)
         with self._lock:
             self._share(trainer, mapped)
-            actions = self._attendance.enter(trainer, first, future)
-            self._publish()
-            self._note_members()
+            actions = self._enter(trainer, first, future)
         act(actions)
         return future
 
     def resume(
-        self, trainer: str, acknowledged: int, version: int, values: Tensor, gradients: Handle | None, applied: Steps
+        self,
+        trainer: str,
+        first: int,
+        acknowledged: int,
+        version: int,
+        values: Tensor,
+        gradients: Handle | None,
+        applied: Steps,
     ) -> Welcome:
         """A trainer comes back to a server that was restarted. If it holds a newer version, the server takes that.
 
@@ -103,11 +107,9 @@ class Shard(Holding):
             self._share(trainer, mapped)
             if version > self.version:
                 self._values.copy_(values)
-                for each, step in applied.items():
-                    self._attendance.applied[each] = max(self._attendance.applied.get(each, 0), step)
-            actions = self._attendance.resume(trainer, acknowledged, version)
-            self._publish()
-            self._note_members()
+            else:
+                applied = {}
+            actions = self._resume(trainer, first, acknowledged, version, applied)
             welcome = Welcome(Answer(self.version), mapped is not None, self._handle)
         act(actions)
         return welcome
@@ -120,12 +122,9 @@ class Shard(Holding):
         if mapped is not None:
             self._gradients[trainer] = mapped
 
-    def _leave(self, trainer: str) -> list[Action]:
+    def _forget_trainer(self, trainer: str) -> None:
         self._gradients.pop(trainer, None)
         self._stagings.pop(trainer, None)
-        actions = super()._leave(trainer)
-        self._publish()
-        return actions
 
     # What they bring
 
@@ -135,7 +134,7 @@ class Shard(Holding):
 
     def _staging(self, trainer: str) -> Staging:
         with self._lock:
-            self._attendance.check(trainer)
+            self._coordinator.check(trainer)
             if trainer not in self._stagings:
                 self._stagings[trainer] = Staging(self.plan.share)
             return self._stagings[trainer]
@@ -154,21 +153,22 @@ class Shard(Holding):
 
         `missing` are the numbers of parameters that have no gradient; zeros stand in their place.
         """
+        future: Future[Answer] = Future()
         if isinstance(gradients, list):
             gradients = compression.unpack(self.plan.share, gradients)
         elif isinstance(gradients, dict):
             gradients = self._staging(trainer).complete(step, gradients)
         with self._lock:
-            self._attendance.check(trainer)
+            self._coordinator.check(trainer)
             if gradients is None:
                 if trainer not in self._gradients:
                     raise UsageError("a push without gradients from a trainer that does not share them")
                 gradients = self._gradients[trainer].contents[self.plan.share.start : self.plan.share.stop]
             content = _Content(changes, gradients.to(self._values.device), by_value, missing)
-            report = Report(trainer, step, version, content, Future())
-            actions = self._attendance.take(report)
+            report = Report(trainer, step, version, content, future)
+            actions = self._carry_out(self._coordinator.report(report))
         act(actions)
-        return report.future
+        return future
 
     def pull(self) -> Answer:
         """The values now, by value."""
@@ -188,7 +188,7 @@ class Shard(Holding):
 
     # Checkpoints
 
-    def restore(self, snapshot: Snapshot, expected: Sequence[str]) -> None:
+    def restore(self, snapshot: Snapshot, expected: Sequence[str] = (), started: bool = False) -> None:
         """Begin where a snapshot ends. Of the same run, the trainers that took part are waited for."""
         if snapshot.values.keys() != {part.label for part in self.plan.share.parts}:
             raise UsageError(
@@ -196,19 +196,23 @@ class Shard(Holding):
                 f"of servers: it has {', '.join(sorted(snapshot.values))}"
             )
         with self._lock:
-            for part in self.plan.share.parts:
-                part.of(self._values).copy_(snapshot.values[part.label])
-            self._solver.change(dict(enumerate(snapshot.groups)))
-            self._solver.load(snapshot.states)
-            self._restore(snapshot, expected)
+            self._load(snapshot)
+            self._restore(snapshot, expected, started)
             self._publish()
+
+    def _load(self, snapshot: Snapshot) -> None:
+        for part in self.plan.share.parts:
+            part.of(self._values).copy_(snapshot.values[part.label])
+        self._solver.change(dict(enumerate(snapshot.groups)))
+        self._solver.load(snapshot.states)
 
     def _snapshot(self) -> Snapshot:
         values = {part.label: part.of(self._values).clone() for part in self.plan.share.parts}
         states, groups = self._solver.state(), self._solver.options()
-        return Snapshot(self.version, self._run, values, states, groups, dict(self._attendance.applied))
+        applied = dict(self._coordinator.applied)
+        return Snapshot(self.version, self._run, values, states, groups, applied, self._last_round)
 
-    # What attendance needs, under the lock
+    # What is trained, under the lock
 
     def apply(self, reports: list[Report]) -> None:
         contents: list[_Content] = [report.content for report in reports]
@@ -219,10 +223,6 @@ class Shard(Holding):
         if contents:
             missing = frozenset.intersection(*(content.missing for content in contents))
             self._solver.step([content.gradients for content in contents], missing)
-
-    def stepped(self) -> None:
-        self._publish()
-        super().stepped()
 
     def answer(self, report: Report) -> Answer:
         if not report.content.by_value:
@@ -238,9 +238,9 @@ class Shard(Holding):
 
     @property
     def _told(self) -> Steps | None:
-        """What trainers must know to bring back a version. In rounds, its number says it all."""
-        known = self._archive is not None and not self._attendance.in_rounds
-        return dict(self._attendance.applied) if known else None
+        """What trainers must know to bring back a version. With `Sync()`, its number says it all."""
+        known = self._archive is not None and not self._strict
+        return dict(self._coordinator.applied) if known else None
 
     @property
     def _handle(self) -> Handle | None:

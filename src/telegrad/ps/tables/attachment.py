@@ -6,14 +6,15 @@ since the last answer to a push. Used by the thread that trains.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from telegrad.errors import PeerLost, StaleReference
+from telegrad.errors import CallTimeout
 from telegrad.futures import Future
-from telegrad.ps.joining import Again, insist, settled
+from telegrad.ps.joining import GONE, LocalTrainers, insist, settled
 from telegrad.ps.messages import Answer
 from telegrad.ps.tables import service
 from telegrad.ps.tables.messages import Definition, Plan, Update, Wanted
@@ -33,6 +34,7 @@ class Attachment:
         self.current = False
         self._agent = agent
         self._me = trainer
+        self._first = 0  # the round, or clock, that this trainer has started with
 
     def __repr__(self) -> str:
         return f"<Attachment to tables {self.plan.name!r} on {self.server!r}: version {self.version}>"
@@ -40,15 +42,21 @@ class Attachment:
     # Coming and going
 
     def announce(self) -> int:
+        self._agent.service(LocalTrainers).names.add(self._me)
         return int(self._agent.invoke(self.server, service.announce, (self.plan, self._me)))
 
     def enter(self, first: int, timeout: float) -> Future[Answer]:
+        self._first = first
         return self._agent.start(self.server, service.enter, (self.plan.name, self._me, first), None, timeout)
 
     def define(self, tables: list[Definition]) -> Future[None]:
         return self._start(service.define, tables)
 
+    def entered(self, answer: Answer) -> None:
+        self.pushed(answer)
+
     def leave(self) -> Future[None]:
+        self._agent.service(LocalTrainers).names.discard(self._me)
         return self._start(service.leave, self._me)
 
     # Rows
@@ -67,6 +75,8 @@ class Attachment:
 
     def pushed(self, answer: Answer) -> Answer:
         self.version, self.current = answer.version, False
+        if answer.problem is not None:
+            warnings.warn(f"tables {self.plan.name!r} on {self.server!r}: {answer.problem}", stacklevel=4)
         return answer
 
     def put(self, table: str, ids: Tensor, values: Tensor) -> Future[None]:
@@ -77,21 +87,42 @@ class Attachment:
         return part
 
     def again(
-        self, call: Callable[[], Future[T]], tables: Sequence[Definition], acknowledged: int, patience: float
-    ) -> Again[T]:
+        self,
+        call: Callable[[], Future[T]],
+        tables: Sequence[Definition],
+        acknowledged: int,
+        patience: float,
+        error: Exception,
+    ) -> Future[T]:
         """Wait until a server that is gone has come back, and make a call that it has not answered."""
+        if self.plan.checkpoint is None:
+            raise error
 
-        def again(error: Exception) -> Future[T]:
-            if self.plan.checkpoint is None:
-                raise error
-            return insist(attempt, patience, (PeerLost, StaleReference))
-
-        def attempt() -> Future[T]:
-            arguments = (self.plan, list(tables), self._me, acknowledged, self.version)
-            self._agent.invoke(self.server, service.resume, arguments)
+        def attempt(reached: Callable[[], None]) -> Future[T]:
+            self._come_back(tables, acknowledged, self.version)
+            reached()
             return settled(call())
 
-        return again
+        return insist(attempt, patience)
+
+    def stay(self, tables: Sequence[Definition], step: int, answer: Answer) -> None:
+        """Make sure that a server that has answered this step still has this trainer, which other servers may need."""
+        try:
+            if self._agent.invoke(self.server, service.has_member, (self.plan.name, self._me)):
+                return
+        except CallTimeout:
+            return  # it is there, and busy
+        except GONE:
+            if self.plan.checkpoint is None:
+                raise
+        try:
+            self._come_back(tables, step, answer.version)
+        except (CallTimeout, *GONE):
+            return  # it is tried again as long as another server has not answered
+
+    def _come_back(self, tables: Sequence[Definition], acknowledged: int, version: int) -> None:
+        arguments = (self.plan, list(tables), self._me, self._first, acknowledged, version)
+        self._agent.invoke(self.server, service.resume, arguments)
 
     def _start(self, function: Any, *args: Any) -> Future[Any]:
         return self._agent.start(self.server, function, (self.plan.name, *args), None, None)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from telegrad.errors import CallTimeout, JoinError, UsageError
-from telegrad.futures import Future, wait_all
+from telegrad.errors import UsageError
+from telegrad.futures import Future
 from telegrad.ps.checkpoint import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync
-from telegrad.ps.joining import Again, agent_of, answers, closing, matching
+from telegrad.ps.joining import Call, agent_of, answers, closing, join, leave, matching
 from telegrad.ps.messages import Answer, trainer_name
 from telegrad.ps.tables.attachment import Attachment
 from telegrad.ps.tables.batch import Batch, total
@@ -64,7 +64,7 @@ class Tables:
         self._definitions: dict[str, Definition] = {}
         self._told: dict[str, Rule] = {}
         self._gradients: dict[str, list[tuple[Batch, Tensor]]] = {}
-        self._pushed: list[tuple[Future[Answer], Again[Answer]]] = []
+        self._pushed: list[Call[Answer]] = []
         self._acknowledged = 0
         self._member = True
         trainer = trainer_name(self._agent.me.incarnation, next(_numbers))
@@ -112,9 +112,8 @@ class Tables:
 
     def close(self) -> None:
         """Leave: the other trainers no longer wait for this one. Rows can still be read."""
-        if self._member and not self._agent.closing:
-            for leaving in [each.leave() for each in self._attachments]:
-                leaving.exception()  # a server that is gone need not be told
+        if self._member:
+            leave(self._agent, self._attachments)
         self._member = False
 
     # What tables need
@@ -124,7 +123,7 @@ class Tables:
         if shape.name in self._definitions:
             raise UsageError(f"there is a table {shape.name!r} in {self.name!r} already; give each another name")
         definition = Definition(shape, rule)
-        wait_all([each.define([definition]) for each in self._attachments])
+        self._everywhere([partial(each.define, [definition]) for each in self._attachments])
         self._definitions[shape.name] = definition
         self._told[shape.name] = rule
         return self._gradients.setdefault(shape.name, [])
@@ -158,7 +157,7 @@ class Tables:
 
     def put(self, table: str, batch: Batch, values: Tensor) -> None:
         parts = zip(self._attachments, batch.split(batch.ids), batch.split(values), strict=True)
-        wait_all([each.put(table, ids, lines) for each, ids, lines in parts])
+        self._everywhere([partial(each.put, table, ids, lines) for each, ids, lines in parts])
 
     def parts(self, table: str, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """All rows of a table that were ever trained, `count` at a time."""
@@ -197,7 +196,7 @@ class Tables:
                     mine.append(Update(table, ids, lines, rule))
         self.steps += 1
         self._pushed = [
-            self._started(each, partial(each.push, self.steps, version, mine))
+            self._started(each, partial(each.push, self.steps, version, mine), self._stay(each, self.steps))
             for each, version, mine in zip(self._attachments, self._versions(), updates, strict=True)
         ]
 
@@ -222,22 +221,11 @@ class Tables:
         return rule
 
     def _join(self) -> None:
+        patience = None if self._attachments[0].plan.checkpoint is None else self._patience
         try:
-            firsts = [each.announce() for each in self._attachments]
-            if isinstance(self._consistency, Sync):  # all servers are in the same round, or will be in a moment
-                firsts = [max(firsts)] * len(firsts)
-            limit = self._agent.config.join_timeout
-            entered = [each.enter(first, limit) for each, first in zip(self._attachments, firsts, strict=True)]
-            for each, answer in zip(self._attachments, wait_all(entered), strict=True):
-                each.pushed(answer)
-        except CallTimeout as error:
-            self.close()
-            raise JoinError(
-                f"tables {self.name!r} were not started within {limit} s: fewer trainers came than they wait for, or a "
-                "round takes longer. Start them, or raise Config.join_timeout"
-            ) from error
+            join(self._agent, f"tables {self.name!r}", self._attachments, lambda: None, patience)
         except BaseException:
-            self.close()  # nobody is to wait for a trainer that did not start
+            self._member = False
             raise
 
     def _versions(self) -> list[int]:
@@ -247,16 +235,32 @@ class Tables:
         fetched = [each.version for each in self._attachments if each.current]
         return [min(fetched, default=self.version)] * self.servers
 
-    def _started(self, attachment: Attachment, call: Callable[[], Future[Any]]) -> tuple[Future[Any], Again[Any]]:
-        """A call, and what to do if the server is lost, which may come back."""
-        if not self._member:
-            return call(), _give_up
+    def _started(
+        self, attachment: Attachment, call: Callable[[], Future[Any]], stay: Callable[[Any], None] | None = None
+    ) -> Call[Any]:
+        """Make a call, and say what to do if the server is lost, which may come back."""
         tables = list(self._definitions.values())
-        return call(), attachment.again(call, tables, self._acknowledged, self._patience)
+        acknowledged, patience = self._acknowledged, self._patience
+
+        def again(error: Exception) -> Future[Any]:
+            if not self._member:
+                raise error
+            return attachment.again(call, tables, acknowledged, patience, error)
+
+        return Call(call(), again, stay or _need_not_stay)
+
+    def _stay(self, attachment: Attachment, step: int) -> Callable[[Answer], None]:
+        return partial(attachment.stay, list(self._definitions.values()), step)
+
+    def _everywhere(self, calls: Sequence[Callable[[], Future[Any]]]) -> list[Any]:
+        """Make a call to each server."""
+        return answers(
+            self._agent, [self._started(each, call) for each, call in zip(self._attachments, calls, strict=True)]
+        )
 
 
-def _give_up(error: Exception) -> Future[Any]:
-    raise error
+def _need_not_stay(_: Any) -> None:
+    """Nobody waits for others in this call."""
 
 
 def _together(parts: list[Tensor], shape: Shape) -> Tensor:

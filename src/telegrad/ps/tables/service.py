@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from telegrad.agent.targets import trusted
-from telegrad.errors import StaleReference
+from telegrad.errors import JoinError
 from telegrad.ps.checkpoint import Archive
-from telegrad.ps.council import Council
 from telegrad.ps.holdings import Holdings, now_or_later
-from telegrad.ps.messages import Answer, worker_of
+from telegrad.ps.leader import LeaderProtocol
+from telegrad.ps.messages import Answer
 from telegrad.ps.tables.messages import Definition, Plan, Update, Wanted
 from telegrad.ps.tables.shard import Shard
 
@@ -27,37 +27,42 @@ def _what(name: str) -> str:
 
 
 def _have(holdings: Holdings, plan: Plan, back: bool) -> Shard:
-    """The shard, made if need be. One that trainers come `back` to must have a checkpoint."""
+    """Return the shard, made if need be. One that trainers come `back` to must have a checkpoint."""
     what = _what(plan.name)
     with holdings.lock:
         if not holdings.has(what):
-            council = Council(holdings.agent, what, plan.servers, patient=plan.checkpoint is not None)
-            holdings.add(what, _made(holdings, plan, council, back))
-            if back:
-                council.look_around()
+            protocol = LeaderProtocol(holdings.agent, what, plan.servers, patient=plan.checkpoint is not None)
+            shard, expected = _made(holdings, plan, protocol, back)
+            holdings.add(what, shard)
+            holdings.expect(shard, expected)
+            shard.start()
+            protocol.look_around()
         return holdings.find(what, Shard)
 
 
-def _made(holdings: Holdings, plan: Plan, council: Council, back: bool) -> Shard:
+def _made(holdings: Holdings, plan: Plan, protocol: LeaderProtocol, back: bool) -> tuple[Shard, list[str]]:
+    """Return a new shard, and the trainers that it has to wait for."""
     agent, rule = holdings.agent, plan.checkpoint
-    if rule is None:
-        if back:
-            raise StaleReference(f"worker {agent.name!r} has come back without its part of tables {plan.name!r}")
-        return Shard(plan, agent.group, None, council.followers, council.ask)
-    archive = Archive(rule, f"{plan.name}.tables", agent.name, agent.threads.start)
-    snapshot = archive.newest()
-    known = archive.members()
+    archive = None if rule is None else Archive(rule, f"{plan.name}.tables", agent.name, agent.threads.start)
+    shard = Shard(plan, agent.group, archive, protocol.role)
+    snapshot = None if archive is None else archive.newest()
     ours = snapshot is not None and snapshot.run == agent.group
-    shard = Shard(plan, agent.group, archive, council.followers, council.ask)
+    if back and not ours:
+        raise JoinError(
+            f"worker {agent.name!r} has come back without its part of tables {plan.name!r}: there is no checkpoint of "
+            "this run that can be read. Start the training anew"
+        )
+    if archive is None or rule is None:
+        return shard, []
+    expected: list[str] = []
     if snapshot is not None and (ours or rule.resume):
-        shard.restore(snapshot, known)
-    elif not back:
+        members, started = archive.members()
+        expected = members if ours else []
+        shard.restore(snapshot, expected, started)
+    else:
         archive.clear()
-    if ours:
-        for worker in set(map(worker_of, known)):
-            agent.watch(worker)
-    shard.save()
-    return shard
+    shard.save_first()
+    return shard, expected
 
 
 @trusted
@@ -79,14 +84,21 @@ def enter(name: str, trainer: str, first: int) -> Any:
 
 
 @trusted
-def resume(plan: Plan, tables: list[Definition], trainer: str, acknowledged: int, version: int) -> Answer:
-    """A trainer comes back to a server that has lost it, most likely because it was restarted."""
+def resume(plan: Plan, tables: list[Definition], trainer: str, first: int, acknowledged: int, version: int) -> Answer:
+    """Let a trainer come back to a server that has lost it, most likely because it was restarted."""
     holdings = Holdings.here()
+    holdings.refuse_lost(trainer)
     shard = _have(holdings, plan, back=True)
     shard.define(tables)
-    answer = shard.resume(trainer, acknowledged, version)
+    answer = shard.resume(trainer, first, acknowledged, version)
     holdings.check(shard, trainer)
     return answer
+
+
+@trusted
+def has_member(name: str, trainer: str) -> bool:
+    """Return whether a trainer takes part here."""
+    return find(name).has_member(trainer)
 
 
 @trusted

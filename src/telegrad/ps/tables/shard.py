@@ -6,37 +6,33 @@ that no trainer has named yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from telegrad.errors import StaleReference, UsageError
 from telegrad.futures import Future
-from telegrad.ps.attendance import Report, act
 from telegrad.ps.checkpoint import Archive, Snapshot
-from telegrad.ps.holding import Holding
-from telegrad.ps.messages import Answer, Steps
+from telegrad.ps.coordinator import Report
+from telegrad.ps.holding import ALONE, Holding, Role, act
+from telegrad.ps.messages import Answer
 from telegrad.ps.tables.messages import Definition, Plan, Update, Wanted
 from telegrad.ps.tables.storage import Storage
 
+_log = logging.getLogger(__name__)
+
 
 class Shard(Holding):
-    def __init__(
-        self,
-        plan: Plan,
-        run: str,
-        archive: Archive | None,
-        followers: Sequence[str] = (),
-        ask: Callable[[int, Steps], None] | None = None,
-    ) -> None:
-        super().__init__(plan.consistency, plan.trainers, run, archive, followers, ask)
+    def __init__(self, plan: Plan, run: str, archive: Archive | None, role: Role = ALONE) -> None:
+        super().__init__(plan.consistency, plan.trainers, run, archive, role)
         self.plan = plan
         self._storages: dict[str, Storage] = {}
         self._restored: dict[str, tuple[dict[str, Tensor], int]] = {}
 
     def __repr__(self) -> str:
-        return f"<Shard of tables {self.plan.name!r}: {list(self._storages.values())}, {self._attendance!r}>"
+        return f"<Shard of tables {self.plan.name!r}: {list(self._storages.values())}, {self._coordinator!r}>"
 
     def define(self, tables: Iterable[Definition]) -> None:
         """Have these tables; those that are here already must be the same."""
@@ -62,22 +58,23 @@ class Shard(Holding):
                 f"but there is {self.plan.consistency} on {', '.join(self.plan.servers)}"
             )
         with self._lock:
-            return self._attendance.announce(trainer)
+            return self._coordinator.announce(trainer)
 
     def enter(self, trainer: str, first: int) -> Future[Answer]:
         """A trainer is here; the answer comes when it may start, which is in round `first`."""
         future: Future[Answer] = Future()
         with self._lock:
-            actions = self._attendance.enter(trainer, first, future)
-            self._note_members()
+            actions = self._enter(trainer, first, future)
         act(actions)
         return future
 
-    def resume(self, trainer: str, acknowledged: int, version: int) -> Answer:
+    def resume(self, trainer: str, first: int, acknowledged: int, version: int) -> Answer:
         """A trainer comes back to a server that was restarted."""
         with self._lock:
-            actions = self._attendance.resume(trainer, acknowledged, version)
-            self._note_members()
+            if version > self.version and self._coordinator.applied:
+                lost = f"{version - self.version} steps of tables {self.plan.name!r}"
+                _log.warning("%s were not in the checkpoint of a server that was restarted, and are lost", lost)
+            actions = self._resume(trainer, first, acknowledged, version, {})
             answer = Answer(self.version)
         act(actions)
         return answer
@@ -90,13 +87,14 @@ class Shard(Holding):
             return self.version, [self._find(table).read(ids, keep) for table, ids in wanted]
 
     def push(self, trainer: str, step: int, version: int, updates: list[Update]) -> Future[Answer]:
-        report = Report(trainer, step, version, updates, Future())
+        future: Future[Answer] = Future()
+        report = Report(trainer, step, version, updates, future)
         with self._lock:
             for update in updates:
                 self._find(update.table)
-            actions = self._attendance.take(report)
+            actions = self._carry_out(self._coordinator.report(report))
         act(actions)
-        return report.future
+        return future
 
     def put(self, table: str, ids: Tensor, values: Tensor) -> None:
         with self._lock:
@@ -108,7 +106,7 @@ class Shard(Holding):
 
     # Checkpoints
 
-    def restore(self, snapshot: Snapshot, expected: Sequence[str]) -> None:
+    def restore(self, snapshot: Snapshot, expected: Sequence[str] = (), started: bool = False) -> None:
         """Begin where a snapshot ends. Of the same run, the trainers that took part are waited for."""
         (about,) = snapshot.groups
         number, servers = about["servers"]
@@ -118,25 +116,34 @@ class Shard(Holding):
                 f"{self.plan.number + 1} of {len(self.plan.servers)}: resume with the same servers"
             )
         with self._lock:
-            for table, steps in about["tables"].items():
-                prefix = f"{table}/"
-                contents = {
-                    key.removeprefix(prefix): each for key, each in snapshot.values.items() if key.startswith(prefix)
-                }
+            self._load(snapshot)
+            self._restore(snapshot, expected, started)
+
+    def _load(self, snapshot: Snapshot) -> None:
+        (about,) = snapshot.groups
+        for table, steps in about["tables"].items():
+            prefix = f"{table}/"
+            contents = {
+                key.removeprefix(prefix): each for key, each in snapshot.values.items() if key.startswith(prefix)
+            }
+            if table in self._storages:
+                self._storages[table].restore(contents, steps)
+            else:
                 self._restored[table] = contents, steps
-            self._restore(snapshot, expected)
+        for table, storage in self._storages.items():
+            if table not in about["tables"]:  # it was defined after that snapshot was made
+                self._storages[table] = Storage(storage.shape, storage.rule)
 
     def _snapshot(self) -> Snapshot:
-        values = {
-            f"{name}/{key}": each
-            for name, storage in self._storages.items()
-            for key, each in storage.contents().items()
-        }
+        tables = {name: (storage.contents(), storage.steps) for name, storage in self._storages.items()}
+        tables.update(self._restored)  # that no trainer has named yet
+        values = {f"{name}/{key}": each for name, (contents, _) in tables.items() for key, each in contents.items()}
         about: dict[str, Any] = {
             "servers": [self.plan.number, len(self.plan.servers)],
-            "tables": {name: storage.steps for name, storage in self._storages.items()},
+            "tables": {name: steps for name, (_, steps) in tables.items()},
         }
-        return Snapshot(self.version, self._run, values, [], [about], dict(self._attendance.applied))
+        applied = dict(self._coordinator.applied)
+        return Snapshot(self.version, self._run, values, [], [about], applied, self._last_round)
 
     # Inside, under the lock
 
