@@ -302,7 +302,7 @@ def test_what_cannot_be_written_is_heard_of(tmp_path: Path, monkeypatch: pytest.
         archive.save(snapshot(1))
         assert archive.problem is not None
         assert "no space left" in archive.problem
-        with pytest.raises(OSError, match="no space left"):
+        with pytest.raises(UsageError, match="no space left"):
             archive.write_now(snapshot(1))
     assert list((tmp_path / "default" / "w0").iterdir()) == []  # what was begun takes up no space
     archive.save(snapshot(3))

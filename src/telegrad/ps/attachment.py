@@ -8,6 +8,7 @@ calls.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,8 @@ class Attachment:
         self._early: Early | None = None
         self._step = 0  # the last that was pushed
         self._applied: dict[str, int] = {}  # whose steps are in that version
+        self._busy = True  # it joins, or is in the middle of a step
+        self._change = threading.Lock()  # of `_busy`
         self._first = 0  # the round, or clock, that this trainer has started with
         self._taken: Answer | None = None  # the last
         flat.listen(self.ready)
@@ -85,7 +88,7 @@ class Attachment:
         self._agent.invoke(self.server, service.recreate, (self.plan,))
 
     def announce(self) -> int:
-        self._agent.service(LocalTrainers).names.add(self._me)
+        self._agent.service(LocalTrainers).sides[self._me, self.server] = self
         return int(self._agent.invoke(self.server, service.announce, (self.plan, self._me)))
 
     def enter(self, first: int, timeout: float) -> Future[Welcome]:
@@ -124,10 +127,24 @@ class Attachment:
     def _handle(self) -> Handle | None:
         return None if self._flat.segment is None else self._flat.segment.handle
 
+    def is_member(self) -> bool:
+        """Return whether the server knows this trainer."""
+        return bool(self._agent.invoke(self.server, service.has_member, (self.plan.name, self._me)))
+
+    def come_back_if_idle(self) -> None:
+        """Come back to a server that was restarted, unless there is a step under way, which does that itself."""
+        with self._change:
+            if self._busy or self.plan.checkpoint is None:
+                return
+            try:
+                self._come_back(self._step)
+            except (CallTimeout, *GONE):
+                return  # it was restarted again
+
     def stay(self, step: int, answer: Answer) -> None:
         """Make sure that a server that has answered this step still has this trainer, which other servers may need."""
         try:
-            if self._agent.invoke(self.server, service.has_member, (self.plan.name, self._me)):
+            if self.is_member():
                 return
         except CallTimeout:
             return  # it is there, and busy
@@ -136,12 +153,13 @@ class Attachment:
                 raise
         try:
             self.take(answer)
-            self._come_back(step)
+            with self._change:
+                self._come_back(step)
         except (CallTimeout, *GONE):
             return  # it is tried again as long as another server has not answered
 
     def leave(self) -> Future[None]:
-        self._agent.service(LocalTrainers).names.discard(self._me)
+        self._agent.service(LocalTrainers).sides.pop((self._me, self.server), None)
         return self._start(service.leave, self.plan.name, self._me)
 
     # Steps
@@ -184,6 +202,8 @@ class Attachment:
         return insist(attempt, self.patience)
 
     def _pushed(self, step: int, version: int, changes: dict[int, Options]) -> tuple[Any, ...]:
+        with self._change:
+            self._busy = True
         gradients = None if self._shares else self._travelling(step)
         self._step = step
         pushed = (self.plan.name, self._me, step, version, changes, gradients, self._memory is None)
@@ -209,7 +229,7 @@ class Attachment:
         return [run.of(gradients) for run in self.plan.share.runs]
 
     def take(self, answer: Answer) -> None:
-        """Copy what the server answered into the flat memory."""
+        """Copy what the server answered into the flat memory; the step is over then."""
         if answer is self._taken:
             return
         given = answer
@@ -223,6 +243,8 @@ class Attachment:
         self.version = answer.version
         self._applied = answer.applied or {}
         self._taken = given
+        with self._change:
+            self._busy = False
         if given.problem is not None:
             warnings.warn(f"parameter server {self.plan.name!r} on {self.server!r}: {given.problem}", stacklevel=4)
 

@@ -116,6 +116,9 @@ class Archive:
             names = [entry.name for entry in self._folder.iterdir()]
         except FileNotFoundError:
             return []
+        except OSError as error:
+            _warn_damaged(self._folder, error)
+            return []
         return sorted(int(name) for name in names if name.isdigit())
 
     def readable(self) -> list[int]:
@@ -205,8 +208,14 @@ class Archive:
                 self._start(self._write_all)
 
     def write_now(self, snapshot: Snapshot) -> None:
-        """Write a snapshot, and raise if that fails."""
-        self._write(snapshot)
+        """Write a snapshot, and raise an error if that fails."""
+        try:
+            self._write(snapshot)
+        except Exception as error:
+            raise UsageError(
+                f"the first checkpoint cannot be written into {self._folder}: {type(error).__name__}: {error}. Choose "
+                "another folder, or make room"
+            ) from error
 
     def finish(self) -> None:
         """Wait until everything is on disk."""
@@ -281,7 +290,7 @@ class Archive:
 
 
 def _warn_damaged(path: Path, error: Exception) -> None:
-    _log.warning("%s cannot be used: %s: %s", path, type(error).__name__, error)
+    _log.warning("%s cannot be used: %s", path, f"{type(error).__name__}: {error}")  # not the error with its frames
 
 
 def _checksum(path: Path) -> int:

@@ -16,7 +16,7 @@ Of several servers the first leads. A follower whose round is complete sends a v
 it holds. It keeps them until it knows the decision, even if their trainers die. The leader waits
 for the votes of all followers and takes the trainers that all servers have reports of.
 
-With `confirm` (every step is on disk before it is acknowledged) there is a second phase: a server
+With `exact` (every step is on disk before it is acknowledged) there is a second phase: a server
 that has made the step keeps it as `made`, votes again, and answers its trainers only when the
 leader knows that all servers have made it. Until then nobody has seen the new version, so it can be
 undone: if a server was restarted and a trainer of the round has died, that server can never make
@@ -62,6 +62,7 @@ class Vote(NamedTuple):
     held: Steps  # the reports that it has or, if `made`, those that it has made the step of
     known: frozenset[str] = frozenset()  # trainers that it waits for or has reports of
     made: bool = False
+    complete: bool = True  # if not, it only says what a restarted server has
 
 
 class Verdict(NamedTuple):
@@ -211,6 +212,13 @@ class Coordinator(ABC):
         if len(self._joined) >= self._trainers:
             self.started = True
 
+    def _enter(self, trainer: str, first: int, future: Any) -> list[Decision]:
+        """Let a trainer wait for its start. It may come again if another server was restarted meanwhile."""
+        before = [each for each in self._entering if each.trainer == trainer]
+        self._entering = [each for each in self._entering if each not in before]
+        self._entering.append(_Entering(trainer, first, future))
+        return [Fail(each.future, StaleReference("the trainer has joined again")) for each in before]
+
     def _remove(self, trainer: str) -> None:
         self.members.discard(trainer)
         self._entering = [each for each in self._entering if each.trainer != trainer]
@@ -254,8 +262,7 @@ class ClockCoordinator(Coordinator):
     def enter(self, trainer: str, first: int, future: Any) -> list[Decision]:
         self._add(trainer)
         self._bases[trainer] = first
-        self._entering.append(_Entering(trainer, first, future))
-        return self.advance()
+        return [*self._enter(trainer, first, future), *self.advance()]
 
     def resume(self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps) -> list[Decision]:
         self._add(trainer)
@@ -320,7 +327,7 @@ class RoundCoordinator(Coordinator):
         trainers: int,
         followers: Sequence[str] = (),
         follows: bool = False,
-        confirm: bool = False,
+        exact: bool = False,
         server: str = "",
     ) -> None:
         super().__init__(trainers)
@@ -330,7 +337,8 @@ class RoundCoordinator(Coordinator):
         self._server = server
         self._quorum = consistency.quorum
         self._follows = follows
-        self._confirm = confirm and (follows or bool(followers))
+        self._exact = exact
+        self._confirm = exact and (follows or bool(followers))
         self._first: Steps = {}  # the round in which each trainer starts to count
         self._promised = False  # this server has voted, and keeps its reports
         self._restored = False  # and no round finished since
@@ -361,7 +369,7 @@ class RoundCoordinator(Coordinator):
     @property
     def unsure(self) -> bool:
         """Return whether this server was restarted and others may have finished a round that it does not know of."""
-        return self._restored and bool(self.known)
+        return self._restored
 
     @property
     def _due(self) -> list[str]:
@@ -384,8 +392,7 @@ class RoundCoordinator(Coordinator):
         self._add(trainer)
         self.expected.discard(trainer)
         self._first[trainer] = first
-        self._entering.append(_Entering(trainer, first, future))
-        return self.advance()
+        return [*self._enter(trainer, first, future), *self.advance()]
 
     def resume(self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps) -> list[Decision]:
         self._add(trainer)
@@ -425,10 +432,14 @@ class RoundCoordinator(Coordinator):
     def restore(self, version: int, applied: Steps, expected: Iterable[str], made: Steps | None) -> None:
         self.number = version
         self.applied = dict(applied)
-        self.expected = set(expected)
         self._restored = True
+        if self._exact:  # the checkpoint has all that was acknowledged: nobody has to bring something first
+            self._first = dict.fromkeys(expected, version)
+        else:
+            self.expected = set(expected)
         if self._confirm and made is not None and version > 0:
             self.number, self.made = version - 1, dict(made)
+            self._first = dict.fromkeys(expected, self.number)
 
     # Steps
 
@@ -437,7 +448,7 @@ class RoundCoordinator(Coordinator):
         return [*admitted, *(self._follow() if self._follows else self._lead())]
 
     def _may_start(self, first: int) -> bool:
-        return self.made is None and self.number >= first
+        return self.made is None and not self.expected and self.number >= first
 
     def _make(self, steps: Steps, at_once: bool) -> list[Decision]:
         self._making, self._at_once = dict(steps), at_once
@@ -475,6 +486,7 @@ class RoundCoordinator(Coordinator):
         made, self.made = self.made, None
         error, self._error = self._error, None
         self.number += 1
+        self._restored = False
         self._new_round()
         answers: list[Decision] = []
         for trainer, step in made.items():
@@ -486,7 +498,7 @@ class RoundCoordinator(Coordinator):
 
     def _new_round(self) -> None:
         self.made = None
-        self._promised = self._restored = self._irreversible = self._at_once = False
+        self._promised = self._irreversible = self._at_once = False
         self._asked = None
 
     def _earlier(self) -> list[Report]:
@@ -527,7 +539,7 @@ class RoundCoordinator(Coordinator):
         """Return whether a follower has a report. One that is ahead has made its step."""
         if vote is None or vote.number < self.number:
             return False
-        return vote.number > self.number or trainer in vote.held
+        return vote.number > self.number or (vote.complete and trainer in vote.held)
 
     # The leader
 
@@ -542,7 +554,9 @@ class RoundCoordinator(Coordinator):
 
     def hear_of(self, name: str, server: str, number: int) -> list[Decision]:
         """Note that a follower is in this round, which matters if it has left this server behind."""
-        if number <= self.number:
+        before = self._votes.get(name)
+        said_more = before is not None and before.server == server and before.number >= number
+        if number <= self.number or said_more:
             return []
         self._votes[name] = Vote(server, 0, number, {})
         return self.advance()
@@ -589,7 +603,7 @@ class RoundCoordinator(Coordinator):
         decisions = self._answer_votes("make", steps, able)
         if self.made is None:
             return decisions + (self._make(steps, at_once=False) if _holds(steps, mine) else [])
-        if all(vote is not None and vote.made for vote in self._votes.values()):
+        if all(vote is not None and vote.made and vote.number == self.number for vote in self._votes.values()):
             return decisions + self._commit()
         return decisions
 
@@ -605,7 +619,8 @@ class RoundCoordinator(Coordinator):
 
     def _pass_over(self) -> list[Decision]:
         """Go on with the next round that somebody is in, if all servers can: none has made a step of this one."""
-        if self._confirm and not all(vote is not None for vote in self._votes.values()):
+        ready = [vote is not None and vote.complete and vote.number >= self.number for vote in self._votes.values()]
+        if self._confirm and not all(ready):
             return []
         self.number = min(self._first.values())
         self._new_round()
@@ -631,14 +646,17 @@ class RoundCoordinator(Coordinator):
 
     def _follow(self) -> list[Decision]:
         """Vote, if there is something new to say."""
+        complete: Steps | None = None
         if self.made is not None:
             held, known = self.made, frozenset[str]()
         else:
             complete = self._complete()
-            if complete is None:
+            if complete is None and not (self._confirm and self._restored):
                 return []
-            held, known = complete, frozenset({*self.known, *self._reports})
-        vote = Vote(self._server, self._sequence, self.number, dict(held), known, made=self.made is not None)
+            held = {trainer: report.step for trainer, report in self._reports.items()}
+            known = frozenset({*self.known, *self._reports})
+        made = self.made is not None
+        vote = Vote(self._server, self._sequence, self.number, dict(held), known, made, made or complete is not None)
         if vote == self._asked:
             return []
         self._sequence += 1
@@ -677,12 +695,12 @@ def coordinator(
     trainers: int,
     followers: Sequence[str] = (),
     follows: bool = False,
-    confirm: bool = False,
+    exact: bool = False,
     server: str = "",
 ) -> Coordinator:
     """Return the coordinator for a consistency rule."""
     if isinstance(consistency, Sync):
-        return RoundCoordinator(consistency, trainers, followers, follows, confirm, server)
+        return RoundCoordinator(consistency, trainers, followers, follows, exact, server)
     return ClockCoordinator(consistency, trainers)
 
 

@@ -66,8 +66,8 @@ class Holding(ABC):
         self._lock = threading.Lock()
         self._ask = role.ask
         follows = role.ask is not None
-        confirm = archive is not None and archive.rule.exact
-        self._coordinator = coordinator(consistency, trainers, role.followers, follows, confirm, role.server)
+        exact = archive is not None and archive.rule.exact
+        self._coordinator = coordinator(consistency, trainers, role.followers, follows, exact, role.server)
         self._saved = -1  # the last version that was given to the archive
 
     @property
@@ -319,7 +319,7 @@ class Holding(ABC):
 
     def _note_members(self) -> None:
         if self._archive is not None:
-            self._archive.note_members(self._coordinator.members, self._coordinator.started)
+            self._archive.note_members(self._coordinator.known, self._coordinator.started)
             if not self._coordinator.members:
                 self._save()
 

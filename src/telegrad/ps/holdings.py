@@ -94,7 +94,7 @@ class Holdings:
             if self.agent.closing or trainer not in holding.known:
                 return
             try:
-                there = self.agent.invoke(worker, still_trains, (trainer,))
+                there = self.agent.invoke(worker, still_trains, (trainer, self.agent.name))
             except CallTimeout:
                 continue
             except TelegradError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 from telegrad.agent.current import active_agent
 from telegrad.agent.targets import trusted
 from telegrad.errors import CallTimeout, JoinError, PeerLost, StaleReference, UsageError
-from telegrad.futures import Future, wait_all
+from telegrad.futures import Future
 
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
@@ -127,6 +127,7 @@ def answers(agent: Agent, calls: Sequence[Call[T]]) -> list[T]:
     insistent = [_insistent(agent, call) for call in calls]
     together = _all(insistent)
     while not _wait(together):
+        _watch_idle(agent)
         for call, good in zip(calls, insistent, strict=True):
             if good.done():
                 call.stay(good.wait().wait())
@@ -197,6 +198,32 @@ class Joining(Protocol):
     def enter(self, first: int, timeout: float) -> Future[Any]: ...
     def entered(self, answer: Any) -> None: ...
     def leave(self) -> Future[None]: ...
+    def is_member(self) -> bool: ...
+
+
+def _watch_idle(agent: Agent) -> None:
+    """Come back to servers that were restarted between steps of other trainers of this worker.
+
+    A trainer that waits may keep another from making its next step, which is when it would notice.
+    """
+    for side in list(agent.service(LocalTrainers).sides.values()):
+        try:
+            if not side.is_member():
+                side.come_back_if_idle()
+        except StaleReference:
+            side.come_back_if_idle()
+        except (CallTimeout, PeerLost):
+            continue  # it is not there, or busy
+
+
+def _check_member(server: Joining) -> None:
+    """Raise an error if a server has forgotten this trainer."""
+    try:
+        known = server.is_member()
+    except CallTimeout:
+        return  # it is there, and busy
+    if not known:
+        raise StaleReference("a server was restarted while the trainer joined")
 
 
 def join(
@@ -205,27 +232,33 @@ def join(
     """Let a trainer join all servers. With `patience`, one that is restarted meanwhile is waited for.
 
     The trainer is announced to all servers before it enters any of them, and starts with the latest round, or clock,
-    that any of them names, so that they agree on it.
+    that any of them names, so that they agree on it. It keeps its place on the others while it waits for one: they must
+    not go on without it, because it may be waited for elsewhere.
     """
     limit = agent.config.join_timeout
 
     def attempt(_: Callable[[], None]) -> None:
-        try:
-            prepare()
-            first = max([each.announce() for each in servers])
-            answered = wait_all([each.enter(first, limit) for each in servers])
-            for each, answer in zip(servers, answered, strict=True):
-                each.entered(answer)
-        except BaseException:
-            leave(agent, servers)  # nobody is to wait for a trainer that did not start
-            raise
+        prepare()
+        first = max([each.announce() for each in servers])
+        entering = [each.enter(first, limit) for each in servers]
+        together = _all(entering)
+        while not _wait(together):  # one that was restarted after its answer keeps the others from answering
+            for each, future in zip(servers, entering, strict=True):
+                if future.done():
+                    _check_member(each)
+            _watch_idle(agent)
+        for each, future in zip(servers, entering, strict=True):
+            each.entered(future.wait())
 
     try:
         if patience is None:
             attempt(lambda: None)
         else:
             insist(attempt, patience)
-    except CallTimeout as error:
+    except BaseException as error:
+        leave(agent, servers)  # nobody is to wait for a trainer that did not start
+        if not isinstance(error, CallTimeout):
+            raise
         raise JoinError(
             f"{what} did not start within {limit} s: fewer trainers came than it waits for, or a round takes longer. "
             "Start them, or raise Config.join_timeout"
@@ -239,18 +272,33 @@ def leave(agent: Agent, servers: Sequence[Joining]) -> None:
             leaving.exception()
 
 
+class Idle(Protocol):
+    """A trainer's side of one server, between steps."""
+
+    def is_member(self) -> bool: ...
+    def come_back_if_idle(self) -> None: ...
+
+
 class LocalTrainers:
-    """The trainers of one agent that take part in something."""
+    """The trainers of one agent: their sides of servers, by trainer and server."""
 
     def __init__(self, agent: Agent) -> None:
-        self.names: set[str] = set()
+        self.sides: weakref.WeakValueDictionary[tuple[str, str], Idle] = weakref.WeakValueDictionary()
 
     def __repr__(self) -> str:
-        return f"<LocalTrainers {sorted(self.names)}>"
+        return f"<LocalTrainers {sorted(self.sides)}>"
 
 
 @trusted
-def still_trains(trainer: str) -> bool:
-    """Return whether a trainer of this worker still takes part. A server that was restarted asks."""
+def still_trains(trainer: str, server: str) -> bool:
+    """Return whether a trainer of this worker still takes part. A server that was restarted asks.
+
+    The trainer comes back to it, unless it is in the middle of a step, in which it does so by itself: it may wait for
+    another server, and that one for trainers that wait for this one.
+    """
     agent = active_agent()
-    return agent is not None and trainer in agent.service(LocalTrainers).names
+    side = None if agent is None else agent.service(LocalTrainers).sides.get((trainer, server))
+    if side is None:
+        return False
+    side.come_back_if_idle()
+    return True

@@ -6,6 +6,7 @@ since the last answer to a push. Used by the thread that trains.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +35,9 @@ class Attachment:
         self.current = False
         self._agent = agent
         self._me = trainer
+        self._busy = True  # it joins, or is in the middle of a step
+        self._change = threading.Lock()  # of `_busy`
+        self._idle: tuple[Sequence[Definition], int] = (), 0  # the tables, and the last step
         self._first = 0  # the round, or clock, that this trainer has started with
 
     def __repr__(self) -> str:
@@ -42,7 +46,7 @@ class Attachment:
     # Coming and going
 
     def announce(self) -> int:
-        self._agent.service(LocalTrainers).names.add(self._me)
+        self._agent.service(LocalTrainers).sides[self._me, self.server] = self
         return int(self._agent.invoke(self.server, service.announce, (self.plan, self._me)))
 
     def enter(self, first: int, timeout: float) -> Future[Answer]:
@@ -56,7 +60,7 @@ class Attachment:
         self.pushed(answer)
 
     def leave(self) -> Future[None]:
-        self._agent.service(LocalTrainers).names.discard(self._me)
+        self._agent.service(LocalTrainers).sides.pop((self._me, self.server), None)
         return self._start(service.leave, self._me)
 
     # Rows
@@ -71,6 +75,8 @@ class Attachment:
         return rows
 
     def push(self, step: int, version: int, updates: list[Update]) -> Future[Answer]:
+        with self._change:
+            self._busy = True
         return self._start(service.push, self._me, step, version, updates)
 
     def pushed(self, answer: Answer) -> Answer:
@@ -105,10 +111,29 @@ class Attachment:
 
         return insist(attempt, patience)
 
+    def is_member(self) -> bool:
+        """Return whether the server knows this trainer."""
+        return bool(self._agent.invoke(self.server, service.has_member, (self.plan.name, self._me)))
+
+    def come_back_if_idle(self) -> None:
+        """Come back to a server that was restarted, unless there is a step under way, which does that itself."""
+        with self._change:
+            if self._busy or self.plan.checkpoint is None:
+                return
+            try:
+                self._come_back(*self._idle, self.version)
+            except (CallTimeout, *GONE):
+                return  # it was restarted again
+
+    def rest(self, tables: Sequence[Definition], step: int) -> None:
+        """Note that a step is over, or that there is a new table."""
+        with self._change:
+            self._busy, self._idle = False, (tables, step)
+
     def stay(self, tables: Sequence[Definition], step: int, answer: Answer) -> None:
         """Make sure that a server that has answered this step still has this trainer, which other servers may need."""
         try:
-            if self._agent.invoke(self.server, service.has_member, (self.plan.name, self._me)):
+            if self.is_member():
                 return
         except CallTimeout:
             return  # it is there, and busy

@@ -126,6 +126,7 @@ class Tables:
         self._everywhere([partial(each.define, [definition]) for each in self._attachments])
         self._definitions[shape.name] = definition
         self._told[shape.name] = rule
+        self._rest()
         return self._gradients.setdefault(shape.name, [])
 
     def change(self, table: str, rule: Rule) -> None:
@@ -207,10 +208,17 @@ class Tables:
         for each, answer in zip(self._attachments, answered, strict=True):
             each.pushed(answer)
         self._acknowledged = self.steps
+        self._rest()
         self.staleness = max(answer.staleness for answer in answered)
         self.dropped += any(answer.dropped for answer in answered)
 
     # Inside
+
+    def _rest(self) -> None:
+        """Let servers that are restarted between steps find this trainer."""
+        if not self._pushed:
+            for each in self._attachments:
+                each.rest(list(self._definitions.values()), self._acknowledged)
 
     def _news(self, table: str) -> Rule | None:
         """The rule of a table, if servers do not know it; they do from now on."""
@@ -224,6 +232,7 @@ class Tables:
         patience = None if self._attachments[0].plan.checkpoint is None else self._patience
         try:
             join(self._agent, f"tables {self.name!r}", self._attachments, lambda: None, patience)
+            self._rest()
         except BaseException:
             self._member = False
             raise

@@ -1,0 +1,304 @@
+"""Servers, trainers and disks fail in combinations that once left somebody waiting; training goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from telegrad import current_agent, ps
+from telegrad.errors import JoinError, UsageError
+from telegrad.ps.checkpoint import Archive, Snapshot
+from telegrad.ps.holdings import Holdings
+from telegrad.ps.service import Shards
+from telegrad.ps.shard import Shard
+from telegrad.testing import LocalCluster
+from tests.local.gates import PATIENCE, until
+
+Clusters = Callable[..., LocalCluster]
+
+
+def model() -> nn.ParameterList:
+    """Two parameters of equal size, one for each of two servers."""
+    return nn.ParameterList([nn.Parameter(torch.zeros(64)) for _ in range(2)])
+
+
+def step(net: nn.ParameterList, optimizer: ps.Optimizer) -> list[float]:
+    for each in net:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    return [float(each[0].detach()) for each in net]
+
+
+def trainers(workers: LocalCluster, names: list[str], servers: list[str], **options: Any) -> list[Any]:
+    nets = [model() for _ in names]
+    with ThreadPoolExecutor(len(names)) as pool:
+        made = [
+            pool.submit(ps.Optimizer, net, servers, agent=workers[name], trainers=len(names), lr=1.0, **options)
+            for net, name in zip(nets, names, strict=True)
+        ]
+        return list(zip(nets, [each.result(PATIENCE) for each in made], strict=True))
+
+
+def together(pairs: list[Any]) -> list[list[float]]:
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        return [each.result(PATIENCE) for each in [pool.submit(step, *pair) for pair in pairs]]
+
+
+def kill(workers: LocalCluster, name: str) -> None:
+    """A process that is killed leaves nothing behind, and writes nothing any more."""
+    victim = workers[name]
+    for holding in victim.service(Holdings)._all.values():
+        holding._archive = None
+    workers.kill(name)
+    victim.service(Holdings)._all.clear()
+
+
+def restart(workers: LocalCluster, name: str) -> None:
+    workers.join(name, workers[name].me.rank)
+
+
+def test_a_folder_that_is_gone_keeps_nobody_waiting(cluster: Clusters, tmp_path: Path) -> None:
+    """The members cannot be noted when a trainer leaves, which completes the round."""
+    workers = cluster(3)
+    folder = tmp_path / "points"
+    pair, (net, leaving) = trainers(workers, ["w1", "w2"], ["w0"], checkpoint=ps.Checkpoint(folder, every=1000))
+    together([pair, (net, leaving)])
+    shutil.rmtree(folder)
+    folder.write_text("a file where a folder should be")
+    shard = workers["w0"].service(Shards).find("default")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(step, *pair)
+        until(lambda: len(shard.waiting) == 1)
+        leaving.close()
+        assert waiting.result(PATIENCE) == [-2.0, -2.0]
+    with pytest.warns(UserWarning, match="could not be written into"):
+        assert step(*pair) == [-3.0, -3.0]
+
+
+def test_a_trainer_that_died_with_the_server_is_not_waited_for_in_any_model(cluster: Clusters, tmp_path: Path) -> None:
+    workers = cluster(3)
+    point = ps.Checkpoint(tmp_path, every=1, wait=True)
+    pairs = {name: trainers(workers, ["w1", "w2"], ["w0"], name=name, checkpoint=point) for name in ("G", "D")}
+    for each in pairs.values():
+        together(each)
+    kill(workers, "w0")
+    workers.kill("w2")
+    restart(workers, "w0")
+    with ThreadPoolExecutor(1) as pool:
+        for each in pairs.values():
+            assert pool.submit(step, *each[0]).result(PATIENCE) == [-2.0, -2.0]
+
+
+def test_a_trainer_that_left_while_the_server_was_down_is_not_waited_for(cluster: Clusters, tmp_path: Path) -> None:
+    workers = cluster(3)
+    point = ps.Checkpoint(tmp_path, every=1, wait=True)
+    pair, (net, leaving) = trainers(workers, ["w1", "w2"], ["w0"], checkpoint=point)
+    together([pair, (net, leaving)])
+    kill(workers, "w0")
+    leaving.close()
+    restart(workers, "w0")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(step, *pair).result(PATIENCE) == [-2.0, -2.0]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_both_servers_die_while_the_second_makes_its_step(
+    cluster: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """Without confirmation, the trainer has the answer of the first server, and does not call it again by itself."""
+    workers = cluster(3)
+    point = ps.Checkpoint(tmp_path, every=every, wait=True)
+    ((net, optimizer),) = trainers(workers, ["w2"], ["w0", "w1"], checkpoint=point)
+    for _ in range(2):
+        step(net, optimizer)
+    armed, reached, dead = threading.Event(), threading.Event(), threading.Event()
+    real = Shard.apply
+    armed.set()
+
+    def hold(self: Shard, reports: list[Any]) -> None:
+        if armed.is_set() and current_agent().name == "w1":
+            armed.clear()
+            reached.set()
+            assert dead.wait(PATIENCE)
+            raise RuntimeError("this worker is dead")
+        real(self, reports)
+
+    monkeypatch.setattr(Shard, "apply", hold)
+    with ThreadPoolExecutor(1) as pool:
+        stepping = pool.submit(step, net, optimizer)
+        assert reached.wait(PATIENCE)
+        until(lambda: workers["w0"].service(Shards).find("default").version == 3)
+        victim = workers["w1"]
+        end_threads = victim.threads.close
+
+        def cut_off(timeout: float) -> None:
+            dead.set()
+            end_threads(timeout)
+
+        victim.threads.close = cut_off  # type: ignore[method-assign]
+        kill(workers, "w0")
+        kill(workers, "w1")
+        restart(workers, "w0")
+        restart(workers, "w1")
+        assert stepping.result(PATIENCE) == [-3.0, -3.0]
+    assert step(net, optimizer) == [-4.0, -4.0]
+
+
+@pytest.mark.parametrize("rule", [ps.Async(), ps.Stale(3)], ids=repr)
+def test_a_trainer_joins_after_servers_with_different_versions_were_restarted(
+    cluster: Clusters, tmp_path: Path, rule: Any
+) -> None:
+    workers = cluster(4)
+    point = ps.Checkpoint(tmp_path, every=1, wait=True)
+    ((net, optimizer),) = trainers(workers, ["w2"], ["w0", "w1"], checkpoint=point, consistency=rule)
+    step(net, optimizer)
+    ahead = optimizer._attachments[0]
+    for number in range(2, 6):  # a trainer that dies between its calls to servers leaves such versions behind
+        ahead.take(ahead.push(number, ahead.version, {}))
+    for server in ("w0", "w1"):
+        kill(workers, server)
+        restart(workers, server)
+    new = model()
+    with ps.Optimizer(new, ["w0", "w1"], agent=workers["w3"], checkpoint=point, consistency=rule, lr=1.0) as joined:
+        assert [float(each[0].detach()) for each in new] == [-5.0, -1.0]
+        assert step(new, joined) == [-6.0, -2.0]
+
+
+@pytest.mark.parametrize("server", ["w0", "w1"])
+@pytest.mark.parametrize("rule", [ps.Sync(), ps.Stale(3)], ids=repr)
+def test_joining_waits_for_a_server_that_is_restarted(
+    cluster: Clusters, tmp_path: Path, server: str, rule: Any
+) -> None:
+    workers = cluster(4)
+    options: dict[str, Any] = {"checkpoint": ps.Checkpoint(tmp_path, every=1, wait=True), "consistency": rule}
+    ((net, optimizer),) = trainers(workers, ["w2"], ["w0", "w1"], **options)
+    step(net, optimizer)
+    optimizer.close()
+    kill(workers, server)
+    new = model()
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(
+            ps.Optimizer, new, ["w0", "w1"], agent=workers["w3"], lr=1.0, patience=PATIENCE, **options
+        )
+        restart(workers, server)
+        joined = joining.result(PATIENCE)
+    assert step(new, joined) == [-2.0, -2.0]
+
+
+def test_a_server_without_any_checkpoint_is_a_clear_error(cluster: Clusters, tmp_path: Path) -> None:
+    workers = cluster(2)
+    ((net, optimizer),) = trainers(workers, ["w1"], ["w0"], checkpoint=ps.Checkpoint(tmp_path, every=1, wait=True))
+    kill(workers, "w0")
+    shutil.rmtree(tmp_path)
+    restart(workers, "w0")
+    with pytest.raises(JoinError, match="without its part of parameter server 'default'"):
+        step(net, optimizer)
+
+
+# Damaged checkpoints and full disks
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {"truncated": truncate, "flipped": flip, "missing": os.unlink, "empty": lambda file: file.write_bytes(b"")}
+
+
+def snapshot(version: int) -> Snapshot:
+    return Snapshot(version, "run", {"weight": torch.full((3,), float(version))}, [], [{"lr": 0.1}], {"a": version})
+
+
+@pytest.mark.parametrize("name", ["parameters.safetensors", "optimizer.pt"])
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_the_last_good_checkpoint_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: str
+) -> None:
+    archive = Archive(ps.Checkpoint(tmp_path, wait=True), "default", "w0", lambda job: job())
+    for version in (1, 2):
+        archive.save(snapshot(version))
+    DAMAGES[damage](tmp_path / "default" / "w0" / "2" / name)
+    found = archive.newest()
+    assert found is not None
+    assert found.version == 1
+    assert archive.readable() == [1]
+    assert "cannot be used" in caplog.text
+
+
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_training_goes_on_after_a_damaged_checkpoint(cluster: Clusters, tmp_path: Path, damage: str) -> None:
+    workers = cluster(2)
+    ((net, optimizer),) = trainers(workers, ["w1"], ["w0"], checkpoint=ps.Checkpoint(tmp_path, every=1, wait=True))
+    for _ in range(3):
+        step(net, optimizer)
+    kill(workers, "w0")
+    DAMAGES[damage](tmp_path / "default" / "w0" / "3" / "parameters.safetensors")
+    restart(workers, "w0")
+    assert step(net, optimizer) == [-4.0, -4.0]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    junk = folder / "junk"
+    with junk.open("wb", buffering=0) as file:
+        while file.write(b"x" * 4096):
+            try:
+                os.posix_fallocate(file.fileno(), file.tell(), 4096)
+            except OSError:  # there is no space left
+                return junk
+    raise AssertionError("the disk is not full")
+
+
+def test_training_goes_on_while_the_disk_is_full(cluster: Clusters, small_disk: Path) -> None:
+    workers = cluster(2)
+    point = ps.Checkpoint(small_disk / "points", every=1, wait=True)
+    ((net, optimizer),) = trainers(workers, ["w1"], ["w0"], checkpoint=point)
+    assert step(net, optimizer) == [-1.0, -1.0]
+    junk = fill(small_disk)
+    with pytest.warns(UserWarning, match="No space left on device.*goes back to version 1"):
+        assert step(net, optimizer) == [-2.0, -2.0]
+    kill(workers, "w0")
+    restart(workers, "w0")
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        assert step(net, optimizer) == [-3.0, -3.0]  # the trainer has brought back what the checkpoint lacks
+    junk.unlink()
+    assert step(net, optimizer) == [-4.0, -4.0]  # and no warning, which would be an error
+    assert sorted(int(each.name) for each in (small_disk / "points/default/w0").glob("[0-9]*"))[-1] == 4
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_at_once(cluster: Clusters, small_disk: Path) -> None:
+    workers = cluster(2)
+    fill(small_disk)
+    with pytest.raises((OSError, UsageError), match="No space left"):  # OSError: not even the folder can be made
+        trainers(workers, ["w1"], ["w0"], checkpoint=ps.Checkpoint(small_disk / "points"))

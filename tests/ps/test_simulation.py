@@ -1,0 +1,80 @@
+"""Thousands of random worlds: nobody waits for ever, nothing acknowledged is lost, and nothing counts twice."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from telegrad import ps
+from tests.ps.simulation import What, World
+
+RULES = [ps.Sync(), ps.Sync(quorum=1), ps.Sync(quorum=2), ps.Async(), ps.Stale(2)]
+QUORUMS = RULES[1:3]
+EXACT = ps.Checkpoint("nowhere", every=1, wait=True)
+LOSSY = ps.Checkpoint("nowhere", every=3)
+
+
+def whats(chance: random.Random, kinds: list[str], rule: Any, checkpoint: ps.Checkpoint, trainers: int) -> list[What]:
+    """Models and tables, each on one to three servers."""
+    names = ("s0", "s1", "s2")
+    return [
+        What(kind, rule, names[: chance.randint(1, 3)], trainers, checkpoint, brings_values=kind != "tables")
+        for kind in kinds
+    ]
+
+
+def play(seed: int, rule: Any, checkpoint: ps.Checkpoint, **accidents: Any) -> None:
+    chance = random.Random(seed)
+    kinds = chance.choice([["dense"], ["tables", "dense"], ["dense", "other"], ["tables", "dense", "other"]])
+    if rule in QUORUMS:  # with two of them, trainers may wait in one for those who wait in the other
+        kinds = [chance.choice(["dense", "tables"])]
+    trainers, awaited = chance.randint(1, 3), 1
+    if len(kinds) > 1:  # who joins two things between steps of others may be waited for in one and wait in the other
+        awaited = trainers
+        accidents["joins"] = 0
+    world = World(seed, whats(chance, kinds, rule, checkpoint, awaited), trainers, steps=3, **accidents)
+    try:
+        world.play()
+        world.check()
+    except BaseException as error:
+        error.add_note(f"seed {seed}, {rule}, {checkpoint}, {accidents}: {world.whats}")
+        raise
+
+
+@pytest.mark.parametrize("checkpoint", [EXACT, LOSSY], ids=["exact", "lossy"])
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("worlds", [100, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_random_worlds(rule: Any, checkpoint: ps.Checkpoint, worlds: int) -> None:
+    """Servers and trainers die and return, trainers join."""
+    for seed in range(worlds):
+        play(seed, rule, checkpoint, kills=0.02, server_kills=seed % 5, trainer_kills=seed % 3, joins=seed % 2)
+
+
+@pytest.mark.parametrize("checkpoint", [EXACT, LOSSY], ids=["exact", "lossy"])
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("worlds", [50, pytest.param(1500, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_random_worlds_with_bad_disks(rule: Any, checkpoint: ps.Checkpoint, worlds: int) -> None:
+    """One of ten writes fails."""
+    for seed in range(worlds):
+        accidents = {"server_kills": seed % 4, "trainer_kills": seed % 3, "joins": seed % 2}
+        play(seed, rule, checkpoint, kills=0.02, disk_errors=0.1, **accidents)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("victim", ["s0", "s1"])
+def test_a_kill_at_every_message(rule: Any, victim: str) -> None:
+    """Each of the servers dies at each point of a short training of two trainers, one of which may be killed, too."""
+    for moment in range(1, 120):
+        world = World(
+            moment,
+            [What("dense", rule, ("s0", "s1"), 1, EXACT)],
+            trainers=2,
+            steps=2,
+            kills=0.02,
+            trainer_kills=moment % 2,
+            kill_at=(moment, victim),
+        )
+        world.play()
+        world.check()
