@@ -13,7 +13,8 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("rule", "servers", "kills"), [("sync", 2, 4), ("async", 2, 4)])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("rule", "servers", "kills"), [("sync", 2, 3), ("async", 2, 3)])
 def test_a_few_kills(rule: str, servers: int, kills: int) -> None:
     run(rule, servers, kills)
 
