@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -615,3 +616,44 @@ def test_what_is_counted(workers: LocalCluster, log: Log, gate: Gate) -> None:
     assert after.queue_time.total > before.queue_time.total
     assert after.batch_time.longest > 0
     assert workers["w1"].statistics()["batched calls waiting"] == 0
+
+
+colour: ContextVar[str] = ContextVar("colour", default="none")
+
+
+def test_a_batch_has_the_autocast_and_the_context_variables_of_its_callers(gate: Gate, in_background: Any) -> None:
+    """Also if the thread of another caller runs it. Calls that differ in them do not run together."""
+    seen = []
+
+    @batched(max_size=8)
+    def look(x: torch.Tensor) -> list[tuple[str, torch.dtype]]:
+        if not seen:
+            gate.hold()
+        seen.append(len(x))
+        return [(colour.get(), (x @ x.mT).dtype)] * len(x)
+
+    def call(value: str | None, cast: torch.dtype | None) -> tuple[str, torch.dtype]:
+        if value is not None:
+            colour.set(value)
+        with torch.autocast("cpu", dtype=cast or torch.bfloat16, enabled=cast is not None):
+            found: tuple[str, torch.dtype] = look(torch.ones(2, 2))
+            return found
+
+    callers: list[tuple[str | None, torch.dtype | None]] = [
+        ("red", None),  # runs alone while the others gather
+        ("red", torch.bfloat16),
+        ("blue", torch.float16),
+        (None, None),
+        ("red", torch.bfloat16),
+        ("red", torch.float16),
+        (None, None),
+    ]
+    calls = [in_background(call, *callers[0])]
+    gate.wait_for()
+    for number, caller in enumerate(callers[1:], 1):
+        calls.append(in_background(call, *caller))
+        until(lambda number=number: look.batching.statistics().waiting == number)
+    gate.open()
+    expected = [(value or "none", cast or torch.float32) for value, cast in callers]
+    assert [each.result(PATIENCE) for each in calls] == expected
+    assert sorted(seen) == [1, 1, 1, 2, 2]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from telegrad.agent.scope import Scope, current_scope
+from telegrad.agent.scope import current_scope
 from telegrad.batching.stacking import Shape, shape_of
 from telegrad.deadline import Deadline
 from telegrad.errors import TelegradError
@@ -21,30 +22,58 @@ from telegrad.errors import TelegradError
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
+T = TypeVar("T")
+R = TypeVar("R")
+
+_DEVICES = ("cpu", "cuda")  # that autocast knows of separately
 _NOTHING = object()
 _answering = threading.Lock()
 
 
-class Surroundings(NamedTuple):
-    """What a caller has set around its call and the function sees."""
+class Surroundings:
+    """What a caller has set around its call and the function sees: modes of torch, and context variables.
 
-    grad: bool
-    inference: bool
-    scope: Scope | None  # its autograd context, for one
+    An autograd context is one of the variables. Those of two callers are equal if they are the same objects.
+    """
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        token = current_scope.set(self.scope)
-        try:
-            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
-                yield
-        finally:
-            current_scope.reset(token)
+    __slots__ = ("_context", "_modes", "_variables")
+
+    def __init__(self) -> None:
+        self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast()
+        self._context = copy_context()
+        self._variables = {variable: id(value) for variable, value in self._context.items()}
+        if self._context.get(current_scope) is None:  # set to None or not set at all
+            self._variables.pop(current_scope, None)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Surroundings):
+            return NotImplemented
+        return self._modes == other._modes and self._variables == other._variables
+
+    def __hash__(self) -> int:
+        return hash((self._modes, frozenset(self._variables.items())))
+
+    def run(self, function: Callable[[T], R], argument: T) -> R:
+        """Call a function as if the caller did."""
+        return self._context.run(self._run_in_modes, function, argument)
+
+    def _run_in_modes(self, function: Callable[[T], R], argument: T) -> R:
+        grad, inference, (cache, devices) = self._modes
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for device, dtype, now in zip(_DEVICES, devices, _autocast()[1], strict=True):
+                if dtype != now:
+                    enabled = dtype is not None
+                    mode = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
+                    stack.enter_context(mode)
+            return function(argument)
 
 
-def surroundings() -> Surroundings:
-    """Those of the running call. Calls with different ones are never mixed."""
-    return Surroundings(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current_scope.get())
+def _autocast() -> tuple[bool, tuple[torch.dtype | None, ...]]:
+    """Return whether autocast caches, and the type that it casts to on each device where it is on."""
+    on = [torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in _DEVICES]
+    return torch.is_autocast_cache_enabled(), tuple(on)
 
 
 class Entry:
@@ -92,7 +121,7 @@ class Entry:
     def prepare(self) -> None:
         """Find out what a call that has to wait needs."""
         self.arrived = time.monotonic()
-        self.surroundings = surroundings()
+        self.surroundings = Surroundings()
         self.shape = self.find_shape()
         self.bucket = self.shape, self.surroundings
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from telegrad.batching.entries import Entry, surroundings
+from telegrad.batching.entries import Entry, Surroundings
 from telegrad.batching.graphs import Graphs
 from telegrad.batching.options import Options
 from telegrad.batching.stacking import shape_of, split, stack
@@ -86,11 +86,10 @@ class Work:
         future.add_done_callback(complete)
 
     def _call(self, batch: list[Entry]) -> Any:
-        theirs = batch[0].surroundings
-        if theirs == surroundings():
+        theirs = batch[0].surroundings  # which all of them have
+        if theirs == Surroundings():
             return self._call_here(batch)
-        with theirs.restored():
-            return self._call_here(batch)
+        return theirs.run(self._call_here, batch)
 
     def _call_here(self, batch: list[Entry]) -> Any:
         first = batch[0]
