@@ -12,7 +12,7 @@ from torch import nn
 
 from telegrad import ps
 from telegrad.futures import Future
-from telegrad.ps.attachment import Attachment
+from telegrad.ps.attachment import Attachment, Pushed
 from telegrad.ps.messages import Answer
 from telegrad.ps.service import Shards
 from telegrad.ps.shard import Shard
@@ -69,7 +69,7 @@ def test_who_dies_between_two_reports_counts_nowhere(
         assert steps[0].exception(PATIENCE) is not None
         until(lambda: victim not in lead.waiting)
         late = optimizers[1]._attachments[0]
-        start(late, 1, 0, {}).add_done_callback(lambda done: unsent.set_result(done.value()))
+        start(late, Pushed(1, 0, {})).add_done_callback(lambda done: unsent.set_result(done.value()))
         for step in steps[1:]:
             step.result(PATIENCE)
     expected = model()

@@ -255,11 +255,11 @@ def test_who_waits_for_a_round_to_end_starts_when_everybody_in_it_has_died(
 
 def test_a_worker_may_have_one_trainer_after_the_other(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
     workers = cluster(2)
-    first = trainer(workers, "w1", ps.Sync())
+    first = trainer(workers, "w1", ps.Sync(), name="same")
     first.step()
     first.step()
     first.close()
-    second = trainer(workers, "w1", ps.Sync())
+    second = trainer(workers, "w1", ps.Sync(), name="same")
     assert second.weight() == first.weight()
     second.step()  # its first, which is not one of the other's again
     assert second.weight() == first.weight() - 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -276,7 +277,7 @@ def test_an_optimizer_steps_the_tables_of_its_model(cluster: Clusters, closure: 
                 optimizer.step(backward) if closure else (backward(), optimizer.step())
         loss_of(model(input_of(9))).backward()
         ours.zero_grad()
-        assert model.bag.tables._gradients == {"table": []}
+        assert not model.bag.tables._gradients["table"]
     torch.testing.assert_close(model.bag.rows(EVERY), local.bag.weight.detach(), **EXACT)
     torch.testing.assert_close(model.dense.weight, local.dense.weight, **EXACT)
     with pytest.raises(UsageError, match="closed"):
@@ -443,7 +444,8 @@ def test_a_state_dict_names_the_table(cluster: Clusters) -> None:
     workers = cluster(2)
     bag = table(ps.EmbeddingBag, workers, name="a")
     state = Model(bag).state_dict()
-    assert state["bag._extra_state"] == {"name": "a", "rows": ROWS, "dim": DIM}
+    assert state.keys() == {"bag._extra_state", "dense.weight", "dense.bias"}
+    assert json.loads(bytes(state["bag._extra_state"].tolist())) == {"name": "a", "rows": ROWS, "dim": DIM}
     Model(bag).load_state_dict(state)
     with pytest.raises(UsageError, match="'b'"):
         Model(table(ps.EmbeddingBag, workers, name="b")).load_state_dict(state)

@@ -18,6 +18,7 @@ from torch import nn
 
 from telegrad import current_agent, ps
 from telegrad.errors import JoinError, UsageError
+from telegrad.ps.attachment import Pushed
 from telegrad.ps.checkpoint import Archive, Snapshot
 from telegrad.ps.holdings import Holdings
 from telegrad.ps.service import Shards
@@ -165,7 +166,7 @@ def test_a_trainer_joins_after_servers_with_different_versions_were_restarted(
     step(net, optimizer)
     ahead = optimizer._attachments[0]
     for number in range(2, 6):  # a trainer that dies between its calls to servers leaves such versions behind
-        ahead.take(ahead.push(number, ahead.version, {}))
+        ahead.take(ahead.push(Pushed(number, ahead.version, {})))
     for server in ("w0", "w1"):
         kill(workers, server)
         restart(workers, server)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,16 @@ from telegrad.ps.solver import Options, State
 
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
+
+
+class Pushed(NamedTuple):
+    """What a trainer reports to a server in one step, besides its gradients."""
+
+    step: int
+    version: int  # that the gradients were computed with
+    changes: dict[int, Options]
+    skip: bool = False  # the gradients are not finite
+    written: frozenset[int] = frozenset()  # the numbers of parameters that the model's owner has written to
 
 
 class Attachment:
@@ -60,7 +70,7 @@ class Attachment:
         self._change = threading.Lock()  # of `_busy`
         self._first = 0  # the round, or clock, that this trainer has started with
         self._taken: Answer | None = None  # the last
-        flat.listen(self.ready)
+        self._views: dict[int, list[Tensor]] = {}  # of what is published, by its start in the memory
 
     def __repr__(self) -> str:
         how = "shared memory" if self._memory is not None and self._shares else "calls"
@@ -81,7 +91,8 @@ class Attachment:
 
     def create(self, version: int | None) -> None:
         """Make the shard there: with a version that was saved or, if that is None, with the values of this model."""
-        self._agent.invoke(self.server, service.create, (self.plan, self._range(self._flat.values), version))
+        values = self._flat.range_of_values(self.plan.share)
+        self._agent.invoke(self.server, service.create, (self.plan, values, version))
 
     def recreate(self) -> None:
         """Let a server that was restarted make its shard again."""
@@ -102,8 +113,7 @@ class Attachment:
 
     def _come_back(self, acknowledged: int, version: int | None = None) -> None:
         """Enter again; what the model holds of this server's range goes along, in case the server has lost it."""
-        share = self.plan.share
-        values = self._flat.values[share.start : share.stop]
+        values = self._flat.range_of_values(self.plan.share)
         arguments = (
             self.plan,
             self._me,
@@ -120,8 +130,10 @@ class Attachment:
         self._shares = welcome.shared
         if self._overlap and not self._shares and self._early is None:
             self._early = Early(self.plan.share, self._copy, self._bring, self._agent.threads.start)
+            self._flat.listen(self.ready)
         memory = welcome.memory if self._flat.segment is not None else None
         self._memory = None if memory is None else segments.find(memory)
+        self._views.clear()
 
     @property
     def _handle(self) -> Handle | None:
@@ -180,41 +192,54 @@ class Attachment:
         arguments = (self.plan.name, self._me, self._step + 1, {number: piece})
         self._agent.invoke(self.server, service.bring, arguments, None, None)
 
-    def push(self, step: int, version: int, changes: dict[int, Options]) -> Answer:
+    def push(self, pushed: Pushed) -> Answer:
         """Report the gradients that are in the flat memory and wait for the answer."""
-        arguments = self._pushed(step, version, changes)
+        arguments = self._arguments(pushed)
         answer: Answer = self._agent.invoke(self.server, service.push, arguments, None, None)
         return answer
 
-    def start_push(self, step: int, version: int, changes: dict[int, Options]) -> Future[Answer]:
-        return self._start(service.push, *self._pushed(step, version, changes))
+    def start_push(self, pushed: Pushed) -> Future[Answer]:
+        return self._start(service.push, *self._arguments(pushed))
 
-    def push_again(self, step: int, version: int, options: dict[int, Options], error: Exception) -> Future[Answer]:
+    def push_again(self, pushed: Pushed, error: Exception) -> Future[Answer]:
         """Wait until a server that is gone has come back, and push what it has not answered."""
         if self.plan.checkpoint is None:
             raise error
 
         def attempt(reached: Callable[[], None]) -> Future[Answer]:
-            self._come_back(step - 1)
+            self._come_back(pushed.step - 1)
             reached()
-            return settled(self.start_push(step, version, options))
+            return settled(self.start_push(pushed))
 
         return insist(attempt, self.patience)
 
-    def _pushed(self, step: int, version: int, changes: dict[int, Options]) -> tuple[Any, ...]:
+    def _arguments(self, pushed: Pushed) -> tuple[Any, ...]:
+        """Return the arguments of a push, without those at the end that are as usual."""
         with self._change:
             self._busy = True
-        gradients = None if self._shares else self._travelling(step)
+        step, version, changes, skip, written = pushed
+        gradients = self._travelling(step, skip)
         self._step = step
-        pushed = (self.plan.name, self._me, step, version, changes, gradients, self._memory is None)
-        return (*pushed, self._flat.missing) if self._flat.missing else pushed
+        values = self._flat.values(self.plan.share, written) if written else None
+        usual = (self.plan.name, self._me, step, version, changes, gradients, self._memory is None)
+        if skip or values:
+            return (*usual, self._flat.missing, skip, values)
+        return (*usual, self._flat.missing) if self._flat.missing else usual
 
-    def _travelling(self, step: int) -> Gradients:
-        """The gradients of this step, less what is there already."""
-        gradients = self._range(self._flat.gradients)
+    def _travelling(self, step: int, skip: bool) -> Gradients | None:
+        """The gradients of this step, less what is there already; None if the server can read them."""
         if self._early is not None:
             self._early.stop()
-        packed = None if self._compressor is None else self._compressor.pack(step, gradients)
+        if skip:
+            if self._early is not None:
+                self._early.forget()
+            return None
+        gradients = self._range(self._flat.current)
+        if self._shares:
+            return None if self._flat.in_place else gradients
+        packed = None
+        if self._compressor is not None:
+            packed = self._compressor.pack(step, gradients, self._flat.missing)
         if self._early is not None:
             runs = self._runs(gradients) if packed is None else packed
             missing = self._early.missing(runs)
@@ -229,17 +254,18 @@ class Attachment:
         return [run.of(gradients) for run in self.plan.share.runs]
 
     def take(self, answer: Answer) -> None:
-        """Copy what the server answered into the flat memory; the step is over then."""
+        """Copy what the server answered into the parameters; the step is over then."""
         if answer is self._taken:
             return
         given = answer
-        share = self.plan.share
+        if self._compressor is not None and not (answer.dropped or answer.skipped or self._shares):
+            self._compressor.applied()
         if answer.values is not None:
-            self._flat.take(share.start, answer.values)
+            self._take(answer.values)
         elif not self._read(answer.version):
             answer = self._pull()
             assert answer.values is not None
-            self._flat.take(share.start, answer.values)
+            self._take(answer.values)
         self.version = answer.version
         self._applied = answer.applied or {}
         self._taken = given
@@ -254,12 +280,15 @@ class Attachment:
         def attempt(_: Callable[[], None]) -> Answer:
             try:
                 answer: Answer = self._agent.invoke(self.server, service.pull, (self.plan.name,))
-            except StaleReference:  # what is in the flat memory is half overwritten: the server must not take it
+            except StaleReference:  # the parameters are half overwritten: the server must not take it
                 self._come_back(self._step, version=-1)
                 raise
             return answer
 
         return insist(attempt, 0.0 if self.plan.checkpoint is None else self.patience)
+
+    def _take(self, values: Tensor) -> None:
+        self._flat.take(self.plan.share, self._flat.views(self.plan.share, values))
 
     def _read(self, version: int) -> bool:
         """Copy a published version. False if the server began to write over it meanwhile."""
@@ -267,7 +296,10 @@ class Attachment:
         nbytes = self.plan.share.nbytes
         places = self._memory.contents.numel() // nbytes
         start = version % places * nbytes
-        self._flat.take(self.plan.share.start, self._memory.contents[start : start + nbytes])
+        if start not in self._views:
+            published = self._memory.contents[start : start + nbytes]
+            self._views[start] = self._flat.views(self.plan.share, published)
+        self._flat.take(self.plan.share, self._views[start])
         return self._memory.counter < version + places
 
     # The optimizer's state

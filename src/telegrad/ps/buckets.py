@@ -133,6 +133,11 @@ class Early:
             self._reset()
         return found
 
+    def forget(self) -> None:
+        """The step takes nothing of what has left. The next step begins."""
+        with self._changed:
+            self._reset()
+
     def _learn(self, in_vain: bool) -> None:
         passes = max(self._passes.values(), default=self._due)
         if in_vain and passes == self._due:

@@ -268,8 +268,13 @@ def join(
 def leave(agent: Agent, servers: Sequence[Joining]) -> None:
     """Tell all servers that a trainer leaves. One that is gone learns it when it comes back (`still_trains`)."""
     if not agent.closing:
-        for leaving in [each.leave() for each in servers]:
+        for leaving in leave_all(servers):
             leaving.exception()
+
+
+def leave_all(servers: Sequence[Joining]) -> list[Future[None]]:
+    """Tell all servers that a trainer leaves, without waiting for them."""
+    return [each.leave() for each in servers]
 
 
 class Idle(Protocol):

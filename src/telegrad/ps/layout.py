@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,9 +59,17 @@ class Part:
         return (self.last - self.first) * self.slot.dtype.itemsize
 
     @property
+    def is_whole(self) -> bool:
+        return self.last - self.first == math.prod(self.slot.shape)
+
+    @property
     def label(self) -> str:
-        whole = self.last - self.first == math.prod(self.slot.shape)
-        return self.slot.name if whole else f"{self.slot.name}[{self.first}:{self.last}]"
+        return self.slot.name if self.is_whole else f"{self.slot.name}[{self.first}:{self.last}]"
+
+    def within(self, run: Run) -> slice:
+        """Return where these elements are among those of the run that they belong to."""
+        start = (self.offset - run.offset) // run.dtype.itemsize
+        return slice(start, start + self.last - self.first)
 
     def of(self, flat: Tensor) -> Tensor:
         """These elements inside the memory of the server."""
@@ -93,7 +102,7 @@ class Share:
     def nbytes(self) -> int:
         return self.stop - self.start
 
-    @property
+    @cached_property
     def parts(self) -> list[Part]:
         return [part for run in self.runs for part in run.parts]
 

@@ -65,6 +65,7 @@ class Answer(NamedTuple):
     staleness: int = 0
     dropped: bool = False
     values: Tensor | None = None
+    skipped: bool = False  # the round made no step, because the gradients of some trainer were not finite
     applied: Steps | None = None  # the last step of each trainer in this version, where it may be asked for
     problem: str | None = None  # why steps of this server are not on disk, if they should be
 

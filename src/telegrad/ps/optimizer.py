@@ -1,5 +1,12 @@
 """`Optimizer`: a parameter server, as a trainer sees it.
 
+The model stays an ordinary model: see `flat` for where parameters and gradients are. What the optimizer cannot follow
+is an error in the next step: parameters of another type or shape, frozen ones that get gradients, and parameters that
+the model has and the optimizer does not know.
+
+A step that a `GradScaler` finds infinite gradients in is made all the same, as a report that says so
+(`_step_supports_amp_scaling`): the servers skip the round of which it is a part, so all trainers skip it together.
+
 State: `param_groups` are the trainer's own, and what changed in them travels with the next push; `_known` is what the
 servers have been told. `_attachments`, one per server, hold the rest. Used by one thread at a time.
 """
@@ -19,17 +26,19 @@ from telegrad.errors import UsageError
 from telegrad.futures import Future, wait_all
 from telegrad.ps import compression as compressing
 from telegrad.ps import service
-from telegrad.ps.attachment import Attachment
+from telegrad.ps.attachment import Attachment, Pushed
 from telegrad.ps.checkpoint import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync
-from telegrad.ps.flat import Flat
+from telegrad.ps.flat import Flat, check_kind
 from telegrad.ps.founding import find_or_found
-from telegrad.ps.joining import GONE, Call, agent_of, answers, closing, join, leave, matching
+from telegrad.ps.joining import GONE, Call, agent_of, answers, closing, join, leave, leave_all, matching
 from telegrad.ps.layout import Layout
 from telegrad.ps.messages import Answer, Plan, trainer_name
+from telegrad.ps.names import Names
 from telegrad.ps.solver import Options, State, works_by_element
+from telegrad.ps.structure import Structure
+from telegrad.ps.tables.gradients import RowsParameter
 from telegrad.ps.tables.group import Tables
-from telegrad.ps.tables.modules import tables_of
 
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
@@ -41,13 +50,15 @@ class Optimizer(optim.Optimizer):
     """`optimizer(model.parameters(), **options)`, run by parameter servers for all trainers together.
 
     `servers` are workers: a pattern of names, or names. `model` is a module, or what `torch.optim` takes. Trainers that
-    say the same `name` train together: the first brings the parameters, the others get them. With `trainers`, they
+    say the same `name` train together: the first brings the parameters, the others get them. Without a name, the n-th
+    optimizer that a worker makes trains with the n-th of the others. With `trainers`, they
     start when so many have come. `step` reports the gradients, waits as `consistency` says, and leaves fresh
     parameters in the model. `close` lets the others go on without this trainer, and so does the end of its agent.
     With `checkpoint`, a server that dies is waited for, `patience` seconds long. Gradients that travel by calls, to
     other hosts, can be made smaller (`compression`, such as `torch.bfloat16`), and unless `overlap` is off they leave
-    while backward is under way. Embeddings of the model whose rows live on servers (`telegrad.ps.Embedding`) step and
-    are closed along.
+    while backward is under way. Parameters that require no gradient are left out unless `include_frozen` is set, for
+    models that are unfrozen later. Embeddings of the model whose rows live on servers (`telegrad.ps.Embedding`) step
+    and are closed along.
 
     >>> from telegrad.testing import LocalCluster
     >>> model = nn.Linear(2, 1, bias=False)
@@ -60,6 +71,8 @@ class Optimizer(optim.Optimizer):
     [[0.5, 0.5]]
     """
 
+    _step_supports_amp_scaling = True  # a GradScaler calls `step` also if gradients are not finite
+
     def __init__(
         self,
         model: nn.Module | Iterable[Any],
@@ -67,40 +80,68 @@ class Optimizer(optim.Optimizer):
         optimizer: Callable[..., optim.Optimizer] = torch.optim.SGD,
         *,
         consistency: Consistency | None = None,
-        name: str = "default",
+        name: str | None = None,
         trainers: int = 1,
         checkpoint: Checkpoint | None = None,
         compression: torch.dtype | None = None,
         overlap: bool = True,
+        include_frozen: bool = False,
         patience: float = 300.0,
         agent: Agent | None = None,
         **options: Any,
     ) -> None:
         agent = agent_of(agent)
         compressing.check(compression)
+        if optimizer is torch.optim.SparseAdam:
+            raise UsageError(
+                "SparseAdam steps on sparse gradients, and parameter servers have dense ones: use torch.optim.Adam, "
+                "or keep the rows on servers by telegrad.ps.Embedding with RowAdam"
+            )
         template = optimizer(model.parameters() if isinstance(model, nn.Module) else model, **options)
         self._agent = agent
         self._attachments: list[Attachment] = []
         self._tables: list[Tables] = []
         super().__init__(template.param_groups, template.defaults)
-        self.name = name
         self.steps = 0
         self.staleness = 0
         self.dropped = 0
+        self.skipped = 0
         self._kind = optimizer
         self._known = [groups.options(group) for group in self.param_groups]
         self._consistency = consistency or Sync()
-        self._layout = Layout.of(_learning(model, self.param_groups))
+        learning = _learning(model, self.param_groups, include_frozen)
+        for _, parameter_name, parameter in itertools.chain.from_iterable(learning):
+            check_kind(parameter_name, parameter)
+        self._layout = Layout.of(learning)
         if not self._layout.slots:
             raise UsageError("none of the parameters requires a gradient")
-        self._flat = Flat(self._layout, self._parameters, service.shares_memory(agent))
+        compares = not isinstance(self._consistency, Sync)  # others step while this trainer computes
+        shares_memory = service.shares_memory(agent)
+        self._flat = Flat(self._layout, self._parameters, shares_memory, compares)
+        self._structure = Structure(model, self._parameters) if isinstance(model, nn.Module) else None
+        known = {slot.number for slot in self._layout.slots}
+        self._frozen = [
+            each
+            for number, each in enumerate(self._parameters)
+            if number not in known and not isinstance(each, RowsParameter)
+        ]
         self._trainer = trainer_name(agent.me.incarnation, next(_numbers))
         self._patience = patience
         self._compression = compression
         self._overlap = overlap and self._flat.device.type == "cpu"  # elsewhere, to look would be to wait
-        self._attachments = self._plan(matching(agent, servers), options, trainers, checkpoint)
-        self._tables = tables_of(model)
-        self._join()
+        workers = matching(agent, servers)
+        self._name = agent.service(Names).take("parameter server", name, "default")
+        self.name = self._name.name
+        try:
+            self._attachments = self._plan(workers, options, trainers, checkpoint)
+            self._tables = _tables_of(self._parameters)
+            self._join()
+        except BaseException:
+            self._name.give_back(unused=True)
+            raise
+        self._name.belongs_to(self, partial(leave_all, self._attachments))
+        for tables in self._tables:
+            tables.show_gradients(True)
         agent.on_parting(closing(self))
 
     def __repr__(self) -> str:
@@ -128,7 +169,9 @@ class Optimizer(optim.Optimizer):
         if attachments:
             leave(self._agent, attachments)
             self._flat.release()
+            self._name.give_back()
         for tables in self._tables:
+            tables.show_gradients(False)
             tables.close()
 
     # What torch.optim.Optimizer does
@@ -141,11 +184,14 @@ class Optimizer(optim.Optimizer):
                 loss = closure()
         if not self._attachments:
             raise UsageError(f"the optimizer of parameter server {self.name!r} is closed")
-        self._flat.collect()
+        self._check_model()
+        skip = self._unscale()
+        if not skip:
+            self._flat.collect()
         self.steps += 1
         for tables in self._tables:
-            tables.begin_step()
-        self._take(self._push(groups.changes(self.param_groups, self._known)))
+            tables.begin_step(skip)
+        self._take(self._push(skip))
         for tables in self._tables:
             tables.finish_step()
         return loss
@@ -214,24 +260,48 @@ class Optimizer(optim.Optimizer):
         except BaseException:
             self.close()
             raise
-        self._flat.deliver()
+        self._flat.note()
 
-    def _push(self, changes: dict[int, Options]) -> list[Answer]:
+    def _check_model(self) -> None:
+        """Raise an error if the model has parameters that would silently not be trained."""
+        if self._structure is not None:
+            self._structure.check()
+        for parameter in self._frozen:
+            if parameter.grad is not None:
+                raise UsageError(
+                    "a parameter that required no gradient when the ps.Optimizer was made has one now, but the "
+                    "servers do not hold it: make the optimizer with include_frozen=True, or after unfreezing"
+                )
+
+    def _unscale(self) -> bool:
+        """Divide gradients as a `GradScaler` asks for. Return whether they are not finite."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.item():
+            return True
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is not None:
+            factor = scale.double().reciprocal().float()
+            gradients = [each.grad for each in self._parameters if each.grad is not None]
+            for gradient in gradients:
+                gradient.detach().mul_(factor.to(gradient.device))
+        return False
+
+    def _push(self, skip: bool) -> list[Answer]:
         """Push to all servers at once. Where there is only one, by a call that is waited for, which is the fastest."""
-        pushes = [(each, self._version_of(each)) for each in self._attachments]
+        changes = groups.changes(self.param_groups, self._known)
+        written = frozenset(self._flat.written())
+        pushes = [
+            (each, Pushed(self.steps, self._version_of(each), changes, skip, written)) for each in self._attachments
+        ]
         if len(pushes) == 1:
-            ((only, version),) = pushes
+            ((only, pushed),) = pushes
             try:
-                return [only.push(self.steps, version, changes)]
+                return [only.push(pushed)]
             except GONE as error:
-                return [self._again(only, version)(error).wait()]
+                return [self._again(only, pushed)(error).wait()]
         calls = [
-            Call(
-                each.start_push(self.steps, version, changes),
-                self._again(each, version),
-                partial(each.stay, self.steps),
-            )
-            for each, version in pushes
+            Call(each.start_push(pushed), self._again(each, pushed), partial(each.stay, self.steps))
+            for each, pushed in pushes
         ]
         return answers(self._agent, calls)
 
@@ -239,20 +309,22 @@ class Optimizer(optim.Optimizer):
         """What the gradients were computed with. Rounds are the same on all servers."""
         return self.version if isinstance(self._consistency, Sync) else attachment.version
 
-    def _again(self, attachment: Attachment, version: int) -> Callable[[Exception], Future[Answer]]:
+    def _again(self, attachment: Attachment, pushed: Pushed) -> Callable[[Exception], Future[Answer]]:
         """Wait for a server that was lost, which may come back."""
 
         def again(error: Exception) -> Future[Answer]:
-            return attachment.push_again(self.steps, version, dict(enumerate(self._known)), error)
+            everything = pushed._replace(changes=dict(enumerate(self._known)))
+            return attachment.push_again(everything, error)
 
         return again
 
     def _take(self, answered: list[Answer]) -> None:
         for attachment, answer in zip(self._attachments, answered, strict=True):
             attachment.take(answer)
-        self._flat.deliver()
+        self._flat.note()
         self.staleness = max(answer.staleness for answer in answered)
         self.dropped += any(answer.dropped for answer in answered)
+        self.skipped += any(answer.skipped for answer in answered)
 
     def _put(self, state: State, number: int, first: int, values: State) -> None:
         """Put the state of some elements of a parameter where it belongs."""
@@ -270,12 +342,22 @@ class Optimizer(optim.Optimizer):
         return wait_all([start(each) for each in self._attachments])
 
 
-def _learning(model: Any, groups: list[dict[str, Any]]) -> list[list[tuple[int, str, Tensor]]]:
-    """The parameters of each group that get gradients: their numbers, and their names in the model if there is one."""
+def _tables_of(parameters: Iterable[Tensor]) -> list[Tables]:
+    """What holds the tables that these parameters stand for, each once."""
+    found = [each.tables for each in parameters if isinstance(each, RowsParameter)]
+    return list({id(tables): tables for tables in found}.values())
+
+
+def _learning(model: Any, groups: list[dict[str, Any]], include_frozen: bool) -> list[list[tuple[int, str, Tensor]]]:
+    """The parameters of each group that servers hold: their numbers, and their names in the model if there is one."""
     names = {id(each): name for name, each in model.named_parameters()} if isinstance(model, nn.Module) else {}
     number = itertools.count()
     numbered = [[(next(number), each) for each in group["params"]] for group in groups]
     return [
-        [(place, names.get(id(each), str(place)), each) for place, each in group if each.requires_grad]
+        [
+            (place, names.get(id(each), str(place)), each)
+            for place, each in group
+            if (each.requires_grad or include_frozen) and not isinstance(each, RowsParameter)
+        ]
         for group in numbered
     ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import mmap
 import os
 import secrets
@@ -46,6 +47,14 @@ class Mapping:
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._counter = whole[_TOKEN : _TOKEN + 8].view(torch.int64)
         self.contents: Tensor = whole[_PAGE:]
+
+    def part(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor at `offset` of the contents that has a storage of its own."""
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        start = _PAGE + offset
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(shape)
 
     @property
     def token(self) -> bytes:

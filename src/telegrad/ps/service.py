@@ -239,8 +239,12 @@ def push(
     gradients: Gradients | None,
     by_value: bool,
     missing: frozenset[int] = frozenset(),
+    skip: bool = False,
+    written: dict[int, Tensor] | None = None,
 ) -> Any:
-    return now_or_later(Shards.here().find(name).push(trainer, step, version, changes, gradients, by_value, missing))
+    shard = Shards.here().find(name)
+    arguments = (changes, gradients, by_value, missing, skip, written)
+    return now_or_later(shard.push(trainer, step, version, *arguments))
 
 
 @trusted

@@ -33,9 +33,10 @@ class _Content(NamedTuple):
     """Of a report."""
 
     changes: dict[int, Options]
-    gradients: Tensor
+    gradients: Tensor | None  # None if the step is to be skipped
     by_value: bool
     missing: frozenset[int]
+    written: dict[int, Tensor]  # parts of the range that the trainer has written to, by position
 
 
 class Shard(Holding):
@@ -60,6 +61,7 @@ class Shard(Holding):
             self._values = segments.private(plan.share.nbytes, values.device)
         self._values.copy_(values)
         self._solver = Solver(plan.make, plan.groups, plan.share, self._values, works_by_element(plan.optimizer))
+        self._skipped = False  # the last round made no step
         self._gradients: dict[str, Mapping] = {}  # of the trainers that share them
         self._stagings: dict[str, Staging] = {}  # of trainers whose gradients come piece by piece
 
@@ -148,10 +150,14 @@ class Shard(Holding):
         gradients: Gradients | None,
         by_value: bool,
         missing: frozenset[int] = frozenset(),
+        skip: bool = False,
+        written: dict[int, Tensor] | None = None,
     ) -> Future[Answer]:
         """Gradients that were computed with `version`. The same step may be pushed again: it counts once.
 
-        `missing` are the numbers of parameters that have no gradient; zeros stand in their place.
+        `missing` are the numbers of parameters that have no gradient; zeros stand in their place. `skip` says that
+        the gradients are not finite: the round that they are part of makes no step. `written` are values that the
+        trainer has written into parameters; the step begins with them.
         """
         future: Future[Answer] = Future()
         if isinstance(gradients, list):
@@ -160,11 +166,13 @@ class Shard(Holding):
             gradients = self._staging(trainer).complete(step, gradients)
         with self._lock:
             self._coordinator.check(trainer)
-            if gradients is None:
+            if gradients is None and not skip:
                 if trainer not in self._gradients:
                     raise UsageError("a push without gradients from a trainer that does not share them")
                 gradients = self._gradients[trainer].contents[self.plan.share.start : self.plan.share.stop]
-            content = _Content(changes, gradients.to(self._values.device), by_value, missing)
+            if gradients is not None:
+                gradients = gradients.to(self._values.device)
+            content = _Content(changes, None if skip else gradients, by_value, missing, written or {})
             report = Report(trainer, step, version, content, future)
             actions = self._carry_out(self._coordinator.report(report))
         act(actions)
@@ -220,15 +228,22 @@ class Shard(Holding):
             self._solver.change(content.changes)
         if self._memory is not None and self._strict:
             self._memory.counter = self.version + 1
-        if contents:
+        for content in contents:
+            for position, values in content.written.items():
+                self.plan.share.parts[position].of(self._values).copy_(values)
+        gradients = [content.gradients for content in contents if content.gradients is not None]
+        self._skipped = len(gradients) < len(contents)
+        if gradients and not self._skipped:
             missing = frozenset.intersection(*(content.missing for content in contents))
-            self._solver.step([content.gradients for content in contents], missing)
+            self._solver.step(gradients, missing)
 
     def answer(self, report: Report) -> Answer:
-        if not report.content.by_value:
-            return Answer(self.version, report.staleness, applied=self._told)
-        values = self._values if self._strict else self._values.clone()
-        return Answer(self.version, report.staleness, values=values, applied=self._told)
+        in_rounds = isinstance(self.plan.consistency, Sync)
+        skipped = report.content.gradients is None or (in_rounds and self._skipped)
+        values = None
+        if report.content.by_value:
+            values = self._values if self._strict else self._values.clone()
+        return Answer(self.version, report.staleness, values=values, skipped=skipped, applied=self._told)
 
     def welcome(self, trainer: str) -> Welcome:
         return Welcome(self._current(), trainer in self._gradients, self._handle)

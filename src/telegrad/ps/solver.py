@@ -42,6 +42,7 @@ _BY_ELEMENT = {
     optim.Rprop,
     optim.SGD,
 }
+_HALF = {torch.float16, torch.bfloat16}  # added up as float32
 _FUSED = {torch.float32, torch.float64}
 
 
@@ -247,12 +248,15 @@ class Solver:
 
 
 def _mean(gradients: list[Tensor], out: Tensor) -> Tensor:
+    """Return the mean, which is finite if the gradients are: each is divided before they are added up."""
     if len(gradients) == 1:
         return gradients[0]
-    torch.add(gradients[0], gradients[1], out=out)
-    for gradient in gradients[2:]:
-        out.add_(gradient)
-    return out.mul_(1 / len(gradients))
+    share = 1 / len(gradients)
+    total = out if out.dtype not in _HALF else torch.empty_like(out, dtype=torch.float32)
+    torch.mul(gradients[0], share, out=total)
+    for gradient in gradients[1:]:
+        total.add_(gradient, alpha=share)
+    return total if total is out else out.copy_(total)
 
 
 def _fastest(options: Options, dtype: torch.dtype) -> Options:
@@ -302,8 +306,7 @@ def _slice(run: Run, part: Part, whole: State) -> State:
 
 def _elements(run: Run, part: Part, flat: Tensor) -> Tensor:
     """The elements of a part in something that has one value per element of the run."""
-    start = (part.offset - run.offset) // run.dtype.itemsize
-    return flat[start : start + part.last - part.first]
+    return flat[part.within(run)]
 
 
 def _placed(state: State, unit: _Unit, number: int) -> State:

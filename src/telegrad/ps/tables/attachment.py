@@ -74,7 +74,7 @@ class Attachment:
             self.version, self.current = max(self.version, version), True
         return rows
 
-    def push(self, step: int, version: int, updates: list[Update]) -> Future[Answer]:
+    def push(self, step: int, version: int, updates: list[Update] | None) -> Future[Answer]:
         with self._change:
             self._busy = True
         return self._start(service.push, self._me, step, version, updates)

@@ -1,9 +1,9 @@
 """`Tables`: tables that are trained together, as a trainer sees them.
 
 State: `_definitions`, the tables by name, and `_told`, the rules that servers know of; `_gradients`, what backward
-passes have left for each table since the last step; `_pushed`, the answers that a step under way waits for, and
-`_acknowledged`, the last step that was answered. Used by one thread at a time, but for `_gradients`, to which whoever
-runs a backward pass appends.
+passes have left for each table; `_shown`, whether an `Optimizer` steps the tables; `_pushed`, the answers that a step
+under way waits for, and `_acknowledged`, the last step that was answered. Used by one thread at a time, but for
+`_gradients`, to which whoever runs a backward pass adds.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.ps.checkpoint import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync
-from telegrad.ps.joining import Call, agent_of, answers, closing, join, leave, matching
+from telegrad.ps.joining import Call, agent_of, answers, closing, join, leave, leave_all, matching
 from telegrad.ps.messages import Answer, trainer_name
+from telegrad.ps.names import Names
 from telegrad.ps.tables.attachment import Attachment
-from telegrad.ps.tables.batch import Batch, total
+from telegrad.ps.tables.batch import Batch
+from telegrad.ps.tables.gradients import RowGradients
 from telegrad.ps.tables.messages import Definition, Plan, Update, Wanted
 from telegrad.ps.tables.rules import Rule
 from telegrad.ps.tables.storage import Shape
@@ -48,13 +50,13 @@ class Tables:
         servers: str | Sequence[str],
         *,
         consistency: Consistency | None = None,
-        name: str = "tables",
+        name: str | None = None,
         trainers: int = 1,
         checkpoint: Checkpoint | None = None,
         patience: float = 300.0,
         agent: Agent | None = None,
+        default_name: str = "tables",
     ) -> None:
-        self.name = name
         self.steps = 0
         self.staleness = 0
         self.dropped = 0
@@ -63,22 +65,30 @@ class Tables:
         self._patience = patience
         self._definitions: dict[str, Definition] = {}
         self._told: dict[str, Rule] = {}
-        self._gradients: dict[str, list[tuple[Batch, Tensor]]] = {}
+        self._gradients: dict[str, RowGradients] = {}
+        self._shown = False
         self._pushed: list[Call[Answer]] = []
         self._acknowledged = 0
         self._member = True
         trainer = trainer_name(self._agent.me.incarnation, next(_numbers))
         names = matching(self._agent, servers)
+        self._name = self._agent.service(Names).take("tables", name, default_name)
+        self.name = self._name.name
         self._attachments = [
             Attachment(
                 self._agent,
                 trainer,
                 server,
-                Plan(name, number, tuple(names), self._consistency, trainers, checkpoint),
+                Plan(self.name, number, tuple(names), self._consistency, trainers, checkpoint),
             )
             for number, server in enumerate(names)
         ]
-        self._join()
+        try:
+            self._join()
+        except BaseException:
+            self._name.give_back(unused=True)
+            raise
+        self._name.belongs_to(self, partial(leave_all, self._attachments))
         self._agent.on_parting(closing(self))
 
     def __repr__(self) -> str:
@@ -114,20 +124,23 @@ class Tables:
         """Leave: the other trainers no longer wait for this one. Rows can still be read."""
         if self._member:
             leave(self._agent, self._attachments)
+            self._name.give_back()
         self._member = False
 
     # What tables need
 
-    def define(self, shape: Shape, rule: Rule) -> list[tuple[Batch, Tensor]]:
-        """Have a table; its gradients belong into the list that is returned."""
+    def define(self, shape: Shape, rule: Rule) -> RowGradients:
+        """Have a table; its gradients belong into what is returned."""
         if shape.name in self._definitions:
             raise UsageError(f"there is a table {shape.name!r} in {self.name!r} already; give each another name")
         definition = Definition(shape, rule)
         self._everywhere([partial(each.define, [definition]) for each in self._attachments])
         self._definitions[shape.name] = definition
         self._told[shape.name] = rule
+        gradients = self._gradients[shape.name] = RowGradients(self.servers)
+        gradients.shown = self._shown
         self._rest()
-        return self._gradients.setdefault(shape.name, [])
+        return gradients
 
     def change(self, table: str, rule: Rule) -> None:
         """Train a table with other numbers from the next step on."""
@@ -173,6 +186,12 @@ class Tables:
 
     # Steps
 
+    def show_gradients(self, shown: bool) -> None:
+        """Let the parameters of tables have gradients: an `Optimizer` steps these tables, or no longer does."""
+        self._shown = shown
+        for gradients in self._gradients.values():
+            gradients.shown = shown
+
     def zero_grad(self) -> None:
         """Forget gradients that have not been sent."""
         for gradients in self._gradients.values():
@@ -183,21 +202,24 @@ class Tables:
         self.begin_step()
         self.finish_step()
 
-    def begin_step(self) -> None:
-        """Send the gradients."""
+    def begin_step(self, skip: bool = False) -> None:
+        """Send the gradients. `skip` says that they are not finite: the round makes no step then."""
         if not self._member:
             raise UsageError(f"tables {self.name!r} are closed")
         updates: list[list[Update]] = [[] for _ in self._attachments]
         for table, gradients in self._gradients.items():
-            if gradients:
-                batch, gradient = total(gradients, self.servers)
-                gradients.clear()
+            if gradients and not skip:
+                batch, gradient = gradients.sum()
                 rule = self._news(table)
                 for mine, ids, lines in zip(updates, batch.split(batch.ids), batch.split(gradient), strict=True):
                     mine.append(Update(table, ids, lines, rule))
+            if not self._shown:  # otherwise they stay until `zero_grad`, as those of other parameters do
+                gradients.clear()
         self.steps += 1
         self._pushed = [
-            self._started(each, partial(each.push, self.steps, version, mine), self._stay(each, self.steps))
+            self._started(
+                each, partial(each.push, self.steps, version, None if skip else mine), self._stay(each, self.steps)
+            )
             for each, version, mine in zip(self._attachments, self._versions(), updates, strict=True)
         ]
 

@@ -9,6 +9,8 @@ to the thread that trains.
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from torch.nn import functional
 
 from telegrad.errors import UsageError
 from telegrad.ps.tables.batch import Batch
+from telegrad.ps.tables.gradients import RowsParameter
 from telegrad.ps.tables.group import Tables
 from telegrad.ps.tables.recent import Recent
 from telegrad.ps.tables.rules import RowAdagrad, Rule
@@ -67,11 +70,12 @@ class Table(nn.Module):
             self.tables = servers
             self.name = name or f"table{len(servers)}"
         else:
-            self.name = name or "table"
-            self.tables = Tables(servers, name=self.name, **options)
+            self.tables = Tables(servers, name=name, default_name="table", **options)
+            self.name = self.tables.name
         shape = Shape(self.name, num_embeddings, embedding_dim, dtype, seed, std, self.padding_idx)
         self._optimizer: Rule = optimizer or RowAdagrad()
         self._gradients = self.tables.define(shape, self._optimizer)
+        self.weight = RowsParameter.of(self._gradients, self.tables, embedding_dim, dtype)
         self._ahead: list[_Fetched] = []
         self._recent = Recent(reuse, reuse_rows, embedding_dim, dtype) if reuse else None
 
@@ -123,13 +127,42 @@ class Table(nn.Module):
         """Every row that was ever trained or put, with its number, so many `rows` at a time."""
         return self.tables.parts(self.name, rows)
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """A `state_dict` says which table this is. Its rows stay where they are: see `export` and `Checkpoint`."""
+    def get_extra_state(self) -> Tensor:
+        """A `state_dict` says which table this is. Its rows stay where they are: see `export` and `Checkpoint`.
+
+        It says so in a tensor, JSON in UTF-8, since file formats such as safetensors have nothing else.
+        """
+        return torch.frombuffer(bytearray(json.dumps(self._about).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        about = json.loads(bytes(state.cpu().tolist()).decode())
+        if about != self._about:
+            raise UsageError(f"a state of {about} is not one of {self._about}")
+
+    @property
+    def _about(self) -> dict[str, Any]:
         return {"name": self.name, "rows": self.num_embeddings, "dim": self.embedding_dim}
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        if state != self.get_extra_state():
-            raise UsageError(f"a state of {state} is not one of {self.get_extra_state()}")
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}weight"]  # it has no elements
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict({**state_dict, f"{prefix}weight": self.weight}, prefix, *rest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Table:
+        """Return a module that uses the same rows, which are on servers."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made._parameters = {"weight": copy.deepcopy(self.weight, memo)}
+        made._ahead = []
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            f"table {self.name!r} is a part of this worker and cannot be pickled: save the model's state_dict(), "
+            "and the rows by a Checkpoint of the servers or table.export()"
+        )
 
     # Inside a forward pass
 
@@ -145,12 +178,12 @@ class Table(nn.Module):
         """The rows, such that their gradients come here."""
         rows = fetched.rows.to(fetched.input.device)
         if fetched.trained:
-            gradients, batch = self._gradients, fetched.batch
+            gradients, batch, dtype = self._gradients, fetched.batch, self.dtype
             rows.requires_grad_()
 
             def leave(leaf: Tensor) -> None:
                 assert leaf.grad is not None
-                gradients.append((batch, leaf.grad.cpu()))
+                gradients.add(batch, leaf.grad.detach().to("cpu", dtype))
                 leaf.grad = None
 
             rows.register_post_accumulate_grad_hook(leave)  # type: ignore[no-untyped-call]
@@ -261,13 +294,6 @@ def prefetch(wanted: Iterable[tuple[Table, Tensor]]) -> None:
             rows = _merged(*there, rows)
         table._ahead = [each for each in table._ahead if each.step == step]
         table._ahead.append(_Fetched(input, batch, rows, trained, step))
-
-
-def tables_of(model: Any) -> list[Tables]:
-    """What holds the tables of a model, each once; of what is no module, none."""
-    if not isinstance(model, nn.Module):
-        return []
-    return list({id(each.tables): each.tables for each in model.modules() if isinstance(each, Table)}.values())
 
 
 def _merged(known: Tensor, recent: Tensor, fetched: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def pull(name: str, wanted: Sequence[Wanted], keep: bool) -> tuple[int, list[Ten
 
 
 @trusted
-def push(name: str, trainer: str, step: int, version: int, updates: list[Update]) -> Any:
+def push(name: str, trainer: str, step: int, version: int, updates: list[Update] | None) -> Any:
     return now_or_later(find(name).push(trainer, step, version, updates))
 
 

@@ -86,11 +86,12 @@ class Shard(Holding):
         with self._lock:
             return self.version, [self._find(table).read(ids, keep) for table, ids in wanted]
 
-    def push(self, trainer: str, step: int, version: int, updates: list[Update]) -> Future[Answer]:
+    def push(self, trainer: str, step: int, version: int, updates: list[Update] | None) -> Future[Answer]:
+        """Gradients of rows; None if they are not finite, and the round that they are part of makes no step."""
         future: Future[Answer] = Future()
         report = Report(trainer, step, version, updates, future)
         with self._lock:
-            for update in updates:
+            for update in updates or ():
                 self._find(update.table)
             actions = self._carry_out(self._coordinator.report(report))
         act(actions)
@@ -156,12 +157,14 @@ class Shard(Holding):
     def apply(self, reports: list[Report]) -> None:
         by_table: dict[str, list[Update]] = {}
         for report in reports:
-            for update in report.content:
+            for update in report.content or ():
                 by_table.setdefault(update.table, []).append(update)
         for table, updates in by_table.items():
             for update in updates:
                 if update.rule is not None:
                     self._storages[table].change(update.rule)
+        if any(report.content is None for report in reports):
+            return
         for table, updates in by_table.items():
             gradients = [(update.ids, update.gradients) for update in updates]
             self._storages[table].update(gradients, len(reports))

@@ -154,11 +154,18 @@ class Storage:
 
 
 def _mean(gradients: Sequence[tuple[Tensor, Tensor]], trainers: int) -> tuple[Tensor, Tensor]:
+    """Return rows and their mean gradients, which are finite if the gradients are.
+
+    Each is divided before they are added up, and 16-bit floats are added up as float32.
+    """
     if len(gradients) == 1:
         ids, values = gradients[0]
         return ids, values if trainers == 1 else values / trainers
+    counts = [len(ids) for ids, _ in gradients]
     ids, places = torch.unique(torch.cat([ids for ids, _ in gradients]), return_inverse=True)
-    total = gradients[0][1].new_zeros(len(ids), gradients[0][1].shape[1])
-    for (_, values), there in zip(gradients, places.split_with_sizes([len(ids) for ids, _ in gradients]), strict=True):
-        total.index_add_(0, there, values)
-    return ids, total.div_(trainers)
+    dtype = gradients[0][1].dtype
+    wide = torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
+    total = torch.zeros(len(ids), gradients[0][1].shape[1], dtype=wide)
+    for (_, values), there in zip(gradients, places.split_with_sizes(counts), strict=True):
+        total.index_add_(0, there, values.to(wide), alpha=1 / trainers)
+    return ids, total.to(dtype)
