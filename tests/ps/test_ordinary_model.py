@@ -147,6 +147,23 @@ def test_weights_that_are_clipped_after_every_step(compared: Any) -> None:
     compared(train=clamped)
 
 
+@pytest.mark.parametrize("consistency", [ps.Sync(), ps.Async()], ids=repr)
+def test_writes_that_nothing_notices_are_errors(cluster: Clusters, consistency: Any) -> None:
+    net = Net()
+    options: dict[str, Any] = {"lr": 0.1, "consistency": consistency}
+    with ps.Optimizer(net, "w1", agent=cluster(2)["w0"], **options) as optimizer:
+        for step in range(12):
+            plain(optimizer, net, step)
+
+        def write_and_step() -> None:
+            for step in range(12):
+                net.head.weight.data.clamp_(-1e-3, 1e-3)
+                plain(optimizer, net, step)
+
+        with pytest.raises(UsageError, match=r"'head\.weight' was written to through \.data"):
+            write_and_step()
+
+
 def test_a_swap_with_averaged_weights_takes_nothing_back(cluster: Clusters) -> None:
     """What another trainer did meanwhile stays, since what is written is what was there."""
     workers = cluster(3)

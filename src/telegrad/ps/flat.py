@@ -4,7 +4,8 @@ Rule: parameters and gradients belong to the model. They keep their own memory, 
 change at any time. A step copies gradients into the flat memory, which servers read, and copies what servers answer
 into the parameters, wherever they are then. What is written into parameters between two steps is noticed by their
 version counters and addresses and goes to the servers with the next step. Writes through `Parameter.data` change
-neither: they are noticed only if they replace the memory.
+neither. To find those, each step compares some elements of one parameter with what servers answered; a difference is
+an error.
 
 One copy is saved where nobody can tell: if the flat memory is shared with servers and nothing but `parameter.grad`
 refers to a gradient, that becomes a view of the flat memory with a storage of its own. Further steps with the same
@@ -34,6 +35,8 @@ from telegrad.ps.layout import Layout, Part, Share, Slot
 
 Ready = Callable[[int], None]
 
+_COMPARED = 1 << 16  # bytes that a step compares
+
 
 class Flat:
     def __init__(self, layout: Layout, parameters: Sequence[Tensor], sharing: bool, compares: bool = False) -> None:
@@ -58,6 +61,11 @@ class Flat:
             slot.number: _Entry(parameter, slot, self._place(slot), self._moves)
             for slot, parameter in zip(layout.slots, learning, strict=True)
         }
+        self._order = list(self._entries.items())
+        self._turn = 0  # in which parameters are looked at
+        self._answered: dict[int, Tensor] = {}  # what servers answered, by the numbers of whole parameters
+        if self._known is not None:
+            self._answered = {slot.number: slot.of(self._known) for slot in layout.slots if slot.shape}
         self._listeners: list[weakref.WeakMethod[Ready]] = []
         self._hooks: list[Any] = []
 
@@ -99,6 +107,7 @@ class Flat:
         """Put every gradient into the flat memory, and zeros where there is none."""
         for entry in self._entries.values():
             entry.check()
+        self._check_unnoticed()
         places, gradients, empty = [], [], []
         for entry in self._entries.values():
             gradient = entry.parameter.grad
@@ -154,6 +163,8 @@ class Flat:
             if part.is_whole:
                 parameters.append(parameter)
                 values.append(view)
+                if parameter.dim() and self._known is None:
+                    self._answered[part.slot.number] = view
             else:
                 _write_part(parameter, part, view)
             if self._known is not None:
@@ -173,6 +184,23 @@ class Flat:
         if self._known is None:
             return found
         return {number for number in found if self._differs(self._entries[number], self._known)}
+
+    def _check_unnoticed(self) -> None:
+        """Raise an error if some elements were written to in a way that nothing else notices."""
+        number, entry = self._order[self._turn % len(self._order)]
+        lap, self._turn = self._turn // len(self._order), self._turn + 1
+        answered = self._answered.get(number)
+        if answered is None or entry.is_written or not entry.parameter.is_cpu:
+            return
+        rows = max(1, _COMPARED // max(1, entry.slot.nbytes // len(answered))) if len(answered) else 0
+        first = lap * rows % max(1, len(answered))
+        mine = entry.parameter.detach()[first : first + rows].contiguous()
+        its = answered[first : first + rows].contiguous()
+        if not torch.equal(mine.view(-1).view(torch.uint8), its.view(-1).view(torch.uint8)):
+            raise UsageError(
+                f"parameter {entry.slot.name!r} was written to through .data or numpy(), which its ps.Optimizer cannot "
+                "notice, so servers would not get it: write to the parameter itself, under torch.no_grad()"
+            )
 
     def _differs(self, entry: _Entry, known: Tensor) -> bool:
         value = entry.parameter.detach().to(known.device).contiguous()
