@@ -18,10 +18,10 @@ UV  := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu check bench bench-peers conformance docs clean FORCE
+.PHONY: help demo test test-gpu test-frameworks check bench bench-peers conformance docs clean FORCE
 
 help:  ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-examples  ## one server and two trainers on this machine learn handwritten digits
 	$(BIN)/telegrad train mnist $(ARGS)
@@ -32,6 +32,11 @@ test: $(VENV)/.installed-dev  ## every test that this machine can run
 test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-conformance  ## the tests that need a GPU, and those of PyTorch's suites
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 	$(BIN)/python tests/conformance/run.py -j 4 --limit 60 -k Cuda
+
+# An environment of its own: these packages bring many others along.
+test-frameworks:  ## training loops of Hugging Face, Lightning and accelerate
+	$(MAKE) VENV=.venv-frameworks .venv-frameworks/.installed-frameworks
+	.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)
 
 check: $(VENV)/.installed-dev  ## lint, format, types, layers
 	$(BIN)/ruff check
@@ -52,7 +57,7 @@ docs: $(VENV)/.installed-docs  ## API reference into site/
 	$(BIN)/pdoc telegrad -o site $(ARGS)
 
 clean:  ## remove the environment, caches and everything built
-	rm -rf $(VENV) .venv-peers build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-frameworks .venv-peers build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- Bootstrap: each stamp file says "this is installed"; pyproject.toml or another TORCH makes it stale ---------------

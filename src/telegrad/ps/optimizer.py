@@ -14,6 +14,7 @@ servers have been told. `_attachments`, one per server, hold the rest. Used by o
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -70,8 +71,6 @@ class Optimizer(optim.Optimizer):
     >>> model.weight.tolist()
     [[0.5, 0.5]]
     """
-
-    _step_supports_amp_scaling = True  # a GradScaler calls `step` also if gradients are not finite
 
     def __init__(
         self,
@@ -175,6 +174,15 @@ class Optimizer(optim.Optimizer):
             tables.close()
 
     # What torch.optim.Optimizer does
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a `GradScaler` calls `step` also if gradients are not finite, and says so by `found_inf`.
+
+        It alone is told. Frameworks that read this would conclude that gradients cannot be clipped, but they can:
+        `GradScaler.unscale_` works as with any optimizer.
+        """
+        return sys._getframe(1).f_globals.get("__name__") == torch.amp.GradScaler.__module__
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Report the gradients, wait, and take the fresh parameters."""
