@@ -5,13 +5,19 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from telegrad import ps
 from telegrad.errors import UsageError
@@ -424,3 +430,35 @@ def test_training_goes_on_with_another_optimizer_after_the_end(compared: Any) ->
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         plain(optimizer, each, 9)
     close_to(net, other)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["unix"])
+def test_beside_parameters_that_fsdp_has_sharded(transport: str) -> None:
+    """They are an error for servers, and the others are trained beside them. Gloo leaves a socket behind."""
+    program = f"from {__name__} import train_beside_fsdp; train_beside_fsdp()"
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100, cwd=root)  # its imports take a while
+
+
+def train_beside_fsdp() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mine, other = Net(), Net()
+    fully_shard(mine.first, mesh=init_device_mesh("cpu", (1,)))
+    with LocalCluster(2) as cluster:
+        with pytest.raises(UsageError, match=r"'first\.weight' is a DTensor"):
+            ps.Optimizer(mine, "w1", lr=0.1, agent=cluster["w0"])
+        rest = [*mine.second.parameters(), *mine.head.parameters()]
+        sharded = torch.optim.SGD(mine.first.parameters(), lr=0.1)
+        local = torch.optim.SGD(other.parameters(), lr=0.1)
+        with ps.Optimizer(rest, "w1", lr=0.1, agent=cluster["w0"]) as optimizer:
+            for step in range(3):
+                sharded.zero_grad()
+                plain(optimizer, mine, step)
+                sharded.step()
+                plain(local, other, step)
+    for each, its in zip(mine.parameters(), other.parameters(), strict=True):
+        whole = each.full_tensor() if isinstance(each, DTensor) else each
+        torch.testing.assert_close(whole, its, rtol=1e-5, atol=1e-7)
+    torch.distributed.destroy_process_group()
