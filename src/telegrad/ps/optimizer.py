@@ -114,7 +114,7 @@ class Optimizer(optim.Optimizer):
         self._layout = Layout.of(learning)
         if not self._layout.slots:
             raise UsageError("none of the parameters requires a gradient")
-        compares = not isinstance(self._consistency, Sync)  # others step while this trainer computes
+        compares = self._consistency != Sync()  # servers may step, and publish, while this trainer computes
         shares_memory = service.shares_memory(agent)
         self._flat = Flat(self._layout, self._parameters, shares_memory, compares)
         self._structure = Structure(model, self._parameters) if isinstance(model, nn.Module) else None
