@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -154,6 +155,83 @@ def test_both_servers_die_while_the_second_makes_its_step(
         restart(workers, "w1")
         assert stepping.result(PATIENCE) == [-3.0, -3.0]
     assert step(net, optimizer) == [-4.0, -4.0]
+
+
+@pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize("rule", [ps.Sync(), ps.Async()], ids=repr)
+def test_what_was_written_reaches_a_server_that_is_restarted(
+    cluster: Clusters, tmp_path: Path, every: int, rule: Any
+) -> None:
+    workers = cluster(3)
+    point = ps.Checkpoint(tmp_path, every=every, wait=True)
+    ((net, optimizer),) = trainers(workers, ["w2"], ["w0", "w1"], checkpoint=point, consistency=rule)
+    assert step(net, optimizer) == [-1.0, -1.0]
+    with torch.no_grad():
+        for each in net:
+            each.fill_(10.0)
+    kill(workers, "w0")
+    restart(workers, "w0")
+    assert step(net, optimizer) == [9.0, 9.0]
+    kill(workers, "w1")
+    restart(workers, "w1")
+    assert step(net, optimizer) == [8.0, 8.0]
+
+
+def test_a_skipped_round_stays_skipped_if_the_server_dies_before_it_answers(
+    cluster: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainers are told so, also the one whose gradients were finite."""
+    workers = cluster(3)
+    point = ps.Checkpoint(tmp_path, every=1, wait=True)
+    pairs = trainers(workers, ["w1", "w2"], ["w0"], checkpoint=point)
+    together(pairs)
+    armed, reached, dead = threading.Event(), threading.Event(), threading.Event()
+    real = Shard.answer
+    armed.set()
+
+    def hold(self: Shard, report: Any) -> Any:
+        if armed.is_set():
+            armed.clear()
+            reached.set()
+            assert dead.wait(PATIENCE)
+            raise RuntimeError("this worker is dead")
+        return real(self, report)
+
+    monkeypatch.setattr(Shard, "answer", hold)
+    infinite = pairs[0][1]
+    infinite.found_inf = torch.ones(())  # as a GradScaler does it
+    with ThreadPoolExecutor(1) as pool:
+        stepping = pool.submit(together, pairs)
+        assert reached.wait(PATIENCE)
+        victim = workers["w0"]
+        end_threads = victim.threads.close
+
+        def cut_off(timeout: float) -> None:
+            dead.set()
+            end_threads(timeout)
+
+        victim.threads.close = cut_off  # type: ignore[method-assign]
+        kill(workers, "w0")
+        restart(workers, "w0")
+        assert stepping.result(PATIENCE) == [[-1.0, -1.0]] * 2
+    del infinite.found_inf
+    assert [(optimizer.skipped, optimizer.version) for _, optimizer in pairs] == [(1, 2)] * 2
+    assert together(pairs) == [[-2.0, -2.0]] * 2
+
+
+def test_an_optimizer_that_was_dropped_while_the_server_was_down_is_not_waited_for(
+    cluster: Clusters, tmp_path: Path
+) -> None:
+    workers = cluster(3)
+    point = ps.Checkpoint(tmp_path, every=1, wait=True)
+    pairs = trainers(workers, ["w1", "w2"], ["w0"], checkpoint=point)
+    together(pairs)
+    kill(workers, "w0")
+    del pairs[1]
+    gc.collect()
+    restart(workers, "w0")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(step, *pairs[0]).result(PATIENCE) == [-2.0, -2.0]
 
 
 @pytest.mark.parametrize("rule", [ps.Async(), ps.Stale(3)], ids=repr)

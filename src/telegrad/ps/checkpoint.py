@@ -87,6 +87,7 @@ class Snapshot(NamedTuple):
     groups: list[Options]
     applied: dict[str, int]
     round: dict[str, int] | None = None  # the reports of the last step, if other servers may not have made it
+    skipped: bool = False  # the last round made no step
 
 
 class Archive:

@@ -213,12 +213,13 @@ class Shard(Holding):
             part.of(self._values).copy_(snapshot.values[part.label])
         self._solver.change(dict(enumerate(snapshot.groups)))
         self._solver.load(snapshot.states)
+        self._skipped = snapshot.skipped
 
     def _snapshot(self) -> Snapshot:
         values = {part.label: part.of(self._values).clone() for part in self.plan.share.parts}
         states, groups = self._solver.state(), self._solver.options()
         applied = dict(self._coordinator.applied)
-        return Snapshot(self.version, self._run, values, states, groups, applied, self._last_round)
+        return Snapshot(self.version, self._run, values, states, groups, applied, self._last_round, self._skipped)
 
     # What is trained, under the lock
 
