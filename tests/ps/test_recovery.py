@@ -19,7 +19,7 @@ from torch import nn
 
 from telegrad import current_agent, ps
 from telegrad.errors import JoinError, UsageError
-from telegrad.ps.attachment import Pushed
+from telegrad.ps.attachment import Attachment, Pushed
 from telegrad.ps.checkpoint import Archive, Snapshot
 from telegrad.ps.holdings import Holdings
 from telegrad.ps.service import Shards
@@ -232,6 +232,26 @@ def test_an_optimizer_that_was_dropped_while_the_server_was_down_is_not_waited_f
     restart(workers, "w0")
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(step, *pairs[0]).result(PATIENCE) == [-2.0, -2.0]
+
+
+def test_a_step_that_was_interrupted_is_no_write_to_the_model(
+    cluster: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has a newer version then, in memory that the trainer compares its parameters with."""
+    workers = cluster(2)
+    ((net, optimizer),) = trainers(workers, ["w1"], ["w0"])
+    step(net, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(Attachment, "take", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step(net, optimizer)
+    assert step(net, optimizer) == [-2.0, -2.0]  # its gradients are of a round that is over
+    assert optimizer.dropped == 1
+    assert step(net, optimizer) == [-3.0, -3.0]
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("rule", [ps.Async(), ps.Stale(3)], ids=repr)

@@ -63,6 +63,7 @@ class Flat:
         }
         self._order = list(self._entries.items())
         self._turn = 0  # in which parameters are looked at
+        self._is_current = False  # has the last step ended, so that parameters are what servers answered?
         self._answered: dict[int, Tensor] = {}  # what servers answered, by the numbers of whole parameters
         if self._known is not None:
             self._answered = {slot.number: slot.of(self._known) for slot in layout.slots if slot.shape}
@@ -174,12 +175,14 @@ class Flat:
 
     def note(self) -> None:
         """Remember that parameters are now what servers answered."""
+        self._is_current = True
         for entry in self._entries.values():
             entry.note()
 
     @torch.no_grad()
     def written(self) -> set[int]:
-        """Return the numbers of parameters that were written to since servers last answered."""
+        """Return the numbers of parameters that were written to since servers last answered. A step begins."""
+        self._is_current = False
         found = {entry.number for entry in self._entries.values() if entry.is_written}
         if self._known is None:
             return found
@@ -190,7 +193,7 @@ class Flat:
         number, entry = self._order[self._turn % len(self._order)]
         lap, self._turn = self._turn // len(self._order), self._turn + 1
         answered = self._answered.get(number)
-        if answered is None or entry.is_written or not entry.parameter.is_cpu:
+        if not self._is_current or answered is None or entry.is_written or not entry.parameter.is_cpu:
             return
         rows = max(1, _COMPARED // max(1, entry.slot.nbytes // len(answered))) if len(answered) else 0
         first = lap * rows % max(1, len(answered))
