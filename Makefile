@@ -18,7 +18,7 @@ UV  := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu test-frameworks check bench bench-peers conformance docs clean FORCE
+.PHONY: help demo test test-slow test-gpu test-frameworks check bench bench-peers conformance docs clean FORCE
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ demo: $(VENV)/.installed-examples  ## one server and two trainers on this machin
 
 test: $(VENV)/.installed-dev  ## every test that this machine can run
 	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/.installed-dev  ## the tests that take minutes: soaks, storms of signals and kills, large messages
+	$(BIN)/python -m pytest -m soak $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-conformance  ## the tests that need a GPU, and those of PyTorch's suites
 	$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -19,7 +19,7 @@ def test_a_few_kills(rule: str, servers: int, kills: int) -> None:
     run(rule, servers, kills)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("rule", ["sync", "quorum", "async", "stale"])

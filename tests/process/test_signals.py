@@ -127,7 +127,7 @@ def pid() -> int:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-@pytest.mark.parametrize("signals", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signals", [300, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.timeout(900)
 def test_interrupted_calls_cost_only_themselves(tmp_path: Path, transport: str, signals: int) -> None:
     with Fleet(2, join, str(tmp_path / "store"), transport) as fleet:

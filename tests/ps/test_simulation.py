@@ -45,7 +45,7 @@ def play(seed: int, rule: Any, checkpoint: ps.Checkpoint, **accidents: Any) -> N
 
 @pytest.mark.parametrize("checkpoint", [EXACT, LOSSY], ids=["exact", "lossy"])
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("worlds", [100, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("worlds", [100, pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
 def test_random_worlds(rule: Any, checkpoint: ps.Checkpoint, worlds: int) -> None:
     """Servers and trainers die and return, trainers join."""
     for seed in range(worlds):
@@ -54,7 +54,7 @@ def test_random_worlds(rule: Any, checkpoint: ps.Checkpoint, worlds: int) -> Non
 
 @pytest.mark.parametrize("checkpoint", [EXACT, LOSSY], ids=["exact", "lossy"])
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("worlds", [50, pytest.param(1500, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("worlds", [50, pytest.param(1500, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
 def test_random_worlds_with_bad_disks(rule: Any, checkpoint: ps.Checkpoint, worlds: int) -> None:
     """One of ten writes fails."""
     for seed in range(worlds):
