@@ -37,8 +37,8 @@ def _from_key_file(path: Path) -> str:
         raise UsageError(
             f"{path} must belong to you and be readable by you alone: chmod 600 it, or set TELEGRAD_SECRET"
         )
-    text = path.read_text().strip()
-    if len(text) < _SHORTEST:
+    text = path.read_bytes().decode("ascii", "replace").strip()
+    if "\ufffd" in text or len(text) < _SHORTEST:
         raise UsageError(f"{path} holds no key of at least {_SHORTEST} characters: delete it, and a new one is made")
     return text
 
