@@ -96,11 +96,11 @@ class Devices:
         if target is None:
             raise UsageError(_unmapped(envelope, device))
         if target.type == "cpu":
-            return tensors.reduce_as_it_is(staging.to_host(tensor))
+            return tensors.reduce_as_it_is(staging.to_host(tensor, envelope.at_rest))
         peer = self._peers.get(envelope.incarnation) or self._introduce(envelope, device.index)
         if target.index >= peer.gpus:
             if route.falls_back_to_cpu(device):
-                return tensors.reduce_as_it_is(staging.to_host(tensor))
+                return tensors.reduce_as_it_is(staging.to_host(tensor, envelope.at_rest))
             raise UsageError(
                 f"a tensor on {device} would arrive on {target}, but worker {envelope.peer!r} has {peer.gpus} CUDA "
                 f"devices: say where it should arrive with set_device_map (or Config.device_maps), for example "
@@ -122,7 +122,7 @@ class Devices:
                 except (torch.OutOfMemoryError, cuda.CudaError):  # no room for a snapshot; memory that cannot be mapped
                     continue
                 return copied, (shipment, *place, target.index, code, tuple(tensor.shape))
-        return staging.from_host, (*tensors.reduce_as_it_is(staging.to_host(tensor)), target.index)
+        return staging.from_host, (*tensors.reduce_as_it_is(staging.to_host(tensor, envelope.at_rest)), target.index)
 
     def lend(self, number: int, incarnation: str, memory: list[object]) -> None:
         with self._lock:

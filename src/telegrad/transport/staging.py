@@ -11,11 +11,20 @@ from torch import Tensor
 _CHUNK = 8 << 20  # bytes that go through page-locked memory at a time
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, through page-locked memory if it is large."""
+def to_host(tensor: Tensor, at_rest: bool = False) -> Tensor:
+    """Return a copy in host memory, through page-locked memory if it is large.
+
+    Chunks are copied one after the other, and other threads may write to the tensor in between: unless it is
+    `at_rest`, they are copied from a snapshot on the device, which is one operation of the stream.
+    """
     size = tensor.numel() * tensor.itemsize
     if size < _CHUNK:
         return tensor.cpu()
+    if not at_rest:
+        try:
+            tensor = tensor.clone()
+        except torch.OutOfMemoryError:
+            return tensor.cpu()  # one operation, too; slower
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
     _stage(tensor.view(-1).view(torch.uint8), host.view(-1).view(torch.uint8), tensor.device)
     return host
