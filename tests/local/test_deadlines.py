@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 from collections.abc import Callable
@@ -12,10 +13,11 @@ import torch
 
 from telegrad import Deadline, Future, current_agent, current_deadline
 from telegrad.agent.agent import Agent
+from telegrad.agent.pipe import Pending
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import LocalCluster
-from telegrad.wire.frames import Kind
+from telegrad.wire.frames import Frame, Kind
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Log, hold_at, until
 
@@ -255,3 +257,12 @@ def test_deadlines_compare_and_tell_what_is_left() -> None:
     assert not soon.passed()
     assert Deadline(0.0).passed()
     assert Deadline.after(None) is None
+
+
+def test_a_callee_that_finds_the_deadline_passed_a_moment_before_its_caller(cluster: Clusters) -> None:
+    """It answers a call that it did not begin with an empty reply."""
+    pipe = cluster(2)["w0"].peers.reach("w1").pipe
+    future: Future[int] = Future()
+    pipe._complete(Pending(future, math.inf, 1.0, "slow", False, None, []), Frame(Kind.REPLY, 0, 1, 0, 0, b"", ()))
+    with pytest.raises(CallTimeout, match="slow on worker 'w1'"):
+        future.wait()

@@ -297,8 +297,9 @@ class Agent:
         link = self.peers.known(to)
         if link is None:
             until = None if timeout is None else time.monotonic() + timeout
+            must_run = getattr(function, "must_run", False)  # a creation is sent even if its creator gives up
             try:
-                link = self._reach(to, function, timeout)
+                link = self._reach(to, function, None if must_run else timeout)
             except (PeerLost, CallTimeout) as error:
                 failed: Future[Any] = Future()
                 failed.set_exception(error)

@@ -168,7 +168,10 @@ class Pipe:
         value: Any = None
         error: Exception | None = None
         try:
-            if frame.kind == _REPLY:
+            if frame.kind == _REPLY and frame.damage is None and not len(frame.body):
+                # The callee found the deadline passed before it began, a moment before this worker did.
+                error = timed_out(self._link.member.name, pending.call, pending.timeout)
+            elif frame.kind == _REPLY:
                 token = current_scope.set(pending.scope)
                 try:
                     arrivals: list[Any] = []
