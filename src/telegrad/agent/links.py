@@ -100,7 +100,8 @@ class Link:
             self.pipe = Pipe(self, dialled.channel, agent)
             self.pipe.start()
         except BaseException:
-            dialled.channel.close()
+            self._error = PeerLost(f"the link to worker {member.name!r} was never made", peer=member.name)
+            dialled.channel.close()  # its reader, if there is one, must not take this for the loss of the peer
             raise
 
     def __repr__(self) -> str:

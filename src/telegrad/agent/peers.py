@@ -63,6 +63,7 @@ class Peers:
             if known is not None and not known.lost:
                 return known
             member = self._find_again(name, known)
+            link: Link | None = None
             try:
                 link = self._link(member, until)
             except PeerLost:
@@ -70,10 +71,14 @@ class Peers:
                 if newer is None:
                     raise
                 link = self._link(newer, until)
-            with self._lock:
-                closing = agent.closing
-                if not closing:
-                    self._by_key[name] = self._by_key[member.rank] = link
+            try:
+                with self._lock:
+                    closing = agent.closing
+                    if not closing:
+                        self._by_key[name] = self._by_key[member.rank] = link
+            except BaseException:
+                link.close(None)
+                raise
             if closing:  # it was not there yet when the others were closed
                 link.close(None)
                 agent.require_open()
