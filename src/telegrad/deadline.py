@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _NEVER_MS = 0
 
 
-@dataclass(frozen=True, order=True)
-class Deadline:
+class Deadline(NamedTuple):
     """A moment on the monotonic clock of this process."""
 
     at: float

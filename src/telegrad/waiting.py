@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import _thread
 import threading
+import time
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
@@ -79,6 +80,8 @@ def _lock_timeout(timeout: float | None) -> float:
 
 class _Local(threading.local):
     role: Role | None = None
+    since = 0.0
+    waited = 0.0
 
 
 _local = _Local()
@@ -99,6 +102,7 @@ def pause() -> Role | None:
     """Call before blocking; give what it returns to `resume` afterwards."""
     role = _local.role
     if role is not None:
+        _local.since = time.perf_counter()
         role.pause()
     return role
 
@@ -106,6 +110,12 @@ def pause() -> Role | None:
 def resume(role: Role | None) -> None:
     if role is not None:
         role.resume()
+        _local.waited += time.perf_counter() - _local.since
+
+
+def waited() -> float:
+    """Return the seconds that this thread has spent between `pause` and `resume`."""
+    return _local.waited
 
 
 def hold() -> Role | None:

@@ -532,8 +532,8 @@ def test_a_full_queue_holds_up_its_callers(workers: LocalCluster, log: Log, gate
 
 def held_up(agent: Agent) -> bool:
     """Does a pipe wait to be read on? (On a very busy machine: does a call hold a place of the executor?)"""
-    pinned = any(inbound.loop.pinned for inbound in agent.connections.inbounds if inbound.loop is not None)
-    return pinned or agent.executor.active > 0
+    held = any(inbound.held for inbound in agent.connections.inbounds)
+    return held or agent.executor.active > 0
 
 
 def test_a_full_queue_may_refuse(workers: LocalCluster, log: Log, gate: Gate) -> None:

@@ -180,16 +180,21 @@ def test_a_deadline_that_passes_before_the_call_is_sent_leaves_nothing_at_the_ca
 ) -> None:
     assert w0.submit("w1", abs, -1).wait() == 1
     (link,) = w0.links()
-    send, expired = link.pipe.channel.send, threading.Event()
+    send, offer, expired = link.pipe.channel.send, link.pipe.channel.offer, threading.Event()
 
     def send_late(kind: int, *args: Any, **kwargs: Any) -> None:
         if kind == Kind.CALL:
             assert expired.wait(PATIENCE)
         send(kind, *args, **kwargs)
+
+    def offered(kind: int, *args: Any) -> bool:
+        complete = offer(kind, *args)
         if kind == Kind.CANCEL:
             expired.set()
+        return complete
 
     monkeypatch.setattr(link.pipe.channel, "send", send_late)
+    monkeypatch.setattr(link.pipe.channel, "offer", offered)
     promises = Promises()
     future = w0.start("w1", promise, (promises,), None, SHORT)
     assert isinstance(future.exception(PATIENCE), CallTimeout)

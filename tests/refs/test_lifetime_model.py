@@ -40,7 +40,7 @@ HELD = {
     "late_copy",
 }
 WAYS = ["method", "fetch", "remote", "argument", "third", "temporary", "own", "derived"]
-_handle = Inbound._handle
+_handle = Inbound.handle
 
 
 class Waiting(NamedTuple):
@@ -90,7 +90,7 @@ class Lives(RuleBasedStateMachine):
             else:
                 _handle(inbound, frame)
 
-        Inbound._handle = hold  # type: ignore[method-assign]
+        Inbound.handle = hold  # type: ignore[method-assign]
 
     def teardown(self) -> None:
         try:
@@ -103,7 +103,7 @@ class Lives(RuleBasedStateMachine):
         gc.unfreeze()
         Outbox._transmit = _transmit  # type: ignore[method-assign]
         Keeper._tick = _tick  # type: ignore[method-assign]
-        Inbound._handle = _handle  # type: ignore[method-assign]
+        Inbound.handle = _handle  # type: ignore[method-assign]
         for call in self.held:
             call.run()
         objects.kept.clear()

@@ -15,6 +15,7 @@ import pytest
 from telegrad.errors import ProtocolError
 from telegrad.transport.channel import Channel, ChannelClosed, SaidGoodbye, SendTimeout, say_goodbye
 from telegrad.wire.frames import Frame, Kind, Place, head
+from tests.local.gates import until
 from tests.transport.pairs import KERNEL_BUFFER, MAX_FRAME, Background, Pair, connected, fill_with_frames
 
 SOON = 0.03  # seconds to wait for something that must not come
@@ -194,7 +195,7 @@ def test_a_deadline_that_has_passed_is_a_timeout(pair: Pair, timeout: float) -> 
 def test_a_frame_that_is_here_beats_the_time_limit(pair: Pair) -> None:
     for call in (1, 2):
         pair.near.cork(Kind.CALL, call, b"")
-    pair.near.flush()
+    pair.near.flush_nowait()
     assert pair.far.recv(LATE).call == 1
     assert pair.far.recv(timeout=0.0).call == 2
 
@@ -281,9 +282,9 @@ def test_a_flush_of_nothing_after_the_end_does_not_hide_what_arrived(pair: Pair)
     pair.near.send(Kind.CALL, 2, b"")
     pair.near.shut()
     for call in (1, 2):
-        pair.far.flush()
+        pair.far.flush_nowait()
         assert pair.far.recv(LATE).call == call
-    pair.far.flush()
+    pair.far.flush_nowait()
 
 
 def test_the_end_is_final_for_the_one_who_shut(pair: Pair) -> None:
@@ -329,7 +330,7 @@ def test_what_is_corked_when_the_channel_ends_is_lost(pair: Pair) -> None:
     pair.near.shut()
     pair.near.cork(Kind.REPLY, 2, b"")
     with pytest.raises(ChannelClosed):
-        pair.near.flush()
+        pair.near.flush_nowait()
     for _ in range(2):
         with pytest.raises(ChannelClosed):
             pair.far.recv(LATE)
@@ -387,7 +388,7 @@ def test_corked_frames_go_first_and_in_order(pair: Pair) -> None:
     pair.near.cork(Kind.REPLY, 4, b"four")
     pair.near.send(Kind.REPLY, 5, b"", [filled(20_000, 5)])
     pair.near.cork(Kind.REPLY, 6, b"six")
-    pair.near.flush()
+    pair.near.flush_nowait()
     pair.near.cork(Kind.REPLY, 7, b"seven")
     pair.near.try_send(Kind.ALIVE)
     frames = [pair.far.recv(LATE) for _ in range(8)]
@@ -401,12 +402,12 @@ def test_corked_frames_wait_for_a_flush(pair: Pair) -> None:
     pair.near.cork(Kind.REPLY, 1, b"")
     with pytest.raises(TimeoutError):
         pair.far.recv(timeout=SOON)
-    pair.near.flush()
+    pair.near.flush_nowait()
     assert pair.far.recv(LATE).call == 1
 
 
 def test_a_flush_of_nothing_sends_nothing(pair: Pair) -> None:
-    pair.near.flush()
+    pair.near.flush_nowait()
     with pytest.raises(TimeoutError):
         pair.far.recv(timeout=SOON)
 
@@ -415,7 +416,7 @@ def test_has_frame_says_whether_another_one_is_here(pair: Pair) -> None:
     assert not pair.far.has_frame()
     for call in range(3):
         pair.near.cork(Kind.REPLY, call, b"body")
-    pair.near.flush()
+    pair.near.flush_nowait()
     assert pair.far.recv(LATE).call == 0
     assert pair.far.has_frame()
     assert take(pair.far, 2) == [1, 2]
@@ -578,28 +579,48 @@ def test_what_is_offered_arrives(pair: Pair) -> None:
 
 
 def test_what_is_not_taken_at_once_is_left_for_later(streams: Pair, background: Background) -> None:
+    full: list[bool] = []
+    streams.near.when_full = lambda: full.append(True)
     sent = 0
     while streams.near.offer(Kind.REPLY, sent, bytes(4096)):
         sent += 1
     assert not streams.near.offer(Kind.REPLY, sent + 1, b"one more")
+    assert full == [True, True]
     arriving = background(take, streams.far, sent + 2)
-    streams.near.finish()
+    number = streams.near.fileno()
+    assert number is not None
+    while not streams.near.flush_nowait():
+        assert select.select([], [number], [], LATE)[1]
     assert arriving.result(LATE) == list(range(sent + 2))
 
 
-def test_polling_does_not_wait(streams: Pair, background: Background) -> None:
-    assert streams.far.poll() is None
+def test_what_is_corked_while_another_thread_sends_goes_out_after_it(streams: Pair, background: Background) -> None:
+    sending = background(streams.near.send, Kind.CALL, 1, bytes(BIG))
+    until(streams.near._send_lock.locked)  # type: ignore[attr-defined]
+    assert streams.near.offer(Kind.REPLY, 2, b"small")
+    assert [frame.call for frame in (streams.far.recv(LATE), streams.far.recv(LATE))] == [1, 2]
+    sending.result(LATE)
+
+
+def next_frame(channel: Channel) -> Frame | None:
+    """Return the next frame if it can be had without waiting."""
+    channel.receive()
+    return channel.next_frame()
+
+
+def test_receiving_does_not_wait(streams: Pair, background: Background) -> None:
+    assert next_frame(streams.far) is None
     sending = background(streams.near.send, Kind.CALL, 3, b"body", [filled(BIG, 5)])
     number = streams.far.fileno()
     assert number is not None
     frame = None
     while frame is None:
         assert select.select([number], [], [], LATE)[0]
-        frame = streams.far.poll()
+        frame = next_frame(streams.far)
     assert frame.call == 3
     assert is_filled(frame.buffers[0], BIG, 5)
     sending.result(LATE)
     streams.near.shut()
     assert select.select([number], [], [], LATE)[0]
     with pytest.raises(ChannelClosed):
-        streams.far.poll()
+        next_frame(streams.far)

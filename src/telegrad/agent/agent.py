@@ -27,6 +27,7 @@ from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections
 from telegrad.agent.current import local
 from telegrad.agent.devices import Devices
+from telegrad.agent.event_loop import EventLoop
 from telegrad.agent.gathering import Gathering, broken
 from telegrad.agent.links import Dialled, Link, given_up
 from telegrad.agent.membership import Directory, Member, Store, WorkerInfo, check_name
@@ -36,7 +37,6 @@ from telegrad.agent.pipe import timed_out
 from telegrad.agent.routes import Route
 from telegrad.agent.secret import group_secret
 from telegrad.agent.serving import Inbound
-from telegrad.agent.switchboard import Switchboard
 from telegrad.agent.targets import Target, is_trusted
 from telegrad.agent.threads import Executor, Threads
 from telegrad.config import Config
@@ -136,6 +136,7 @@ class Agent:
             self.closing = True
             if hasattr(self, "connections"):
                 self.connections.close(None)
+                self.loop.close()
                 self.clock.close()
             raise
         self.connections.accept()
@@ -148,7 +149,7 @@ class Agent:
         self.threads = Threads(f"telegrad-{self.name}", self._enter_thread)
         self.executor = Executor(self.threads, self.config.threads, self.config.max_threads)
         self.clock = Clock(f"telegrad-{self.name}")
-        self.switchboard = Switchboard(self.threads, self.clock)
+        self.loop = EventLoop(self.threads, self.clock)
         self.connections = Connections(self, self.config, secret)
         self.gathering = Gathering(self)
         self.directory = Directory(self._store, self.world_size is not None)
@@ -239,6 +240,7 @@ class Agent:
         self.connections.close(last_words)
         self.gathering.close()
         self.executor.close()
+        self.loop.close()
         self.clock.close()
         self.threads.close(_JOIN_THREADS)
         self.peers.clear()
@@ -540,7 +542,7 @@ class Agent:
         self.closing = True
         self.peers.drop()
         self.connections.drop()
-        self.switchboard.drop()
+        self.loop.drop()
 
 
 def _close_all() -> None:

@@ -311,11 +311,9 @@ class Connections:
         try:
             if self._owner.closing or self._owner.is_lost(inbound.incarnation):
                 inbound.ended(ChannelClosed("this worker is shutting down"))
-            elif peer["purpose"] == "pipe":
-                inbound.serve_pipe()
             else:
-                self._owner.threads.start(inbound.serve_lane)
-        except RuntimeError as error:  # the system refuses a thread
+                self._owner.loop.add(inbound)
+        except (ChannelClosed, RuntimeError) as error:  # the system refuses a thread
             inbound.ended(error)
 
     def ended(self, inbound: Inbound, error: BaseException) -> None:
@@ -380,6 +378,8 @@ class Connections:
             except OSError as error:
                 _log.debug("a stranger left by itself: %s", error)
         for inbound in inbounds:
+            if last_words is not None:
+                _finish(inbound.channel)
             say_goodbye(inbound.channel, last_words)
             inbound.channel.shut()
         self.arena.close()
@@ -420,6 +420,14 @@ class Connections:
         elif host in ("0.0.0.0", "::"):
             host = socket.gethostname()
         return f"tcp:{host}:{port}"
+
+
+def _finish(channel: Channel) -> None:
+    """Send the answers that waited."""
+    try:
+        channel.flush_late()
+    except ChannelClosed as error:
+        _log.debug("nobody is left to take an answer: %s", error)
 
 
 def _unix_address(addresses: tuple[str, ...]) -> str:

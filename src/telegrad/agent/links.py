@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from telegrad import waiting
 from telegrad.agent import scope as scopes
 from telegrad.agent.clock import Clock
+from telegrad.agent.event_loop import EventLoop
 from telegrad.agent.membership import Member
 from telegrad.agent.packing import Envelope, pack, settle, unpack
 from telegrad.agent.pipe import Pipe, timed_out
@@ -57,6 +58,7 @@ class Dialer(Protocol):
     config: Config
     threads: Threads
     clock: Clock
+    loop: EventLoop
     numbers: Numbers
     calls_made: int
     name: str
@@ -94,14 +96,20 @@ class Link:
         self._is_lost = waiting.Gate()
         self._lock = threading.Lock()
         dialled = agent.dial(member, "pipe", timeout)
+        self._same_main = dialled.same_main
+        self.heartbeat = dialled.heartbeat
+        self.pipe = Pipe(self, dialled.channel, agent)
         try:
-            self._same_main = dialled.same_main
-            self.heartbeat = dialled.heartbeat
-            self.pipe = Pipe(self, dialled.channel, agent)
             self.pipe.start()
-        except BaseException:
+        except BaseException as error:
+            # The loop, if it reads the pipe, must not take this for the loss of the peer.
             self._error = PeerLost(f"the link to worker {member.name!r} was never made", peer=member.name)
-            dialled.channel.close()  # its reader, if there is one, must not take this for the loss of the peer
+            if agent.loop.reads(self.pipe):
+                dialled.channel.shut()
+            else:
+                dialled.channel.close()
+            if isinstance(error, ChannelClosed):
+                raise PeerLost(f"worker {agent.name!r} has left the group", peer=member.name, sent=False) from None
             raise
 
     def __repr__(self) -> str:

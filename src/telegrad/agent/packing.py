@@ -63,11 +63,21 @@ class Brought(Companion, Protocol):
 C = TypeVar("C", bound=Companion)
 
 
+class _Message:
+    """What is known of a message while it is packed or unpacked."""
+
+    __slots__ = ("actions", "companions", "envelope", "is_personal", "kept")
+
+    def __init__(self, envelope: Envelope, kept: list[Any] | None) -> None:
+        self.envelope = envelope
+        self.kept = kept
+        self.companions: dict[Hashable, Any] | None = None
+        self.actions: dict[int, tuple[Any, Callable[[Envelope], None]]] | None = None
+        self.is_personal = False  # what it contains depends on who receives it
+
+
 class _Local(threading.local):
-    envelope: Envelope | None = None
-    companions: dict[Hashable, Any] | None = None
-    actions: dict[int, tuple[Any, Callable[[Envelope], None]]] | None = None
-    kept: list[Any] | None = None
+    message: _Message | None = None
 
 
 _local = _Local()
@@ -75,31 +85,45 @@ _local = _Local()
 
 def current_envelope() -> Envelope | None:
     """The envelope of the message that this thread is packing or unpacking."""
-    return _local.envelope
+    message = _local.message
+    if message is None:
+        return None
+    message.is_personal = True
+    return message.envelope
 
 
 def before_sending(subject: object, action: Callable[[Envelope], None]) -> None:
     """Run `action(envelope)` when the message is packed; once per subject, however often packing starts again."""
-    if _local.actions is None:
-        _local.actions = {}
-    _local.actions[id(subject)] = subject, action
+    message = _local.message
+    assert message is not None
+    message.is_personal = True
+    if message.actions is None:
+        message.actions = {}
+    message.actions[id(subject)] = subject, action
 
 
 def accompany(key: Hashable, make: Callable[[], C]) -> C:
     """The one companion of the message in hand that is known by `key`, made on first use."""
-    if _local.companions is None:
-        _local.companions = {}
-    companion: C | None = _local.companions.get(key)
+    message = _local.message
+    assert message is not None
+    message.is_personal = True
+    if message.companions is None:
+        message.companions = {}
+    companion: C | None = message.companions.get(key)
     if companion is None:
-        companion = _local.companions[key] = make()
+        companion = message.companions[key] = make()
     return companion
 
 
 def keep_until_answered(subject: object) -> bool:
     """Keep `subject` alive as long as the call that is being packed is under way. False: it is no call."""
-    if _local.kept is None:
+    message = _local.message
+    if message is None:
         return False
-    _local.kept.append(subject)
+    message.is_personal = True
+    if message.kept is None:
+        return False
+    message.kept.append(subject)
     return True
 
 
@@ -122,21 +146,22 @@ def pack(
 
     Who packs a call gives a list to keep things in; who packs an answer, what the call brought.
     """
-    outer = _local.envelope, _local.actions, _local.kept, _local.companions
-    _local.envelope, _local.actions, _local.kept, _local.companions = envelope, None, kept, None
+    outer = _local.message
+    message = _local.message = _Message(envelope, kept)
     try:
         encoded = codec.encode(value, by_value=by_value)
-        if _local.companions:
-            for companion in _local.companions.values():
+        if message.companions or owed:
+            companions = (message.companions or {}).values()
+            for companion in companions:
                 companion.finish()
-        for each in owed:
-            each.settle((_local.companions or {}).values())
-        if _local.actions:
-            for _, action in _local.actions.values():
+            for each in owed:
+                each.settle(companions)
+        if message.actions:
+            for _, action in message.actions.values():
                 action(envelope)
         return encoded
     finally:
-        _local.envelope, _local.actions, _local.kept, _local.companions = outer
+        _local.message = outer
 
 
 def unpack(
@@ -147,17 +172,21 @@ def unpack(
     What came along is added to `arrivals`, also if decoding fails. Without that list, the result is used on the
     streams that are current now.
     """
-    outer = _local.envelope, _local.companions
-    _local.envelope, _local.companions = envelope, None
+    outer = _local.message
+    message = _local.message = _Message(envelope, None)
     try:
         return codec.decode(body, buffers)
     finally:
-        if _local.companions:
-            for companion in _local.companions.values():
-                companion.finish()
-            if arrivals is None:
-                for companion in _local.companions.values():
-                    companion.forget()
-            else:
-                arrivals.extend(_local.companions.values())
-        _local.envelope, _local.companions = outer
+        _local.message = outer
+        if message.companions:
+            _finish_unpacking(message.companions, arrivals)
+
+
+def _finish_unpacking(companions: dict[Hashable, Any], arrivals: list[Brought] | None) -> None:
+    for companion in companions.values():
+        companion.finish()
+    if arrivals is None:
+        for companion in companions.values():
+            companion.forget()
+    else:
+        arrivals.extend(companions.values())

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from telegrad.agent.reading import ReadLoop
+from telegrad.agent.event_loop import Connection
 from telegrad.agent.scope import Scope, current_scope
 from telegrad.deadline import to_wire
 from telegrad.errors import CallTimeout, ProtocolError
@@ -64,24 +64,26 @@ class Pending:
             self.future._settle(None, error)
 
 
-class Pipe:
+class Pipe(Connection):
     """The connection that asynchronous calls share."""
 
+    stops_reading = False  # answers are read whatever the callee takes, so that it is never held up by them
+
     def __init__(self, link: Link, channel: Channel, agent: Dialer) -> None:
+        super().__init__()
         self.channel = channel
         self.pending: dict[int, Pending] = {}
         self._link = link
         self._agent = agent
         self._heard: set[int] = set()
         self._next_look = math.inf
-        self.loop: ReadLoop[Frame] = ReadLoop(channel, self._handle, self._ended, agent.threads, agent.clock)
 
     def __repr__(self) -> str:
         return f"<Pipe {len(self.pending)} pending, {self.channel!r}>"
 
     def start(self) -> None:
         """Begin to read. The link must be complete: the first frame may be a good-bye."""
-        self.loop.start()
+        self._agent.loop.add(self)
 
     def waited_for(self) -> list[Pending]:
         """Return the calls that somebody waits for."""
@@ -124,7 +126,7 @@ class Pipe:
             late = timed_out(link.member.name, describe(function), timeout, sent=error.begun)
             if error.begun:  # the rest goes out before the next frame
                 self.pending[call].give_up(late)
-                self.channel.cork(Kind.CANCEL, call, b"")
+                self.channel.offer(Kind.CANCEL, call, b"")
             else:
                 self._finish(call, lambda _: late)
         except ChannelClosed as error:
@@ -151,7 +153,7 @@ class Pipe:
         say_goodbye(self.channel, last_words)
         self.channel.shut()
 
-    def _handle(self, frame: Frame) -> None:
+    def handle(self, frame: Frame) -> None:
         if frame.kind in (_REPLY, _FAILURE):
             pending = self.pending.pop(frame.call, None)
             if frame.kind == _FAILURE and frame.function:
@@ -190,7 +192,7 @@ class Pipe:
             del frame  # callbacks of the future may run for long
             pending.future._settle(value, error)
 
-    def _ended(self, error: BaseException) -> None:
+    def ended(self, error: BaseException) -> None:
         self.channel.close()
         self._link.lose(f"the connection ended ({error})")
 
@@ -202,8 +204,8 @@ class Pipe:
 
     def _tell_cancelled(self, call: int) -> None:
         try:
-            self.channel.send(Kind.CANCEL, call, b"", timeout=1.0)
-        except (ChannelClosed, TimeoutError):
+            self.channel.offer(Kind.CANCEL, call, b"")
+        except ChannelClosed:
             return  # the callee cannot be told; its reply is ignored
 
     def _finish(self, call: int, error: Callable[[Pending], Exception]) -> None:

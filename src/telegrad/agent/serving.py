@@ -1,9 +1,8 @@
 """The callee's side of a connection: read a call, run it, send the reply.
 
-A *lane* carries one call at a time: its thread runs each call where it read it. Lanes whose calls are answered later
-share a thread (`Switchboard`). A *pipe* carries many calls: its `ReadLoop` runs short ones where it read them and
-gathers their replies; a function that was seen to block or run long goes to the executor instead (`Target` remembers),
-so it never delays the calls behind it.
+The leader of the `EventLoop` runs a call where it read it, and sends the replies to one peer together. If the function
+waits, the loop goes on without it. A function that was seen to run long, or to block in a wait that we do not know of,
+goes to the executor from then on (`Target` remembers), so it never delays the calls behind it.
 
 Every call is answered exactly once, whatever is raised on the way: unpickling, the function, pickling, `str()` of an
 exception and callbacks run code of the user, and memory or threads may run out. `_owed` holds the calls that have no
@@ -11,7 +10,7 @@ answer yet; `_execute` leaves none behind. `_fail` answers with the exception, e
 that can be sent, the connection ends, and the caller hears of that. Calls that nobody waits for are answered too: their
 callers keep what the calls use until then.
 
-State of an `Inbound`: `_functions`, `_reading` and `_deferred` belong to the reading thread; `_owed` (calls that are
+State of an `Inbound`: `_functions` and `_reading` belong to the leader of the loop; `_owed` (calls that are
 not answered; True for those of users), `_waiting` (calls whose function returned a future) and `_cancelled` are changed
 by single dict and set operations only.
 """
@@ -25,15 +24,15 @@ from typing import Any, Protocol
 
 import torch
 
+from telegrad import waiting
 from telegrad.agent import scope as scopes
 from telegrad.agent.clock import Clock
 from telegrad.agent.current import local
+from telegrad.agent.event_loop import Connection, EventLoop
 from telegrad.agent.packing import Brought, Envelope, pack, unpack
-from telegrad.agent.reading import ReadLoop
 from telegrad.agent.resting import is_sole
 from telegrad.agent.routes import ANYWHERE, Route, backward
 from telegrad.agent.scope import current_scope
-from telegrad.agent.switchboard import Switchboard
 from telegrad.agent.targets import Later, Target
 from telegrad.agent.threads import Executor, Threads
 from telegrad.config import Config
@@ -49,15 +48,11 @@ from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Fra
 _SLOW = 0.002  # seconds: a function that takes longer is run by the executor
 _FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
 _CORK_BELOW = 1 << 14
+_LONG_COPY = 1 << 20  # bytes of a reply that others should not wait for
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
 
 _log = logging.getLogger("telegrad")
 _now = time.perf_counter
-
-
-def _shares(target: Target) -> bool:
-    """May calls of this function run on a thread that others wait for?"""
-    return target.defers and 0 <= target.seconds <= _SLOW
 
 
 def _settle(owed: Sequence[Brought]) -> None:
@@ -72,7 +67,7 @@ class Host(Protocol):
     threads: Threads
     executor: Executor
     clock: Clock
-    switchboard: Switchboard
+    loop: EventLoop
     calls_served: int
 
     config: Config
@@ -83,22 +78,22 @@ class Host(Protocol):
     def inbound_ended(self, inbound: Inbound, error: BaseException) -> None: ...
 
 
-class Inbound:
+class Inbound(Connection):
     """One connection that a peer opened to this agent."""
 
     def __init__(self, host: Host, channel: Channel, peer: dict[str, Any]) -> None:
+        super().__init__()
         self.peer_name: str = peer["name"]
         self.incarnation: str = peer["incarnation"]
         self.heartbeat: float = float(peer["heartbeat"])
         self.channel = channel
-        self.loop: ReadLoop[Frame] | None = None
+        self.is_shared = peer["purpose"] == "pipe"  # by many calls; it carries the signs of life
         self._owed: dict[int, bool] = {}
         self._host = host
         route = backward(peer.get("devices", {}), host.config.unmapped_devices)
         self._envelope = host.envelope(self.peer_name, self.incarnation, route)
         self._functions: dict[int, Target] = {}
-        self._reading: Target | None = None  # what the reader of a pipe is running
-        self._deferred = False  # the last call of a lane is answered later
+        self._reading: Target | None = None  # what the leader of the loop is running
         self._waiting: dict[int, Any] = {}
         self._cancelled: set[int] = set()
 
@@ -120,42 +115,6 @@ class Inbound:
         """Calls that a future will answer."""
         return len(self._waiting)
 
-    def serve_lane(self, frame: Frame | None = None) -> None:
-        """Serve one call after the other, `frame` first, until the peer goes. Runs on a thread of its own."""
-        recv = self.channel.recv
-        try:
-            while True:
-                if frame is None:
-                    frame = recv()
-                if frame.kind == _CALL:
-                    target = self._target(frame)
-                    self._deferred = False
-                    self._execute(frame, target)
-                    if self._deferred and target is not None and _shares(target) and self._host.switchboard.take(self):
-                        return
-                elif frame.kind == Kind.BYE:
-                    raise SaidGoodbye(frame)
-                frame = None
-        except (ChannelClosed, ProtocolError) as error:
-            self.ended(error)
-        except BaseException as error:
-            _log.exception("a connection failed in an unexpected way; please report this")
-            self.ended(error)
-
-    def serve_here(self, frame: Frame) -> bool:
-        """Serve a call on the thread that reads many lanes. False: it has to have its own."""
-        target = self._target(frame) if frame.kind == _CALL else None
-        if target is None or not _shares(target):
-            return False
-        self._execute(frame, target)
-        return True
-
-    def serve_pipe(self) -> None:
-        """Serve many calls at once. Returns at once; the loop runs on threads of the agent."""
-        host = self._host
-        self.loop = ReadLoop(self.channel, self._handle, self.ended, host.threads, host.clock, self._blocked)
-        self.loop.start()
-
     def ended(self, error: BaseException) -> None:
         """The peer is gone, or this connection to it: nobody waits for what its calls would still answer."""
         if not isinstance(error, ChannelClosed):
@@ -165,16 +124,16 @@ class Inbound:
             self._cancel(call)
         self._host.inbound_ended(self, error)
 
-    def _handle(self, frame: Frame) -> None:
+    def handle(self, frame: Frame) -> None:
         if frame.kind == _CALL:
             target = self._target(frame)
             if target is not None and target.seconds > _SLOW:
                 self._enqueue(frame, target)
                 return
             if target is None or not 0 <= target.seconds < _FAST:
-                self.channel.flush()
+                self.channel.flush_nowait()
             self._reading = target
-            self._execute(frame, target, self.loop)
+            self._execute(frame, target, self._host.loop)
         elif frame.kind == Kind.CANCEL:
             self._cancel(frame.call)
         elif frame.kind == Kind.BYE:
@@ -182,30 +141,26 @@ class Inbound:
         elif frame.kind != Kind.ALIVE:
             raise ProtocolError(f"a frame of kind {frame.kind} where a call was due")
 
-    def _blocked(self) -> None:
-        """The reader is stuck in a call: from now on, calls of that function go to the executor."""
+    def blocked(self) -> None:
+        """The leader is stuck in a call: from now on, calls of that function go to the executor."""
         if self._reading is not None:
             self._reading.seconds = max(self._reading.seconds, 2 * _SLOW)
 
     def _enqueue(self, frame: Frame, target: Target) -> None:
-        assert self.loop is not None
         deadline = Deadline.from_wire(frame.left_ms)
 
         def job() -> None:
             unwanted = frame.call in self._cancelled or (deadline is not None and deadline.passed())
             if unwanted and not target.must_run:
-                self._offer(frame.call, target.name, b"")  # its caller has given up
+                self._decline(frame.call)
             else:
                 self._execute(frame, target)  # not the reader: it must not cork a reply, for nobody may flush it
 
         self._owed[frame.call] = not target.internal
-        self.loop.pinned = True
         try:
             self._host.executor.submit(job)
         except BaseException as error:
             self._fail(frame.call, target, error)
-        finally:
-            self.loop.pinned = False
 
     def _cancel(self, call: int) -> None:
         waiting = self._waiting.pop(call, None)
@@ -214,7 +169,7 @@ class Inbound:
             waiting = self._waiting.pop(call, None)  # it may have begun to wait in between
         if waiting is None:
             return
-        self._offer(call, "a call that was cancelled", b"")
+        self._decline(call)
         if type(waiting) is Later:
             if waiting.given_up is not None:
                 waiting.given_up()
@@ -247,11 +202,10 @@ class Inbound:
             function = _Unknown(definition, error)
         self._functions[frame.function] = self._host.target(function)
 
-    def _execute(self, frame: Frame, target: Target | None, loop: ReadLoop[Frame] | None = None) -> None:
+    def _execute(self, frame: Frame, target: Target | None, loop: EventLoop | None = None) -> None:
         """Run a call and send its reply, or arrange for it to be sent. Never raises."""
-        call = frame.call
         self._host.calls_served += 1
-        self._owed[call] = target is None or not target.internal
+        self._owed[frame.call] = target is None or not target.internal
         try:
             local.caller = self.peer_name
             local.deadline = Deadline.from_wire(frame.left_ms)
@@ -260,9 +214,9 @@ class Inbound:
             else:
                 self._run_scoped(frame, target, loop)
         except BaseException as error:
-            self._fail(call, target, error, frame.function if self._lost_definition(frame) else 0)
+            self._fail(frame.call, target, error, frame.function if self._lost_definition(frame) else 0)
 
-    def _run_scoped(self, frame: Frame, target: Target | None, loop: ReadLoop[Frame] | None) -> None:
+    def _run_scoped(self, frame: Frame, target: Target | None, loop: EventLoop | None) -> None:
         scope = scopes.opened(frame.body, self._envelope)
         token = current_scope.set(scope)
         try:
@@ -273,14 +227,21 @@ class Inbound:
         finally:
             current_scope.reset(token)
 
-    def _run(self, frame: Frame, target: Target | None, loop: ReadLoop[Frame] | None) -> None:
+    def _run(self, frame: Frame, target: Target | None, loop: EventLoop | None) -> None:
         epoch = loop.epoch if loop is not None else 0
         arrivals: list[Brought] = []
         try:
-            target, args, kwargs = self._open(frame, target, arrivals)
+            if frame.flags or target is None or frame.damage is not None or self._host.config.only_registered:
+                target, args, kwargs = self._open(frame, target, arrivals)
+            else:
+                args, kwargs = self._unpack(frame.body, frame.buffers, arrivals), {}
+            waited = waiting.waited() if loop is None else 0.0
             started = _now()
             value = target.run(*args, **kwargs)
-            target.took(_now() - started)
+            if loop is None:
+                target.took(_now() - started - (waiting.waited() - waited))
+            elif loop.epoch == epoch:  # else it has waited, or `blocked` knows that it took long
+                target.took(_now() - started)
             del args, kwargs
             for arrival in arrivals:
                 arrival.forget()
@@ -288,16 +249,15 @@ class Inbound:
                 _settle(arrivals)
                 self._answer_later(frame.call, target, value)
                 return
-        except BaseException as error:
+        except BaseException:
             _settle(arrivals)
-            self._fail(frame.call, target, error, frame.function if self._lost_definition(frame) else 0)
-            return
+            raise
         self._answer(frame.call, target, value, loop, epoch, at_rest=is_sole(value), owed=arrivals)
 
     def _open(
         self, frame: Frame, target: Target | None, arrivals: list[Brought]
     ) -> tuple[Target, tuple[Any, ...], dict[str, Any]]:
-        """The function and arguments of a call."""
+        """The function and arguments of a call, of any kind."""
         flags, body = frame.flags, frame.body
         self._check_allowed(target)  # before the arguments are unpickled
         if flags & DEFINES:
@@ -307,13 +267,7 @@ class Inbound:
                 f"worker {self._host.name!r} could not receive the arguments: "
                 f"{type(frame.damage).__name__}: {text_of(frame.damage)}"
             ) from frame.damage
-        try:
-            value = unpack(self._envelope, body, frame.buffers, arrivals)
-        except BaseException as error:
-            raise SerializationError(
-                f"worker {self._host.name!r} could not unpickle the arguments: {type(error).__name__}: "
-                f"{text_of(error)}. Whatever they refer to must be importable there"
-            ) from error
+        value = self._unpack(body, frame.buffers, arrivals)
         kwargs: dict[str, Any] = {}
         if target is None:
             function, value, kwargs = value
@@ -321,6 +275,15 @@ class Inbound:
         elif flags & KEYWORDS:
             value, kwargs = value
         return target, value, kwargs
+
+    def _unpack(self, body: Any, buffers: Sequence[Any], arrivals: list[Brought]) -> Any:
+        try:
+            return unpack(self._envelope, body, buffers, arrivals)
+        except BaseException as error:
+            raise SerializationError(
+                f"worker {self._host.name!r} could not unpickle the arguments: {type(error).__name__}: "
+                f"{text_of(error)}. Whatever they refer to must be importable there"
+            ) from error
 
     def _check_allowed(self, target: Target | None) -> None:
         """A function that is sent by value (no target yet) was never registered."""
@@ -336,64 +299,53 @@ class Inbound:
         call: int,
         target: Target,
         value: Any,
-        loop: ReadLoop[Frame] | None = None,
+        loop: EventLoop | None = None,
         epoch: int = 0,
-        shared: bool = False,
         at_rest: bool = False,
         owed: Sequence[Brought] = (),
     ) -> None:
-        """Send a reply; if the thread answers others as well (`shared`), without waiting for who takes nothing."""
+        """Send a reply. If the leader of `loop` does, it goes out at the end of this connection's turn."""
         try:
-            envelope = self._envelope._replace(route=ANYWHERE) if target.anywhere else self._envelope
-            body, buffers = pack(envelope._replace(at_rest=True) if at_rest else envelope, value, owed=owed)
+            envelope = self._envelope
+            if target.anywhere:
+                envelope = envelope._replace(route=ANYWHERE)
+            if at_rest:
+                envelope = envelope._replace(at_rest=True)
+            body, buffers = pack(envelope, value, owed=owed)
         except BaseException as error:
             _settle(owed)
             self._fail(call, target, error)
             return
-        if shared and not buffers and len(body) < _CORK_BELOW:
-            self._offer(call, target.name, body)
-        else:
-            self._send(call, target, body, buffers, loop, epoch)
-
-    def _offer(self, call: int, name: str, body: bytes) -> None:
-        """Send a small reply without waiting for a peer that takes nothing."""
         try:
-            complete = self.channel.offer(_REPLY, call, body)
-        except ChannelClosed as error:
-            _log.debug("nobody is left to take the result of %s: %s", name, error)
-            complete = True
-        self._answered(call)
-        if not complete:
-            self._host.threads.start_when_possible(self._finish, self._host.clock)
-
-    def _finish(self) -> None:
-        try:
-            self.channel.finish()
-        except ChannelClosed as error:
-            _log.debug("nobody is left to take a result: %s", error)
-
-    def _send(
-        self,
-        call: int,
-        target: Target,
-        body: bytes,
-        buffers: list[memoryview],
-        loop: ReadLoop[Frame] | None,
-        epoch: int,
-    ) -> None:
-        channel = self.channel
-        try:
-            if buffers or loop is None or len(body) >= _CORK_BELOW or loop.epoch != epoch or not channel.has_frame():
-                channel.send(_REPLY, call, body, buffers)
+            if buffers or len(body) >= _CORK_BELOW:
+                self._send_large(call, body, buffers)
+            elif target.may_wait:
+                self.channel.cork_late(_REPLY, call, body)
+                self._host.loop.flush_soon(self)
             else:
-                channel.cork(_REPLY, call, body)
-                if loop.epoch != epoch:  # somebody else reads now and may be asleep
-                    channel.flush()
+                self.channel.cork(_REPLY, call, body)
+                if loop is None or loop.epoch != epoch:
+                    self.channel.flush_nowait()
         except ChannelClosed as error:
             _log.debug("nobody is left to take the result of %s: %s", target.name, error)
         except BaseException as error:  # too large for the caller, or no memory
             self._fail(call, target, error)
         self._answered(call)
+
+    def _decline(self, call: int) -> None:
+        """Answer a call that nobody waits for: its caller keeps what the call uses until then."""
+        try:
+            self.channel.offer(_REPLY, call, b"")
+        except ChannelClosed as error:
+            _log.debug("nobody is left to hear that a call was given up: %s", error)
+        self._answered(call)
+
+    def _send_large(self, call: int, body: bytes, buffers: list[memoryview]) -> None:
+        role = waiting.pause() if sum(buffer.nbytes for buffer in buffers) >= _LONG_COPY else None
+        try:
+            self.channel.send(_REPLY, call, body, buffers)
+        finally:
+            waiting.resume(role)
 
     def _answer_later(self, call: int, target: Target, value: Any) -> None:
         """The function returned a future: reply when it completes. If all its callers give up, it is cancelled."""
@@ -405,7 +357,6 @@ class Inbound:
             )
         if isinstance(value, Future):
             value.join()
-        self._deferred = target.defers = True
         self._waiting[call] = value  # a `Later` belongs to others too, whether or not they wait for it right now
         scope = current_scope.get()
 
@@ -414,7 +365,7 @@ class Inbound:
                 return  # cancelled
             token = current_scope.set(scope)
             try:
-                self._answer(call, target, done.value(), shared=True)
+                self._answer(call, target, done.value())
             except BaseException as error:
                 self._fail(call, target, error)
             finally:
@@ -457,7 +408,8 @@ class Inbound:
 
     def _answered(self, call: int) -> None:
         self._owed.pop(call, None)
-        self._cancelled.discard(call)
+        if self._cancelled:
+            self._cancelled.discard(call)
 
 
 class _Unknown:

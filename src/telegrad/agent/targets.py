@@ -112,9 +112,9 @@ class Target:
     __slots__ = (
         "answers_later",
         "anywhere",
-        "defers",
         "function",
         "internal",
+        "may_wait",
         "must_run",
         "name",
         "run",
@@ -129,7 +129,7 @@ class Target:
         self.internal = hasattr(function, _INTERNAL_MARK)
         self.anywhere = hasattr(function, ANYWHERE_MARK)
         self.must_run = bool(getattr(function, "must_run", False))  # even if its caller no longer waits
-        self.defers = False  # its calls were answered later, so far
+        self.may_wait = bool(getattr(function, "answer_may_wait", False))  # a moment, until the worker has less to do
         self.seconds = -1.0  # a moving average; negative: never run
 
     def __repr__(self) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -33,27 +32,29 @@ _log = logging.getLogger("telegrad")
 
 
 class Threads:
-    """Daemon threads, each running one job at a time. `setup` runs first on each new one."""
+    """Daemon threads, each running one job at a time. `setup` runs first on each new one.
+
+    The thread that was idle for the shortest time is used first: its caches are warm, and so are the threads that
+    OpenMP made for it.
+    """
 
     def __init__(self, name: str, setup: Job) -> None:
         self._name = name
         self._setup = setup
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._idle = 0
+        self._idle: list[_Parked] = []
         self._count = 0
         self._closed = False
         self._lock = threading.Lock()
         self._alive: set[threading.Thread] = set()
 
     def __repr__(self) -> str:
-        return f"<Threads {self._name}: {len(self._alive)} alive, {self._idle} idle>"
+        return f"<Threads {self._name}: {len(self._alive)} alive, {len(self._idle)} idle>"
 
     def start(self, job: Job) -> None:
         """Run `job` at once on a thread of its own."""
         with self._lock:
             if self._idle:
-                self._jobs.put(job)
-                self._idle -= 1
+                self._idle.pop().wake(job)
                 return
             self._count += 1
             name = f"{self._name}-{self._count}"
@@ -85,36 +86,57 @@ class Threads:
                     _log.exception("a thread of Telegrad failed; please report this")
                 del job
                 waiting.take(None)
-                job = self._next()
+                try:
+                    job = self._next()
+                except (MemoryError, OSError, SystemExit) as error:  # a shortage: one idle thread fewer
+                    _log.info("an idle thread ends: %s", error)
+                    return
         finally:
             self._alive.discard(threading.current_thread())
 
     def _next(self) -> Job | None:
+        parked = _Parked()
         with self._lock:
             if self._closed:
                 return None
-            self._idle += 1
-        while True:
-            try:
-                return self._jobs.get(timeout=_IDLE_SECONDS)
-            except queue.Empty:
-                with self._lock:
-                    if self._idle or self._closed:
-                        self._idle = max(self._idle - 1, 0)
-                        return None
+            self._idle.append(parked)
+        if not parked.sleep(_IDLE_SECONDS):
+            with self._lock:
+                if parked in self._idle:
+                    self._idle.remove(parked)
+                    return None
+            parked.sleep(None)  # it was given a job at this moment
+        return parked.job
 
     def close(self, timeout: float) -> None:
         """End the idle threads and wait for the others, which must have been told to end."""
         with self._lock:
             self._closed = True
-            self._idle = 0
+            while self._idle:
+                self._idle.pop().wake(None)
             alive = list(self._alive)
-            for _ in alive:
-                self._jobs.put(None)
         until = time.monotonic() + timeout
         for thread in alive:
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(max(until - time.monotonic(), 0))
+
+
+class _Parked:
+    """An idle thread."""
+
+    __slots__ = ("_lock", "job")
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def wake(self, job: Job | None) -> None:
+        self.job = job
+        self._lock.release()
+
+    def sleep(self, timeout: float | None) -> bool:
+        return self._lock.acquire(timeout=-1 if timeout is None else timeout)
 
 
 class Executor:
@@ -148,9 +170,9 @@ class Executor:
 
     def submit(self, job: Job) -> None:
         """Run `job` as soon as a place is free. Blocks while too many wait already."""
+        if len(self._queue) >= self._hard:
+            self._wait_for_room()
         with self._lock:
-            while len(self._queue) >= self._hard and not self._closed:
-                self._room.wait()
             if self._active >= self._limit:
                 self._queue.append(job)
                 return
@@ -161,6 +183,16 @@ class Executor:
             with self._lock:
                 self._active -= 1
             raise
+
+    def _wait_for_room(self) -> None:
+        """Hold up the thread that brings calls, so that the caller feels it."""
+        role = waiting.hold()
+        try:
+            with self._lock:
+                while len(self._queue) >= self._hard and not self._closed:
+                    self._room.wait()
+        finally:
+            waiting.release(role)
 
     def _work(self, job: Job | None) -> None:
         waiting.take(self)

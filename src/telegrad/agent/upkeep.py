@@ -32,7 +32,7 @@ def beat(agent: Agent) -> None:
     interval, patience = agent.config.heartbeat_interval, agent.config.heartbeat_timeout
     for link in agent.links():
         longest = max(patience, _MISSED_BEATS * link.heartbeat)
-        if not link.lost and not link.pipe.loop.beat(link.pipe.channel, interval, longest):
+        if not link.lost and not link.pipe.beat(interval, longest):
             reason = f"it was silent for {longest} s"
             agent.threads.start_when_possible(
                 lambda link=link, reason=reason: link.lose(reason),  # type: ignore[misc]
@@ -40,7 +40,7 @@ def beat(agent: Agent) -> None:
             )
     for inbound in agent.connections.inbounds:
         longest = max(patience, _MISSED_BEATS * inbound.heartbeat)
-        if inbound.loop is not None and not inbound.loop.beat(inbound.channel, interval, longest):
+        if inbound.is_shared and not inbound.beat(interval, longest):
             _log.warning("worker %r has heard nothing from %r for %s s", agent.name, inbound.peer_name, longest)
             words = given_up(agent.name, f"it was silent for {longest} s")
             agent.connections.shut_all(inbound.incarnation, words)

@@ -28,6 +28,7 @@ class Creating:
 
     pickles_by_reference = True
     must_run = True
+    answer_may_wait = True  # the creator knows the object already; it waits for what it does with it
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.creates = function

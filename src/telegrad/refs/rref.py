@@ -102,8 +102,6 @@ class RRef(Generic[T]):
         self._raise_failed_creation()
         if self.is_owner():
             return self._entry().value.result(None if timeout <= 0 else timeout)  # type: ignore[no-any-return]
-        if self._creation is not None and not self._creation.done():
-            return self.fetch_async(timeout).wait()  # right behind its creation, in the same pipe
         here: T = self._agent.invoke(self._owner_info.name, fetch, (self._owner, self._key), None, limit(timeout))
         return here
 

@@ -7,14 +7,15 @@ Rules for all implementations (one test suite checks them all):
 - `recv` is called by one thread at a time. `TimeoutError` leaves the channel usable; `ChannelClosed` is final.
 - `shut` may be called from any thread: it wakes whoever is inside `recv` or `send`. `close` frees what the channel
   holds and is called by the thread that reads, or when nobody does.
-- `cork` may gather small frames; the next `send` or `flush` takes them along, in order.
+- `cork` may gather small frames; the next `send` or `flush_nowait` takes them along, in order.
+- `receive` and `next_frame` are what a thread calls that reads many channels, in place of `recv`.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 from telegrad.wire.frames import Frame, Kind
 
@@ -45,6 +46,8 @@ class Channel(ABC):
     """A connection to one peer."""
 
     kind: str
+    notify: Callable[[], None] | None = None  # called when a frame arrives, by channels that have no `fileno`
+    when_full: Callable[[], None] | None = None  # called when the peer took only a part of what was corked
     heard = False  # set whenever bytes arrive, cleared by the heartbeat: a long frame is a sign of life, too
 
     @abstractmethod
@@ -65,42 +68,55 @@ class Channel(ABC):
     def try_send(self, kind: int) -> None:
         """Send an empty frame without ever blocking; it may be delayed or, if somebody else is sending, left out."""
 
-    def offer(self, kind: int, call: int, body: bytes) -> bool:
-        """Send of a small frame what the peer takes at once. False: the rest is left for `finish`."""
-        self.send(kind, call, body)
-        return True
-
-    def finish(self) -> None:
-        """Send what `offer` left, and wait until the peer takes it."""
-        self.flush()
-
     @abstractmethod
     def cork(self, kind: int, call: int, body: bytes) -> None:
         """Queue a small frame."""
 
+    def cork_late(self, kind: int, call: int, body: bytes) -> None:
+        """Queue a small frame that only `flush_late` sends."""
+        self.offer(kind, call, body)
+
+    def flush_late(self) -> None:
+        """Send what `cork_late` queued, and all else, without waiting."""
+        self.flush_nowait()
+
     @abstractmethod
-    def flush(self) -> None:
-        """Send what `cork` queued."""
+    def flush_nowait(self) -> bool:
+        """Send what `cork` queued as far as the peer takes it at once. If some is left, call `when_full`: False."""
+
+    def offer(self, kind: int, call: int, body: bytes) -> bool:
+        """Send a small frame as far as the peer takes it at once; see `flush_nowait`."""
+        self.cork(kind, call, body)
+        return self.flush_nowait()
 
     @abstractmethod
     def recv(self, timeout: float | None = None) -> Frame:
-        """The next frame."""
+        """Wait for the next frame."""
 
     def fileno(self) -> int | None:
-        """What the operating system can wait for, together with other channels; None if it cannot."""
+        """What the system can wait for, together with other channels; None: `notify` tells when a frame arrives."""
         return None
 
-    def poll(self) -> Frame | None:
-        """The next frame if it is here, without waiting. Only for channels that have a `fileno`."""
-        raise NotImplementedError
-
-    def at(self, key: Hashable, moment: float, job: Callable[[], None]) -> bool:
-        """Let `recv` run `job` at that moment. False: whoever reads this channel does not watch the time."""
+    def receive(self) -> bool:
+        """Take what has arrived, without waiting. False: there was nothing, or it is known already."""
         return False
+
+    def look(self, times: int) -> bool:
+        """Like `receive`, but look so many times before giving up."""
+        return self.receive()
+
+    @abstractmethod
+    def next_frame(self) -> Frame | None:
+        """The next frame if it is here, without asking the system."""
+
+    @property
+    def expected(self) -> int:
+        """Bytes that are still to come of a frame that has begun, as far as that is known."""
+        return 0
 
     @abstractmethod
     def has_frame(self) -> bool:
-        """Would `recv` return at once, without asking the operating system?"""
+        """Would `next_frame` return a frame?"""
 
     @abstractmethod
     def shut(self) -> None:

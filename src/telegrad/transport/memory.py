@@ -26,6 +26,7 @@ class _Line:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.over = False
+        self.ends: tuple[MemoryChannel, ...] = ()
 
 
 class MemoryChannel(Channel):
@@ -58,6 +59,7 @@ class MemoryChannel(Channel):
         with self._line.lock:
             self._flush()
             self._outbox.put(frame)
+        self._tell_other()
 
     def try_send(self, kind: int) -> None:
         self.send(kind, 0, b"")
@@ -65,10 +67,21 @@ class MemoryChannel(Channel):
     def cork(self, kind: int, call: int, body: bytes) -> None:
         self._corked.append(Frame(kind, 0, call, 0, 0, body, ()))
 
-    def flush(self) -> None:
+    def flush_nowait(self) -> bool:
         if self._corked:
             with self._line.lock:
                 self._flush()
+            self._tell_other()
+        return True
+
+    def _tell_other(self) -> None:
+        notify = self._other().notify
+        if notify is not None:
+            notify()
+
+    def _other(self) -> MemoryChannel:
+        left, right = self._line.ends
+        return right if left is self else left
 
     def _flush(self) -> None:
         if self._line.over:
@@ -87,15 +100,22 @@ class MemoryChannel(Channel):
         self.heard = True
         return frame
 
+    def next_frame(self) -> Frame | None:
+        return None if self._inbox.empty() else self.recv(0.0)
+
     def has_frame(self) -> bool:
         return not self._inbox.empty()
 
     def shut(self) -> None:
         with self._line.lock:
-            if not self._line.over:
-                self._line.over = True
-                self._inbox.put(None)
-                self._outbox.put(None)
+            if self._line.over:
+                return
+            self._line.over = True
+            self._inbox.put(None)
+            self._outbox.put(None)
+        for each in self._line.ends:
+            if each.notify is not None:
+                each.notify()
 
     def close(self) -> None:
         self.shut()
@@ -114,4 +134,6 @@ def pair(pool: Pool) -> tuple[MemoryChannel, MemoryChannel]:
     left: Inbox = queue.SimpleQueue()
     right: Inbox = queue.SimpleQueue()
     line = _Line()
-    return MemoryChannel(left, right, pool, line), MemoryChannel(right, left, pool, line)
+    near, far = MemoryChannel(left, right, pool, line), MemoryChannel(right, left, pool, line)
+    line.ends = near, far
+    return near, far

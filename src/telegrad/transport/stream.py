@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from telegrad import waiting
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
 from telegrad.transport.shared import Sharing
@@ -31,13 +32,16 @@ from telegrad.wire.memory import Pool
 
 _IOV_MAX = 1000
 _JOIN_BELOW = 1 << 15  # smaller frames are joined into one buffer; a system call with many parts costs more
-_CORES = len(os.sched_getaffinity(0))
-_SPIN = 0.001 if _CORES >= 8 else 0.0003  # seconds; where cores are few, somebody else needs them
+CORES = len(os.sched_getaffinity(0))
+SPIN = 0.001 if CORES >= 8 else 0.0003  # seconds; where cores are few, somebody else needs them
+_LOOKS = 8  # for bytes, for each look at the clock
 _SEND_SLICE = 0.25  # seconds after which a blocked sender looks at its deadline
 
 _pack = HEADER.pack
-_spinning = threading.Lock()  # held by the one thread of this process that waits awake
+spinning = threading.Lock()  # held by the one thread of this process that waits awake
 _popleft = collections.deque.popleft
+_yield = os.sched_yield
+_DONTWAIT = int(socket.MSG_DONTWAIT)
 
 
 class _Flight:
@@ -94,8 +98,10 @@ class StreamChannel(Channel):
         self._peer_max_frame = max_frame if peer_max_frame is None else peer_max_frame
         locate = sharing.locate if sharing is not None else _no_segments
         self._decoder = FrameDecoder(pool.reserve, locate, max_frame)
+        self.next_frame = self._decoder.next  # type: ignore[method-assign]  # without a call in between
         self._send_lock = threading.Lock()
         self._corked: collections.deque[bytes] = collections.deque()  # added to by anybody
+        self._late: collections.deque[bytes] = collections.deque()  # as `_corked`, but for `flush_late` only
         self._owed = b""  # what must go out before anything else
         self._flight: _Flight | None = None
         self._begun = False  # did the own frame of the last flight begin?
@@ -128,17 +134,19 @@ class StreamChannel(Channel):
                 if not self._owed and not self._corked and self._flight is None:
                     flight = self._flight = _Flight([memoryview(data)])
                     try:
-                        flight.progress.extend(map(self._sock.send, (data,)))
+                        flight.progress.extend(map(self._sock.send, (data,), (_DONTWAIT,)))
                     except BlockingIOError:
                         pass
                     except OSError as error:
                         raise ChannelClosed(str(error)) from None
                     if flight.progress and flight.progress[0] == len(data):
                         self._flight = None
-                        return
-                    self._send_flight(flight, timeout)
+                    else:
+                        self._send_flight(flight, timeout)
                 else:
                     self._send_all([memoryview(data)], timeout)
+            if self._corked:
+                self.flush_nowait()
             return
         total = size + sum(buffer.nbytes for buffer in buffers)
         if total > self._peer_max_frame:
@@ -160,6 +168,8 @@ class StreamChannel(Channel):
                     self._send_all([memoryview(start), memoryview(body), *inside], left)
                 finally:
                     begun = self._begun
+            if self._corked:
+                self.flush_nowait()
         except BaseException:
             if self._sharing is not None and not begun:
                 self._sharing.take_back(places)  # the peer will never hear of them
@@ -171,31 +181,59 @@ class StreamChannel(Channel):
         try:
             if not self._owed:  # what is owed is a sign of life, too
                 self._corked.append(_pack(0, 0, 0, 0, 0, kind, 0, 0))
-            self._send_all([], 0.0, wait=False)
+            complete = self._send_all([], 0.0, wait=False)
         finally:
             self._send_lock.release()
+        if not complete and self.when_full is not None:
+            self.when_full()
 
     def cork(self, kind: int, call: int, body: bytes) -> None:
         self._corked.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
 
-    def flush(self) -> None:
-        if self._corked:
-            self.finish()
+    def cork_late(self, kind: int, call: int, body: bytes) -> None:
+        self._late.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
 
-    def finish(self) -> None:
-        with self._send_lock:
-            self._send_all([], None)
+    def flush_late(self) -> None:
+        while self._late:
+            self._corked.append(self._late.popleft())
+        self.flush_nowait()
 
-    def offer(self, kind: int, call: int, body: bytes) -> bool:
-        data = _pack(len(body), call, 0, 0, 0, kind, 0, 0) + body
-        self._corked.append(data)
-        held: list[bool] = []
+    def flush_nowait(self) -> bool:
+        while self._corked or self._owed:
+            held: list[bool] = []
+            try:
+                held.extend(map(self._send_lock.acquire, (False,)))  # one call: no signal handler runs in between
+                if not held[0]:
+                    return True  # whoever holds it looks again when it is done
+                complete = self._send_corked()
+            finally:
+                if held and held[0]:
+                    self._send_lock.release()
+            if not complete:
+                if self.when_full is not None:
+                    self.when_full()
+                return False
+        return True
+
+    def _send_corked(self) -> bool:
+        """Under the lock: send what is owed and corked, without waiting. False: not all of it."""
+        if self._owed or self._flight is not None:
+            return self._send_all([], None, wait=False)
+        corked = list(self._corked)
+        data = corked[0] if len(corked) == 1 else b"".join(corked)
+        flight = self._flight = _Flight([memoryview(data)], len(data), len(corked))
         try:
-            held.extend(map(self._send_lock.acquire, (False,)))  # one call: no signal handler runs in between
-            return held[0] and self._send_all([], None, wait=False)
-        finally:
-            if held and held[0]:
-                self._send_lock.release()
+            flight.progress.extend(map(self._sock.send, (data,), (_DONTWAIT,)))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise ChannelClosed(str(error)) from None
+        if flight.progress and flight.progress[0] == len(data):
+            flight.popped.extend(map(_popleft, itertools.repeat(self._corked, flight.corked)))
+            self._flight = None
+            return True
+        self._settle(flight)
+        return False
 
     def _send_all(self, frame: list[memoryview], timeout: float | None, wait: bool = True) -> bool:
         """Under the lock: send what is owed and corked, then `frame`. False: not all of it (only without `wait`)."""
@@ -211,7 +249,8 @@ class StreamChannel(Channel):
 
     def _send_flight(self, flight: _Flight, timeout: float | None, wait: bool = True) -> bool:
         until = math.inf if timeout is None else time.monotonic() + timeout
-        flags = 0 if wait else socket.MSG_DONTWAIT
+        flags = _DONTWAIT
+        role = None
         try:
             flight.advance()
             while flight.views:
@@ -224,12 +263,15 @@ class StreamChannel(Channel):
                         return False
                     if time.monotonic() >= until:
                         raise SendTimeout(begun=flight.before < 0) from None
+                    if flags:
+                        flags, role = 0, waiting.pause()
                 except OSError as error:
                     raise ChannelClosed(str(error)) from None
                 flight.advance()
             return True
         finally:
             self._settle(flight)
+            waiting.resume(role)
 
     def _settle(self, flight: _Flight) -> None:
         """Under the lock: a send is over, or was interrupted; keep what must still go out. May be repeated."""
@@ -266,7 +308,7 @@ class StreamChannel(Channel):
             self.heard = True
             frame = decoder.next()
             if frame is not None:
-                self._spins = _CORES > 1 and time.monotonic() - started < _SPIN
+                self._spins = CORES > 1 and time.monotonic() - started < SPIN
                 return frame
             if timeout is not None:
                 left = timeout - (time.monotonic() - started)
@@ -282,48 +324,49 @@ class StreamChannel(Channel):
         """
         held: list[bool] = []
         try:
-            held.extend(map(_spinning.acquire, (False,)))  # one call: no signal handler runs in between
+            held.extend(map(spinning.acquire, (False,)))  # one call: no signal handler runs in between
             if not held[0]:
                 return False
-            receive, space, until = self._sock.recv_into, self._decoder.space(), started + _SPIN
-            while True:
-                try:
-                    count = receive(space, 0, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    if time.monotonic() > until:
-                        self._spins = False
-                        return False
-                    os.sched_yield()
-                    continue
-                if not count:
-                    raise ChannelClosed("the peer closed the connection")
-                self._decoder.fill(count)
-                self.heard = True
-                return True
-        except OSError as error:
-            raise ChannelClosed(str(error)) from None
+            while not self.look(_LOOKS):
+                if time.monotonic() > started + SPIN:
+                    self._spins = False
+                    return False
+            return True
         finally:
             if held and held[0]:
-                _spinning.release()
+                spinning.release()
 
     def fileno(self) -> int | None:
         return self._sock.fileno()
 
-    def poll(self) -> Frame | None:
-        decoder = self._decoder
-        frame = decoder.next()
-        if frame is None:
+    def receive(self) -> bool:
+        return self.look(1)
+
+    def look(self, times: int) -> bool:
+        receive, space = self._sock.recv_into, self._decoder.space()
+        while True:
             try:
-                count = self._sock.recv_into(decoder.space(), 0, socket.MSG_DONTWAIT)
+                count = receive(space, 0, _DONTWAIT)
+                break
             except BlockingIOError:
-                return None
+                times -= 1
+                if not times:
+                    return False
+                _yield()
             except OSError as error:
                 raise ChannelClosed(str(error)) from None
-            if not count:
-                raise ChannelClosed("the peer closed the connection")
-            decoder.fill(count)
-            frame = decoder.next()
-        return frame
+        if not count:
+            raise ChannelClosed("the peer closed the connection")
+        self._decoder.fill(count)
+        self.heard = True
+        return True
+
+    def next_frame(self) -> Frame | None:
+        return self._decoder.next()
+
+    @property
+    def expected(self) -> int:
+        return self._decoder.expected
 
     def has_frame(self) -> bool:
         return self._decoder.has_frame()

@@ -34,6 +34,7 @@ _DIRECT = 1 << 14  # bodies and buffers of at least this size are received strai
 _pack = HEADER.pack
 _unpack_from = HEADER.unpack_from
 _SIZE = HEADER.size
+_new = tuple.__new__
 
 
 class Kind(enum.IntEnum):
@@ -166,10 +167,18 @@ class FrameDecoder:
             ):
                 start = lo + _SIZE
                 self._lo = end = start + length
-                return Frame(kind, flags, call, function, left_ms, bytes(self._scratch[start:end]), ())
+                body = bytes(self._scratch[start:end])
+                return _new(Frame, (kind, flags, call, function, left_ms, body, (), None))  # half of the usual time
             if not self._begin(length, count, kind, zero):
                 return None
         return self._continue()
+
+    @property
+    def expected(self) -> int:
+        """Bytes of the frame under way that have not been received."""
+        if self._header is None:
+            return 0
+        return sum(len(part) for part in self._parts[self._part :]) - self._filled + self._skip
 
     def has_frame(self) -> bool:
         """Is a whole frame without buffers already here?"""

@@ -1,0 +1,370 @@
+"""One thread reads all connections of an agent, and nobody waits for a call that blocks."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from telegrad import Future, batched, waiting
+from telegrad.agent.agent import Agent
+from telegrad.agent.current import active_agent
+from telegrad.agent.event_loop import _FRAMES_PER_TURN, Connection, EventLoop
+from telegrad.agent.targets import Later
+from telegrad.rpc.functions import async_execution
+from telegrad.testing import LocalCluster
+from telegrad.transport.channel import ChannelClosed
+from telegrad.transport.stream import StreamChannel
+from telegrad.wire.frames import Frame, Kind, head
+from telegrad.wire.memory import Pool
+from tests.conftest import Clusters
+from tests.local.gates import PATIENCE, Gate, Shared, hold_at, until
+
+ROUNDS = 20
+CALLERS = ("w1", "w2", "w3")
+
+
+class Rounds(Shared):
+    """Answers its callers when all of them are there, and notes which threads brought them."""
+
+    def __init__(self, parties: int) -> None:
+        super().__init__()
+        self.threads: set[int] = set()
+        self._parties = parties
+        self._here: list[Future[int]] = []
+        self._lock = threading.Lock()
+
+    def arrive(self) -> Future[int]:
+        future: Future[int] = Future()
+        with self._lock:
+            self.threads.add(threading.get_ident())
+            self._here.append(future)
+            full, here = len(self._here) == self._parties, self._here
+            if full:
+                self._here = []
+        if full:
+            for number, each in enumerate(here):
+                each.set_result(number)
+        return future
+
+
+@async_execution
+def meet(rounds: Rounds) -> Future[int]:
+    return rounds.arrive()
+
+
+@pytest.fixture
+def workers(cluster: Clusters) -> LocalCluster:
+    return cluster(4)
+
+
+def identity() -> int:
+    return threading.get_ident()
+
+
+def ask_identity(of: str) -> tuple[int, int]:
+    agent = active_agent()
+    assert agent is not None
+    return identity(), agent.call(of, identity)
+
+
+def sleep_unknown(gate: Gate) -> int:
+    """Block in a wait that Telegrad does not know of."""
+    gate.hold()
+    return identity()
+
+
+def test_one_thread_serves_all_callers(workers: LocalCluster) -> None:
+    asynchronous = {workers[name].submit("w0", identity).wait() for name in CALLERS}
+    synchronous = {workers[name].call("w0", identity) for name in CALLERS}
+    assert len(asynchronous | synchronous) == 1
+    assert workers["w0"].loop.hand_overs == 0
+
+
+def test_calls_that_are_answered_later_share_the_thread(workers: LocalCluster, in_background: Any) -> None:
+    rounds = Rounds(len(CALLERS))
+
+    def play(agent: Agent) -> list[int]:
+        return [agent.call("w0", meet, rounds) for _ in range(ROUNDS)]
+
+    results = [each.result(PATIENCE) for each in [in_background(play, workers[name]) for name in CALLERS]]
+    assert [sorted(each) for each in zip(*results, strict=True)] == [[0, 1, 2]] * ROUNDS
+    assert len(rounds.threads) == 1
+
+
+def test_a_call_that_waits_goes_on_where_it_was_and_another_thread_reads(workers: LocalCluster) -> None:
+    here, there = workers["w1"].call("w0", ask_identity, "w2")
+    assert here != there
+    assert workers["w0"].loop.hand_overs == 1
+    assert workers["w1"].call("w0", identity) != here  # that thread has left the loop
+
+
+def test_a_call_that_blocks_does_not_hold_up_the_others(
+    workers: LocalCluster, gate: Gate, in_background: Callable[..., Any]
+) -> None:
+    held = [in_background(workers[name].call, "w0", sleep_unknown, gate) for name in CALLERS]
+    gate.wait_for(len(CALLERS))
+    assert workers["w1"].call("w0", abs, -1) == 1
+    assert workers["w2"].submit("w0", abs, -2).result(PATIENCE) == 2
+    gate.open()
+    threads = {each.result(PATIENCE) for each in held}
+    assert len(threads) == len(CALLERS)
+    target = workers["w0"].target(sleep_unknown)
+    assert target.seconds > 0  # it was seen to block: the executor runs it from now on
+
+
+def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(cluster: Clusters) -> None:
+    workers = cluster(3)
+    w1 = workers["w1"]
+    assert w1.submit("w0", bytes, 1).wait() == b"\0"
+    (link,) = w1.links()
+    asleep, awake = threading.Event(), threading.Event()
+
+    def sleep(_: Any) -> None:
+        asleep.set()
+        awake.wait(PATIENCE)
+
+    # w1 no longer reads: its leader is held in a callback, and the clock may not relieve it.
+    w1.clock.unwatch(w1.loop)
+    w1.submit("w0", abs, -1).add_done_callback(sleep)
+    assert asleep.wait(PATIENCE)
+    futures = [w1.submit("w0", bytes, 1 << 13) for _ in range(4000)]
+    inbound = next(each for each in workers["w0"].connections.inbounds if each.peer_name == "w1" and each.is_shared)
+    if inbound.channel.kind != "memory":
+        until(lambda: inbound.mask == select.EPOLLOUT)
+    assert workers["w2"].call("w0", abs, -2) == 2
+    awake.set()
+    assert all(len(future.result(PATIENCE)) == 1 << 13 for future in futures)
+    assert not link.lost
+
+
+# The loop by itself
+
+
+class Recorder(Connection):
+    """Notes the frames of a connection; `act` is what it does with one."""
+
+    def __init__(self, channel: Any) -> None:
+        super().__init__()
+        self.channel = channel
+        self.calls: list[Any] = []
+        self.act: Callable[[Frame], None] = lambda _: None
+        self.over = threading.Event()
+
+    def handle(self, frame: Frame) -> None:
+        self.calls.append(frame.call)
+        self.act(frame)
+
+    def ended(self, error: BaseException) -> None:
+        self.channel.close()
+        self.over.set()
+
+
+class Line:
+    """A recorder, and the other end of what it reads."""
+
+    def __init__(self, loop: EventLoop) -> None:
+        near, far = socket.socketpair()
+        self.far = StreamChannel(far, Pool(), 1 << 30)
+        self.recorder = Recorder(StreamChannel(near, Pool(), 1 << 30))
+        self._loop = loop
+
+    def add(self) -> None:
+        self._loop.add(self.recorder)
+
+    def send(self, *calls: int) -> None:
+        for call in calls:
+            self.far.cork(Kind.CALL, call, b"x")
+        assert self.far.flush_nowait()
+
+
+@pytest.fixture
+def agent(cluster: Clusters) -> Agent:
+    return cluster(1)["w0"]
+
+
+@pytest.fixture
+def line(agent: Agent) -> Iterator[Callable[[], Line]]:
+    lines: list[Line] = []
+
+    def make() -> Line:
+        lines.append(Line(agent.loop))
+        return lines[-1]
+
+    yield make
+    for each in lines:
+        each.far.close()
+        if agent.loop.reads(each.recorder):
+            assert each.recorder.over.wait(PATIENCE)
+        each.recorder.channel.close()
+
+
+def test_what_is_left_is_done_once_after_all_that_was_there(line: Callable[[], Line]) -> None:
+    one, two = line(), line()
+    done: list[Any] = []
+    finished = threading.Event()
+
+    def act(frame: Frame) -> None:
+        done.append(frame.call)
+        if waiting.more():
+            waiting.afterwards("key", lambda: (done.append("left"), finished.set()))
+
+    one.recorder.act = two.recorder.act = act
+    one.send(1, 2, 3)
+    one.add()
+    assert finished.wait(PATIENCE)
+    assert done == [1, 2, 3, "left"]
+
+
+def test_an_alarm_rings_on_the_thread_that_reads(line: Callable[[], Line]) -> None:
+    one = line()
+    rang: list[int] = []
+    finished = threading.Event()
+
+    def act(_: Frame) -> None:
+        rang.append(identity())
+        assert waiting.at("key", time.monotonic() + 0.01, lambda: (rang.append(identity()), finished.set()))
+
+    one.recorder.act = act
+    one.add()
+    one.send(1)
+    assert finished.wait(PATIENCE)
+    assert rang[0] == rang[1]
+
+
+def test_one_connection_does_not_keep_the_others_waiting(line: Callable[[], Line]) -> None:
+    one, two = line(), line()
+    order: list[str] = []
+    many = 4 * _FRAMES_PER_TURN
+    one.recorder.act = lambda _: order.append("one")
+    two.recorder.act = lambda _: order.append("two")
+    hold, go = line(), threading.Event()
+    hold.recorder.act = lambda _: go.wait(PATIENCE)  # nobody else reads meanwhile: the clock does not look here
+    two.add()
+    hold.add()
+    one.add()
+    hold.send(1)
+    one.send(*range(many))
+    two.send(1)
+    go.set()
+    until(lambda: len(order) == many + 1)
+    assert order.index("two") <= many / 2
+
+
+def test_a_large_frame_is_received_beside_the_loop(line: Callable[[], Line], in_background: Any) -> None:
+    one, two = line(), line()
+    one.add()
+    two.add()
+    body = bytes(range(256)) * (1 << 15)
+    bodies: list[bytes] = []
+    one.recorder.act = lambda frame: bodies.append(bytes(frame.body))
+    parts, total = body[: 1 << 20], len(body)
+    one.far._sock.sendall(head(Kind.CALL, 5, body))  # type: ignore[arg-type]
+    one.far._sock.sendall(parts)
+    two.send(7)
+    until(lambda: two.recorder.calls == [7])  # the rest of the large one has not even been sent
+    sending = in_background(one.far._sock.sendall, body[len(parts) : total])
+    until(lambda: len(bodies) == 1)
+    sending.result(PATIENCE)
+    assert bodies == [body]
+    one.send(6)
+    until(lambda: one.recorder.calls == [5, 6])
+
+
+def test_who_holds_up_its_own_connection_holds_up_no_other(line: Callable[[], Line]) -> None:
+    one, two = line(), line()
+    held, go = threading.Event(), threading.Event()
+
+    def act(frame: Frame) -> None:
+        if frame.call == 1:
+            role = waiting.hold()
+            held.set()
+            go.wait(PATIENCE)
+            waiting.release(role)
+
+    one.recorder.act = act
+    one.add()
+    two.add()
+    one.send(1, 2, 3)
+    assert held.wait(PATIENCE)
+    two.send(1)
+    until(lambda: two.recorder.calls == [1])
+    assert one.recorder.calls == [1]
+    assert one.recorder.held == 1
+    go.set()
+    until(lambda: one.recorder.calls == [1, 2, 3])
+
+
+def test_an_unexpected_error_ends_its_connection_only(line: Callable[[], Line], caplog: Any) -> None:
+    one, two = line(), line()
+
+    def fail(_: Frame) -> None:
+        raise ZeroDivisionError
+
+    one.recorder.act = fail
+    one.add()
+    two.add()
+    one.send(1)
+    assert one.recorder.over.wait(PATIENCE)
+    two.send(1)
+    until(lambda: two.recorder.calls == [1])
+    assert "unexpected" in caplog.text
+
+
+def test_nothing_is_read_after_the_end(cluster: Clusters, line: Callable[[], Line]) -> None:
+    agent = cluster(1)["w0"]
+    agent.close()
+    with pytest.raises(ChannelClosed):
+        agent.loop.add(line().recorder)
+
+
+sizes: list[int] = []
+
+
+@batched(max_size=4)
+def count(numbers: list[int]) -> list[int]:
+    sizes.append(len(numbers))
+    return numbers
+
+
+def test_calls_that_arrive_together_run_together(line: Callable[[], Line]) -> None:
+    sizes.clear()
+    answers: list[int] = []
+
+    def act(frame: Frame) -> None:
+        outcome = count.batching.serve(frame.call)  # type: ignore[attr-defined]
+        if type(outcome) is Later:
+            outcome.listen(lambda done: answers.append(done.value()))
+        else:
+            answers.append(outcome)
+
+    one = line()
+    one.recorder.act = act
+    one.send(*range(7))
+    one.add()
+    until(lambda: sorted(answers) == list(range(7)))
+    assert sizes == [4, 3]
+
+
+def test_a_thread_of_the_user_has_nothing_more_to_read() -> None:
+    assert not waiting.more()
+    assert not waiting.at("key", 5.0, int)
+
+
+def test_an_executor_that_is_full_holds_up_who_fills_it(cluster: Clusters, gate: Gate, in_background: Any) -> None:
+    workers = cluster(3, threads=1, max_threads=2)
+    w0 = workers["w0"]
+    target = w0.target(hold_at)
+    target.seconds = 1.0  # it is known to be slow
+    futures = [workers["w1"].submit("w0", hold_at, gate) for _ in range(8)]
+    until(lambda: any(inbound.held for inbound in w0.connections.inbounds))
+    assert workers["w2"].call("w0", abs, -3) == 3
+    gate.open()
+    for future in futures:
+        future.result(PATIENCE)
+    until(lambda: not any(inbound.held for inbound in w0.connections.inbounds))
