@@ -11,6 +11,13 @@ when all of its own have been replied to, and to all others at once (Dijkstra an
 diffusing computation). When the worker that began has its replies, everybody is done. Replies carry gradients too, so a
 call and its backward pass take one round trip each.
 
+A worker often sends a tensor back to the peer that it came from, as in a chain of calls or an RNN. The
+gradient of what was sent back then goes to that peer again, so the peer can add it itself. A `Shortcut`
+says so. It travels with the first message to the peer, if nothing was heard of the peer before and
+nobody observes the gradient on the way. The peer uses it if it has told nothing yet. Otherwise the two
+first messages crossed, which both sides notice: the peer sends its answers as if there were no
+shortcut, and the worker passes them on. So a chain of calls to one worker takes one round trip.
+
 State: `_inbox`, `_busy`, `_under_way` under `_lock`; the thread that set `_busy` alone touches the rest. A pass that
 failed fails everybody who waits for it and takes nothing more.
 """
@@ -30,7 +37,7 @@ from telegrad.agent.current import active_agent
 from telegrad.agent.routes import anywhere
 from telegrad.agent.scope import current_scope
 from telegrad.agent.targets import Later, trusted
-from telegrad.autograd.contexts import Context, Contexts
+from telegrad.autograd.contexts import Context, Contexts, Receive, Send, plus
 from telegrad.autograd.graph import LocalGraph, Source
 from telegrad.errors import InternalError, PeerLost, TelegradError, UsageError
 from telegrad.futures import Future
@@ -85,12 +92,17 @@ def _is_small(gradient: Tensor) -> bool:
     )
 
 
+Shortcut = tuple[int, int]  # tickets: of a tensor that was sent back, and of the same tensor when it came
+
+
 class Message(NamedTuple):
     """Answers for tensors that came from the peer, by ticket."""
 
     gradients: list[tuple[int, Tensor | None]] | Packed
     unreached: list[int]  # the loss does not depend on these
     announced: list[int] | None  # to be answered later; None: this is not the first message
+    shortcuts: Sequence[Shortcut] = ()
+    has_heard: bool = True  # the sender had the first message of the receiver when it wrote this
 
 
 class _Reply:
@@ -142,7 +154,14 @@ def run(context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
 
 
 class Pass:
-    def __init__(self, context: Context, identity: PassId, retain_graph: bool, roots: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        context: Context,
+        identity: PassId,
+        retain_graph: bool,
+        roots: Sequence[Tensor] = (),
+        woken_by: str | None = None,
+    ) -> None:
         self._context = context
         self._agent = context.agent
         self._me = context.agent.me.incarnation
@@ -150,6 +169,7 @@ class Pass:
         self._retain_graph = retain_graph
         with context.lock:
             sends, receives, self._peers = context.sends.copy(), context.receives.copy(), context.peers.copy()
+        self._find_shortcuts(sends, receives, woken_by)
         sources: dict[Any, Source] = {**sends}
         sources.update((("root", number), _Root(root)) for number, root in enumerate(roots))
         self._graph = LocalGraph(sources, receives, context.slots, retain_graph)
@@ -162,6 +182,9 @@ class Pass:
         self._owed: dict[str, set[int]] = {}  # by peer, the tickets that it has no answer for
         for peer, ticket in receives.values():
             self._owed.setdefault(peer, set()).add(ticket)
+        self._additions: dict[int, int] = {}  # by ticket, how many further gradients the peer will send
+        self._partial: dict[int, tuple[bool, Tensor | None]] = {}  # by ticket, what came of answers to pass on
+        self._early: dict[str, list[Message]] = {}  # messages of peers whose first message has not come
         self._told: set[str] = set()
         self._heard: set[str] = set()
         self._outgoing: dict[str, tuple[list[tuple[int, Tensor | None]], list[int]]] = {}
@@ -174,6 +197,20 @@ class Pass:
 
     def __repr__(self) -> str:
         return f"<Pass {self._identity} on {self._agent.name!r}: {self._graph!r}, {self._under_way} messages under way>"
+
+    def _find_shortcuts(self, sends: dict[int, Send], receives: dict[Node, Receive], woken_by: str | None) -> None:
+        """Take the sends out that peers can answer themselves."""
+        self._shortcuts: dict[str, dict[int, int]] = {}  # ours, by peer
+        self._used: dict[str, dict[int, int]] = {}  # by peer, those of its shortcuts that are used here
+        self._passed_on: dict[str, dict[int, int]] = {}  # by peer, those of ours that it did not use
+        for ticket, send in list(sends.items()):
+            if send.leaf is not None or send.peer in (self._me, woken_by):
+                continue
+            node = send.edge().node
+            receive = receives.get(node)
+            if receive and receive[0] == send.peer and self._context.slots[node].is_unobserved(node):
+                self._shortcuts.setdefault(send.peer, {})[ticket] = receive[1]
+                del sends[ticket]
 
     @property
     def unanswered(self) -> int:
@@ -247,46 +284,99 @@ class Pass:
         return self._messages()
 
     def _apply(self, peer: str, message: Message) -> None:
-        gradients, unreached, announced = message
+        is_first = message.announced is not None and peer not in self._heard
+        if not is_first and peer not in self._heard:
+            self._early.setdefault(peer, []).append(message)
+            return
+        gradients = message.gradients
         if isinstance(gradients, Packed):
             gradients = gradients.unpack()
-        waiting = self._sent.get(peer, set())
-        for ticket in unreached:
-            if ticket in waiting:
-                waiting.discard(ticket)
-                self._graph.resolve(ticket, None, reached=False)
-        for ticket, gradient in gradients:
-            if ticket in waiting:
-                waiting.discard(ticket)
-                home = self._homes[ticket]
-                if gradient is not None and gradient.device != home:  # a map moved the tensor
-                    gradient = gradient.to(home)
-                self._graph.resolve(ticket, gradient, own=peer != self._me)
-        if announced is not None and peer not in self._heard:
+        if is_first:
             self._heard.add(peer)
-            for ticket in waiting.difference(announced):
-                waiting.discard(ticket)
-                self._graph.resolve(ticket, None, reached=False)
+            self._agree_on_shortcuts(peer, message)
+        for ticket in message.unreached:
+            self._take_answer(peer, ticket, None, reached=False)
+        for ticket, gradient in gradients:
+            self._take_answer(peer, ticket, gradient)
+        if is_first:
+            mentioned = {*(message.announced or ()), *message.unreached, *(ticket for ticket, _ in gradients)}
+            for ticket in self._sent.get(peer, set()) - mentioned:
+                self._take_answer(peer, ticket, None, reached=False)
+            for early in self._early.pop(peer, ()):
+                self._apply(peer, early)
+
+    def _agree_on_shortcuts(self, peer: str, message: Message) -> None:
+        """Find out from the first message of a peer which shortcuts are used, the peer's and ours."""
+        ours = self._shortcuts.pop(peer, None)
+        if ours and not message.has_heard:
+            self._passed_on[peer] = ours
+            self._sent.setdefault(peer, set()).update(ours)
+        waiting, owed = self._sent.get(peer, ()), self._owed.get(peer, ())
+        for sent_back, came in message.shortcuts:
+            if came not in waiting:
+                continue  # it was sent after this pass began
+            if peer in self._told:
+                self._additions[came] = self._additions.get(came, 0) + 1
+                if came in self._passed_on.get(peer, ()):
+                    continue
+            elif sent_back in owed:
+                self._used.setdefault(peer, {})[sent_back] = came
+            else:
+                continue  # it never arrived
+            self._graph.expect_another(came)
+
+    def _take_answer(self, peer: str, ticket: int, gradient: Tensor | None, *, reached: bool = True) -> None:
+        waiting = self._sent.get(peer)
+        if waiting is None or ticket not in waiting:
+            return
+        additions = self._additions.get(ticket)
+        if additions:
+            self._additions[ticket] = additions - 1
+        else:
+            waiting.discard(ticket)
+        passed_on = self._passed_on.get(peer)
+        if passed_on and ticket in passed_on:
+            before_reached, before = self._partial.pop(ticket, (False, None))
+            total = plus(before, gradient) if before is not None and gradient is not None else gradient
+            answer = (reached or before_reached, before if total is None else total)
+            if additions:
+                self._partial[ticket] = answer
+            else:
+                self._add_outgoing(peer, passed_on[ticket], *answer)
+            return
+        if gradient is not None and gradient.device != self._homes[ticket]:  # a map moved the tensor
+            gradient = gradient.to(self._homes[ticket])
+        self._graph.resolve(ticket, gradient, reached=reached, own=peer != self._me)
+
+    def _add_outgoing(self, peer: str, ticket: int, reached: bool, gradient: Tensor | None) -> None:
+        gradients, unreached = self._outgoing.setdefault(peer, ([], []))
+        if reached:
+            gradients.append((ticket, gradient))
+        else:
+            unreached.append(ticket)
 
     def _run(self) -> None:
-        """Run until only others can help. Tensors that went from here to here are answered on the spot."""
+        """Run until only others can help. Answers for this worker itself are taken on the spot."""
         while True:
             try:
                 outcome = self._graph.run()
             except Exception as error:
                 raise _located(error, self._agent) from error
             self._context.add(outcome.leaves)
+            go_on = False
             for (peer, ticket), reached, gradient in outcome.receives:
                 self._owed[peer].discard(ticket)
-                gradients, unreached = self._outgoing.setdefault(peer, ([], []))
-                if reached:
-                    gradients.append((ticket, gradient))
+                used = self._used.get(peer)
+                if used and ticket in used:
+                    self._graph.resolve(used[ticket], gradient, reached=reached)
+                    go_on = True
                 else:
-                    unreached.append(ticket)
+                    self._add_outgoing(peer, ticket, reached, gradient)
             to_myself = self._news(self._me) if self._me in self._peers else None
-            if to_myself is None:
+            if to_myself is not None:
+                self._apply(self._me, to_myself)
+            elif not go_on:
                 return
-            self._apply(self._me, to_myself)
 
     def _messages(self) -> list[tuple[str, Message]]:
         """What peers have to be told now. The waker can wait for its reply, unless others make that late."""
@@ -304,7 +394,12 @@ class Pass:
         gradients, unreached = self._outgoing.pop(peer, ([], []))
         if peer not in self._told:  # it may not be one of the peers: what it sent can have come after the pass began
             self._told.add(peer)
-            return Message(Packed.of(gradients) or gradients, [], list(self._owed.get(peer, ())))
+            announced = [ticket for ticket in self._owed.get(peer, ()) if ticket not in self._used.get(peer, ())]
+            passed_on = self._passed_on.get(peer, {})
+            shortcuts = list(self._shortcuts.get(peer, passed_on).items())
+            added_to = set(passed_on.values())  # what is not mentioned of others is unreached
+            unreached = [ticket for ticket in unreached if ticket in added_to]
+            return Message(Packed.of(gradients) or gradients, unreached, announced, shortcuts, peer in self._heard)
         if not gradients and not unreached:
             return None
         return Message(Packed.of(gradients) or gradients, unreached, None)
@@ -389,7 +484,7 @@ def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender:
     with context.lock:
         this = context.passes.get(identity)
     if this is None:
-        made = Pass(context, identity, retain_graph)
+        made = Pass(context, identity, retain_graph, woken_by=sender)
         with context.lock:
             this = context.passes.setdefault(identity, made)
     return this.receive(sender, message)

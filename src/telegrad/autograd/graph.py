@@ -202,7 +202,8 @@ class LocalGraph:
         retain_graph: bool,
     ) -> None:
         self._sources = sources
-        self._unresolved = dict.fromkeys(sources)
+        self._unresolved = dict.fromkeys(sources, 1)  # how many gradients are to be added up
+        self._partly_reached: set[Any] = set()
         self._receives = receives
         self._slots = slots
         self._unanswered = dict.fromkeys(receives)
@@ -221,24 +222,31 @@ class LocalGraph:
             f"{len(self._unanswered)} unanswered>"
         )
 
+    def expect_another(self, name: Any) -> None:
+        """Wait for one more gradient of a source, which is the sum of all of them."""
+        self._unresolved[name] += 1
+
     def resolve(self, name: Any, gradient: Tensor | None, *, reached: bool = True, own: bool = False) -> None:
         """Take the gradient of a source, which nobody else has if it is `own`.
 
         Not `reached`: the loss does not depend on it.
         """
-        del self._unresolved[name]
+        missing = self._unresolved.pop(name) - 1
+        if missing:
+            self._unresolved[name] = missing
+            if reached:
+                self._partly_reached.add(name)
         source = self._sources[name]
-        if not reached and (self._dependencies is None or source.leaf is not None):
+        if reached and source.leaf is not None and self._take_for_leaf(source.leaf, gradient, own):
             return
-        if source.leaf is not None and self._take_for_leaf(source.leaf, gradient, own):
-            return
-        node, output = source.edge()[:2]
-        if gradient is not None:
-            self._add_pending(node, output, gradient)
-        elif reached:
-            self._undefined[node] = source.node_behind()
-        if self._dependencies is not None and source.leaf is None:
-            self._dependencies.decide(node, reached)
+        if reached:
+            node, output = source.edge()[:2]
+            if gradient is not None:
+                self._add_pending(node, output, gradient)
+            else:
+                self._undefined[node] = source.node_behind()
+        if self._dependencies is not None and source.leaf is None and not missing:
+            self._dependencies.decide(source.edge().node, reached or name in self._partly_reached)
 
     def _take_for_leaf(self, leaf: Tensor, gradient: Tensor | None, own: bool) -> bool:
         """Take the gradient of a leaf past the engine, if nobody could notice. False: somebody could."""
