@@ -469,11 +469,11 @@ class _ResultsOfCallsOutside:
         key, known = id(leaf), self._known
         known[key] = weakref.ref(leaf, lambda _: known.pop(key, None)), peer
 
-    def refuse(self, leaves: Iterable[Tensor]) -> None:
+    def refuse(self, leaves: Iterable[Tensor], with_gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Raise if one of these is such a leaf."""
         if not self._known:
             return
-        for leaf in leaves:
+        for leaf in (*leaves, *(leaf for leaf, _ in with_gradients)):
             found = self._known.get(id(leaf))
             if found is not None and found[0]() is leaf:
                 raise UsageError(

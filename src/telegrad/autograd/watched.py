@@ -64,17 +64,18 @@ def take_gradient(leaf: Tensor, instances: Replicated) -> Tensor | None:
     return leaf.grad
 
 
-def refuse_sharded(leaves: Iterable[Tensor]) -> None:
+def refuse_sharded(leaves: Iterable[Tensor], with_gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Raise if one of these is a gathered parameter of a module under `fully_shard` (FSDP2).
 
     Its hooks expect the whole of a backward pass in one call of the engine, and `.grad` to be left alone.
     """
-    if "torch.distributed.fsdp._fully_shard._fsdp_param_group" not in sys.modules:
+    known = _composable_state._module_state_mapping
+    if not known or "torch.distributed.fsdp._fully_shard._fsdp_param_group" not in sys.modules:
         return
-    states = [reference() for reference in _composable_state._module_state_mapping.values()]
+    states = [reference() for reference in known.values()]
     groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
     gathered = {id(getattr(each, "_unsharded_param", None)) for group in groups for each in group.fsdp_params}
-    for leaf in leaves:
+    for leaf in (*leaves, *(leaf for leaf, _ in with_gradients)):
         if id(leaf) in gathered:
             raise UsageError(
                 f"the loss depends on a parameter of shape {tuple(leaf.shape)} of a module under fully_shard (FSDP2), "
