@@ -39,8 +39,8 @@ class Delivered:
         self.messages: list[engine.Message] = []
         receive = engine.Pass.receive
 
-        def noted(this: engine.Pass, peer: str, message: engine.Message) -> Any:
-            self.messages.append(message)
+        def noted(this: engine.Pass, peer: str, message: tuple[Any, ...]) -> Any:
+            self.messages.append(engine.Message(*message))
             return receive(this, peer, message)
 
         monkeypatch.setattr(engine.Pass, "receive", noted)

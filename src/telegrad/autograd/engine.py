@@ -50,36 +50,45 @@ _MANY = 8
 _SMALL = 4096  # bytes
 
 
-class Packed(NamedTuple):
-    """Many small gradients as one tensor: a tensor of its own costs far more than its bytes."""
+Gradients = list[tuple[int, Tensor | None]]  # by ticket
+PackedGradients = tuple[Gradients, list[int], list[tuple[int, ...]], Tensor]  # others, tickets, shapes, the small ones
 
-    others: list[tuple[int, Tensor | None]]
-    tickets: list[int]
-    shapes: list[tuple[int, ...]]
-    flat: Tensor
 
-    @classmethod
-    def of(cls, gradients: list[tuple[int, Tensor | None]]) -> Packed | None:
-        """Pack small CPU tensors of the dtype that the first one has; None if there are only few."""
-        first = next((gradient for _, gradient in gradients if gradient is not None), None)
-        if first is None or len(gradients) < _MANY:
-            return None
-        others, small, tickets = [], [], []
-        for ticket, gradient in gradients:
-            if gradient is not None and gradient.dtype == first.dtype and _is_small(gradient):
-                small.append(gradient)
-                tickets.append(ticket)
-            else:
-                others.append((ticket, gradient))
-        if len(small) < _MANY:
-            return None
-        flat = torch.cat([gradient.reshape(-1) for gradient in small])
-        return cls(others, tickets, [tuple(gradient.shape) for gradient in small], flat)
+def pack(gradients: Gradients) -> Gradients | PackedGradients:
+    """Make many small gradients one tensor: a tensor of its own costs far more than its bytes.
 
-    def unpack(self) -> list[tuple[int, Tensor | None]]:
-        parts = torch.split(self.flat, [math.prod(shape) for shape in self.shapes])
-        shaped = (part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))
-        return [*self.others, *zip(self.tickets, shaped, strict=True)]
+    These are CPU tensors of the dtype that the first gradient has.
+    """
+    first = next((gradient for _, gradient in gradients if gradient is not None), None)
+    if first is None or len(gradients) < _MANY:
+        return [(ticket, _without_repetition(gradient)) for ticket, gradient in gradients]
+    others, small, tickets = [], [], []
+    for ticket, gradient in gradients:
+        if gradient is not None and gradient.dtype == first.dtype and _is_small(gradient):
+            small.append(gradient)
+            tickets.append(ticket)
+        else:
+            others.append((ticket, gradient))
+    if len(small) < _MANY:
+        return gradients
+    flat = torch.cat([gradient.reshape(-1) for gradient in small])
+    return others, tickets, [tuple(gradient.shape) for gradient in small], flat
+
+
+def unpack(packed: Gradients | PackedGradients) -> Gradients:
+    if isinstance(packed, list):
+        return packed
+    others, tickets, shapes, flat = packed
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes])
+    shaped = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+    return [*others, *zip(tickets, shaped, strict=True)]
+
+
+def _without_repetition(gradient: Tensor | None) -> Tensor | None:
+    """Return a small gradient as a tensor without strides of 0, which takes less time to send."""
+    if gradient is not None and _is_small(gradient) and 0 in gradient.stride():
+        return gradient.contiguous()
+    return gradient
 
 
 def _is_small(gradient: Tensor) -> bool:
@@ -96,9 +105,9 @@ Shortcut = tuple[int, int]  # tickets: of a tensor that was sent back, and of th
 
 
 class Message(NamedTuple):
-    """Answers for tensors that came from the peer, by ticket."""
+    """Answers for tensors that came from the peer, by ticket. It travels as a plain tuple, which is faster."""
 
-    gradients: list[tuple[int, Tensor | None]] | Packed
+    gradients: Gradients | PackedGradients
     unreached: list[int]  # the loss does not depend on these
     announced: list[int] | None  # to be answered later; None: this is not the first message
     shortcuts: Sequence[Shortcut] = ()
@@ -111,15 +120,15 @@ class _Reply:
     __slots__ = ("_future", "_outcome")
 
     def __init__(self) -> None:
-        self._outcome: tuple[Message | None, Exception | None] | None = None
-        self._future: Future[Message | None] | None = None
+        self._outcome: tuple[Any, Exception | None] | None = None
+        self._future: Future[Any] | None = None
 
     def settle(self, message: Message | None, error: Exception | None = None) -> None:
-        self._outcome = message, error
+        self._outcome = message and tuple(message), error
         if self._future is not None:
-            self._future._settle(message, error)
+            self._future._settle(*self._outcome)
 
-    def take(self) -> Message | Future[Message | None] | None:
+    def take(self) -> Any:
         """The message if it is there, else a future for it. Raises what the pass failed with."""
         if self._outcome is None:
             self._future = Future()
@@ -133,7 +142,7 @@ class _Reply:
 
 class _Arrival(NamedTuple):
     peer: str
-    message: Message | Exception | None
+    message: Sequence[Any] | Exception | None  # the fields of a `Message`
     reply: _Reply | None  # None: this is itself a reply
 
 
@@ -169,19 +178,32 @@ class Pass:
         self._retain_graph = retain_graph
         with context.lock:
             sends, receives, self._peers = context.sends.copy(), context.receives.copy(), context.peers.copy()
-        self._find_shortcuts(sends, receives, woken_by)
-        sources: dict[Any, Source] = {**sends}
-        sources.update((("root", number), _Root(root)) for number, root in enumerate(roots))
-        self._graph = LocalGraph(sources, receives, context.slots, retain_graph)
-        for number, root in enumerate(roots):
-            self._graph.resolve(("root", number), torch.ones_like(root))
-        self._homes = {ticket: send.device for ticket, send in sends.items()}
+        self._shortcuts: dict[str, dict[int, int]] = {}  # ours, by peer
+        self._used: dict[str, dict[int, int]] = {}  # by peer, those of its shortcuts that are used here
+        self._passed_on: dict[str, dict[int, int]] = {}  # by peer, those of ours that it did not use
         self._sent: dict[str, set[int]] = {}  # by peer, the tickets that it has not answered
+        sources: dict[Any, Source] = {}
         for ticket, send in sends.items():
-            self._sent.setdefault(send.peer, set()).add(ticket)
+            peer = send.peer
+            if send.leaf is None and peer != woken_by and self._is_shortcut(send, ticket, receives):
+                continue
+            sources[ticket] = send
+            if peer in self._sent:
+                self._sent[peer].add(ticket)
+            else:
+                self._sent[peer] = {ticket}
         self._owed: dict[str, set[int]] = {}  # by peer, the tickets that it has no answer for
         for peer, ticket in receives.values():
-            self._owed.setdefault(peer, set()).add(ticket)
+            if peer in self._owed:
+                self._owed[peer].add(ticket)
+            else:
+                self._owed[peer] = {ticket}
+        for number, root in enumerate(roots):
+            sources[number, "root"] = _Root(root)
+        self._sends = sends
+        self._graph = LocalGraph(sources, receives, context.slots, retain_graph)
+        for number, root in enumerate(roots):
+            self._graph.resolve((number, "root"), torch.ones_like(root))
         self._additions: dict[int, int] = {}  # by ticket, how many further gradients the peer will send
         self._partial: dict[int, tuple[bool, Tensor | None]] = {}  # by ticket, what came of answers to pass on
         self._early: dict[str, list[Message]] = {}  # messages of peers whose first message has not come
@@ -198,19 +220,16 @@ class Pass:
     def __repr__(self) -> str:
         return f"<Pass {self._identity} on {self._agent.name!r}: {self._graph!r}, {self._under_way} messages under way>"
 
-    def _find_shortcuts(self, sends: dict[int, Send], receives: dict[Node, Receive], woken_by: str | None) -> None:
-        """Take the sends out that peers can answer themselves."""
-        self._shortcuts: dict[str, dict[int, int]] = {}  # ours, by peer
-        self._used: dict[str, dict[int, int]] = {}  # by peer, those of its shortcuts that are used here
-        self._passed_on: dict[str, dict[int, int]] = {}  # by peer, those of ours that it did not use
-        for ticket, send in list(sends.items()):
-            if send.leaf is not None or send.peer in (self._me, woken_by):
-                continue
-            node = send.edge().node
-            receive = receives.get(node)
-            if receive and receive[0] == send.peer and self._context.slots[node].is_unobserved(node):
-                self._shortcuts.setdefault(send.peer, {})[ticket] = receive[1]
-                del sends[ticket]
+    def _is_shortcut(self, send: Send, ticket: int, receives: dict[Node, Receive]) -> bool:
+        """Note if a tensor was sent back to where it came from, so that the peer can answer for it itself."""
+        node = send.edge().node
+        receive = receives.get(node)
+        if receive is None or receive[0] != send.peer or send.peer == self._me:
+            return False
+        if not self._context.slots[node].is_unobserved(node):
+            return False
+        self._shortcuts.setdefault(send.peer, {})[ticket] = receive[1]
+        return True
 
     @property
     def unanswered(self) -> int:
@@ -225,7 +244,7 @@ class Pass:
         if isinstance(outcome, Future):
             outcome.wait()
 
-    def receive(self, peer: str, message: Message) -> Any:
+    def receive(self, peer: str, message: Sequence[Any]) -> Any:
         """A message of another worker; returns the reply."""
         reply = _Reply()
         self._take(_Arrival(peer, message, reply))
@@ -273,7 +292,7 @@ class Pass:
             if isinstance(arrival.message, Exception):
                 raise arrival.message
             if arrival.message is not None:
-                self._apply(arrival.peer, arrival.message)
+                self._apply(arrival.peer, Message(*arrival.message))
         self._run()
         for arrival in arrivals:
             if arrival.reply is not None:
@@ -288,9 +307,7 @@ class Pass:
         if not is_first and peer not in self._heard:
             self._early.setdefault(peer, []).append(message)
             return
-        gradients = message.gradients
-        if isinstance(gradients, Packed):
-            gradients = gradients.unpack()
+        gradients = unpack(message.gradients)
         if is_first:
             self._heard.add(peer)
             self._agree_on_shortcuts(peer, message)
@@ -344,8 +361,8 @@ class Pass:
             else:
                 self._add_outgoing(peer, passed_on[ticket], *answer)
             return
-        if gradient is not None and gradient.device != self._homes[ticket]:  # a map moved the tensor
-            gradient = gradient.to(self._homes[ticket])
+        if gradient is not None and gradient.device != self._sends[ticket].device:  # a map moved the tensor
+            gradient = gradient.to(self._sends[ticket].device)
         self._graph.resolve(ticket, gradient, reached=reached, own=peer != self._me)
 
     def _add_outgoing(self, peer: str, ticket: int, reached: bool, gradient: Tensor | None) -> None:
@@ -399,10 +416,10 @@ class Pass:
             shortcuts = list(self._shortcuts.get(peer, passed_on).items())
             added_to = set(passed_on.values())  # what is not mentioned of others is unreached
             unreached = [ticket for ticket in unreached if ticket in added_to]
-            return Message(Packed.of(gradients) or gradients, unreached, announced, shortcuts, peer in self._heard)
+            return Message(pack(gradients), unreached, announced, shortcuts, peer in self._heard)
         if not gradients and not unreached:
             return None
-        return Message(Packed.of(gradients) or gradients, unreached, None)
+        return Message(pack(gradients), unreached, None)
 
     def _reply_to_waker(self) -> None:
         """All is done here, unless somebody died since: what went through it, or ended there, is lost."""
@@ -465,12 +482,12 @@ class Pass:
         future.add_done_callback(lambda _: self._agent.threads.start(take))
 
     def _arguments(self, peer: str, message: Message) -> tuple[Any, ...]:
-        return peer, self._context.number, self._identity, self._retain_graph, self._me, message
+        return peer, self._context.number, self._identity, self._retain_graph, self._me, tuple(message)
 
 
 @trusted
 @anywhere
-def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender: str, message: Message) -> Any:
+def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender: str, message: Sequence[Any]) -> Any:
     """A message of a pass arrives."""
     agent = active_agent()
     if agent is None or agent.me.incarnation != me:
@@ -480,7 +497,7 @@ def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender:
     if context is None:
         if contexts.has_ended(number):
             raise UsageError(f"autograd context {number} has ended on worker {agent.name!r}, and its graph is gone")
-        return Message([], [], [])  # nothing of the context has arrived here
+        return tuple(Message([], [], []))  # nothing of the context has arrived here
     with context.lock:
         this = context.passes.get(identity)
     if this is None:
