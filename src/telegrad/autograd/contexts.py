@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge, Node
 from telegrad.agent import scope
 from telegrad.agent.current import active_agent
 from telegrad.agent.membership import Member
-from telegrad.agent.packing import Envelope, before_sending, current_envelope
+from telegrad.agent.packing import Envelope, accompany, current_envelope
 from telegrad.agent.scope import current_scope
 from telegrad.agent.targets import internal
 from telegrad.autograd import hooks
@@ -118,7 +118,8 @@ class Arrived(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: tuple[Tensor], slot: Slot) -> Tensor:
         ctx.slot = slot
-        return tensor[0].detach()  # neither an argument nor a view, so operations in place are allowed
+        data = tensor[0]
+        return data.detach() if data._is_view() else data  # operations in place are not allowed on views
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
@@ -172,6 +173,7 @@ class Context:
     def __init__(self, number: int, contexts: Contexts) -> None:
         self.number = number
         self.agent = contexts.agent
+        self.tickets = contexts.tickets
         self._contexts = contexts
         self.lock = threading.Lock()
         self.sends: dict[int, Send] = {}
@@ -218,16 +220,22 @@ class Context:
         with versions.call():
             call()
 
-    def send(self, ticket: int, tensor: Tensor, to: Envelope) -> None:
+    def send(self, tensors: Iterable[tuple[int, Tensor]], to: Envelope) -> None:
+        """Note tensors that leave, by ticket."""
         with self.lock:
             if not self.released:
-                self.sends[ticket] = Send(tensor, to.incarnation)
-                self.peers[to.incarnation] = to.peer
+                peer = to.incarnation
+                for ticket, tensor in tensors:
+                    self.sends[ticket] = Send(tensor, peer)
+                self.peers[peer] = to.peer
 
     def receive(self, ticket: int, data: Tensor, sender: Envelope) -> Tensor:
         slot = Slot()
-        with torch.enable_grad():
+        if torch.is_grad_enabled():
             tensor: Tensor = Arrived.apply(ANCHOR, (data,), slot)  # type: ignore[no-untyped-call]
+        else:
+            with torch.enable_grad():
+                tensor = Arrived.apply(ANCHOR, (data,), slot)  # type: ignore[no-untyped-call]
         node = tensor.grad_fn
         assert node is not None
         slot.belongs_to(tensor)
@@ -487,6 +495,34 @@ class _ResultsOfCallsOutside:
 results_of_calls_outside = _ResultsOfCallsOutside()
 
 
+class _Leaving:
+    """The tensors of one message that need gradients, as a companion of the message.
+
+    If packing starts again, a tensor gets another ticket, and only that one counts. Tickets and tensors are in two
+    dictionaries, since a tuple for each of many tensors would be more work for the garbage collector.
+    """
+
+    def __init__(self, context: Context, to: Envelope) -> None:
+        self._context = context
+        self._to = to
+        self._tickets: dict[int, int] = {}
+        self._tensors: dict[int, Tensor] = {}
+
+    def add(self, ticket: int, tensor: Tensor) -> None:
+        self._tickets[id(tensor)] = ticket
+        self._tensors[id(tensor)] = tensor
+
+    def finish(self) -> None:
+        self._context.send(zip(self._tickets.values(), self._tensors.values(), strict=True), self._to)
+
+
+def _new_leaving() -> _Leaving:
+    context, envelope = current_scope.get(), current_envelope()
+    assert isinstance(context, Context)
+    assert envelope is not None
+    return _Leaving(context, envelope)
+
+
 class _Tracker:
     """Notes tensors that travel under a context."""
 
@@ -500,8 +536,8 @@ class _Tracker:
         context = current_scope.get()
         if not isinstance(context, Context) or not self.wants_gradients():
             return _OUTSIDE if _is_computed(tensor) else 0
-        ticket = next(Contexts.of(context.agent).tickets)
-        before_sending(tensor, lambda envelope: context.send(ticket, tensor, envelope))
+        ticket = next(context.tickets)
+        accompany(_Leaving, _new_leaving).add(ticket, tensor)
         return ticket
 
     def arriving(self, data: Tensor, ticket: int) -> Tensor:

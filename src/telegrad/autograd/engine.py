@@ -313,8 +313,11 @@ class Pass:
             self._agree_on_shortcuts(peer, message)
         for ticket in message.unreached:
             self._take_answer(peer, ticket, None, reached=False)
-        for ticket, gradient in gradients:
-            self._take_answer(peer, ticket, gradient)
+        if self._additions or self._passed_on:
+            for ticket, gradient in gradients:
+                self._take_answer(peer, ticket, gradient)
+        else:
+            self._take_gradients(peer, gradients)
         if is_first:
             mentioned = {*(message.announced or ()), *message.unreached, *(ticket for ticket, _ in gradients)}
             for ticket in self._sent.get(peer, set()) - mentioned:
@@ -342,6 +345,18 @@ class Pass:
                 continue  # it never arrived
             self._graph.expect_another(came)
 
+    def _take_gradients(self, peer: str, gradients: Gradients) -> None:
+        """Take gradients of tensors that nothing is added to and that are not passed on."""
+        waiting, sends, resolve = self._sent.get(peer, set()), self._sends, self._graph.resolve
+        is_own = peer != self._me
+        for ticket, gradient in gradients:
+            if ticket not in waiting:
+                continue
+            waiting.discard(ticket)
+            if gradient is not None and gradient.device != sends[ticket].device:  # a map moved the tensor
+                gradient = gradient.to(sends[ticket].device)
+            resolve(ticket, gradient, own=is_own)
+
     def _take_answer(self, peer: str, ticket: int, gradient: Tensor | None, *, reached: bool = True) -> None:
         waiting = self._sent.get(peer)
         if waiting is None or ticket not in waiting:
@@ -361,7 +376,7 @@ class Pass:
             else:
                 self._add_outgoing(peer, passed_on[ticket], *answer)
             return
-        if gradient is not None and gradient.device != self._sends[ticket].device:  # a map moved the tensor
+        if gradient is not None and gradient.device != self._sends[ticket].device:
             gradient = gradient.to(self._sends[ticket].device)
         self._graph.resolve(ticket, gradient, reached=reached, own=peer != self._me)
 

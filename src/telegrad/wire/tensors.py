@@ -322,7 +322,9 @@ def _subclass(kind: type[Tensor], data: Tensor, ticket: int | None, state: dict[
 
 def _parameter(data: Tensor, ticket: int | None, state: dict[str, Any] | None) -> Tensor:
     if ticket and ticket > 0:
-        tensor = _arrived(data, ticket).as_subclass(nn.Parameter)
+        tensor = _arrived(data, ticket)
+        if type(tensor) is Tensor:
+            tensor.__class__ = nn.Parameter  # `as_subclass` would add a node to the graph
     else:
         tensor = nn.Parameter(data, ticket is not None)
     if state:
