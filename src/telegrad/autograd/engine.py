@@ -51,37 +51,44 @@ _SMALL = 4096  # bytes
 
 
 Gradients = list[tuple[int, Tensor | None]]  # by ticket
-PackedGradients = tuple[Gradients, list[int], list[tuple[int, ...]], Tensor]  # others, tickets, shapes, the small ones
+# Others; tickets by shape; the small ones.
+PackedGradients = tuple[Gradients, list[tuple[list[int], tuple[int, ...]]], Tensor]
 
 
 def pack(gradients: Gradients) -> Gradients | PackedGradients:
     """Make many small gradients one tensor: a tensor of its own costs far more than its bytes.
 
-    These are CPU tensors of the dtype that the first gradient has.
+    These are CPU tensors of the dtype that the first gradient has, in the order of their shapes.
     """
-    first = next((gradient for _, gradient in gradients if gradient is not None), None)
-    if first is None or len(gradients) < _MANY:
+    if len(gradients) < _MANY:
         return [(ticket, _without_repetition(gradient)) for ticket, gradient in gradients]
-    others, small, tickets = [], [], []
+    dtype = next((gradient.dtype for _, gradient in gradients if gradient is not None), None)
+    others: Gradients = []
+    by_shape: dict[torch.Size, tuple[list[int], list[Tensor]]] = {}
     for ticket, gradient in gradients:
-        if gradient is not None and gradient.dtype == first.dtype and _is_small(gradient):
-            small.append(gradient)
-            tickets.append(ticket)
-        else:
+        if gradient is None or gradient.dtype != dtype or not _is_small(gradient):
             others.append((ticket, gradient))
-    if len(small) < _MANY:
+            continue
+        group = by_shape.get(gradient.shape)
+        if group is None:
+            group = by_shape[gradient.shape] = ([], [])
+        group[0].append(ticket)
+        group[1].append(gradient)
+    if len(gradients) - len(others) < _MANY:
         return gradients
-    flat = torch.cat([gradient.reshape(-1) for gradient in small])
-    return others, tickets, [tuple(gradient.shape) for gradient in small], flat
+    parts = [torch.cat(group).view(-1) if shape else torch.stack(group) for shape, (_, group) in by_shape.items()]
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return others, [(tickets, tuple(shape)) for shape, (tickets, _) in by_shape.items()], flat
 
 
 def unpack(packed: Gradients | PackedGradients) -> Gradients:
     if isinstance(packed, list):
         return packed
-    others, tickets, shapes, flat = packed
-    parts = torch.split(flat, [math.prod(shape) for shape in shapes])
-    shaped = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
-    return [*others, *zip(tickets, shaped, strict=True)]
+    gradients, groups, flat = packed
+    sizes = [len(tickets) * math.prod(shape) for tickets, shape in groups]
+    for (tickets, shape), part in zip(groups, torch.split(flat, sizes), strict=True):
+        gradients += zip(tickets, part.view(len(tickets), *shape).unbind(), strict=True)
+    return gradients
 
 
 def _without_repetition(gradient: Tensor | None) -> Tensor | None:
@@ -96,7 +103,7 @@ def _is_small(gradient: Tensor) -> bool:
         type(gradient) is Tensor
         and gradient.is_cpu
         and gradient.layout is torch.strided
-        and gradient.nbytes <= _SMALL
+        and 0 < gradient.nbytes <= _SMALL
         and not gradient.requires_grad
     )
 
@@ -347,15 +354,15 @@ class Pass:
 
     def _take_gradients(self, peer: str, gradients: Gradients) -> None:
         """Take gradients of tensors that nothing is added to and that are not passed on."""
-        waiting, sends, resolve = self._sent.get(peer, set()), self._sends, self._graph.resolve
-        is_own = peer != self._me
+        waiting, sends = self._sent.get(peer, set()), self._sends
+        taken: Gradients = []
         for ticket, gradient in gradients:
-            if ticket not in waiting:
-                continue
-            waiting.discard(ticket)
-            if gradient is not None and gradient.device != sends[ticket].device:  # a map moved the tensor
-                gradient = gradient.to(sends[ticket].device)
-            resolve(ticket, gradient, own=is_own)
+            if ticket in waiting:
+                waiting.discard(ticket)
+                if gradient is not None and gradient.device != sends[ticket].device:  # a map moved the tensor
+                    gradient = gradient.to(sends[ticket].device)
+                taken.append((ticket, gradient))
+        self._graph.resolve_all(taken, own=peer != self._me)
 
     def _take_answer(self, peer: str, ticket: int, gradient: Tensor | None, *, reached: bool = True) -> None:
         waiting = self._sent.get(peer)
@@ -381,11 +388,13 @@ class Pass:
         self._graph.resolve(ticket, gradient, reached=reached, own=peer != self._me)
 
     def _add_outgoing(self, peer: str, ticket: int, reached: bool, gradient: Tensor | None) -> None:
-        gradients, unreached = self._outgoing.setdefault(peer, ([], []))
+        outgoing = self._outgoing.get(peer)
+        if outgoing is None:
+            outgoing = self._outgoing[peer] = ([], [])
         if reached:
-            gradients.append((ticket, gradient))
+            outgoing[0].append((ticket, gradient))
         else:
-            unreached.append(ticket)
+            outgoing[1].append(ticket)
 
     def _run(self) -> None:
         """Run until only others can help. Answers for this worker itself are taken on the spot."""
@@ -398,9 +407,8 @@ class Pass:
             go_on = False
             for (peer, ticket), reached, gradient in outcome.receives:
                 self._owed[peer].discard(ticket)
-                used = self._used.get(peer)
-                if used and ticket in used:
-                    self._graph.resolve(used[ticket], gradient, reached=reached)
+                if self._used and ticket in self._used.get(peer, ()):
+                    self._graph.resolve(self._used[peer][ticket], gradient, reached=reached)
                     go_on = True
                 else:
                     self._add_outgoing(peer, ticket, reached, gradient)

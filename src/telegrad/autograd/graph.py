@@ -265,9 +265,21 @@ class LocalGraph:
         if self._dependencies is not None and source.leaf is None and not missing:
             self._dependencies.decide(source.edge().node, reached or name in self._partly_reached)
 
+    def resolve_all(self, gradients: Iterable[tuple[Any, Tensor | None]], own: bool) -> None:
+        """Take the gradients of many sources, by name; many of them may be leaves."""
+        sources, unresolved, of_leaves = self._sources, self._unresolved, self._of_leaves
+        is_watched = watched.checker(self._replicated)
+        for name, gradient in gradients:
+            leaf = sources[name].leaf
+            if leaf is None or gradient is None or unresolved[name] != 1 or leaf._backward_hooks or is_watched(leaf):
+                self.resolve(name, gradient, own=own)
+                continue
+            del unresolved[name]
+            of_leaves.append((leaf, gradient if own and _is_like(gradient, leaf) else _copy(gradient, leaf)))
+
     def _take_for_leaf(self, leaf: Tensor, gradient: Tensor | None, own: bool) -> bool:
         """Take the gradient of a leaf past the engine, if nobody could notice. False: somebody could."""
-        if leaf._backward_hooks or watched.is_watched(leaf, self._replicated):
+        if leaf._backward_hooks or watched.checker(self._replicated)(leaf):
             return False
         if gradient is not None:
             self._of_leaves.append((leaf, gradient if own and _is_like(gradient, leaf) else _copy(gradient, leaf)))
