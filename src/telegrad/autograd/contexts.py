@@ -542,7 +542,8 @@ class _Tracker:
 
     def arriving(self, data: Tensor, ticket: int) -> Tensor:
         context, envelope = current_scope.get(), current_envelope()
-        if not isinstance(context, Context) or envelope is None:
+        is_late = ticket <= 0 and isinstance(context, Context) and context.released  # the callee knew that it ended
+        if not isinstance(context, Context) or envelope is None or is_late:
             tensor = data.requires_grad_()
             if ticket == _OUTSIDE:
                 results_of_calls_outside.add(tensor, "" if envelope is None else envelope.peer)
