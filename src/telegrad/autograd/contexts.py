@@ -13,7 +13,6 @@ which clears them; `broken` is set once. Of an agent, `_open` and `_ended` (numb
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import secrets
@@ -21,7 +20,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -174,7 +173,7 @@ class Context:
         self.number = number
         self.agent = contexts.agent
         self.tickets = contexts.tickets
-        self._contexts = contexts
+        self.contexts = contexts
         self.lock = threading.Lock()
         self.sends: dict[int, Send] = {}
         self.receives: dict[Node, Receive] = {}
@@ -202,7 +201,7 @@ class Context:
         """A call takes the context to a peer, and the numbers of those that have ended."""
         if not torch.is_grad_enabled() or not self.followed_by(to.peer, to.incarnation):
             return b""
-        ended = self._contexts.take_ended(to.incarnation) if self._contexts.owes_news else ()
+        ended = self.contexts.take_ended(to.incarnation) if self.contexts.owes_news else ()
         return _NUMBERS[len(ended)].pack(self.number, *ended)
 
     def followed_by(self, name: str, incarnation: str) -> bool:
@@ -213,7 +212,7 @@ class Context:
 
     def run(self, call: Callable[[], None]) -> None:
         """A call that came with the context runs here."""
-        versions = self._contexts.versions
+        versions = self.contexts.versions
         if not versions.active:
             call()
             return
@@ -301,7 +300,7 @@ class Context:
             kept = self.sends, self.receives, self.slots, self.gradients, self.passes
             self.sends, self.receives, self.slots, self.gradients, self.passes = {}, {}, {}, {}, {}
         del kept  # graphs, which may take long to take down: not under the lock
-        self._contexts.tell_ended(self.number, followers)
+        self.contexts.tell_ended(self.number, followers)
 
 
 def _message_id(sender_rank: int, ticket: int) -> int:
@@ -406,16 +405,10 @@ class Contexts:
             if not self.agent.closing:
                 self.agent.start(name, _release, (incarnation, numbers), None, _PATIENCE, internal=True)
 
-    @contextlib.contextmanager
-    def running_pass(self) -> Iterator[None]:
-        """Count a backward pass that began here until the block is left."""
+    def count_running(self, change: int) -> None:
+        """Note that a backward pass begins here (1) or is over (-1)."""
         with self._lock:
-            self._passes_begun_here += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._passes_begun_here -= 1
+            self._passes_begun_here += change
 
     def count_passes(self) -> int:
         """Count the backward passes that began here, and those of others that this worker waits for gradients of."""

@@ -156,7 +156,7 @@ class _Arrival(NamedTuple):
 def run(context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
     """A backward pass that begins here."""
     agent = context.agent
-    identity = (agent.me.incarnation, next(Contexts.of(agent).passes))
+    identity = (agent.me.incarnation, next(context.contexts.passes))
     this = Pass(context, identity, retain_graph, roots)
     with context.lock:
         context.passes[identity] = this
@@ -403,7 +403,8 @@ class Pass:
                 outcome = self._graph.run()
             except Exception as error:
                 raise _located(error, self._agent) from error
-            self._context.add(outcome.leaves)
+            if outcome.leaves:
+                self._context.add(outcome.leaves)
             go_on = False
             for (peer, ticket), reached, gradient in outcome.receives:
                 self._owed[peer].discard(ticket)
@@ -421,8 +422,12 @@ class Pass:
     def _messages(self) -> list[tuple[str, Message]]:
         """What peers have to be told now. The waker can wait for its reply, unless others make that late."""
         waker = self._waker.peer if self._waker is not None else self._me
-        news = [(peer, self._news(peer)) for peer in self._peers if peer not in (self._me, waker)]
-        messages = [(peer, message) for peer, message in news if message is not None]
+        messages = []
+        for peer in self._peers:
+            if peer not in (waker, self._me):
+                message = self._news(peer)
+                if message is not None:
+                    messages.append((peer, message))
         if (messages or self._under_way) and self._outgoing.get(waker):
             to_waker = self._news(waker)
             assert to_waker is not None
@@ -434,7 +439,9 @@ class Pass:
         gradients, unreached = self._outgoing.pop(peer, ([], []))
         if peer not in self._told:  # it may not be one of the peers: what it sent can have come after the pass began
             self._told.add(peer)
-            announced = [ticket for ticket in self._owed.get(peer, ()) if ticket not in self._used.get(peer, ())]
+            announced = list(self._owed.get(peer, ()))
+            if peer in self._used:
+                announced = [ticket for ticket in announced if ticket not in self._used[peer]]
             passed_on = self._passed_on.get(peer, {})
             shortcuts = list(self._shortcuts.get(peer, passed_on).items())
             added_to = set(passed_on.values())  # what is not mentioned of others is unreached
