@@ -123,9 +123,10 @@ def through_workers(package: str, count: int) -> Tensor:
 
 
 def arguments(package: str, count: int) -> Tensor:
-    parameters = _parameters.setdefault(count, [nn.Parameter(torch.ones(16)) for _ in range(count)])
+    if count not in _parameters:
+        _parameters[count] = [nn.Parameter(torch.ones(16)) for _ in range(count)]
     call, _ = calls_of(package)
-    result: Tensor = call("worker1", total, parameters)
+    result: Tensor = call("worker1", total, _parameters[count])
     return result
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from telegrad import autograd, current_agent
 from telegrad.agent.agent import Agent
+from telegrad.autograd import engine
 from telegrad.errors import CallCancelled, CallTimeout, UsageError
 from telegrad.nn import RemoteModule
 from telegrad.refs import RRef, remote
@@ -628,3 +629,21 @@ def test_a_tensor_of_another_context_is_refused_where_the_loss_needs_it(workers:
         autograd.backward(context_id, [w0.call("w2", weigh, first * x).sum()])
         found = everything(workers, context_id, x)
     assert_equal(found, alone(weight("w2", weight("w1", x) * x).sum(), x))
+
+
+def test_small_gradients_travel_as_one_tensor() -> None:
+    shapes: list[tuple[int, ...]] = [(3,), (), (2, 3), (3,), (), (0,), (2000,), (1, 2, 3), (3,), (2, 3)]
+    gradients = [(number, torch.randn(shape)) for number, shape in enumerate(shapes)]
+    gradients.insert(3, (20, torch.randn(3, 2).T))
+    gradients.append((21, torch.randn(1).expand(4)))
+    mixed = [*gradients, (22, None), (23, torch.randn(3, dtype=torch.double)), (24, torch.eye(3).to_sparse())]
+    packed = engine.pack(mixed)  # type: ignore[arg-type]
+    assert isinstance(packed, tuple)
+    assert {ticket for ticket, _ in packed[0]} == {5, 6, 22, 23, 24}
+    found = dict(engine.unpack(packed))
+    assert found.keys() == {ticket for ticket, _ in mixed}
+    for ticket, gradient in mixed:
+        if gradient is None:
+            assert found[ticket] is None
+        else:
+            torch.testing.assert_close(found[ticket], gradient)

@@ -18,7 +18,7 @@ from telegrad.futures import Future
 from telegrad.testing import LocalCluster
 from tests.autograd import functions
 from tests.autograd.functions import assert_released, everything, is_there, kept, new_leaf, weigh, weigh_along
-from tests.local.gates import Gate
+from tests.local.gates import Gate, until
 
 
 @pytest.fixture
@@ -91,12 +91,15 @@ def test_outside_a_context_tensors_travel_as_leaves(workers: LocalCluster, w0: A
     assert_released(workers)
 
 
+@pytest.mark.parametrize("is_known", [False, True])
 def test_a_called_function_that_outlives_the_context_leaves_nothing(
-    workers: LocalCluster, w0: Agent, gate: Gate
+    workers: LocalCluster, w0: Agent, gate: Gate, is_known: bool
 ) -> None:
     with autograd.context(agent=w0):
         future = w0.submit("w1", hold_and_weigh_along, gate, new_leaf())
         gate.wait_for()
+    if is_known:  # to the callee, before it answers
+        until(lambda: not workers["w1"].statistics()["autograd contexts"])
     gate.open()
     assert future.wait().requires_grad
     assert_released(workers)

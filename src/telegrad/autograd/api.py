@@ -67,7 +67,7 @@ def _end(context: Context) -> None:
     """End a context on all workers; this thread has no current context then if this was it."""
     if current_scope.get() is context:
         current_scope.set(None)
-    Contexts.of(context.agent).end(context.number)
+    context.contexts.end(context.number)
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
@@ -82,8 +82,11 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
         )
     found = find_context(context_id)
     _check_roots(roots)
-    with Contexts.of(found.agent).running_pass():
+    found.contexts.count_running(1)
+    try:
         engine.run(found, roots, retain_graph)
+    finally:
+        found.contexts.count_running(-1)
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:

@@ -13,7 +13,6 @@ which clears them; `broken` is set once. Of an agent, `_open` and `_ended` (numb
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import secrets
@@ -21,7 +20,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,7 @@ from torch.autograd.graph import GradientEdge, Node
 from telegrad.agent import scope
 from telegrad.agent.current import active_agent
 from telegrad.agent.membership import Member
-from telegrad.agent.packing import Envelope, before_sending, current_envelope
+from telegrad.agent.packing import Envelope, accompany, current_envelope
 from telegrad.agent.scope import current_scope
 from telegrad.agent.targets import internal
 from telegrad.autograd import hooks
@@ -118,7 +117,8 @@ class Arrived(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: tuple[Tensor], slot: Slot) -> Tensor:
         ctx.slot = slot
-        return tensor[0].detach()  # neither an argument nor a view, so operations in place are allowed
+        data = tensor[0]
+        return data.detach() if data._is_view() else data  # operations in place are not allowed on views
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
@@ -172,7 +172,8 @@ class Context:
     def __init__(self, number: int, contexts: Contexts) -> None:
         self.number = number
         self.agent = contexts.agent
-        self._contexts = contexts
+        self.tickets = contexts.tickets
+        self.contexts = contexts
         self.lock = threading.Lock()
         self.sends: dict[int, Send] = {}
         self.receives: dict[Node, Receive] = {}
@@ -200,7 +201,7 @@ class Context:
         """A call takes the context to a peer, and the numbers of those that have ended."""
         if not torch.is_grad_enabled() or not self.followed_by(to.peer, to.incarnation):
             return b""
-        ended = self._contexts.take_ended(to.incarnation) if self._contexts.owes_news else ()
+        ended = self.contexts.take_ended(to.incarnation) if self.contexts.owes_news else ()
         return _NUMBERS[len(ended)].pack(self.number, *ended)
 
     def followed_by(self, name: str, incarnation: str) -> bool:
@@ -211,23 +212,29 @@ class Context:
 
     def run(self, call: Callable[[], None]) -> None:
         """A call that came with the context runs here."""
-        versions = self._contexts.versions
+        versions = self.contexts.versions
         if not versions.active:
             call()
             return
         with versions.call():
             call()
 
-    def send(self, ticket: int, tensor: Tensor, to: Envelope) -> None:
+    def send(self, tensors: Iterable[tuple[int, Tensor]], to: Envelope) -> None:
+        """Note tensors that leave, by ticket."""
         with self.lock:
             if not self.released:
-                self.sends[ticket] = Send(tensor, to.incarnation)
-                self.peers[to.incarnation] = to.peer
+                peer = to.incarnation
+                for ticket, tensor in tensors:
+                    self.sends[ticket] = Send(tensor, peer)
+                self.peers[peer] = to.peer
 
     def receive(self, ticket: int, data: Tensor, sender: Envelope) -> Tensor:
         slot = Slot()
-        with torch.enable_grad():
+        if torch.is_grad_enabled():
             tensor: Tensor = Arrived.apply(ANCHOR, (data,), slot)  # type: ignore[no-untyped-call]
+        else:
+            with torch.enable_grad():
+                tensor = Arrived.apply(ANCHOR, (data,), slot)  # type: ignore[no-untyped-call]
         node = tensor.grad_fn
         assert node is not None
         slot.belongs_to(tensor)
@@ -293,7 +300,7 @@ class Context:
             kept = self.sends, self.receives, self.slots, self.gradients, self.passes
             self.sends, self.receives, self.slots, self.gradients, self.passes = {}, {}, {}, {}, {}
         del kept  # graphs, which may take long to take down: not under the lock
-        self._contexts.tell_ended(self.number, followers)
+        self.contexts.tell_ended(self.number, followers)
 
 
 def _message_id(sender_rank: int, ticket: int) -> int:
@@ -398,16 +405,10 @@ class Contexts:
             if not self.agent.closing:
                 self.agent.start(name, _release, (incarnation, numbers), None, _PATIENCE, internal=True)
 
-    @contextlib.contextmanager
-    def running_pass(self) -> Iterator[None]:
-        """Count a backward pass that began here until the block is left."""
+    def count_running(self, change: int) -> None:
+        """Note that a backward pass begins here (1) or is over (-1)."""
         with self._lock:
-            self._passes_begun_here += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._passes_begun_here -= 1
+            self._passes_begun_here += change
 
     def count_passes(self) -> int:
         """Count the backward passes that began here, and those of others that this worker waits for gradients of."""
@@ -469,11 +470,11 @@ class _ResultsOfCallsOutside:
         key, known = id(leaf), self._known
         known[key] = weakref.ref(leaf, lambda _: known.pop(key, None)), peer
 
-    def refuse(self, leaves: Iterable[Tensor]) -> None:
+    def refuse(self, leaves: Iterable[Tensor], with_gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Raise if one of these is such a leaf."""
         if not self._known:
             return
-        for leaf in leaves:
+        for leaf in (*leaves, *(leaf for leaf, _ in with_gradients)):
             found = self._known.get(id(leaf))
             if found is not None and found[0]() is leaf:
                 raise UsageError(
@@ -485,6 +486,34 @@ class _ResultsOfCallsOutside:
 
 
 results_of_calls_outside = _ResultsOfCallsOutside()
+
+
+class _Leaving:
+    """The tensors of one message that need gradients, as a companion of the message.
+
+    If packing starts again, a tensor gets another ticket, and only that one counts. Tickets and tensors are in two
+    dictionaries, since a tuple for each of many tensors would be more work for the garbage collector.
+    """
+
+    def __init__(self, context: Context, to: Envelope) -> None:
+        self._context = context
+        self._to = to
+        self._tickets: dict[int, int] = {}
+        self._tensors: dict[int, Tensor] = {}
+
+    def add(self, ticket: int, tensor: Tensor) -> None:
+        self._tickets[id(tensor)] = ticket
+        self._tensors[id(tensor)] = tensor
+
+    def finish(self) -> None:
+        self._context.send(zip(self._tickets.values(), self._tensors.values(), strict=True), self._to)
+
+
+def _new_leaving() -> _Leaving:
+    context, envelope = current_scope.get(), current_envelope()
+    assert isinstance(context, Context)
+    assert envelope is not None
+    return _Leaving(context, envelope)
 
 
 class _Tracker:
@@ -500,13 +529,14 @@ class _Tracker:
         context = current_scope.get()
         if not isinstance(context, Context) or not self.wants_gradients():
             return _OUTSIDE if _is_computed(tensor) else 0
-        ticket = next(Contexts.of(context.agent).tickets)
-        before_sending(tensor, lambda envelope: context.send(ticket, tensor, envelope))
+        ticket = next(context.tickets)
+        accompany(_Leaving, _new_leaving).add(ticket, tensor)
         return ticket
 
     def arriving(self, data: Tensor, ticket: int) -> Tensor:
         context, envelope = current_scope.get(), current_envelope()
-        if not isinstance(context, Context) or envelope is None:
+        is_late = ticket <= 0 and isinstance(context, Context) and context.released  # the callee knew that it ended
+        if not isinstance(context, Context) or envelope is None or is_late:
             tensor = data.requires_grad_()
             if ticket == _OUTSIDE:
                 results_of_calls_outside.add(tensor, "" if envelope is None else envelope.peer)

@@ -11,6 +11,13 @@ when all of its own have been replied to, and to all others at once (Dijkstra an
 diffusing computation). When the worker that began has its replies, everybody is done. Replies carry gradients too, so a
 call and its backward pass take one round trip each.
 
+A worker often sends a tensor back to the peer that it came from, as in a chain of calls or an RNN. The
+gradient of what was sent back then goes to that peer again, so the peer can add it itself. A `Shortcut`
+says so. It travels with the first message to the peer, if nothing was heard of the peer before and
+nobody observes the gradient on the way. The peer uses it if it has told nothing yet. Otherwise the two
+first messages crossed, which both sides notice: the peer sends its answers as if there were no
+shortcut, and the worker passes them on. So a chain of calls to one worker takes one round trip.
+
 State: `_inbox`, `_busy`, `_under_way` under `_lock`; the thread that set `_busy` alone touches the rest. A pass that
 failed fails everybody who waits for it and takes nothing more.
 """
@@ -30,7 +37,7 @@ from telegrad.agent.current import active_agent
 from telegrad.agent.routes import anywhere
 from telegrad.agent.scope import current_scope
 from telegrad.agent.targets import Later, trusted
-from telegrad.autograd.contexts import Context, Contexts
+from telegrad.autograd.contexts import Context, Contexts, Receive, Send, plus
 from telegrad.autograd.graph import LocalGraph, Source
 from telegrad.errors import InternalError, PeerLost, TelegradError, UsageError
 from telegrad.futures import Future
@@ -43,36 +50,52 @@ _MANY = 8
 _SMALL = 4096  # bytes
 
 
-class Packed(NamedTuple):
-    """Many small gradients as one tensor: a tensor of its own costs far more than its bytes."""
+Gradients = list[tuple[int, Tensor | None]]  # by ticket
+# Others; tickets by shape; the small ones.
+PackedGradients = tuple[Gradients, list[tuple[list[int], tuple[int, ...]]], Tensor]
 
-    others: list[tuple[int, Tensor | None]]
-    tickets: list[int]
-    shapes: list[tuple[int, ...]]
-    flat: Tensor
 
-    @classmethod
-    def of(cls, gradients: list[tuple[int, Tensor | None]]) -> Packed | None:
-        """Pack small CPU tensors of the dtype that the first one has; None if there are only few."""
-        first = next((gradient for _, gradient in gradients if gradient is not None), None)
-        if first is None or len(gradients) < _MANY:
-            return None
-        others, small, tickets = [], [], []
-        for ticket, gradient in gradients:
-            if gradient is not None and gradient.dtype == first.dtype and _is_small(gradient):
-                small.append(gradient)
-                tickets.append(ticket)
-            else:
-                others.append((ticket, gradient))
-        if len(small) < _MANY:
-            return None
-        flat = torch.cat([gradient.reshape(-1) for gradient in small])
-        return cls(others, tickets, [tuple(gradient.shape) for gradient in small], flat)
+def pack(gradients: Gradients) -> Gradients | PackedGradients:
+    """Make many small gradients one tensor: a tensor of its own costs far more than its bytes.
 
-    def unpack(self) -> list[tuple[int, Tensor | None]]:
-        parts = torch.split(self.flat, [math.prod(shape) for shape in self.shapes])
-        shaped = (part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))
-        return [*self.others, *zip(self.tickets, shaped, strict=True)]
+    These are CPU tensors of the dtype that the first gradient has, in the order of their shapes.
+    """
+    if len(gradients) < _MANY:
+        return [(ticket, _without_repetition(gradient)) for ticket, gradient in gradients]
+    dtype = next((gradient.dtype for _, gradient in gradients if gradient is not None), None)
+    others: Gradients = []
+    by_shape: dict[torch.Size, tuple[list[int], list[Tensor]]] = {}
+    for ticket, gradient in gradients:
+        if gradient is None or gradient.dtype != dtype or not _is_small(gradient):
+            others.append((ticket, gradient))
+            continue
+        group = by_shape.get(gradient.shape)
+        if group is None:
+            group = by_shape[gradient.shape] = ([], [])
+        group[0].append(ticket)
+        group[1].append(gradient)
+    if len(gradients) - len(others) < _MANY:
+        return gradients
+    parts = [torch.cat(group).view(-1) if shape else torch.stack(group) for shape, (_, group) in by_shape.items()]
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return others, [(tickets, tuple(shape)) for shape, (tickets, _) in by_shape.items()], flat
+
+
+def unpack(packed: Gradients | PackedGradients) -> Gradients:
+    if isinstance(packed, list):
+        return packed
+    gradients, groups, flat = packed
+    sizes = [len(tickets) * math.prod(shape) for tickets, shape in groups]
+    for (tickets, shape), part in zip(groups, torch.split(flat, sizes), strict=True):
+        gradients += zip(tickets, part.view(len(tickets), *shape).unbind(), strict=True)
+    return gradients
+
+
+def _without_repetition(gradient: Tensor | None) -> Tensor | None:
+    """Return a small gradient as a tensor without strides of 0, which takes less time to send."""
+    if gradient is not None and _is_small(gradient) and 0 in gradient.stride():
+        return gradient.contiguous()
+    return gradient
 
 
 def _is_small(gradient: Tensor) -> bool:
@@ -80,17 +103,22 @@ def _is_small(gradient: Tensor) -> bool:
         type(gradient) is Tensor
         and gradient.is_cpu
         and gradient.layout is torch.strided
-        and gradient.nbytes <= _SMALL
+        and 0 < gradient.nbytes <= _SMALL
         and not gradient.requires_grad
     )
 
 
-class Message(NamedTuple):
-    """Answers for tensors that came from the peer, by ticket."""
+Shortcut = tuple[int, int]  # tickets: of a tensor that was sent back, and of the same tensor when it came
 
-    gradients: list[tuple[int, Tensor | None]] | Packed
+
+class Message(NamedTuple):
+    """Answers for tensors that came from the peer, by ticket. It travels as a plain tuple, which is faster."""
+
+    gradients: Gradients | PackedGradients
     unreached: list[int]  # the loss does not depend on these
     announced: list[int] | None  # to be answered later; None: this is not the first message
+    shortcuts: Sequence[Shortcut] = ()
+    has_heard: bool = True  # the sender had the first message of the receiver when it wrote this
 
 
 class _Reply:
@@ -99,15 +127,15 @@ class _Reply:
     __slots__ = ("_future", "_outcome")
 
     def __init__(self) -> None:
-        self._outcome: tuple[Message | None, Exception | None] | None = None
-        self._future: Future[Message | None] | None = None
+        self._outcome: tuple[Any, Exception | None] | None = None
+        self._future: Future[Any] | None = None
 
     def settle(self, message: Message | None, error: Exception | None = None) -> None:
-        self._outcome = message, error
+        self._outcome = message and tuple(message), error
         if self._future is not None:
-            self._future._settle(message, error)
+            self._future._settle(*self._outcome)
 
-    def take(self) -> Message | Future[Message | None] | None:
+    def take(self) -> Any:
         """The message if it is there, else a future for it. Raises what the pass failed with."""
         if self._outcome is None:
             self._future = Future()
@@ -121,14 +149,14 @@ class _Reply:
 
 class _Arrival(NamedTuple):
     peer: str
-    message: Message | Exception | None
+    message: Sequence[Any] | Exception | None  # the fields of a `Message`
     reply: _Reply | None  # None: this is itself a reply
 
 
 def run(context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
     """A backward pass that begins here."""
     agent = context.agent
-    identity = (agent.me.incarnation, next(Contexts.of(agent).passes))
+    identity = (agent.me.incarnation, next(context.contexts.passes))
     this = Pass(context, identity, retain_graph, roots)
     with context.lock:
         context.passes[identity] = this
@@ -142,7 +170,14 @@ def run(context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
 
 
 class Pass:
-    def __init__(self, context: Context, identity: PassId, retain_graph: bool, roots: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        context: Context,
+        identity: PassId,
+        retain_graph: bool,
+        roots: Sequence[Tensor] = (),
+        woken_by: str | None = None,
+    ) -> None:
         self._context = context
         self._agent = context.agent
         self._me = context.agent.me.incarnation
@@ -150,18 +185,35 @@ class Pass:
         self._retain_graph = retain_graph
         with context.lock:
             sends, receives, self._peers = context.sends.copy(), context.receives.copy(), context.peers.copy()
-        sources: dict[Any, Source] = {**sends}
-        sources.update((("root", number), _Root(root)) for number, root in enumerate(roots))
-        self._graph = LocalGraph(sources, receives, context.slots, retain_graph)
-        for number, root in enumerate(roots):
-            self._graph.resolve(("root", number), torch.ones_like(root))
-        self._homes = {ticket: send.device for ticket, send in sends.items()}
+        self._shortcuts: dict[str, dict[int, int]] = {}  # ours, by peer
+        self._used: dict[str, dict[int, int]] = {}  # by peer, those of its shortcuts that are used here
+        self._passed_on: dict[str, dict[int, int]] = {}  # by peer, those of ours that it did not use
         self._sent: dict[str, set[int]] = {}  # by peer, the tickets that it has not answered
+        sources: dict[Any, Source] = {}
         for ticket, send in sends.items():
-            self._sent.setdefault(send.peer, set()).add(ticket)
+            peer = send.peer
+            if send.leaf is None and peer != woken_by and self._is_shortcut(send, ticket, receives):
+                continue
+            sources[ticket] = send
+            if peer in self._sent:
+                self._sent[peer].add(ticket)
+            else:
+                self._sent[peer] = {ticket}
         self._owed: dict[str, set[int]] = {}  # by peer, the tickets that it has no answer for
         for peer, ticket in receives.values():
-            self._owed.setdefault(peer, set()).add(ticket)
+            if peer in self._owed:
+                self._owed[peer].add(ticket)
+            else:
+                self._owed[peer] = {ticket}
+        for number, root in enumerate(roots):
+            sources[number, "root"] = _Root(root)
+        self._sends = sends
+        self._graph = LocalGraph(sources, receives, context.slots, retain_graph)
+        for number, root in enumerate(roots):
+            self._graph.resolve((number, "root"), torch.ones_like(root))
+        self._additions: dict[int, int] = {}  # by ticket, how many further gradients the peer will send
+        self._partial: dict[int, tuple[bool, Tensor | None]] = {}  # by ticket, what came of answers to pass on
+        self._early: dict[str, list[Message]] = {}  # messages of peers whose first message has not come
         self._told: set[str] = set()
         self._heard: set[str] = set()
         self._outgoing: dict[str, tuple[list[tuple[int, Tensor | None]], list[int]]] = {}
@@ -174,6 +226,17 @@ class Pass:
 
     def __repr__(self) -> str:
         return f"<Pass {self._identity} on {self._agent.name!r}: {self._graph!r}, {self._under_way} messages under way>"
+
+    def _is_shortcut(self, send: Send, ticket: int, receives: dict[Node, Receive]) -> bool:
+        """Note if a tensor was sent back to where it came from, so that the peer can answer for it itself."""
+        node = send.edge().node
+        receive = receives.get(node)
+        if receive is None or receive[0] != send.peer or send.peer == self._me:
+            return False
+        if not self._context.slots[node].is_unobserved(node):
+            return False
+        self._shortcuts.setdefault(send.peer, {})[ticket] = receive[1]
+        return True
 
     @property
     def unanswered(self) -> int:
@@ -188,7 +251,7 @@ class Pass:
         if isinstance(outcome, Future):
             outcome.wait()
 
-    def receive(self, peer: str, message: Message) -> Any:
+    def receive(self, peer: str, message: Sequence[Any]) -> Any:
         """A message of another worker; returns the reply."""
         reply = _Reply()
         self._take(_Arrival(peer, message, reply))
@@ -236,7 +299,7 @@ class Pass:
             if isinstance(arrival.message, Exception):
                 raise arrival.message
             if arrival.message is not None:
-                self._apply(arrival.peer, arrival.message)
+                self._apply(arrival.peer, Message(*arrival.message))
         self._run()
         for arrival in arrivals:
             if arrival.reply is not None:
@@ -247,52 +310,124 @@ class Pass:
         return self._messages()
 
     def _apply(self, peer: str, message: Message) -> None:
-        gradients, unreached, announced = message
-        if isinstance(gradients, Packed):
-            gradients = gradients.unpack()
-        waiting = self._sent.get(peer, set())
-        for ticket in unreached:
-            if ticket in waiting:
-                waiting.discard(ticket)
-                self._graph.resolve(ticket, None, reached=False)
+        is_first = message.announced is not None and peer not in self._heard
+        if not is_first and peer not in self._heard:
+            self._early.setdefault(peer, []).append(message)
+            return
+        gradients = unpack(message.gradients)
+        if is_first:
+            self._heard.add(peer)
+            self._agree_on_shortcuts(peer, message)
+        for ticket in message.unreached:
+            self._take_answer(peer, ticket, None, reached=False)
+        if self._additions or self._passed_on:
+            for ticket, gradient in gradients:
+                self._take_answer(peer, ticket, gradient)
+        else:
+            self._take_gradients(peer, gradients)
+        if is_first:
+            mentioned = {*(message.announced or ()), *message.unreached, *(ticket for ticket, _ in gradients)}
+            for ticket in self._sent.get(peer, set()) - mentioned:
+                self._take_answer(peer, ticket, None, reached=False)
+            for early in self._early.pop(peer, ()):
+                self._apply(peer, early)
+
+    def _agree_on_shortcuts(self, peer: str, message: Message) -> None:
+        """Find out from the first message of a peer which shortcuts are used, the peer's and ours."""
+        ours = self._shortcuts.pop(peer, None)
+        if ours and not message.has_heard:
+            self._passed_on[peer] = ours
+            self._sent.setdefault(peer, set()).update(ours)
+        waiting, owed = self._sent.get(peer, ()), self._owed.get(peer, ())
+        for sent_back, came in message.shortcuts:
+            if came not in waiting:
+                continue  # it was sent after this pass began
+            if peer in self._told:
+                self._additions[came] = self._additions.get(came, 0) + 1
+                if came in self._passed_on.get(peer, ()):
+                    continue
+            elif sent_back in owed:
+                self._used.setdefault(peer, {})[sent_back] = came
+            else:
+                continue  # it never arrived
+            self._graph.expect_another(came)
+
+    def _take_gradients(self, peer: str, gradients: Gradients) -> None:
+        """Take gradients of tensors that nothing is added to and that are not passed on."""
+        waiting, sends = self._sent.get(peer, set()), self._sends
+        taken: Gradients = []
         for ticket, gradient in gradients:
             if ticket in waiting:
                 waiting.discard(ticket)
-                home = self._homes[ticket]
-                if gradient is not None and gradient.device != home:  # a map moved the tensor
-                    gradient = gradient.to(home)
-                self._graph.resolve(ticket, gradient, own=peer != self._me)
-        if announced is not None and peer not in self._heard:
-            self._heard.add(peer)
-            for ticket in waiting.difference(announced):
-                waiting.discard(ticket)
-                self._graph.resolve(ticket, None, reached=False)
+                if gradient is not None and gradient.device != sends[ticket].device:  # a map moved the tensor
+                    gradient = gradient.to(sends[ticket].device)
+                taken.append((ticket, gradient))
+        self._graph.resolve_all(taken, own=peer != self._me)
+
+    def _take_answer(self, peer: str, ticket: int, gradient: Tensor | None, *, reached: bool = True) -> None:
+        waiting = self._sent.get(peer)
+        if waiting is None or ticket not in waiting:
+            return
+        additions = self._additions.get(ticket)
+        if additions:
+            self._additions[ticket] = additions - 1
+        else:
+            waiting.discard(ticket)
+        passed_on = self._passed_on.get(peer)
+        if passed_on and ticket in passed_on:
+            before_reached, before = self._partial.pop(ticket, (False, None))
+            total = plus(before, gradient) if before is not None and gradient is not None else gradient
+            answer = (reached or before_reached, before if total is None else total)
+            if additions:
+                self._partial[ticket] = answer
+            else:
+                self._add_outgoing(peer, passed_on[ticket], *answer)
+            return
+        if gradient is not None and gradient.device != self._sends[ticket].device:
+            gradient = gradient.to(self._sends[ticket].device)
+        self._graph.resolve(ticket, gradient, reached=reached, own=peer != self._me)
+
+    def _add_outgoing(self, peer: str, ticket: int, reached: bool, gradient: Tensor | None) -> None:
+        outgoing = self._outgoing.get(peer)
+        if outgoing is None:
+            outgoing = self._outgoing[peer] = ([], [])
+        if reached:
+            outgoing[0].append((ticket, gradient))
+        else:
+            outgoing[1].append(ticket)
 
     def _run(self) -> None:
-        """Run until only others can help. Tensors that went from here to here are answered on the spot."""
+        """Run until only others can help. Answers for this worker itself are taken on the spot."""
         while True:
             try:
                 outcome = self._graph.run()
             except Exception as error:
                 raise _located(error, self._agent) from error
-            self._context.add(outcome.leaves)
+            if outcome.leaves:
+                self._context.add(outcome.leaves)
+            go_on = False
             for (peer, ticket), reached, gradient in outcome.receives:
                 self._owed[peer].discard(ticket)
-                gradients, unreached = self._outgoing.setdefault(peer, ([], []))
-                if reached:
-                    gradients.append((ticket, gradient))
+                if self._used and ticket in self._used.get(peer, ()):
+                    self._graph.resolve(self._used[peer][ticket], gradient, reached=reached)
+                    go_on = True
                 else:
-                    unreached.append(ticket)
+                    self._add_outgoing(peer, ticket, reached, gradient)
             to_myself = self._news(self._me) if self._me in self._peers else None
-            if to_myself is None:
+            if to_myself is not None:
+                self._apply(self._me, to_myself)
+            elif not go_on:
                 return
-            self._apply(self._me, to_myself)
 
     def _messages(self) -> list[tuple[str, Message]]:
         """What peers have to be told now. The waker can wait for its reply, unless others make that late."""
         waker = self._waker.peer if self._waker is not None else self._me
-        news = [(peer, self._news(peer)) for peer in self._peers if peer not in (self._me, waker)]
-        messages = [(peer, message) for peer, message in news if message is not None]
+        messages = []
+        for peer in self._peers:
+            if peer not in (waker, self._me):
+                message = self._news(peer)
+                if message is not None:
+                    messages.append((peer, message))
         if (messages or self._under_way) and self._outgoing.get(waker):
             to_waker = self._news(waker)
             assert to_waker is not None
@@ -304,10 +439,17 @@ class Pass:
         gradients, unreached = self._outgoing.pop(peer, ([], []))
         if peer not in self._told:  # it may not be one of the peers: what it sent can have come after the pass began
             self._told.add(peer)
-            return Message(Packed.of(gradients) or gradients, [], list(self._owed.get(peer, ())))
+            announced = list(self._owed.get(peer, ()))
+            if peer in self._used:
+                announced = [ticket for ticket in announced if ticket not in self._used[peer]]
+            passed_on = self._passed_on.get(peer, {})
+            shortcuts = list(self._shortcuts.get(peer, passed_on).items())
+            added_to = set(passed_on.values())  # what is not mentioned of others is unreached
+            unreached = [ticket for ticket in unreached if ticket in added_to]
+            return Message(pack(gradients), unreached, announced, shortcuts, peer in self._heard)
         if not gradients and not unreached:
             return None
-        return Message(Packed.of(gradients) or gradients, unreached, None)
+        return Message(pack(gradients), unreached, None)
 
     def _reply_to_waker(self) -> None:
         """All is done here, unless somebody died since: what went through it, or ended there, is lost."""
@@ -370,12 +512,12 @@ class Pass:
         future.add_done_callback(lambda _: self._agent.threads.start(take))
 
     def _arguments(self, peer: str, message: Message) -> tuple[Any, ...]:
-        return peer, self._context.number, self._identity, self._retain_graph, self._me, message
+        return peer, self._context.number, self._identity, self._retain_graph, self._me, tuple(message)
 
 
 @trusted
 @anywhere
-def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender: str, message: Message) -> Any:
+def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender: str, message: Sequence[Any]) -> Any:
     """A message of a pass arrives."""
     agent = active_agent()
     if agent is None or agent.me.incarnation != me:
@@ -385,11 +527,11 @@ def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender:
     if context is None:
         if contexts.has_ended(number):
             raise UsageError(f"autograd context {number} has ended on worker {agent.name!r}, and its graph is gone")
-        return Message([], [], [])  # nothing of the context has arrived here
+        return tuple(Message([], [], []))  # nothing of the context has arrived here
     with context.lock:
         this = context.passes.get(identity)
     if this is None:
-        made = Pass(context, identity, retain_graph)
+        made = Pass(context, identity, retain_graph, woken_by=sender)
         with context.lock:
             this = context.passes.setdefault(identity, made)
     return this.receive(sender, message)

@@ -7,6 +7,8 @@ undefined), or it does not. Each node runs once in a pass, when its gradient is 
 and functions see what they would see in one process.
 
 - Usually everything is resolved when `run` is called. Then one call of the engine computes all.
+- Often what is resolved and what is not lead to different parts of the graph, as before and after a
+  remote call. Then one call of the engine computes each part.
 - Otherwise `Dependencies` counts, for each node, the incoming edges that are not decided. It is
   made once per pass and each edge is counted down once, so a pass takes linear time. `run` calls
   the engine for the received tensors whose gradients are complete, since other workers wait for
@@ -25,8 +27,7 @@ State belongs to one pass, which lets one thread in at a time.
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,6 +41,7 @@ from telegrad.errors import UsageError
 _AccumulateGrad = type(accumulator(ANCHOR))
 _RECEIVED: Any = Arrived._backward_cls  # the type of the node of a received tensor
 _run_backward = torch.autograd.graph._engine_run_backward
+_FEW = 16  # unresolved sources; with more, `Dependencies` are likely to be needed
 _LONGEST_WAY = 4  # nodes between one that runs and a leaf that need not wait
 _through_grad = threading.Lock()  # held while gradients pass through `.grad`
 
@@ -80,6 +82,17 @@ class _Root(NamedTuple):
 
     edge: GradientEdge
     gradient: _Gradient
+
+
+class _Part(NamedTuple):
+    """Nodes that some sources lead to, and which of them are leaves."""
+
+    leaves: list[Node]
+    nodes: set[Node]
+
+
+class _NotSeparate(Exception):
+    """Two parts of the graph have a node in common."""
 
 
 class Dependencies:
@@ -202,7 +215,8 @@ class LocalGraph:
         retain_graph: bool,
     ) -> None:
         self._sources = sources
-        self._unresolved = dict.fromkeys(sources)
+        self._unresolved = dict.fromkeys(sources, 1)  # how many gradients are to be added up
+        self._partly_reached: set[Any] = set()
         self._receives = receives
         self._slots = slots
         self._unanswered = dict.fromkeys(receives)
@@ -212,6 +226,8 @@ class LocalGraph:
         self._of_leaves: list[tuple[Tensor, Tensor]] = []  # of sources that are leaves
         self._dependencies: Dependencies | None = None
         self._sensitive: list[_Sensitive] | None = None
+        self._has_run = False
+        self._later: _Part | None = None  # what the unresolved sources lead to, if that is a part of its own
         self._lock = threading.Lock()
         self._replicated = watched.replicated()
 
@@ -221,28 +237,49 @@ class LocalGraph:
             f"{len(self._unanswered)} unanswered>"
         )
 
+    def expect_another(self, name: Any) -> None:
+        """Wait for one more gradient of a source, which is the sum of all of them."""
+        self._unresolved[name] += 1
+
     def resolve(self, name: Any, gradient: Tensor | None, *, reached: bool = True, own: bool = False) -> None:
         """Take the gradient of a source, which nobody else has if it is `own`.
 
         Not `reached`: the loss does not depend on it.
         """
-        del self._unresolved[name]
+        missing = self._unresolved.pop(name) - 1
+        if missing:
+            self._unresolved[name] = missing
+            if reached:
+                self._partly_reached.add(name)
+        if not reached:
+            self._later = None
         source = self._sources[name]
-        if not reached and (self._dependencies is None or source.leaf is not None):
+        if reached and source.leaf is not None and self._take_for_leaf(source.leaf, gradient, own):
             return
-        if source.leaf is not None and self._take_for_leaf(source.leaf, gradient, own):
-            return
-        node, output = source.edge()[:2]
-        if gradient is not None:
-            self._add_pending(node, output, gradient)
-        elif reached:
-            self._undefined[node] = source.node_behind()
-        if self._dependencies is not None and source.leaf is None:
-            self._dependencies.decide(node, reached)
+        if reached:
+            node, output = source.edge()[:2]
+            if gradient is not None:
+                self._add_pending(node, output, gradient)
+            else:
+                self._undefined[node] = source.node_behind()
+        if self._dependencies is not None and source.leaf is None and not missing:
+            self._dependencies.decide(source.edge().node, reached or name in self._partly_reached)
+
+    def resolve_all(self, gradients: Iterable[tuple[Any, Tensor | None]], own: bool) -> None:
+        """Take the gradients of many sources, by name; many of them may be leaves."""
+        sources, unresolved, of_leaves = self._sources, self._unresolved, self._of_leaves
+        is_watched = watched.checker(self._replicated)
+        for name, gradient in gradients:
+            leaf = sources[name].leaf
+            if leaf is None or gradient is None or unresolved[name] != 1 or leaf._backward_hooks or is_watched(leaf):
+                self.resolve(name, gradient, own=own)
+                continue
+            del unresolved[name]
+            of_leaves.append((leaf, gradient if own and _is_like(gradient, leaf) else _copy(gradient, leaf)))
 
     def _take_for_leaf(self, leaf: Tensor, gradient: Tensor | None, own: bool) -> bool:
         """Take the gradient of a leaf past the engine, if nobody could notice. False: somebody could."""
-        if leaf._backward_hooks or watched.is_watched(leaf, self._replicated):
+        if leaf._backward_hooks or watched.checker(self._replicated)(leaf):
             return False
         if gradient is not None:
             self._of_leaves.append((leaf, gradient if own and _is_like(gradient, leaf) else _copy(gradient, leaf)))
@@ -253,6 +290,9 @@ class LocalGraph:
         if not self._unresolved:
             return self._run_rest()
         if self._dependencies is None:
+            outcome = self._run_separate_part()
+            if outcome is not None:
+                return outcome
             self._dependencies = self._count()
         decided = self._dependencies.take_receives()
         for node, _ in decided:
@@ -301,51 +341,94 @@ class LocalGraph:
                 roots.append(_Root(GradientEdge(behind, 0), _Gradient(zeros, False)))
         return roots
 
-    # Everything is resolved
+    # Everything is resolved, of the whole graph or of a part that nothing else leads to
 
     def _run_rest(self) -> Outcome:
-        leaves, reached = self._rest()
-        of_leaves, self._of_leaves = self._of_leaves, []
-        all_leaves = [*map(_leaf, leaves), *(leaf for leaf, _ in of_leaves)]
-        results_of_calls_outside.refuse(all_leaves)
-        watched.refuse_sharded(all_leaves)
-        receives = list(self._unanswered)
-        self._unanswered.clear()
-        wanted = [node for node in receives if node in reached]
-        roots = self._take_pending([*self._pending, *(node for node in self._undefined if node not in self._pending)])
-        if watched.any_watched(leaves, self._replicated):
-            gradients = self._run_through_grad(roots, leaves, wanted)
-        else:
-            ends = [GradientEdge(node, 0) for node in (*leaves, *wanted)]
-            gradients = self._execute(roots, ends, self._retain_graph)
-        answers = dict(zip(wanted, gradients[len(leaves) :], strict=True))
-        others = [root.gradient.tensor for root in roots if not root.gradient.is_own]
-        return Outcome(
-            of_leaves + _owned(all_leaves[: len(leaves)], gradients, others),
-            [Answer(self._receives[node], node in answers, answers.get(node)) for node in receives],
-        )
+        receives, self._unanswered = self._unanswered, {}
+        return self._run_whole(self._rest(), receives)
 
-    def _rest(self) -> tuple[list[Node], set[Node]]:
+    def _rest(self) -> _Part:
         """Return the leaves that the loss depends on, and the received tensors, not answered yet."""
         if self._dependencies is not None:
             decided = self._dependencies.take_receives()
             found, self._dependencies.leaves = dict.fromkeys(self._dependencies.leaves), []
             found.update((node, None) for node in self._pending if type(node) is _AccumulateGrad)
-            return list(found), {node for node, reached in decided if reached}
+            return _Part(list(found), {node for node, reached in decided if reached})
+        part, self._later = self._later, None
+        return part or self._explore((*self._pending, *self._undefined))
+
+    def _explore(self, starts: Iterable[Node], others: Collection[Node] = (), *, reached: bool = True) -> _Part:
+        """Return what nodes lead to; `_NotSeparate` is raised if that is one of the `others`.
+
+        Not `reached`: it is not known yet whether the loss depends on them.
+        """
         leaves = []
-        seen = {*self._pending, *self._undefined}
+        seen = set(starts)
         stack = list(seen)
+        receives = self._receives
         for node in stack:
+            if others and node in others:
+                raise _NotSeparate
             if type(node) is _AccumulateGrad:
                 leaves.append(node)
-            elif node not in self._receives:
+            elif node not in receives:
                 if type(node) is _RECEIVED:
-                    raise _other_context()
+                    raise _other_context() if reached else _NotSeparate()
                 for following, _ in node.next_functions:
                     if following is not None and following not in seen:
                         seen.add(following)
                         stack.append(following)
-        return leaves, seen
+        return _Part(leaves, seen)
+
+    def _run_separate_part(self) -> Outcome | None:
+        """Run what the resolved sources lead to, if the others do not lead there. None: they do."""
+        if self._has_run or len(self._unresolved) > _FEW:
+            return None
+        self._has_run = True
+        sources = [self._sources[name] for name in self._unresolved]
+        starts = [source.edge().node for source in sources]
+        try:
+            later = self._explore(starts, reached=False)
+            part = self._explore((*self._pending, *self._undefined), later.nodes)
+        except _NotSeparate:
+            return None
+        if part.leaves and watched.any_watched(part.leaves, self._replicated):
+            return None  # they may belong together with others
+        if all(source.leaf is None for source in sources):
+            self._later = later
+        receives = {node: None for node in self._unanswered if node not in later.nodes}
+        for node in receives:
+            del self._unanswered[node]
+        return self._run_whole(part, receives)
+
+    def _run_whole(self, part: _Part, receives: Iterable[Node]) -> Outcome:
+        """Run a part of the graph that is complete, and answer for `receives`."""
+        nodes = part.leaves
+        of_leaves, self._of_leaves = self._of_leaves, []
+        leaves = [_leaf(node) for node in nodes]
+        results_of_calls_outside.refuse(leaves, of_leaves)
+        watched.refuse_sharded(leaves, of_leaves)
+        wanted = [node for node in receives if node in part.nodes]
+        if self._is_only_passed_on(wanted):
+            gradients: Sequence[Tensor | None] = [self._pending.pop(node)[0].tensor for node in wanted]
+        else:
+            roots = self._take_pending({**self._pending, **self._undefined})
+            if nodes and watched.any_watched(nodes, self._replicated):
+                gradients = self._run_through_grad(roots, nodes, wanted)
+            else:
+                ends = [GradientEdge(node, 0) for node in (*nodes, *wanted)]
+                gradients = self._execute(roots, ends, self._retain_graph)
+            if nodes:
+                of_leaves += _owned(leaves, gradients, roots)
+        answers = dict(zip(wanted, gradients[len(leaves) :], strict=True))
+        known = self._receives
+        return Outcome(of_leaves, [Answer(known[node], node in answers, answers.get(node)) for node in receives])
+
+    def _is_only_passed_on(self, receives: list[Node]) -> bool:
+        """Return True if the gradients that came are the answers for received tensors as they are."""
+        if self._undefined or len(receives) != len(self._pending):
+            return False
+        return all(node in self._pending and self._slots[node].is_unobserved(node) for node in receives)
 
     def _run_through_grad(self, roots: list[_Root], nodes: list[Node], receives: list[Node]) -> list[Tensor | None]:
         """Compute ends with `.grad` as the place where gradients of leaves go, as `loss.backward()` does."""
@@ -388,7 +471,7 @@ class LocalGraph:
                     cuts.setdefault(node, []).append(number)
                     outside[child] = output
         if not nodes and not self._undefined and all(self._slots[node].is_unobserved(node) for node in ends):
-            return [self._pending.pop(node)[0].tensor for node in ends]  # what came goes on as it is
+            return [self._pending.pop(node)[0].tensor for node in ends]
         roots = self._take_pending(inside)
         wanted = [GradientEdge(node, 0) for node in (*ends, *leaves)]
         wanted += [GradientEdge(node, output) for node, output in outside.items()]
@@ -467,7 +550,7 @@ class LocalGraph:
     ) -> list[Tensor | None]:
         if not ends:
             return []
-        gradients = _run_backward(
+        gradients: Any = _run_backward(
             tuple([root.edge for root in roots]),
             tuple([root.gradient.tensor for root in roots]),
             keep_graph,
@@ -513,10 +596,11 @@ def _leaf(accumulator: Any) -> Tensor:
     return leaf
 
 
-def _owned(leaves: list[Tensor], gradients: list[Tensor | None], others: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _owned(leaves: list[Tensor], gradients: Sequence[Tensor | None], roots: list[_Root]) -> list[tuple[Tensor, Tensor]]:
     """Return leaves with gradients that belong to nobody else and are laid out like the leaf, as in `.grad`."""
-    uses = Counter(map(id, gradients))
-    uses.update(map(id, others))
+    uses = {id(root.gradient.tensor): 1 for root in roots if not root.gradient.is_own}
+    for gradient in gradients:
+        uses[id(gradient)] = uses.get(id(gradient), 0) + 1
     return [
         (leaf, gradient if uses[id(gradient)] == 1 and _is_like(gradient, leaf) else _copy(gradient, leaf))
         for leaf, gradient in zip(leaves, gradients, strict=False)

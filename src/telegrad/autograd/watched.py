@@ -13,7 +13,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -51,9 +51,13 @@ def any_watched(accumulators: Sequence[Any], instances: Replicated) -> bool:
     return _checks.find_hooks(accumulators)
 
 
-def is_watched(leaf: Tensor, instances: Replicated) -> bool:
-    """Does somebody wait for the gradient of this leaf to be accumulated, as far as is known?"""
-    return id(leaf) in instances or bool(leaf._post_accumulate_grad_hooks) or not _checks.is_clean(leaf)
+def checker(instances: Replicated) -> Callable[[Tensor], bool]:
+    """Return a function: does somebody wait for the gradient of this leaf to be accumulated, as far as is known?
+
+    It holds for the time being: hooks that are added later make it wrong.
+    """
+    is_clean = _checks.clean_checker()
+    return lambda leaf: id(leaf) in instances or bool(leaf._post_accumulate_grad_hooks) or not is_clean(leaf)
 
 
 def take_gradient(leaf: Tensor, instances: Replicated) -> Tensor | None:
@@ -64,17 +68,18 @@ def take_gradient(leaf: Tensor, instances: Replicated) -> Tensor | None:
     return leaf.grad
 
 
-def refuse_sharded(leaves: Iterable[Tensor]) -> None:
+def refuse_sharded(leaves: Iterable[Tensor], with_gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Raise if one of these is a gathered parameter of a module under `fully_shard` (FSDP2).
 
     Its hooks expect the whole of a backward pass in one call of the engine, and `.grad` to be left alone.
     """
-    if "torch.distributed.fsdp._fully_shard._fsdp_param_group" not in sys.modules:
+    known = _composable_state._module_state_mapping
+    if not known or "torch.distributed.fsdp._fully_shard._fsdp_param_group" not in sys.modules:
         return
-    states = [reference() for reference in _composable_state._module_state_mapping.values()]
+    states = [reference() for reference in known.values()]
     groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
     gathered = {id(getattr(each, "_unsharded_param", None)) for group in groups for each in group.fsdp_params}
-    for leaf in leaves:
+    for leaf in (*leaves, *(leaf for leaf, _ in with_gradients)):
         if id(leaf) in gathered:
             raise UsageError(
                 f"the loss depends on a parameter of shape {tuple(leaf.shape)} of a module under fully_shard (FSDP2), "
@@ -95,10 +100,15 @@ class _Checks:
         self._lock = threading.Lock()
         self._clean: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
-    def is_clean(self, leaf: Tensor) -> bool:
-        """Is the leaf known to have no hooks? No new node is made to find out."""
-        known = self._clean.get(id(leaf))
-        return known is not None and known[1] == hooks.hooks_of_others() and known[0]() is leaf
+    def clean_checker(self) -> Callable[[Tensor], bool]:
+        """Return a function: is a leaf known to have no hooks now? No new node is made to find out."""
+        clean, count = self._clean, hooks.hooks_of_others()
+
+        def is_clean(leaf: Tensor) -> bool:
+            known = clean.get(id(leaf))
+            return known is not None and known[1] == count and known[0]() is leaf
+
+        return is_clean
 
     def find_hooks(self, accumulators: Sequence[Any]) -> bool:
         """Has one of these nodes a hook?"""

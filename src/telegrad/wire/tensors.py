@@ -139,6 +139,9 @@ def reduce_as_it_is(tensor: Tensor) -> Reduced:
         if data.ndim == 1 and data.nbytes:
             return _flat, (code, PickleBuffer(data))
         return shaped, (code, tuple(tensor.shape), PickleBuffer(data) if data.nbytes else b"")
+    is_dense = plain and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    if is_dense and not _Registry.moves_host:
+        return _reduce_tracked(tensor, code, False)
     if tensor.requires_grad or tensor.__dict__:
         return _dressed, (tensor.detach(), _ticket(tensor), tensor.__dict__ or None)
     if code is None:
@@ -164,7 +167,18 @@ def _refuse_tangent(tensor: Tensor) -> None:
 def reduce_parameter(parameter: nn.Parameter) -> Reduced:
     if forward_ad._current_level >= 0:
         _refuse_tangent(parameter)
+    code = _CODES.get(parameter.dtype)
+    plain = code in _NUMPY and parameter.is_cpu and parameter.layout is _strided and not parameter.__dict__
+    if plain and parameter.requires_grad and parameter.is_contiguous() and not _Registry.moves_host:
+        return _reduce_tracked(parameter, code, True)
     return _parameter, (parameter.detach(), _ticket(parameter), parameter.__dict__ or None)
+
+
+def _reduce_tracked(tensor: Tensor, code: int | None, is_parameter: bool) -> Reduced:
+    """A contiguous CPU tensor that requires a gradient, in one piece: descriptions of two tensors would take longer."""
+    data = tensor.detach().numpy()
+    buffer = PickleBuffer(data) if data.nbytes else b""
+    return _tracked, (code, tuple(tensor.shape), buffer, _ticket(tensor), is_parameter)
 
 
 def reducer_for(kind: type) -> Callable[[Any], Any] | None:
@@ -307,6 +321,11 @@ def _with_gaps(packed: Tensor, stride: Sequence[int]) -> Tensor:
     return torch.empty_strided(packed.shape, stride, dtype=packed.dtype, device=packed.device).copy_(packed)
 
 
+def _tracked(code: int, shape: Sequence[int], data: Any, ticket: int, is_parameter: bool) -> Tensor:
+    tensor = _flat(code, data) if len(shape) == 1 and len(data) else shaped(code, shape, data)
+    return _parameter(tensor, ticket, None) if is_parameter else _arrived(tensor, ticket)
+
+
 def _dressed(data: Tensor, ticket: int | None, state: dict[str, Any] | None) -> Tensor:
     tensor = _arrived(data, ticket)
     if state:
@@ -322,7 +341,9 @@ def _subclass(kind: type[Tensor], data: Tensor, ticket: int | None, state: dict[
 
 def _parameter(data: Tensor, ticket: int | None, state: dict[str, Any] | None) -> Tensor:
     if ticket and ticket > 0:
-        tensor = _arrived(data, ticket).as_subclass(nn.Parameter)
+        tensor = _arrived(data, ticket)
+        if type(tensor) is Tensor:
+            tensor.__class__ = nn.Parameter  # `as_subclass` would add a node to the graph
     else:
         tensor = nn.Parameter(data, ticket is not None)
     if state:
@@ -380,5 +401,5 @@ REDUCERS: dict[type, Callable[[Any], Reduced]] = {Tensor: reduce_tensor, nn.Para
 
 # A registered extension code makes pickle look a constructor up in a table instead of importing its module each time.
 EXTENSION_CODE = 0x54474400  # and those that follow: 16 are ours, the next 16 those of the carrier
-for _number, _constructor in enumerate((_flat, shaped, _dressed, _parameter)):
+for _number, _constructor in enumerate((_flat, shaped, _dressed, _parameter, _tracked)):
     copyreg.add_extension(__name__, _constructor.__name__, EXTENSION_CODE + _number)
