@@ -71,6 +71,15 @@ def bandwidth(peer: Peer, seconds: float, way: str, elements: int) -> Measured:
     return {"value": moved / statistics.median(times) / 1e9, "n": len(times)}
 
 
+def containers(peer: Peer, seconds: float, kind: str, count: int, way: str) -> Measured:
+    """Time calls with a container of many small things as the argument or as the result."""
+    if way == "result":
+        call, args = peer.call(remote.container), (kind, count)
+    else:
+        call, args = peer.call(remote.count), (remote.container(kind, count),)
+    return percentiles(lambda: call(*args), seconds)
+
+
 def reference(peer: Any, seconds: float, use: str) -> Measured:
     """Objects that stay on the callee: made and fetched, or one that is used again and again."""
     rpc = peer.rpc
@@ -133,6 +142,7 @@ LOOPS: dict[str, Callable[..., Measured]] = {
     "latency": latency,
     "rate": rate,
     "bandwidth": bandwidth,
+    "containers": containers,
     "reference": reference,
     "churn": churn,
     "backward": training.backward,

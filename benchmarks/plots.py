@@ -29,6 +29,7 @@ GROUPS = {
     "latency": "synchronous calls",
     "rate": "asynchronous calls",
     "bandwidth": "bandwidth",
+    "containers": "containers of many small things",
     "reference": "remote references",
     "churn": "remote objects made and deleted",
     "backward": "distributed backward pass minus a local one",

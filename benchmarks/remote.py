@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 _source: dict[int, torch.Tensor] = {}
+_containers: dict[tuple[str, int], Any] = {}
 
 
 def add(a: Any, b: Any) -> Any:
@@ -30,6 +33,28 @@ def source(elements: int) -> torch.Tensor:
     return _source[elements]
 
 
+def container(kind: str, count: int) -> Any:
+    """Return `count` small things of a kind, made once."""
+    if (kind, count) not in _containers:
+        _containers[kind, count] = _CONTAINERS[kind](count)
+    return _containers[kind, count]
+
+
+_CONTAINERS: dict[str, Callable[[int], Any]] = {
+    "tensors": lambda count: [torch.ones(1) for _ in range(count)],
+    "scalars": lambda count: [torch.tensor(1.0) for _ in range(count)],
+    "matrices": lambda count: [torch.ones(4, 4) for _ in range(count)],
+    "arrays": lambda count: [np.ones(1) for _ in range(count)],
+    "dict-of-tensors": lambda count: {f"name{number}": torch.ones(1) for number in range(count)},
+    "dict-of-arrays": lambda count: {f"name{number}": np.ones(1) for number in range(count)},
+}
+
+
+def count(things: Any) -> int:
+    """Take a container, send back how many things are in it."""
+    return len(things)
+
+
 class Counter:
     """An object that callers refer to."""
 
@@ -41,4 +66,4 @@ class Counter:
         return self.count
 
 
-FUNCTIONS = (add, echo, sink, source)
+FUNCTIONS = (add, echo, sink, source, container, count)

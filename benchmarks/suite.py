@@ -61,6 +61,12 @@ def bandwidth(way: str, megabytes: int, title: str, quick: bool = True) -> Case:
     return replace(case, axis="MB" if way == "echo" else "", at=megabytes)
 
 
+def containers(kind: str, title: str, way: str, quick: bool = False) -> Case:
+    params = {"kind": kind, "count": 1000, "way": way}
+    name, title = f"containers/{kind}-{way}", f"1000 {title} as {way}"
+    return Case(name, title, "us", "containers", params, quick=quick)
+
+
 def reference(name: str, title: str, use: str) -> Case:
     return Case(f"reference/{name}", title, "us", "reference", {"use": use}, builtin=True)
 
@@ -93,6 +99,14 @@ CASES = (
     bandwidth("echo", 1000, "1000 MB there and back, each way", quick=False),
     bandwidth("push", 100, "100 MB to the callee", quick=False),
     bandwidth("pull", 100, "100 MB from the callee", quick=False),
+    containers("tensors", "1-element tensors in a list", "argument", quick=True),
+    containers("tensors", "1-element tensors in a list", "result"),
+    containers("scalars", "0-dimensional tensors in a list", "argument"),
+    containers("matrices", "4x4 tensors in a list", "argument"),
+    containers("dict-of-tensors", "1-element tensors in a dict", "argument"),
+    containers("arrays", "1-element numpy arrays in a list", "argument", quick=True),
+    containers("arrays", "1-element numpy arrays in a list", "result"),
+    containers("dict-of-arrays", "1-element numpy arrays in a dict", "argument"),
     reference("remote-to-here", "remote() + to_here()", "remote"),
     reference("proxied", "proxied call, rref.rpc_sync().add(1)", "proxied"),
     Case("churn/objects", "remote objects made and deleted", "objects/s", "churn", {}, True, builtin=True),

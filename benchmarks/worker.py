@@ -41,6 +41,9 @@ class Commands:
             raise ValueError("a tensor came back changed")
         if peer.call(remote.sink)(x) != 4095.0 or peer.call(remote.add)(1, 1) != 2:
             raise ValueError("a value came back changed")
+        things = peer.call(remote.container)("arrays", 3)
+        if peer.call(remote.count)(things) != 3 or [list(each) for each in things] != [[1.0]] * 3:
+            raise ValueError("a container came back changed")
         if peer.result(peer.submit(remote.add)(1, 1)) != 2:
             raise ValueError("an async call came back with another value")
         if builtin and not torch.equal(peer.call(torch.add)(x, 1), x + 1):

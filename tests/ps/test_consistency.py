@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from telegrad import ps
-from telegrad.errors import JoinError, StaleReference
+from telegrad.errors import CallTimeout, JoinError, StaleReference
 from telegrad.ps import service
 from telegrad.ps.shard import Shard
 from telegrad.testing import LocalCluster
@@ -311,3 +311,36 @@ def test_an_error_of_the_optimizer_reaches_every_trainer(cluster: Clusters, trai
 class Failing(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         raise ArithmeticError("not today")
+
+
+def test_trainers_that_wait_for_each_other_in_two_quorums_are_told(cluster: Clusters) -> None:
+    """Of four trainers that step two models, two are in each, and each waits for three."""
+    workers = cluster(5, join_timeout=4.0)
+    names = [f"w{number}" for number in range(1, 5)]
+
+    def made(worker: str, name: str) -> tuple[nn.Linear, ps.Optimizer]:
+        net = nn.Linear(1, 1)
+        rule = ps.Sync(quorum=3)
+        return net, ps.Optimizer(net, "w0", agent=workers[worker], name=name, trainers=4, consistency=rule, lr=0.1)
+
+    def step(pair: tuple[nn.Linear, ps.Optimizer]) -> None:
+        pair[0](torch.ones(1, 1)).sum().backward()
+        pair[1].step()
+
+    with ThreadPoolExecutor(4) as pool:
+        first = list(pool.map(lambda worker: made(worker, "first"), names))
+        second = list(pool.map(lambda worker: made(worker, "second"), names))
+        waiting = [pool.submit(step, pair) for pair in (*first[:2], *second[2:])]
+        errors = [each.exception(PATIENCE) for each in waiting]
+    for error in errors:
+        assert isinstance(error, CallTimeout)
+        assert "with a quorum" in str(error)
+
+
+def test_the_steps_of_a_single_quorum_have_no_limit(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
+    workers = cluster(3)
+    a, _ = two(workers, trainer, ps.Sync(quorum=2))
+    assert a.optimizer._attachments[0].step_limit() is None
+    other = trainer(workers, "w1", ps.Sync(), name="other")
+    assert a.optimizer._attachments[0].step_limit() is None
+    assert other.optimizer._attachments[0].step_limit() is None

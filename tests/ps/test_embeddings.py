@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from telegrad import ps
 from telegrad.errors import JoinError, PeerLost, StaleReference, UsageError
 from telegrad.ps.holdings import Holdings
-from telegrad.ps.tables import lines, service
-from telegrad.ps.tables.hashing import initial, owners
+from telegrad.ps.tables import gathering, lines, service
+from telegrad.ps.tables.batch import Batch
+from telegrad.ps.tables.hashing import initialize, owners
 from telegrad.ps.tables.index import Index
 from telegrad.ps.tables.recent import Recent
 from telegrad.ps.tables.shard import Shard
@@ -132,7 +133,7 @@ def test_trainers_together_are_one_with_the_large_batch(cluster: Clusters, rule:
 
     with ThreadPoolExecutor(3) as pool:
         ends = [each.result(PATIENCE) for each in [pool.submit(train, number) for number in range(3)]]
-    start = initial(EVERY, DIM, 0, 1.0, torch.float64)
+    start = initialize(torch.empty(len(EVERY), DIM, dtype=torch.float64), EVERY, 0, 1.0)
     leaf = nn.Parameter(start.clone())
     optimizer = theirs([leaf])
     for step in range(6):  # the third trainer has empty batches: it counts, with zeros
@@ -626,3 +627,76 @@ def test_a_table_that_is_gone_is_named(cluster: Clusters) -> None:
     shard(workers)._storages.clear()
     with pytest.raises(StaleReference, match="no table 'table'"):
         bag(EVERY[:, None])
+
+
+# Gathering
+
+
+def inputs_of_bags(case: str) -> tuple[Tensor, Tensor | None, bool]:
+    generator = torch.Generator().manual_seed(1)
+    if case == "matrix":
+        return torch.randint(0, 30, (6, 5), generator=generator), None, False
+    flat = torch.randint(0, 30, (20,), generator=generator)
+    if case == "offsets":  # two bags are empty, the last one and one in the middle
+        return flat, torch.tensor([0, 4, 4, 9, 20]), False
+    return flat, torch.tensor([0, 7, 7, 20]), True
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("case", ["matrix", "offsets", "last offset"])
+def test_bags_and_their_gradients_are_those_of_torch(case: str, mode: str, servers: int) -> None:
+    input, offsets, last = inputs_of_bags(case)
+    batch = Batch.of(input.reshape(-1), servers)
+    places = batch.places.view(input.shape)
+    leaves = [torch.randn(len(batch.ids), 4, dtype=torch.float64).requires_grad_()]
+    leaves.append(leaves[0].detach().clone().requires_grad_())
+    ours = gathering.embedding_bag(leaves[0], batch, places, offsets, mode, last)
+    theirs = F.embedding_bag(places, leaves[1], offsets, mode=mode, include_last_offset=last)
+    assert torch.equal(ours, theirs)
+    weights = torch.randn_like(ours)
+    firsts = [
+        torch.autograd.grad(output, leaf, weights, create_graph=True)[0]
+        for output, leaf in zip((ours, theirs), leaves, strict=True)
+    ]
+    torch.testing.assert_close(*firsts)
+    assert torch.autograd.gradcheck(
+        lambda rows: gathering.embedding_bag(rows, batch, places, offsets, mode, last), (leaves[0],)
+    )
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_embeddings_and_their_gradients_are_those_of_torch(servers: int) -> None:
+    input = torch.randint(0, 30, (6, 5))
+    batch = Batch.of(input.reshape(-1), servers)
+    rows = torch.randn(len(batch.ids), 4, dtype=torch.float64).requires_grad_()
+    ours = gathering.embedding(rows, batch, input.shape)
+    theirs = F.embedding(batch.places.view(input.shape), rows)
+    assert torch.equal(ours, theirs)
+    weights = torch.randn_like(ours)
+    torch.testing.assert_close(torch.autograd.grad(ours, rows, weights), torch.autograd.grad(theirs, rows, weights))
+    assert torch.autograd.gradgradcheck(lambda leaf: gathering.embedding(leaf, batch, input.shape), (rows,))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 2, 5, 9, 2**40, 2**62 + 1, 2**63 - 1]), max_size=40), st.integers(1, 3))
+def test_a_batch_has_each_row_once_and_knows_where_it_is_used(numbers: list[int], servers: int) -> None:
+    ids = torch.tensor(numbers, dtype=torch.int64)
+    batch = Batch.of(ids, servers)
+    assert torch.equal(batch.ids[batch.places], ids)
+    assert sorted(batch.ids.tolist()) == sorted(set(numbers))
+    assert sum(batch.counts) == len(batch.ids)
+    ends = [*batch.starts.tolist()[1:], len(ids)] if len(ids) else []
+    for number, (start, end) in enumerate(zip(batch.starts.tolist(), ends, strict=True)):
+        positions = batch.order[start:end].tolist()
+        assert positions == [at for at, each in enumerate(numbers) if each == batch.ids[number]]
+
+
+def test_first_values_are_normally_distributed() -> None:
+    values = initialize(torch.empty(20_000, 50), torch.arange(20_000), seed=3, std=2.0)
+    assert abs(float(values.mean())) < 0.01
+    assert abs(float(values.std()) - 2.0) < 0.01
+    assert abs(float((values.abs() < 2.0).float().mean()) - 0.6827) < 0.005
+    assert float(values.abs().max()) < 9.0
+    correlations = torch.corrcoef(values.t()) - torch.eye(50)
+    assert float(correlations.abs().max()) < 0.05

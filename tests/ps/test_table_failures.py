@@ -16,7 +16,7 @@ from telegrad import ps
 from telegrad.errors import PeerLost, StaleReference, UsageError
 from telegrad.ps.checkpoint import Archive, Snapshot
 from telegrad.ps.tables import service
-from telegrad.ps.tables.hashing import initial
+from telegrad.ps.tables.hashing import initialize
 from telegrad.ps.tables.messages import Plan
 from telegrad.ps.tables.shard import Shard
 from telegrad.testing import LocalCluster
@@ -41,7 +41,7 @@ def train(workers: LocalCluster, number: int, trainers: int, servers: list[str],
 
 
 def undisturbed(trainers: int, steps: int = STEPS) -> Tensor:
-    leaf = nn.Parameter(initial(EVERY, DIM, 0, 1.0, torch.float64))
+    leaf = nn.Parameter(initialize(torch.empty(len(EVERY), DIM, dtype=torch.float64), EVERY, 0, 1.0))
     optimizer = torch.optim.SparseAdam([leaf], lr=0.03)
     for step in range(steps):
         optimizer.zero_grad()

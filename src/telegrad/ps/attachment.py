@@ -56,6 +56,7 @@ class Attachment:
         self.plan = plan
         self.version = 0
         self.patience = 300.0
+        self.step_limit: Callable[[], float | None] = lambda: None  # seconds
         self._agent = agent
         self._flat = flat
         self._me = trainer
@@ -195,11 +196,12 @@ class Attachment:
     def push(self, pushed: Pushed) -> Answer:
         """Report the gradients that are in the flat memory and wait for the answer."""
         arguments = self._arguments(pushed)
-        answer: Answer = self._agent.invoke(self.server, service.push, arguments, None, None)
+        answer: Answer = self._agent.invoke(self.server, service.push, arguments, None, self.step_limit())
         return answer
 
     def start_push(self, pushed: Pushed) -> Future[Answer]:
-        return self._start(service.push, *self._arguments(pushed))
+        arguments = self._arguments(pushed)
+        return self._agent.start(self.server, service.push, arguments, None, self.step_limit())
 
     def push_again(self, pushed: Pushed, error: Exception) -> Future[Answer]:
         """Wait until a server that is gone has come back, and push what it has not answered."""

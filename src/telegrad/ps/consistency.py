@@ -46,3 +46,8 @@ class Stale:
 
 
 Consistency = Sync | Async | Stale
+
+
+def waits_for_quorum(rule: Consistency) -> bool:
+    """Return whether steps wait for some of the trainers, but not for all."""
+    return isinstance(rule, Sync) and rule.quorum is not None and rule.quorum > 1

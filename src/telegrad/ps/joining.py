@@ -260,8 +260,9 @@ def join(
         if not isinstance(error, CallTimeout):
             raise
         raise JoinError(
-            f"{what} did not start within {limit} s: fewer trainers came than it waits for, or a round takes longer. "
-            "Start them, or raise Config.join_timeout"
+            f"{what} did not start within {limit} s: fewer trainers came than it waits for, they join several in "
+            "different orders, or a round takes longer. Start them, let all of them join in the same order, or raise "
+            "Config.join_timeout"
         ) from error
 
 

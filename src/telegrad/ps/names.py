@@ -7,6 +7,9 @@ trains with the n-th of every other worker.
 A trainer that was dropped without `close` must leave all the same, or the others would wait for it. The finalizer of
 its object may run anywhere, so it only puts a note into a queue; the clock and the next trainer look at the queue.
 
+Trainers that step several models with a quorum one after the other can wait for each other: some in one model, some in
+another, too few in each. So while a worker trains several of them, their steps have a time limit.
+
 State: `_made`, how many trainers had no name, by what they would be called; `_used`, the names in use; both under
 `_lock`. `_dropped`, the notes.
 """
@@ -16,10 +19,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from telegrad.errors import UsageError
+from telegrad.errors import CallTimeout, UsageError
 
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
@@ -36,7 +40,7 @@ class Names:
         self._agent = agent
         self._lock = threading.Lock()
         self._made: Counter[str] = Counter()
-        self._used: set[str] = set()
+        self._used: dict[str, Name] = {}
         self._dropped: deque[tuple[str, Leave]] = deque()
         agent.clock.every(_INTERVAL, self._look)
         agent.on_parting(self._leave_dropped)
@@ -45,8 +49,8 @@ class Names:
     def __repr__(self) -> str:
         return f"<Names in use on {self._agent.name}: {sorted(self._used)}>"
 
-    def take(self, kind: str, name: str | None, default: str) -> Name:
-        """Return a name that nobody here uses; `name` if it is not None."""
+    def take(self, kind: str, name: str | None, default: str, quorum: bool) -> Name:
+        """Return a name that nobody here uses; `name` if it is not None. `quorum`: the trainer waits for one."""
         self._leave_dropped()
         with self._lock:
             if name is None:
@@ -58,7 +62,8 @@ class Names:
                     f"this worker is a trainer of {found.key} already, and would wait for itself: close "
                     "that one first, or give this one another name"
                 )
-            self._used.add(found.key)
+            found.quorum = quorum
+            self._used[found.key] = found
         return found
 
     def _next(self, kind: str, default: str) -> Name:
@@ -71,9 +76,19 @@ class Names:
 
     def give_back(self, name: Name, unused: bool) -> None:
         with self._lock:
-            self._used.discard(name.key)
+            self._used.pop(name.key, None)
             if unused and name.default is not None:
                 self._made[name.default] -= 1
+
+    def other_quorums(self, name: Name) -> list[str]:
+        """Return the other names in use here whose trainers wait for a quorum."""
+        with self._lock:
+            return [key for key, other in self._used.items() if other.quorum and other is not name]
+
+    @property
+    def limit(self) -> float:
+        """How many seconds a step may take if trainers may wait for each other."""
+        return self._agent.config.join_timeout
 
     def drop(self, key: str, leave: Leave) -> None:
         """Have a trainer leave soon. This may be called from anywhere, and takes no lock."""
@@ -91,7 +106,7 @@ class Names:
             except IndexError:  # somebody else took it
                 return
             with self._lock:
-                self._used.discard(key)
+                self._used.pop(key, None)
             if not self._agent.closing:
                 leave()
 
@@ -103,6 +118,7 @@ class Name:
         self.name = name
         self.default = default
         self.key = f"{kind} {name!r}"
+        self.quorum = False  # its steps wait for a quorum, and nothing else is stepped with them
         self._names = names
         self._finalizer: weakref.finalize[..., object] | None = None
 
@@ -111,6 +127,27 @@ class Name:
         if self._finalizer is not None:
             self._finalizer.detach()
         self._names.give_back(self, unused)
+
+    def step_limit(self) -> float | None:
+        """Return how many seconds a step may take. None: as long as the other trainers need."""
+        return self._names.limit if self.quorum and self._names.other_quorums(self) else None
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say why a step that took longer than `step_limit` may not end."""
+        try:
+            yield
+        except CallTimeout as error:
+            others = ", ".join(self._names.other_quorums(self))
+            if not self.quorum or not others:
+                raise
+            raise CallTimeout(
+                f"a step of {self.key} has waited {self._names.limit} s for its quorum. This worker also trains "
+                f"{others} with a quorum. Trainers that step such models one after the other can wait for each "
+                "other, some in one model and some in another: train one such model on each worker, step them "
+                "together (parameter groups of one optimizer), or use Sync(). If steps may take longer, raise "
+                "Config.join_timeout"
+            ) from error
 
     def belongs_to(self, trainer: object, leave: Leave) -> None:
         """Have this trainer leave when it is dropped. `leave` must not refer to it."""

@@ -29,7 +29,7 @@ from telegrad.ps import compression as compressing
 from telegrad.ps import service
 from telegrad.ps.attachment import Attachment, Pushed
 from telegrad.ps.checkpoint import Checkpoint
-from telegrad.ps.consistency import Consistency, Sync
+from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
 from telegrad.ps.flat import Flat, check_kind
 from telegrad.ps.founding import find_or_found
 from telegrad.ps.joining import GONE, Call, agent_of, answers, closing, join, leave, leave_all, matching
@@ -129,7 +129,7 @@ class Optimizer(optim.Optimizer):
         self._compression = compression
         self._overlap = overlap and self._flat.device.type == "cpu"  # elsewhere, to look would be to wait
         workers = matching(agent, servers)
-        self._name = agent.service(Names).take("parameter server", name, "default")
+        self._name = agent.service(Names).take("parameter server", name, "default", waits_for_quorum(self._consistency))
         self.name = self._name.name
         try:
             self._attachments = self._plan(workers, options, trainers, checkpoint)
@@ -199,7 +199,9 @@ class Optimizer(optim.Optimizer):
         self.steps += 1
         for tables in self._tables:
             tables.begin_step(skip)
-        self._take(self._push(skip))
+        with self._name.explained():
+            answered = self._push(skip)
+        self._take(answered)
         for tables in self._tables:
             tables.finish_step()
         return loss
@@ -262,6 +264,7 @@ class Optimizer(optim.Optimizer):
         patience = None if self._attachments[0].plan.checkpoint is None else self._patience
         for each in self._attachments:
             each.patience = self._patience
+            each.step_limit = self._name.step_limit
         prepare = partial(find_or_found, self._attachments, self._consistency)
         try:
             join(self._agent, f"parameter server {self.name!r}", self._attachments, prepare, patience)

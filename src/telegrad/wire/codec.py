@@ -3,6 +3,9 @@
 `encode` tries the fast C pickler first; what that cannot pickle by reference (lambdas, closures, local classes) goes by
 cloudpickle. Buffers of at least `OUT_OF_BAND` bytes leave the pickle and travel beside it, so they are never copied
 here. A failure names the part of the value that cannot travel.
+
+A container of many small tensors or arrays travels as two pickles: their stacks (`wire/stacks.py`), then the value,
+which refers to them. Such a body begins with `_STACKED` and the length of the first pickle.
 """
 
 from __future__ import annotations
@@ -10,21 +13,27 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import struct
 from collections import ChainMap
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import cloudpickle
+import numpy as np
 
 from telegrad.errors import SerializationError
 from telegrad.wire.frames import MAX_BUFFERS
-from telegrad.wire.tensors import REDUCERS, reducer_for
+from telegrad.wire.stacks import CONTAINERS, Stacking, Stacks, holds_many, unstack
+from telegrad.wire.tensors import REDUCERS, all_plain, reducer_for
 
 OUT_OF_BAND = 1 << 15  # up to here a copy into the pickle costs less than a buffer of its own
 Encoded = tuple[bytes, list[memoryview]]
 
 _PROTOCOL = 5
 _BytesIO = io.BytesIO
+_STACKED = 0x01  # a pickle begins with 0x80
+_HEADER = struct.Struct("<BQ")
 
 
 class _Reducers(dict[type, Callable[[Any], Any]]):
@@ -50,6 +59,14 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar[Any] = ChainMap(_reducers, cloudpickle.Pickler.dispatch_table)
 
 
+class _StackingPickler(Stacking, _Pickler):
+    pass
+
+
+class _StackingByValue(Stacking, _ByValue):
+    pass
+
+
 def register(kind: type, reducer: Callable[[Any], Any]) -> None:
     """Let objects of exactly `kind` travel as `reducer(object)` says, as `copyreg.pickle` does for plain pickle."""
     _reducers[kind] = reducer
@@ -58,13 +75,14 @@ def register(kind: type, reducer: Callable[[Any], Any]) -> None:
 
 def encode(value: Any, *, by_value: bool = False) -> Encoded:
     """The pickle of `value` and its large buffers. `by_value`: send what `__main__` defines along with its code."""
+    many = type(value) in CONTAINERS and holds_many(value) and all_plain()
     if not by_value:
         try:
-            return _dump(_Pickler, value)
+            return _dump_stacked(_StackingPickler, value) if many else _dump(_Pickler, value)
         except Exception:
             pass  # a lambda, a closure, a local class: cloudpickle below either sends it or says why not
     try:
-        return _dump(_ByValue, value)
+        return _dump_stacked(_StackingByValue, value) if many else _dump(_ByValue, value)
     except Exception as error:
         if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
             raise SerializationError("the value is nested too deeply to be sent") from error
@@ -76,15 +94,17 @@ def encode(value: Any, *, by_value: bool = False) -> Encoded:
 
 def decode(body: bytes | memoryview, buffers: Any = ()) -> Any:
     """The value that `encode` was given. The buffers become the memory of its tensors."""
+    if body[0] == _STACKED:
+        return _load_stacked(memoryview(body), iter(buffers))
     return pickle.loads(body, buffers=buffers)
 
 
-def _dump(pickler: Any, value: Any) -> Encoded:
+def _dump(pickler: Any, value: Any, max_buffers: int = MAX_BUFFERS) -> Encoded:
     buffers: list[memoryview] = []
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes < OUT_OF_BAND or len(buffers) == MAX_BUFFERS:
+        if raw.nbytes < OUT_OF_BAND or len(buffers) == max_buffers:
             return True
         buffers.append(raw)
         return False
@@ -92,6 +112,23 @@ def _dump(pickler: Any, value: Any) -> Encoded:
     file = _BytesIO()
     pickler(file, _PROTOCOL, buffer_callback=keep_inside).dump(value)
     return file.getvalue(), buffers
+
+
+def _dump_stacked(pickler: Any, value: Any) -> Encoded:
+    arrays = np.ndarray not in _reducers and np.ndarray not in copyreg.dispatch_table
+    stacks = Stacks(arrays)
+    body, buffers = _dump(partial(pickler, stacks), value)
+    blocks, of_blocks = _dump(pickle.Pickler, stacks.blocks(), MAX_BUFFERS - len(buffers))
+    header = _HEADER.pack(_STACKED, len(blocks))
+    return b"".join((header, blocks, body)), of_blocks + buffers
+
+
+def _load_stacked(body: memoryview, buffers: Iterator[Any]) -> Any:
+    _, length = _HEADER.unpack_from(body)
+    blocks = pickle.loads(body[_HEADER.size :], buffers=buffers)
+    unpickler = pickle.Unpickler(_BytesIO(body[_HEADER.size + length :]), buffers=buffers)
+    unpickler.persistent_load = unstack(blocks)  # type: ignore[method-assign]
+    return unpickler.load()
 
 
 def _blame(value: Any) -> tuple[str, Any]:

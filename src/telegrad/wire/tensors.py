@@ -39,6 +39,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None
 _NUMPY = frozenset(_CODES[getattr(torch, name)] for name in _DTYPE_NAMES[:12] if name != "bfloat16")
 
 _GAPS_KEPT = 4  # a view keeps its strides if its memory, gaps included, is at most so many times what it uses
+_FEW_BYTES = 1024
 _UNTRACKED = 0
 _PROTOCOL = 5  # of pickle
 _frombuffer = torch.frombuffer
@@ -79,6 +80,22 @@ class _Registry:
 
 def code_of(dtype: torch.dtype) -> int:
     return _CODES[dtype]
+
+
+def stackable_code(dtype: torch.dtype) -> int | None:
+    """Return the code of a dtype whose tensors can be stacked and split; None: they cannot."""
+    code = _CODES.get(dtype)
+    return code if code in _NUMPY or dtype is torch.bfloat16 else None
+
+
+def dtype_of(code: int) -> torch.dtype:
+    dtype: torch.dtype = _DTYPES[code]
+    return dtype
+
+
+def all_plain() -> bool:
+    """Return whether CPU tensors arrive on the CPU, and there are no forward-mode tangents."""
+    return not _Registry.moves_host and forward_ad._current_level < 0
 
 
 def track(tracker: Tracker) -> None:
@@ -134,14 +151,18 @@ def reduce_as_it_is(tensor: Tensor) -> Reduced:
     """Like `reduce_tensor`, but a CPU tensor arrives on the CPU."""
     code = _CODES.get(tensor.dtype)
     plain = code in _NUMPY and tensor.is_cpu and tensor.layout is _strided and not tensor.__dict__
-    if plain and not tensor.requires_grad and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        data = tensor.numpy()
-        if data.ndim == 1 and data.nbytes:
-            return _flat, (code, PickleBuffer(data))
-        return shaped, (code, tuple(tensor.shape), PickleBuffer(data) if data.nbytes else b"")
-    is_dense = plain and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-    if is_dense and not _Registry.moves_host:
-        return _reduce_tracked(tensor, code, False)
+    if plain and tensor.is_contiguous():
+        if not tensor.requires_grad:
+            data = _as_array(tensor)
+            if data is not None:
+                size = data.nbytes
+                # A copy of few bytes costs less than a buffer that the codec has to ask about.
+                content = PickleBuffer(data) if size > _FEW_BYTES else bytearray(data.tobytes())
+                if data.ndim == 1 and size:
+                    return _flat, (code, content)
+                return shaped, (code, data.shape, content)
+        elif not _Registry.moves_host and not tensor.is_neg() and not tensor.is_conj():
+            return _reduce_tracked(tensor, code, False)
     if tensor.requires_grad or tensor.__dict__:
         return _dressed, (tensor.detach(), _ticket(tensor), tensor.__dict__ or None)
     if code is None:
@@ -154,6 +175,16 @@ def reduce_as_it_is(tensor: Tensor) -> Reduced:
         carried = None if _Registry.carrier is None else _Registry.carrier.leaving(tensor, code)
         return carried or reduce_for(tensor.cpu(), str(tensor.device))
     return _reduce_dense(tensor, code)
+
+
+def _as_array(tensor: Tensor) -> Any:
+    """Return a plain tensor's memory as an array; None if it waits for its sign or its conjugation."""
+    try:
+        return tensor.numpy()
+    except RuntimeError:
+        if tensor.is_neg() or tensor.is_conj():
+            return None
+        raise
 
 
 def _refuse_tangent(tensor: Tensor) -> None:

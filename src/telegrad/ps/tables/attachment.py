@@ -33,6 +33,7 @@ class Attachment:
         self.plan = plan
         self.version = 0
         self.current = False
+        self.step_limit: Callable[[], float | None] = lambda: None  # seconds
         self._agent = agent
         self._me = trainer
         self._busy = True  # it joins, or is in the middle of a step
@@ -77,7 +78,8 @@ class Attachment:
     def push(self, step: int, version: int, updates: list[Update] | None) -> Future[Answer]:
         with self._change:
             self._busy = True
-        return self._start(service.push, self._me, step, version, updates)
+        arguments = (self.plan.name, self._me, step, version, updates)
+        return self._agent.start(self.server, service.push, arguments, None, self.step_limit())
 
     def pushed(self, answer: Answer) -> Answer:
         self.version, self.current = answer.version, False

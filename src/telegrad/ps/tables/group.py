@@ -19,7 +19,7 @@ from torch import Tensor
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.ps.checkpoint import Checkpoint
-from telegrad.ps.consistency import Consistency, Sync
+from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
 from telegrad.ps.joining import Call, agent_of, answers, closing, join, leave, leave_all, matching
 from telegrad.ps.messages import Answer, trainer_name
 from telegrad.ps.names import Names
@@ -72,7 +72,7 @@ class Tables:
         self._member = True
         trainer = trainer_name(self._agent.me.incarnation, next(_numbers))
         names = matching(self._agent, servers)
-        self._name = self._agent.service(Names).take("tables", name, default_name)
+        self._name = self._agent.service(Names).take("tables", name, default_name, waits_for_quorum(self._consistency))
         self.name = self._name.name
         self._attachments = [
             Attachment(
@@ -83,6 +83,8 @@ class Tables:
             )
             for number, server in enumerate(names)
         ]
+        for each in self._attachments:
+            each.step_limit = self._name.step_limit
         try:
             self._join()
         except BaseException:
@@ -189,6 +191,7 @@ class Tables:
     def show_gradients(self, shown: bool) -> None:
         """Let the parameters of tables have gradients: an `Optimizer` steps these tables, or no longer does."""
         self._shown = shown
+        self._name.quorum = not shown and waits_for_quorum(self._consistency)
         for gradients in self._gradients.values():
             gradients.shown = shown
 
@@ -226,7 +229,8 @@ class Tables:
     def finish_step(self) -> None:
         """Wait for the answers."""
         pushed, self._pushed = self._pushed, []
-        answered = answers(self._agent, pushed)
+        with self._name.explained():
+            answered = answers(self._agent, pushed)
         for each, answer in zip(self._attachments, answered, strict=True):
             each.pushed(answer)
         self._acknowledged = self.steps

@@ -6,7 +6,7 @@ a row is first used.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -21,11 +21,14 @@ _BLOCK = 1 << 16  # elements that are made at once, so that the work stays in th
 
 def mix(numbers: Numbers) -> Numbers:
     """Each number turned into one whose bits all depend on all of its own (the last part of SplitMix64)."""
-    mixed = numbers ^ (numbers >> np.uint64(30))
+    mixed = numbers >> np.uint64(30)
+    mixed ^= numbers
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
+    shifted = mixed >> np.uint64(27)
+    mixed ^= shifted
     mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
+    np.right_shift(mixed, np.uint64(31), out=shifted)
+    mixed ^= shifted
     return mixed
 
 
@@ -39,34 +42,35 @@ def owners(ids: Tensor, servers: int) -> Tensor:
     return torch.from_numpy((spread(ids.numpy()) % np.uint64(servers)).astype(np.int64))
 
 
-def initial(ids: Tensor, dim: int, seed: int, std: float, dtype: torch.dtype) -> Tensor:
-    """The first values of these rows: normally distributed around 0.
+def initialize(rows: Tensor, ids: Tensor, seed: int, std: float) -> Tensor:
+    """Write the first values of these rows, normally distributed around 0, and return them.
 
-    >>> first = initial(torch.tensor([7, 9]), 3, seed=0, std=1.0, dtype=torch.float32)
-    >>> torch.equal(first[1:], initial(torch.tensor([9]), 3, seed=0, std=1.0, dtype=torch.float32))
+    >>> first = initialize(torch.empty(2, 3), torch.tensor([7, 9]), seed=0, std=1.0)
+    >>> torch.equal(first[1:], initialize(torch.empty(1, 3), torch.tensor([9]), seed=0, std=1.0))
     True
     """
-    rows = torch.zeros(len(ids), dim, dtype=dtype)
-    if std:
-        keys = mix(spread(ids.numpy()) + np.uint64(seed % 2**64) * _ODD)
-        together = max(1, _BLOCK // dim)
-        for start in range(0, len(ids), together):
-            values = _normal(keys[start : start + together], dim) * np.float32(std)
-            rows[start : start + together].copy_(torch.from_numpy(values))
+    if not std:
+        return rows.zero_()
+    quantiles = _quantiles(std)
+    offset = np.uint64(seed * int(_ODD) % 2**64)
+    keys = mix(spread(ids.numpy()) + offset)
+    dim = rows.shape[1]
+    together = max(1, _BLOCK // dim)
+    for start in range(0, len(ids), together):
+        numbers = _random16(keys[start : start + together], dim)
+        rows[start : start + together].copy_(torch.from_numpy(quantiles.take(numbers, mode="wrap")))
     return rows
 
 
-def _normal(keys: Numbers, dim: int) -> NDArray[np.float32]:
-    """Two numbers out of each 64 bits, by the method of Box and Muller."""
-    pairs = (dim + 1) // 2
-    columns = np.arange(1, pairs + 1, dtype=np.uint64) * _ODD
-    bits = mix(keys[:, None] + columns).astype("<u8", copy=False).view("<u4").reshape(len(keys), pairs, 2)
-    radius: Any = (bits[..., 0].astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
-    np.log(radius, out=radius)
-    radius *= np.float32(-2)
-    np.sqrt(radius, out=radius)
-    angle: Any = bits[..., 1].astype(np.float32) * np.float32(2 * np.pi / 2**32)
-    values = np.empty((len(keys), 2 * pairs), np.float32)
-    np.multiply(radius, np.cos(angle), out=values[:, :pairs])
-    np.multiply(radius, np.sin(angle), out=values[:, pairs:])
-    return values[:, :dim]
+@lru_cache(maxsize=16)
+def _quantiles(std: float) -> NDArray[np.float32]:
+    """Return 2**16 numbers that stand for equal parts of the normal distribution: one is drawn by 16 random bits."""
+    middles = (torch.arange(1 << 16, dtype=torch.float64) + 0.5) / (1 << 16)
+    quantiles: NDArray[np.float32] = (torch.special.ndtri(middles) * std).to(torch.float32).numpy()
+    return quantiles
+
+
+def _random16(keys: Numbers, dim: int) -> NDArray[np.uint16]:
+    """Return `dim` random 16-bit numbers for each key, four out of each 64 bits."""
+    columns = np.arange(1, (dim + 3) // 4 + 1, dtype=np.uint64) * _ODD
+    return mix(keys[:, None] + columns).astype("<u8", copy=False).view("<u2")[:, :dim]

@@ -1,10 +1,11 @@
 """`Index`: which slot of the storage each row is in. Rows get slots in the order in which they come.
 
-A hash table with open addressing that is searched and filled for many rows at once: all of them look at a place each,
-those that found nothing look at their next one, and so on; few take more than a handful of turns.
+A hash table with open addressing and linear probing that is searched and filled for many rows at once: all of them look
+at a place each, those that found nothing look at the next one, and so on; few take more than a handful of turns.
 
-State: `_places`, pairs of a row's number and its slot, with -1 where there is nothing; at most half of them are
-taken, so every search ends. `ids`, the rows by slot. An index is used by one thread at a time.
+State: `_places`, for each place a row's number plus 1 and its slot, one after the other, with 0 where there is
+nothing; at most half of them are taken, so every search ends. `ids`, the rows by slot. An index is used by
+one thread at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from telegrad.ps.tables.hashing import spread
 
 Ids = NDArray[np.int64]
 
-_NOTHING = -1
+_NOTHING = 0  # memory that is zero at first costs nothing until it is used
 _SMALLEST = 8  # bits
 
 
@@ -34,35 +35,44 @@ class Index:
         self._clear(_SMALLEST)
 
     def __repr__(self) -> str:
-        return f"<Index: {len(self.ids)} rows, {len(self._places)} places>"
+        return f"<Index: {len(self.ids)} rows, {self._mask + 1} places>"
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def find(self, ids: Ids) -> Ids:
         """The slot of each of these rows, -1 for those that have none."""
-        places = self._first(ids)
-        rows, slots = self._look(places)
-        found = np.where(rows == ids, slots, _NOTHING)
-        open_ = np.flatnonzero((rows != ids) & (rows != _NOTHING))
-        turn = 0
-        while open_.size:
-            turn += 1
-            places[open_] = here = self._next(places[open_], turn)
-            rows, slots = self._look(here)
-            hit = rows == ids[open_]
-            found[open_[hit]] = slots[hit]
-            open_ = open_[~hit & (rows != _NOTHING)]
-        return found
+        return self.search(ids)[0]
 
-    def add(self, ids: Ids) -> None:
-        """Give the next slots to these rows, of which none may be here already or twice among them."""
+    def search(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Return the slot of each of these rows, -1 if it has none, and the place where its search ended."""
+        keys = ids + 1
+        places = self._first(ids)
+        there = self._places.take(2 * places)
+        slots = self._places.take(2 * places + 1)
+        slots[there == _NOTHING] = -1
+        open_ = np.flatnonzero((there != keys) & (there != _NOTHING))
+        while open_.size:
+            here = (places[open_] + 1) & self._mask
+            places[open_] = here
+            there = self._places.take(2 * here)
+            found = self._places.take(2 * here + 1)
+            found[there == _NOTHING] = -1
+            slots[open_] = found
+            open_ = open_[(there != keys[open_]) & (there != _NOTHING)]
+        return slots, places
+
+    def add(self, ids: Ids, places: Ids | None = None) -> None:
+        """Give the next slots to these rows, of which none may be here already or twice among them.
+
+        `places` are those where a search for them ended.
+        """
         first = len(self.ids)
         self._append(ids)
-        if 2 * len(self.ids) > len(self._places):
-            self._clear(max(_SMALLEST, (4 * len(self.ids) - 1).bit_length() - 1))
-            first = 0
-        self._fill(self.ids[first:], first)
+        if 2 * len(self.ids) > self._mask + 1:
+            self._grow()
+            places = None
+        self._fill(ids, np.arange(first, len(self.ids)), self._first(ids) if places is None else places)
 
     def _append(self, ids: Ids) -> None:
         count = len(self.ids)
@@ -73,34 +83,32 @@ class Index:
         self._room[count : count + len(ids)] = ids
         self.ids = self._room[: count + len(ids)]
 
-    def _fill(self, ids: Ids, first: int) -> None:
+    def _grow(self) -> None:
+        """Make room for twice as many rows.
+
+        Those that are here move in the order of their places, so memory is read and written from start to end.
+        """
+        taken = np.flatnonzero(self._places[::2])
+        keys, slots = self._places.take(2 * taken), self._places.take(2 * taken + 1)
+        self._clear(max(_SMALLEST, (4 * len(self.ids) - 1).bit_length()))
+        ids = keys - 1
+        self._fill(ids, slots, self._first(ids))
+
+    def _fill(self, ids: Ids, slots: Ids, places: Ids) -> None:
         """Whoever finds its place free writes itself there; of several, the last. The others go on."""
-        places = self._first(ids)
-        waiting = np.arange(len(ids))
-        turn = 0
-        while waiting.size:
-            here = places[waiting]
-            free = self._places[here, 0] == _NOTHING
-            writing, there = waiting[free], here[free]
-            self._places[there, 0] = ids[writing]
-            won = self._places[there, 0] == ids[writing]
-            self._places[there[won], 1] = first + writing[won]
-            free[free] = won
-            waiting = waiting[~free]
-            turn += 1
-            places[waiting] = self._next(places[waiting], turn)
+        keys = ids + 1
+        while keys.size:
+            free = self._places.take(2 * places) == _NOTHING
+            self._places[2 * places[free]] = keys[free]
+            done = self._places.take(2 * places) == keys
+            self._places[2 * places[done] + 1] = slots[done]
+            late = ~done
+            keys, slots, places = keys[late], slots[late], (places[late] + 1) & self._mask
 
     def _clear(self, bits: int) -> None:
         self._shift = np.uint64(64 - bits)
-        self._places = np.full((1 << bits, 2), _NOTHING, np.int64)
+        self._mask = (1 << bits) - 1
+        self._places = np.zeros(2 << bits, np.int64)
 
     def _first(self, ids: Ids) -> Ids:
         return (spread(ids) >> self._shift).view(np.int64)
-
-    def _next(self, places: Ids, turn: int) -> Ids:
-        """One further, then two, then three: that comes to every place once."""
-        return (places + turn) & (len(self._places) - 1)
-
-    def _look(self, places: Ids) -> tuple[Ids, Ids]:
-        pairs = self._places.take(places, axis=0)
-        return pairs[:, 0], pairs[:, 1]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from telegrad.errors import UsageError
+from telegrad.ps.tables import gathering
 from telegrad.ps.tables.batch import Batch
 from telegrad.ps.tables.gradients import RowsParameter
 from telegrad.ps.tables.group import Tables
@@ -229,8 +230,11 @@ class Embedding(Table):
 
     def forward(self, input: Tensor) -> Tensor:
         fetched = self._fetched(input)
-        places = fetched.batch.places.view(input.shape).to(input.device)
-        return functional.embedding(places, self._leaf(fetched), self._padding(fetched.batch))
+        rows, batch = self._leaf(fetched), fetched.batch
+        padding = self._padding(batch)
+        if padding is None and gathering.is_possible(rows):
+            return gathering.embedding(rows, batch, input.shape)
+        return functional.embedding(batch.places.view(input.shape).to(input.device), rows, padding)
 
 
 class EmbeddingBag(Table):
@@ -257,14 +261,19 @@ class EmbeddingBag(Table):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         fetched = self._fetched(input)
+        rows, batch = self._leaf(fetched), fetched.batch
+        places, padding = batch.places.view(input.shape).to(input.device), self._padding(batch)
+        plain = padding is None and per_sample_weights is None and self.mode != "max"
+        if plain and gathering.is_possible(rows) and input.numel():
+            return gathering.embedding_bag(rows, batch, places, offsets, self.mode, self.include_last_offset)
         return functional.embedding_bag(
-            fetched.batch.places.view(input.shape).to(input.device),
-            self._leaf(fetched),
+            places,
+            rows,
             offsets,
             mode=self.mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
-            padding_idx=self._padding(fetched.batch),
+            padding_idx=padding,
         )
 
 

@@ -29,7 +29,7 @@ class RowSGD:
 
     def update(self, rows: Tensor, kept: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int) -> None:
         """Step number `step`, from 1 on, of the rows in `slots`; none of them is there twice."""
-        rows.index_add_(0, slots, gradients, alpha=-self.lr)
+        _add(rows, slots, gradients * -self.lr)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RowAdagrad:
             squares = squares.mean(1, keepdim=True)
         sums = kept["sum"].index_select(0, slots).add_(squares)
         kept["sum"].index_copy_(0, slots, sums)
-        rows.index_add_(0, slots, gradients / sums.sqrt_().add_(self.eps), alpha=-self.lr)
+        _add(rows, slots, (gradients / sums.sqrt_().add_(self.eps)).mul_(-self.lr))
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,15 @@ class RowAdam:
         square = kept["exp_avg_sq"].index_select(0, slots).lerp_(gradients.square(), 1 - second)
         kept["exp_avg_sq"].index_copy_(0, slots, square)
         size = self.lr * math.sqrt(1 - second**step) / (1 - first**step)
-        rows.index_add_(0, slots, mean.div_(square.sqrt_().add_(self.eps)), alpha=-size)
+        _add(rows, slots, mean.div_(square.sqrt_().add_(self.eps)).mul_(-size))
 
 
 Rule = RowSGD | RowAdagrad | RowAdam
+
+
+def _add(rows: Tensor, slots: Tensor, changes: Tensor) -> None:
+    """Add to some rows. `index_add_` does the same and takes up to three times as long."""
+    rows.scatter_add_(0, slots.unsqueeze(1).expand_as(changes), changes)
 
 
 def _check(valid: bool, rule: object) -> None:

@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from telegrad.errors import UsageError
 from telegrad.ps.tables import lines
-from telegrad.ps.tables.hashing import initial
-from telegrad.ps.tables.index import Index
+from telegrad.ps.tables.hashing import initialize
+from telegrad.ps.tables.index import Ids, Index
 from telegrad.ps.tables.rules import Rule
 
 _REMEMBERED = 4  # batches
@@ -39,11 +40,12 @@ class Shape:
     std: float
     padding: int | None = None
 
-    def initial(self, ids: Tensor) -> Tensor:
-        values = initial(ids, self.dim, self.seed, self.std, self.dtype)
+    def initialize(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Write the first values of these rows, and return them."""
+        initialize(rows, ids, self.seed, self.std)
         if self.padding is not None:
-            values[ids == self.padding] = 0
-        return values
+            rows[ids == self.padding] = 0
+        return rows
 
 
 class Storage:
@@ -70,13 +72,14 @@ class Storage:
         if keep:
             slots = self._slots(ids)  # first, since it may move the rows to larger memory
             return self._rows.index_select(0, slots)
-        slots = self._find(ids)
+        slots = torch.from_numpy(self._index.find(ids.numpy()))
         missing = slots < 0
         if not missing.any():
             return self._rows.index_select(0, slots)
         values = torch.empty(len(ids), self.shape.dim, dtype=self.shape.dtype)
         values[~missing] = self._rows.index_select(0, slots[~missing])
-        values[missing] = self.shape.initial(ids[missing])
+        made = self.shape.initialize(values.new_empty(int(missing.sum()), self.shape.dim), ids[missing])
+        values[missing] = made
         return values
 
     def write(self, ids: Tensor, values: Tensor) -> None:
@@ -124,29 +127,28 @@ class Storage:
             each[: len(self)] = contents[name]
         self.steps = steps
 
-    def _find(self, ids: Tensor) -> Tensor:
-        return torch.from_numpy(self._index.find(ids.numpy()))
-
     def _slots(self, ids: Tensor) -> Tensor:
         """Where these rows are, made if need be."""
         for known, slots in self._known:
             if torch.equal(known, ids):
                 return slots
-        slots = self._find(ids)
-        missing = slots < 0
-        if missing.any():
-            slots[missing] = self._make(ids[missing])
+        found, places = self._index.search(ids.numpy())
+        slots = torch.from_numpy(found)
+        missing = np.flatnonzero(found < 0)
+        if missing.size:
+            found[missing] = self._make(ids.numpy()[missing], places[missing])
         self._known.append((ids.clone(), slots))  # a clone, since the memory it came in is the sender's
         return slots
 
-    def _make(self, ids: Tensor) -> Tensor:
+    def _make(self, ids: Ids, places: Ids) -> Ids:
+        """Make rows whose search in the index ended at `places`."""
         first, last = len(self), len(self) + len(ids)
         self._reserve(last)
-        self._rows[first:last] = self.shape.initial(ids)
+        self.shape.initialize(self._rows[first:last], torch.from_numpy(ids))
         for name, (_, value) in self.rule.keeps(self.shape.dim).items():
             self._kept[name][first:last] = value
-        self._index.add(ids.numpy())
-        return torch.arange(first, last)
+        self._index.add(ids, places)
+        return np.arange(first, last)
 
     def _reserve(self, rows: int) -> None:
         self._rows = lines.grown(self._rows, rows)
