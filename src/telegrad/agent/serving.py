@@ -120,9 +120,13 @@ class Inbound:
         """Calls that a future will answer."""
         return len(self._waiting)
 
-    def serve_lane(self, frame: Frame | None = None) -> None:
-        """Serve one call after the other, `frame` first, until the peer goes. Runs on a thread of its own."""
+    def serve_lane(self, given: list[Frame] | None = None) -> None:
+        """Serve one call after the other until the peer goes. Runs on a thread of its own.
+
+        A frame that was read before is `given` in a list, from which it is taken: see `agent/threads.py`.
+        """
         recv = self.channel.recv
+        frame = given.pop() if given else None
         try:
             while True:
                 if frame is None:

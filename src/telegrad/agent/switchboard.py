@@ -38,7 +38,7 @@ class Lane(Protocol):
 
     channel: Channel
 
-    def serve_lane(self, frame: Frame | None = None) -> None: ...
+    def serve_lane(self, given: list[Frame] | None = None) -> None: ...
     def serve_here(self, frame: Frame) -> bool: ...
     def ended(self, error: BaseException) -> None: ...
 
@@ -165,8 +165,9 @@ class Switchboard:
 
     def _return(self, number: int, lane: Lane, frame: Frame | None) -> None:
         """Give a lane a thread of its own again."""
+        given = [] if frame is None else [frame]
         if self._remove(number):
-            self._threads.start_when_possible(lambda: lane.serve_lane(frame), self._clock)
+            self._threads.start_when_possible(functools.partial(lane.serve_lane, given), self._clock)
 
     def _end(self, number: int, lane: Lane, error: Exception) -> None:
         if self._remove(number):
