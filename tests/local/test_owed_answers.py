@@ -26,6 +26,14 @@ from telegrad.testing import LocalCluster
 from tests.refs.objects import Thing, until
 
 PATIENCE = 20.0
+COUNTERS = (
+    "calls pending",
+    "owned objects",
+    "objects not created yet",
+    "held objects",
+    "unconfirmed creations",
+    "shared blocks in use",
+)
 RAISED = [SystemExit, MemoryError, OSError]
 # Calls that start nothing, allocate nothing of note and run no code of the user: nothing can be raised there.
 HARMLESS = {
@@ -134,8 +142,7 @@ SCENARIOS = [synchronous, asynchronous, large, failing, reference, callback]
 def nothing_left(agent: Agent) -> bool:
     gc.collect()  # an exception and the frames that it passed refer to each other
     figures = agent.statistics()
-    names = ("calls pending", "owned objects", "objects not created yet", "held objects", "unconfirmed creations")
-    return not any(figures.get(name, 0) for name in names)
+    return not any(figures.get(name, 0) for name in COUNTERS)
 
 
 @pytest.mark.parametrize("error", RAISED)

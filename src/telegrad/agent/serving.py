@@ -227,7 +227,7 @@ class Inbound:
 
     def _target(self, frame: Frame) -> Target | None:
         """The numbered function of a call; None if the function is inside the pickle."""
-        if frame.flags & INLINE_FUNCTION or self._lost_definition(frame):
+        if frame.flags & INLINE_FUNCTION:
             return None
         if frame.flags & DEFINES:
             self._define(frame)
@@ -236,20 +236,18 @@ class Inbound:
             raise ProtocolError(f"a call of function number {frame.function}, which was never defined")
         return target
 
-    def _lost_definition(self, frame: Frame) -> bool:
-        """Was the definition of the function lost, since there was no memory for the body?"""
-        return bool(frame.damage is not None and frame.flags & DEFINES and not len(frame.body))
-
     def _define(self, frame: Frame) -> None:
+        lost = frame.damage is not None and not len(frame.body)  # there was no memory for the body
         size = int.from_bytes(frame.body[:4], "little")
-        if not 0 < frame.function <= LIMIT or size > len(frame.body) - 4:
+        if not 0 < frame.function <= LIMIT or (size > len(frame.body) - 4 and not lost):
             raise ProtocolError(f"a definition of {size} bytes for function number {frame.function}")
-        definition = bytes(frame.body[4 : 4 + size])
         try:
-            function = codec.decode(definition)
+            if frame.damage is not None and lost:
+                raise frame.damage
+            target = self._host.target(codec.decode(bytes(frame.body[4 : 4 + size])))
         except BaseException as error:
-            function = _Unknown(definition, error)
-        self._functions[frame.function] = self._host.target(function)
+            target = Target(_Unknown(error))
+        self._functions[frame.function] = target
 
     def _execute(self, frame: Frame, target: Target | None, loop: ReadLoop[Frame] | None = None) -> None:
         """Run a call and send its reply, or arrange for it to be sent. Never raises."""
@@ -264,7 +262,7 @@ class Inbound:
             else:
                 self._run_scoped(frame, target, loop)
         except BaseException as error:
-            self._fail(call, target, error, frame.function if self._lost_definition(frame) else 0)
+            self._fail(call, target, error, frame.function)
 
     def _run_scoped(self, frame: Frame, target: Target | None, loop: ReadLoop[Frame] | None) -> None:
         scope = scopes.opened(frame.body, self._envelope)
@@ -294,7 +292,7 @@ class Inbound:
                 return
         except BaseException as error:
             _settle(arrivals)
-            self._fail(frame.call, target, error, frame.function if self._lost_definition(frame) else 0)
+            self._fail(frame.call, target, error, frame.function)
             return
         self._answer(frame.call, target, value, loop, epoch, at_rest=is_sole(value), owed=arrivals)
 
@@ -431,14 +429,15 @@ class Inbound:
         else:
             value.add_done_callback(reply)
 
-    def _fail(self, call: int, target: Target | None, error: BaseException, lost_definition: int = 0) -> None:
+    def _fail(self, call: int, target: Target | None, error: BaseException, function: int = 0) -> None:
         """Answer a call with an error; if that cannot be, end the connection. Never raises.
 
-        `lost_definition` is the number of a function that the caller must define again.
+        A caller that is told the number of its `function` defines it again with the next call.
         """
         if call not in self._owed:
             return  # it was answered before this error was raised
         name = target.name if target is not None else "a function sent by value"
+        unknown = function if target is not None and type(target.function) is _Unknown else 0
         try:
             if not isinstance(error, TelegradError):
                 _log.warning("%s called %s, which raised\n%s", self.peer_name, name, remote_traceback(error))
@@ -447,7 +446,7 @@ class Inbound:
         for encode in (encode_failure, encode_name_of_failure):
             try:
                 body = encode(error, self._host.name, name)
-                self.channel.send(_FAILURE, call, body, function=lost_definition)
+                self.channel.send(_FAILURE, call, body, function=unknown)
                 break
             except ChannelClosed as closed:
                 _log.debug("nobody is left to hear that %s failed: %s", name, closed)
@@ -465,15 +464,18 @@ class Inbound:
 
 
 class _Unknown:
-    """Stands for a function that could not be found here; calling it says so."""
+    """Stands for a function whose definition could not be received or unpickled; calling it says so.
 
-    def __init__(self, definition: bytes, error: BaseException) -> None:
-        self._error = error
+    It keeps what went wrong as text: the exception would keep the message that it was raised for.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._reason = f"{type(error).__name__}: {text_of(error)}"
         self.__qualname__ = "a function that this worker does not have"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise SerializationError(
-            f"this worker cannot find the function: {type(self._error).__name__}: {text_of(self._error)}. "
+            f"this worker cannot find the function: {self._reason}. "
             "The RPC pickler does not serialize functions that are importable on the caller: "
             "the same module must be importable here and hold the function under the same name"
         )
