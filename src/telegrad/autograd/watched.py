@@ -72,7 +72,7 @@ def refuse_sharded(leaves: Iterable[Tensor]) -> None:
     if "torch.distributed.fsdp._fully_shard._fsdp_param_group" not in sys.modules:
         return
     states = [reference() for reference in _composable_state._module_state_mapping.values()]
-    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    groups = [group for state in states for group in _groups_of(state)]
     gathered = {id(getattr(each, "_unsharded_param", None)) for group in groups for each in group.fsdp_params}
     for leaf in leaves:
         if id(leaf) in gathered:
@@ -81,6 +81,15 @@ def refuse_sharded(leaves: Iterable[Tensor]) -> None:
                 "which would not get its gradient from telegrad.autograd.backward. Detach the module's output, let "
                 "autograd compute the gradient of that, and pass it to output.backward(gradient)"
             )
+
+
+def _groups_of(state: Any) -> Sequence[Any]:
+    """Return the groups of parameters that FSDP2 gathers together. There is one at most in torch 2.11."""
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: Sequence[Any] = state._fsdp_param_groups
+        return groups
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]
 
 
 class _Checks:
