@@ -21,7 +21,7 @@ from telegrad.agent.scope import Scope, current_scope
 from telegrad.deadline import to_wire
 from telegrad.errors import CallTimeout, ProtocolError
 from telegrad.futures import Future
-from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout, say_goodbye
+from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout, say_goodbye, words_of
 from telegrad.wire.callables import Function, describe
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES, Frame, Kind
@@ -166,6 +166,8 @@ class Pipe:
                 self._complete(pending, frame)
         elif frame.kind == Kind.BYE:
             self._link.lose_to(frame)
+        elif frame.kind == Kind.END:
+            raise ChannelClosed(words_of(frame))
         elif frame.kind != Kind.ALIVE:
             raise ProtocolError(f"a frame of kind {frame.kind} where a reply was due")
 

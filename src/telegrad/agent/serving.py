@@ -163,7 +163,8 @@ class Inbound:
     def ended(self, error: BaseException) -> None:
         """The peer is gone, or this connection to it: nobody waits for what its calls would still answer."""
         if not isinstance(error, ChannelClosed):
-            end_quickly(self.channel, f"worker {self._host.name!r} closed the connection: {text_of(error)}")
+            reason = f"worker {self._host.name!r} closed the connection: {text_of(error)}"
+            end_quickly(self.channel, reason, Kind.END)
         self.channel.close()
         for call in list(self._waiting):
             self._cancel(call)

@@ -72,11 +72,15 @@ class Switchboard:
                 return False  # a lane that is alone is best read by its own thread
             if self._epoll is None:
                 self._epoll = select.epoll()
-            self._lanes[number] = lane
-            self._epoll.register(number, select.EPOLLIN)
             if self._loop is None:
-                self._loop = ReadLoop(self, _run, _ended, self._threads, self._clock)
-                self._loop.start()
+                loop = ReadLoop(self, _run, _ended, self._threads, self._clock)
+                try:
+                    loop.start()  # it looks at the lanes when this lock is free
+                except RuntimeError:
+                    return False  # the system refuses a thread
+                self._loop = loop
+            self._epoll.register(number, select.EPOLLIN)
+            self._lanes[number] = lane
         return True
 
     def drop(self) -> None:
