@@ -19,6 +19,7 @@ by single dict and set operations only.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -74,6 +75,7 @@ class Host(Protocol):
     clock: Clock
     switchboard: Switchboard
     calls_served: int
+    forked: bool
 
     config: Config
 
@@ -282,7 +284,11 @@ class Inbound:
         try:
             target, args, kwargs = self._open(frame, target, arrivals)
             started = _now()
-            value = target.run(*args, **kwargs)
+            try:
+                value = target.run(*args, **kwargs)
+            finally:
+                if self._host.forked:  # by the function, which has ended in the child now; the parent answers
+                    os._exit(0)
             target.took(_now() - started)
             del args, kwargs
             for arrival in arrivals:
