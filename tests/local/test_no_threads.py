@@ -75,21 +75,28 @@ def test_calls_end_and_the_worker_stays(workers: LocalCluster, no_threads: NoThr
 
 
 def test_a_connection_waits_for_a_thread(
-    workers: LocalCluster, no_threads: NoThreads, in_background: Background, monkeypatch: pytest.MonkeyPatch
+    workers: LocalCluster, in_background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The callee has proven itself and cannot start to serve: that is no reason to give it up."""
     w0, w1 = workers["w0"], workers["w1"]
-    refused = Gate()
-    welcome = type(w1.connections)._welcome
+    refused, here = Gate(), threading.local()
+    welcome, start = type(w1.connections)._welcome, Threads.start
+
+    def start_unless_refused(threads: Threads, job: Job) -> None:
+        if getattr(here, "refuses", False):
+            raise RuntimeError("can't start new thread")
+        start(threads, job)
 
     def welcome_without_threads(connections: Any, *args: Any) -> None:
-        if connections is w1.connections:
-            with no_threads():
-                welcome(connections, *args)
-            refused.hold()
-        else:
+        here.refuses = connections is w1.connections
+        try:
             welcome(connections, *args)
+        finally:
+            here.refuses = False
+        if connections is w1.connections:
+            refused.hold()
 
+    monkeypatch.setattr(Threads, "start", start_unless_refused)
     monkeypatch.setattr(type(w1.connections), "_welcome", welcome_without_threads)
     calls = [in_background(w0.invoke, "w1", abs, (-number,), None, PATIENCE) for number in range(3)]
     calls.append(in_background(lambda: w0.start("w1", abs, (-3,), None, PATIENCE).wait()))
