@@ -255,6 +255,22 @@ def test_statistics_count_shared_memory(cluster: Clusters) -> None:
     assert w0.statistics()["shared blocks in use"] == 0
 
 
+def test_idle_threads_keep_no_message(cluster: Clusters) -> None:
+    """A thread lives on after the call that it was started for; the memory of that call does not."""
+    workers = cluster(2)
+    w0, w1 = workers["w0"], workers["w1"]
+    for _ in range(3):  # once a call has blocked, the next ones run on threads of the executor
+        gate = Gate()
+        futures = [w0.submit("w1", hold_at, gate, torch.ones(BIG)) for _ in range(4)]
+        gate.wait_for(4)
+        assert w1.statistics()["shared blocks in use"] == 4
+        gate.open()
+        for future in futures:
+            future.result(PATIENCE)
+        del futures, future
+        until(lambda: w1.statistics()["shared blocks in use"] == 0)
+
+
 # Forks
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import operator
 import threading
@@ -16,8 +17,13 @@ from telegrad.agent.serving import Inbound
 from telegrad.errors import RemoteError, RemoteTraceback, SerializationError, UsageError
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
+from tests.local.gates import until
 
 BIG = 1_000_000  # elements; far above what goes through shared memory
+
+
+def halve(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor / 2
 
 
 class Accumulator:
@@ -289,6 +295,28 @@ def test_a_function_is_defined_once_per_connection(w0: Agent, monkeypatch: pytes
 
 
 # Tensors (the many kinds are tested where the codec is)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_function_that_was_missing_at_its_first_call_is_found_later(
+    cluster: Clusters, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    workers = cluster(3)
+    w0, w1 = workers["w0"], workers["w1"]
+
+    def call(name: str) -> Any:
+        return w0.submit(name, function, large).wait() if asynchronous else w0.call(name, function, large)
+
+    large, function = torch.ones(BIG), halve
+    call("w2")  # from now on, the worker knows how to define the function
+    with monkeypatch.context() as patch:
+        patch.delattr(f"{__name__}.halve")
+        for _ in range(2):
+            with pytest.raises(SerializationError, match="cannot find the function: AttributeError"):
+                call("w1")
+    gc.collect()
+    until(lambda: w1.statistics()["shared blocks in use"] == 0)
+    assert torch.equal(call("w1"), large / 2)
 
 
 def test_big_tensors_arrive_whole(w0: Agent) -> None:

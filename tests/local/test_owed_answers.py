@@ -26,6 +26,14 @@ from telegrad.testing import LocalCluster
 from tests.refs.objects import Thing, until
 
 PATIENCE = 20.0
+COUNTERS = (
+    "calls pending",
+    "owned objects",
+    "objects not created yet",
+    "held objects",
+    "unconfirmed creations",
+    "shared blocks in use",
+)
 RAISED = [SystemExit, MemoryError, OSError]
 # Calls that start nothing, allocate nothing of note and run no code of the user: nothing can be raised there.
 HARMLESS = {
@@ -36,6 +44,10 @@ HARMLESS = {
     "get_ident", "iter", "copy_context", "run", "unregister", "heappush", "heappop", "bool", "_release_save",
     "_acquire_restore", "close", "daemon", "join", "encode", "decode", "format", "range", "sorted", "repr",
 }  # fmt: skip
+
+
+# Python 3.12 and 3.13 release `x` twice if a profile function raises in place of `f(*x)` and `x` is a named tuple.
+UNSAFE = {"telegrad.wire.frames.head -> pack"}
 
 
 class Injector:
@@ -60,6 +72,8 @@ class Injector:
                 return
             where = f"{caller}.{frame.f_code.co_name} -> {name}"
         else:
+            return
+        if where in UNSAFE:
             return
         self.count += 1
         if self.count == self.fails_at:
@@ -134,8 +148,7 @@ SCENARIOS = [synchronous, asynchronous, large, failing, reference, callback]
 def nothing_left(agent: Agent) -> bool:
     gc.collect()  # an exception and the frames that it passed refer to each other
     figures = agent.statistics()
-    names = ("calls pending", "owned objects", "objects not created yet", "held objects", "unconfirmed creations")
-    return not any(figures.get(name, 0) for name in names)
+    return not any(figures.get(name, 0) for name in COUNTERS)
 
 
 @pytest.mark.parametrize("error", RAISED)

@@ -271,8 +271,8 @@ def test_a_message_for_which_there_is_no_memory_is_skipped_and_answered(
     monkeypatch.setattr(Pool, "reserve", exhausted)
     with stranger(agent, transport) as sock:
         shake_hands(sock, agent, purpose=purpose)
-        for call in (1, 2):  # the connection goes on
-            sock.sendall(HEADER.pack(1 << 20, call, 1, 0, 0, Kind.CALL, DEFINES, 0) + bytes(1 << 20))
+        for call, flags in ((1, DEFINES), (2, 0), (3, DEFINES)):  # the connection goes on
+            sock.sendall(HEADER.pack(1 << 20, call, 1, 0, 0, Kind.CALL, flags, 0) + bytes(1 << 20))
             length, answered, function, _, _, kind, _, _ = HEADER.unpack(_read(sock, HEADER.size))
             assert (answered, kind, function) == (call, Kind.FAILURE, 1)  # the definition of function 1 was lost
             assert b"no room" in _read(sock, length)

@@ -109,7 +109,7 @@ def is_settled() -> bool:
     agent = process.agent
     assert agent is not None
     figures = agent.statistics()
-    names = ("calls pending", "owned objects", "objects not created yet", "held objects")
+    names = ("calls pending", "owned objects", "objects not created yet", "held objects", "shared blocks in use")
     return not any(figures.get(name, 0) for name in names)
 
 

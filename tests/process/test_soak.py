@@ -29,6 +29,7 @@ COUNTERS = (
     "unconfirmed creations",
     "notes not acknowledged",
     "autograd contexts",
+    "shared blocks in use",
 )
 THREADS = 2  # that make calls, in each worker
 

@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -565,3 +566,47 @@ def test_a_bogus_place_on_a_channel_breaks_the_protocol(shared: Pair) -> None:
     with pytest.raises(ProtocolError, match="shared"):
         shared.far.recv(LATE)
     del first
+
+
+def test_nobody_waits_for_the_arena_while_pages_are_faulted_in(
+    arena: Arena, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock gives signs of life; if it waited, a worker that sends gigabytes would look dead."""
+    begun, go_on = threading.Event(), threading.Event()
+    populate = shared_memory._populate
+
+    def populate_slowly(*args: Any) -> bool:
+        begun.set()
+        assert go_on.wait(LATE)
+        return populate(*args)
+
+    monkeypatch.setattr(shared_memory, "_populate", populate_slowly)
+    taken = background(arena.take, MEGABYTE, "peer", None)
+    try:
+        assert begun.wait(LATE)
+        for use in (arena.tidy, arena.trim, lambda: arena.abandon("another", None)):
+            background(use).result(LATE)
+    finally:
+        go_on.set()
+    assert taken.result(LATE) is not None
+
+
+def test_many_pages_are_faulted_in_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step holds the interpreter's lock."""
+    monkeypatch.setattr(shared_memory, "_POPULATE_STEP", 16 * PAGE)
+    steps: list[tuple[int, int]] = []
+
+    class Recorder:
+        def madvise(self, option: int, start: int, length: int) -> None:
+            steps.append((start, length))
+
+    assert shared_memory._populate(Recorder(), PAGE, 40 * PAGE)  # type: ignore[arg-type]
+    assert steps == [(PAGE, 16 * PAGE), (17 * PAGE, 16 * PAGE), (33 * PAGE, 8 * PAGE)]
+
+
+def test_a_block_without_memory_is_given_back(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "_populate", lambda *args: False)
+        assert arena.take(FLOOR, "peer", None) is None
+    segment, place = arena.take(FLOOR, "peer", None) or pytest.fail("there is no room")
+    assert (place.offset, len(segment.used)) == (PAGE, 1)

@@ -109,6 +109,7 @@ class Agent:
         self._gone: set[str] = set()
         self._lock = threading.Lock()
         self._opened = False
+        self.forked = False  # this process is a fork of the one that opened the agent
         self.numbers = Numbers()
         self.devices = Devices(self)
         self.peers = Peers(self)
@@ -524,6 +525,11 @@ class Agent:
                 self._rank = occupant.rank  # it comes back
 
     def require_open(self) -> None:
+        if self.forked:
+            raise UsageError(
+                f"this process was forked from the one of agent {self.name!r} and cannot use it; make calls in the "
+                "process that opened the agent, or open another agent here"
+            )
         if self.closing or not self._opened:
             raise UsageError(f"agent {self.name!r} is {'closed' if self.closing else 'not open yet'}")
 
@@ -539,7 +545,7 @@ class Agent:
 
     def _after_fork(self) -> None:
         """In the child of a fork: the agent belongs to the parent; let go of its sockets."""
-        self.closing = True
+        self.closing = self.forked = True
         self.peers.drop()
         self.connections.drop()
         self.loop.drop()

@@ -10,6 +10,7 @@ State: `_inbounds` (accepted connections) and `_strangers` (those that have not 
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import secrets
@@ -308,13 +309,22 @@ class Connections:
         inbound = Inbound(self._owner, channel, peer)
         with self._lock:
             self._inbounds.add(inbound)
+        if self._owner.closing or self._owner.is_lost(inbound.incarnation):
+            inbound.ended(ChannelClosed("this worker is shutting down"))
+        else:
+            self._serve(inbound)
+
+    def _serve(self, inbound: Inbound) -> None:
+        """Begin to serve a connection. If the system refuses a thread, try again: until then, its calls wait."""
         try:
-            if self._owner.closing or self._owner.is_lost(inbound.incarnation):
-                inbound.ended(ChannelClosed("this worker is shutting down"))
-            else:
-                self._owner.loop.add(inbound)
-        except (ChannelClosed, RuntimeError) as error:  # the system refuses a thread
+            self._owner.loop.add(inbound)
+        except ChannelClosed as error:
             inbound.ended(error)
+        except RuntimeError as error:
+            if not self._owner.closing:
+                _log.warning("worker %r cannot serve a connection yet: %s", self._owner.name, error)
+                again = functools.partial(self._serve, inbound)
+                self._owner.clock.at(time.monotonic() + _ACCEPT_AGAIN, again)
 
     def ended(self, inbound: Inbound, error: BaseException) -> None:
         """An inbound connection is over. After the last one its peer may be gone, which `Agent.unheard` finds out."""

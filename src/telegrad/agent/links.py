@@ -31,7 +31,7 @@ from telegrad.config import Config
 from telegrad.deadline import to_wire
 from telegrad.errors import CallTimeout, PeerLost, ProtocolError, SerializationError, text_of
 from telegrad.futures import Future
-from telegrad.transport.channel import Channel, ChannelClosed, end_quickly
+from telegrad.transport.channel import Channel, ChannelClosed, end_quickly, words_of
 from telegrad.wire.callables import Function, Numbers, defined_in_main, describe
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Frame, Kind
@@ -291,7 +291,7 @@ class Link:
 
     def lose_to(self, frame: Frame) -> None:
         """The peer said good-bye."""
-        self.lose("it left the group", bytes(frame.body).decode("utf-8", "replace"), tell=False)
+        self.lose("it left the group", words_of(frame), tell=False)
 
     def error_for(self, call: str | None = None) -> PeerLost:
         """A fresh error for a call that was sent to the lost peer, or (None) for one that was not."""
@@ -363,6 +363,8 @@ class Link:
         del message, body, buffers
         while True:
             frame = channel.recv(_left(timeout, until))
+            if frame.kind == Kind.END:
+                raise ChannelClosed(words_of(frame))
             if frame.call == call or frame.kind not in (_REPLY, _FAILURE):
                 return frame
 

@@ -110,6 +110,7 @@ class Peers:
         """After a fork, in the child."""
         for link in {id(link): link for link in self._by_key.values()}.values():
             link.drop()
+        self._by_key = {}
 
     def _newer_than(self, member: Member) -> Member | None:
         """A later incarnation of a worker that cannot be reached, if it has come back."""

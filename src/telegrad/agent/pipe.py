@@ -21,7 +21,7 @@ from telegrad.agent.scope import Scope, current_scope
 from telegrad.deadline import to_wire
 from telegrad.errors import CallTimeout, ProtocolError
 from telegrad.futures import Future
-from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout, say_goodbye
+from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout, say_goodbye, words_of
 from telegrad.wire.callables import Function, describe
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES, Frame, Kind
@@ -36,7 +36,7 @@ _COARSEST = 0.01  # seconds between two looks at the deadlines of a pipe
 class Pending:
     """A call that its callee has not answered."""
 
-    __slots__ = ("call", "future", "given_up", "internal", "kept", "scope", "timeout", "until")
+    __slots__ = ("call", "definition_lost", "future", "given_up", "internal", "kept", "scope", "timeout", "until")
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Pending:
         self.scope = scope
         self.kept = kept
         self.given_up = False  # its caller no longer waits
+        self.definition_lost = False  # its callee does not know the function that it defined
 
     def give_up(self, error: Exception | None) -> None:
         """Complete the future with `error`, unless it was cancelled; the call itself goes on."""
@@ -116,7 +117,8 @@ class Pipe(Connection):
         else:
             left = max(until - now, 0.0)
         try:
-            self.pending[call] = Pending(future, until, timeout, describe(function), internal, scope, kept)
+            pending = Pending(future, until, timeout, describe(function), internal, scope, kept)
+            self.pending[call] = pending
             if until < self._next_look:
                 self._look_at(until)
             if not internal:
@@ -138,6 +140,8 @@ class Pipe(Connection):
         else:
             if flags & DEFINES:
                 self._heard.add(number)
+                if pending.definition_lost:  # its answer came before this was noted
+                    self._heard.discard(number)
             if link.lost:  # it may have been lost before this call was pending
                 self.fail_all()
             if until <= time.monotonic() and future.done():
@@ -157,11 +161,15 @@ class Pipe(Connection):
         if frame.kind in (_REPLY, _FAILURE):
             pending = self.pending.pop(frame.call, None)
             if frame.kind == _FAILURE and frame.function:
+                if pending is not None:
+                    pending.definition_lost = True
                 self._heard.discard(frame.function)
             if pending is not None and not pending.given_up:
                 self._complete(pending, frame)
         elif frame.kind == Kind.BYE:
             self._link.lose_to(frame)
+        elif frame.kind == Kind.END:
+            raise ChannelClosed(words_of(frame))
         elif frame.kind != Kind.ALIVE:
             raise ProtocolError(f"a frame of kind {frame.kind} where a reply was due")
 

@@ -18,6 +18,7 @@ by single dict and set operations only.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -69,6 +70,7 @@ class Host(Protocol):
     clock: Clock
     loop: EventLoop
     calls_served: int
+    forked: bool
 
     config: Config
 
@@ -118,7 +120,8 @@ class Inbound(Connection):
     def ended(self, error: BaseException) -> None:
         """The peer is gone, or this connection to it: nobody waits for what its calls would still answer."""
         if not isinstance(error, ChannelClosed):
-            end_quickly(self.channel, f"worker {self._host.name!r} closed the connection: {text_of(error)}")
+            reason = f"worker {self._host.name!r} closed the connection: {text_of(error)}"
+            end_quickly(self.channel, reason, Kind.END)
         self.channel.close()
         for call in list(self._waiting):
             self._cancel(call)
@@ -178,7 +181,7 @@ class Inbound(Connection):
 
     def _target(self, frame: Frame) -> Target | None:
         """The numbered function of a call; None if the function is inside the pickle."""
-        if frame.flags & INLINE_FUNCTION or self._lost_definition(frame):
+        if frame.flags & INLINE_FUNCTION:
             return None
         if frame.flags & DEFINES:
             self._define(frame)
@@ -187,20 +190,18 @@ class Inbound(Connection):
             raise ProtocolError(f"a call of function number {frame.function}, which was never defined")
         return target
 
-    def _lost_definition(self, frame: Frame) -> bool:
-        """Was the definition of the function lost, since there was no memory for the body?"""
-        return bool(frame.damage is not None and frame.flags & DEFINES and not len(frame.body))
-
     def _define(self, frame: Frame) -> None:
+        lost = frame.damage is not None and not len(frame.body)  # there was no memory for the body
         size = int.from_bytes(frame.body[:4], "little")
-        if not 0 < frame.function <= LIMIT or size > len(frame.body) - 4:
+        if not 0 < frame.function <= LIMIT or (size > len(frame.body) - 4 and not lost):
             raise ProtocolError(f"a definition of {size} bytes for function number {frame.function}")
-        definition = bytes(frame.body[4 : 4 + size])
         try:
-            function = codec.decode(definition)
+            if frame.damage is not None and lost:
+                raise frame.damage
+            target = self._host.target(codec.decode(bytes(frame.body[4 : 4 + size])))
         except BaseException as error:
-            function = _Unknown(definition, error)
-        self._functions[frame.function] = self._host.target(function)
+            target = Target(_Unknown(error))
+        self._functions[frame.function] = target
 
     def _execute(self, frame: Frame, target: Target | None, loop: EventLoop | None = None) -> None:
         """Run a call and send its reply, or arrange for it to be sent. Never raises."""
@@ -214,7 +215,7 @@ class Inbound(Connection):
             else:
                 self._run_scoped(frame, target, loop)
         except BaseException as error:
-            self._fail(frame.call, target, error, frame.function if self._lost_definition(frame) else 0)
+            self._fail(frame.call, target, error, frame.function)
 
     def _run_scoped(self, frame: Frame, target: Target | None, loop: EventLoop | None) -> None:
         scope = scopes.opened(frame.body, self._envelope)
@@ -237,7 +238,11 @@ class Inbound(Connection):
                 args, kwargs = self._unpack(frame.body, frame.buffers, arrivals), {}
             waited = waiting.waited() if loop is None else 0.0
             started = _now()
-            value = target.run(*args, **kwargs)
+            try:
+                value = target.run(*args, **kwargs)
+            finally:
+                if self._host.forked:  # by the function, which has ended in the child now; the parent answers
+                    os._exit(0)
             if loop is None:
                 target.took(_now() - started - (waiting.waited() - waited))
             elif loop.epoch == epoch:  # else it has waited, or `blocked` knows that it took long
@@ -378,14 +383,15 @@ class Inbound(Connection):
         else:
             value.add_done_callback(reply)
 
-    def _fail(self, call: int, target: Target | None, error: BaseException, lost_definition: int = 0) -> None:
+    def _fail(self, call: int, target: Target | None, error: BaseException, function: int = 0) -> None:
         """Answer a call with an error; if that cannot be, end the connection. Never raises.
 
-        `lost_definition` is the number of a function that the caller must define again.
+        A caller that is told the number of its `function` defines it again with the next call.
         """
         if call not in self._owed:
             return  # it was answered before this error was raised
         name = target.name if target is not None else "a function sent by value"
+        unknown = function if target is not None and type(target.function) is _Unknown else 0
         try:
             if not isinstance(error, TelegradError):
                 _log.warning("%s called %s, which raised\n%s", self.peer_name, name, remote_traceback(error))
@@ -394,7 +400,7 @@ class Inbound(Connection):
         for encode in (encode_failure, encode_name_of_failure):
             try:
                 body = encode(error, self._host.name, name)
-                self.channel.send(_FAILURE, call, body, function=lost_definition)
+                self.channel.send(_FAILURE, call, body, function=unknown)
                 break
             except ChannelClosed as closed:
                 _log.debug("nobody is left to hear that %s failed: %s", name, closed)
@@ -413,15 +419,18 @@ class Inbound(Connection):
 
 
 class _Unknown:
-    """Stands for a function that could not be found here; calling it says so."""
+    """Stands for a function whose definition could not be received or unpickled; calling it says so.
 
-    def __init__(self, definition: bytes, error: BaseException) -> None:
-        self._error = error
+    It keeps what went wrong as text: the exception would keep the message that it was raised for.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._reason = f"{type(error).__name__}: {text_of(error)}"
         self.__qualname__ = "a function that this worker does not have"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise SerializationError(
-            f"this worker cannot find the function: {type(self._error).__name__}: {text_of(self._error)}. "
+            f"this worker cannot find the function: {self._reason}. "
             "The RPC pickler does not serialize functions that are importable on the caller: "
             "the same module must be importable here and hold the function under the same name"
         )

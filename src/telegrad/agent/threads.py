@@ -9,12 +9,17 @@
 so calls that wait for each other always make progress, and calls that compute do not trample each other. `hard` is the
 end of it: from there on the queue is back-pressure.
 
+A job that has ended is referenced by nobody, since it holds the message that it served, and with
+that shared memory of the sender. A thread runs one job after the other, and what it was started
+with lives as long as it does. So a job is given to a thread in a list, from which the thread takes it.
+
 State: `Threads._idle` under its lock; the executor's counters and queue under `Executor._lock`.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import threading
 import time
@@ -58,7 +63,7 @@ class Threads:
                 return
             self._count += 1
             name = f"{self._name}-{self._count}"
-            thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)
+            thread = threading.Thread(target=self._run, args=([job],), name=name, daemon=True)
             self._alive.add(thread)
         try:
             thread.start()
@@ -76,7 +81,8 @@ class Threads:
             _log.warning("%s cannot start a thread (%s); trying again", self._name, error)
             clock.at(time.monotonic() + _RETRY, lambda: self.start_when_possible(job, clock))
 
-    def _run(self, job: Job | None) -> None:
+    def _run(self, given: list[Job]) -> None:
+        job: Job | None = given.pop()
         try:
             self._setup()
             while job is not None:
@@ -178,7 +184,7 @@ class Executor:
                 return
             self._active += 1
         try:
-            self._threads.start(lambda: self._work(job))
+            self._threads.start(functools.partial(self._work, [job]))
         except BaseException:
             with self._lock:
                 self._active -= 1
@@ -194,7 +200,8 @@ class Executor:
         finally:
             waiting.release(role)
 
-    def _work(self, job: Job | None) -> None:
+    def _work(self, given: list[Job]) -> None:
+        job: Job | None = given.pop()
         waiting.take(self)
         while job is not None:
             try:
@@ -262,9 +269,8 @@ class Executor:
     def _fill(self) -> None:
         """Start queued calls while places are free. If the system refuses a thread, the next tick tries again."""
         while self._queue and self._active < self._limit:
-            job = self._queue[0]
             try:
-                self._threads.start(lambda job=job: self._work(job))  # type: ignore[misc]
+                self._threads.start(functools.partial(self._work, [self._queue[0]]))
             except RuntimeError as error:
                 _log.warning("%s calls wait for a thread: %s", len(self._queue), error)
                 return

@@ -77,7 +77,7 @@ def refuse_sharded(leaves: Iterable[Tensor], with_gradients: Iterable[tuple[Tens
     if not known or "torch.distributed.fsdp._fully_shard._fsdp_param_group" not in sys.modules:
         return
     states = [reference() for reference in known.values()]
-    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    groups = [group for state in states for group in _groups_of(state)]
     gathered = {id(getattr(each, "_unsharded_param", None)) for group in groups for each in group.fsdp_params}
     for leaf in (*leaves, *(leaf for leaf, _ in with_gradients)):
         if id(leaf) in gathered:
@@ -86,6 +86,15 @@ def refuse_sharded(leaves: Iterable[Tensor], with_gradients: Iterable[tuple[Tens
                 "which would not get its gradient from telegrad.autograd.backward. Detach the module's output, let "
                 "autograd compute the gradient of that, and pass it to output.backward(gradient)"
             )
+
+
+def _groups_of(state: Any) -> Sequence[Any]:
+    """Return the groups of parameters that FSDP2 gathers together. There is one at most in torch 2.11."""
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: Sequence[Any] = state._fsdp_param_groups
+        return groups
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]
 
 
 class _Checks:

@@ -8,8 +8,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from telegrad.agent.current import active_agent
 from telegrad.agent.targets import trusted
@@ -101,7 +102,8 @@ def settled(future: Future[T]) -> Future[T]:
     return future
 
 
-class Call(NamedTuple, Generic[T]):
+@dataclass(frozen=True)
+class Call(Generic[T]):
     """A call to one of several servers that may wait for each other.
 
     `again` waits for a server that is gone and makes the call again. `stay` makes sure that a server that has answered

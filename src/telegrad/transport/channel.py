@@ -39,7 +39,12 @@ class SaidGoodbye(ChannelClosed):
 
     def __init__(self, frame: Frame) -> None:
         super().__init__("the peer said good-bye")
-        self.words = bytes(frame.body).decode("utf-8", "replace")
+        self.words = words_of(frame)
+
+
+def words_of(frame: Frame) -> str:
+    """Return the text of a BYE or an END."""
+    return bytes(frame.body).decode("utf-8", "replace")
 
 
 class Channel(ABC):
@@ -140,11 +145,11 @@ def say_goodbye(channel: Channel, last_words: str | None) -> None:
             _log.debug("nobody is left to hear the good-bye: %s", error)
 
 
-def end_quickly(channel: Channel, last_words: str | None) -> None:
-    """Shut a channel; tell the peer why if it takes that at once."""
+def end_quickly(channel: Channel, last_words: str | None, kind: Kind = Kind.BYE) -> None:
+    """Shut a channel; tell the peer why if it takes that at once. `Kind.END`: other connections with it go on."""
     if last_words is not None:
         try:
-            channel.offer(Kind.BYE, 0, last_words.encode())
+            channel.offer(kind, 0, last_words.encode())
         except ChannelClosed as error:
             _log.debug("nobody is left to hear the good-bye: %s", error)
     channel.shut()

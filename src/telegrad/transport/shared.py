@@ -10,7 +10,8 @@ Only the sender moves FREE -> SENT, only the receiver SENT -> TAKEN -> FREE, the
 store to memory, safe inside the garbage collector; the sender notices when it next needs room. A receiver learns
 of a segment once, over a connection of its own that passes the memfd.
 
-State: the arena's segments and their free lists, under `Arena._lock`; the receiver's `Mappings`, under its lock.
+State: the arena's segments and their free lists, under `Arena._lock`, for which the clock waits, too: nobody holds it
+while pages are faulted in, which takes seconds for gigabytes; the receiver's `Mappings`, under its lock.
 A block whose fate is unknown (the connection that it was sent through ended while it was SENT, or its receiver was
 lost) is never used again. Its segment is *draining* from then on: no new block is taken from it. Other connections may
 still carry frames that name its blocks, and their receivers must find it. So it is *retired*, which lets receivers
@@ -47,6 +48,7 @@ _PAGE = 4096
 _SMALLEST = 64 << 20
 _PART = 4 << 20  # bytes that are worth a thread of their own in a copy
 _MOST_COPIERS = 8
+_POPULATE_STEP = 32 << 20  # bytes
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _HWPOISON = 133  # EHWPOISON on Linux
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SHRINK") else 0
@@ -90,12 +92,10 @@ class Segment:
         return f"<Segment {self.number}: {self.size >> 20} MiB, {len(self.used)} blocks>"
 
     def take(self, nbytes: int, peer: str, sender: object) -> Place | None:
-        """A block at the lowest free offset, so that warm pages are used first. None: no room, or no memory."""
+        """A block at the lowest free offset, so that warm pages are used first. None: no room."""
         size = -(-nbytes // _PAGE) * _PAGE
         for index, (offset, room) in enumerate(self._free):
             if room >= size and self._slots:
-                if not self._warm(offset + size):
-                    return None
                 rest = [(offset + size, room - size)] if room > size else []
                 self._free[index : index + 1] = rest
                 slot = self._slots.pop()
@@ -147,12 +147,16 @@ class Segment:
     def retire(self) -> None:
         self.bytes[_RETIRED_AT] = 1
 
-    def _warm(self, end: int) -> bool:
-        """Fault new pages in at once instead of one by one during the copy. False: there is no memory for them."""
-        if end > self._touched:
-            if not _populate(self._map, self._touched, end - self._touched):
+    def warm(self, place: Place) -> bool:
+        """Fault new pages in at once instead of one by one during the copy. False: there is no memory for them.
+
+        Called without the lock, for as long as it may take. Two threads may fault the same pages in.
+        """
+        touched, end = self._touched, -(-(place.offset + place.nbytes) // _PAGE) * _PAGE
+        if end > touched:
+            if not _populate(self._map, touched, end - touched):
                 return False
-            self._touched = end
+            self._touched = max(self._touched, end)
         return True
 
 
@@ -172,7 +176,20 @@ class Arena:
         return f"<Arena {self._segments}{f', {len(self._draining)} draining' if self._draining else ''}>"
 
     def take(self, nbytes: int, peer: str, sender: object) -> tuple[Segment, Place] | None:
-        """Room for one buffer, or None if there is none within the limit."""
+        """Room for one buffer, or None if there is none within the limit, or no memory."""
+        found = self._reserve(nbytes, peer, sender)
+        if found is None:
+            return None
+        segment, place = found
+        is_warm = False
+        try:
+            is_warm = segment.warm(place)
+        finally:
+            if not is_warm:
+                self.take_back([place])
+        return found if is_warm else None
+
+    def _reserve(self, nbytes: int, peer: str, sender: object) -> tuple[Segment, Place] | None:
         with self._lock:
             for segment in self._segments:
                 segment.sweep()
@@ -429,9 +446,14 @@ _copiers = _Copiers()
 
 
 def _populate(mapped: mmap.mmap, offset: int, nbytes: int) -> bool:
-    """Fault pages in. False: there is no memory for them; touching them would end the process."""
-    try:
-        mapped.madvise(_POPULATE_WRITE, offset, nbytes)
-    except OSError as error:
-        return error.errno not in (errno.ENOMEM, errno.EFAULT, _HWPOISON)  # else an older kernel
+    """Fault pages in. False: there is no memory for them; touching them would end the process.
+
+    `madvise` holds the interpreter's lock, so no other thread runs meanwhile, not even the one that
+    gives signs of life: many pages are faulted in step by step.
+    """
+    for start in range(offset, offset + nbytes, _POPULATE_STEP):
+        try:
+            mapped.madvise(_POPULATE_WRITE, start, min(_POPULATE_STEP, offset + nbytes - start))
+        except OSError as error:
+            return error.errno not in (errno.ENOMEM, errno.EFAULT, _HWPOISON)  # else an older kernel
     return True

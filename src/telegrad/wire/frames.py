@@ -45,7 +45,8 @@ class Kind(enum.IntEnum):
     FAILURE = 3
     CANCEL = 4
     ALIVE = 5
-    BYE = 6
+    BYE = 6  # the sender leaves, or gives the receiver up: the body says why
+    END = 7  # the sender ends this connection alone: the body says why
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)

@@ -25,7 +25,7 @@ from telegrad.errors import AuthenticationError, ProtocolError
 Introduction = dict[str, Any]
 Steps = Generator[tuple[bytes, int], bytes, Introduction]
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"TLGD"
 MAX_INTRODUCTION = 8192
 

@@ -1,0 +1,153 @@
+"""While the system refuses threads, calls end all the same, and the workers go on when it no longer does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+
+from telegrad.agent.serving import Inbound
+from telegrad.agent.threads import Job, Threads
+from telegrad.errors import PeerLost, ProtocolError, TelegradError
+from telegrad.refs import remote
+from telegrad.testing import LocalCluster
+from tests.conftest import Clusters
+from tests.local.conftest import Background
+from tests.local.gates import PATIENCE, Gate, until
+from tests.local.test_event_loop import Rounds, meet
+from tests.refs.objects import Thing, owned
+
+NoThreads = Callable[[], AbstractContextManager[None]]
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> NoThreads:
+    """Within this, no thread of an agent is idle, and the system refuses new ones."""
+
+    def refuse(threads: Threads, job: Job) -> None:
+        raise RuntimeError("can't start new thread")
+
+    @contextmanager
+    def without_threads() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(Threads, "start", refuse)
+            yield
+
+    return without_threads
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def workers(cluster: Clusters) -> LocalCluster:
+    return cluster(2)
+
+
+def test_calls_end_and_the_worker_stays(workers: LocalCluster, no_threads: NoThreads) -> None:
+    """Whatever a call needs a thread for, it has a result or an error by its deadline."""
+    w0 = workers["w0"]
+    w0.call("w1", abs, -1)
+    kinds: list[Callable[[], Any]] = [
+        lambda: w0.invoke("w1", abs, (-1,), None, 1.0),
+        lambda: w0.start("w1", abs, (-1,), None, 1.0).wait(),
+        lambda: remote("w1", Thing, (1,), agent=w0, timeout=1.0).rpc_async(1.0).get().result(1.0),
+        lambda: workers["w1"].invoke("w0", abs, (-1,), None, 1.0),  # needs connections that are not there yet
+    ]
+    errors = []
+    with no_threads():
+        for kind in kinds * 3:
+            try:
+                assert kind() == 1
+            except (TelegradError, RuntimeError) as error:
+                errors.append(str(error))
+    assert errors
+    assert not [error for error in errors if "was lost" in error]
+    for name, other in (("w0", "w1"), ("w1", "w0")):
+        assert workers[name].invoke(other, abs, (-2,), None, PATIENCE) == 2
+        assert workers[name].start(other, abs, (-2,), None, PATIENCE).wait() == 2
+    until(lambda: owned(workers["w1"]) == 0)
+
+
+def test_a_connection_waits_for_a_thread(
+    workers: LocalCluster, in_background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The callee has proven itself and cannot start to serve: that is no reason to give it up."""
+    w0, w1 = workers["w0"], workers["w1"]
+    refused, here = Gate(), threading.local()
+    welcome, start = type(w1.connections)._welcome, Threads.start
+
+    def start_unless_refused(threads: Threads, job: Job) -> None:
+        if getattr(here, "refuses", False):
+            raise RuntimeError("can't start new thread")
+        start(threads, job)
+
+    def welcome_without_threads(connections: Any, *args: Any) -> None:
+        here.refuses = connections is w1.connections
+        try:
+            welcome(connections, *args)
+        finally:
+            here.refuses = False
+        if connections is w1.connections:
+            refused.hold()
+
+    monkeypatch.setattr(Threads, "start", start_unless_refused)
+    monkeypatch.setattr(type(w1.connections), "_welcome", welcome_without_threads)
+    calls = [in_background(w0.invoke, "w1", abs, (-number,), None, PATIENCE) for number in range(3)]
+    calls.append(in_background(lambda: w0.start("w1", abs, (-3,), None, PATIENCE).wait()))
+    refused.wait_for(2)
+    refused.open()
+    assert [call.result(PATIENCE) for call in calls] == [0, 1, 2, 3]
+
+
+def test_lanes_keep_their_threads_if_none_can_read_them_together(
+    cluster: Clusters, no_threads: NoThreads, in_background: Background
+) -> None:
+    workers, rounds = cluster(4), Rounds(3)
+    names = ("w1", "w2", "w3")
+    for name in names:
+        workers[name].call("w0", abs, -1)
+    start, done = threading.Barrier(4), threading.Barrier(4)
+
+    def play(name: str) -> list[int]:
+        numbers = []
+        for _ in range(4):
+            start.wait(PATIENCE)
+            numbers.append(workers[name].invoke("w0", meet, (rounds,), None, PATIENCE))
+            done.wait(PATIENCE)
+        return numbers
+
+    players = [in_background(play, name) for name in names]
+    for number in range(4):
+        if number < 2:
+            with no_threads():
+                start.wait(PATIENCE)
+                done.wait(PATIENCE)
+        else:
+            start.wait(PATIENCE)
+            done.wait(PATIENCE)
+    results = [player.result(PATIENCE) for player in players]
+    assert [sorted(numbers) for numbers in zip(*results, strict=True)] == [[0, 1, 2]] * 4
+
+
+def test_a_connection_that_its_callee_ends_costs_the_call_alone(
+    workers: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w0 = workers["w0"]
+    kept = remote("w1", Thing, (5,), agent=w0)
+    assert kept.rpc_sync().get() == 5
+
+    def refuse(inbound: Inbound, *args: Any) -> None:
+        raise ProtocolError("this makes no sense")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Inbound, "_execute", refuse)
+        with pytest.raises(PeerLost, match=r"this makes no sense.*Other calls to the worker go on"):
+            w0.call("w1", abs, -1)
+    assert w0.call("w1", abs, -1) == 1
+    assert kept.rpc_sync().get() == 5
