@@ -10,12 +10,15 @@ State: of each thread, what it is packing, changed only by that thread.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from telegrad.agent.routes import Route
+from telegrad.transport.shared import Copies
 from telegrad.wire import codec
 
 if TYPE_CHECKING:
@@ -78,6 +81,7 @@ class _Message:
 
 class _Local(threading.local):
     message: _Message | None = None
+    shared: dict[int, Shared] | None = None
 
 
 _local = _Local()
@@ -134,6 +138,67 @@ def settle(kept: list[Any], answered: bool) -> None:
             each.returned(answered)
 
 
+class Shared:
+    """A value that answers several calls: packed once, and its buffers copied once for all receivers on this host."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.copies: Copies | None = Copies()
+        self._packed: codec.Encoded | None = None
+        self._snapshot: list[memoryview] | None = None
+
+    def pack(self, envelope: Envelope) -> codec.Encoded:
+        """Encode the value for the peer of `envelope`. If what is sent depends on the peer, for each anew."""
+        if self._packed is not None:
+            return self._packed
+        message = _Message(envelope, None)
+        packed = _pack(message, self.value, False, ())
+        if message.is_personal:
+            self.copies = None
+        else:
+            self._packed = packed
+        return packed
+
+    def snapshot(self, buffers: list[memoryview]) -> list[memoryview]:
+        """The buffers as they are now, for those who are sent them later; copied once if all get the same."""
+        if self._packed is None:
+            return [memoryview(bytearray(buffer)) for buffer in buffers]
+        if self._snapshot is None:
+            self._snapshot = [memoryview(bytearray(buffer)) for buffer in buffers]
+        return self._snapshot
+
+    def close(self) -> None:
+        """Nobody else will be answered with it."""
+        if self.copies is not None:
+            self.copies.close()
+
+
+@contextlib.contextmanager
+def answering_many(values: Sequence[Any]) -> Iterator[None]:
+    """In this block, this thread answers calls with `values`. One that occurs several times is packed once."""
+    numbers = {id(value) for value in values}
+    if len(numbers) == len(values):
+        yield
+        return
+    counts = collections.Counter(map(id, values))
+    several = {id(value): value for value in values if counts[id(value)] > 1 and type(value) not in _SMALL}
+    _local.shared = {number: Shared(value) for number, value in several.items()}
+    try:
+        yield
+    finally:
+        for shared in _local.shared.values():
+            shared.close()
+        _local.shared = None
+
+
+def shared_answer(value: Any) -> Shared | None:
+    """What `answering_many` knows of a value."""
+    return None if _local.shared is None else _local.shared.get(id(value))
+
+
+_SMALL = frozenset({int, float, bool, str, type(None)})
+
+
 def pack(
     envelope: Envelope,
     value: Any,
@@ -146,8 +211,11 @@ def pack(
 
     Who packs a call gives a list to keep things in; who packs an answer, what the call brought.
     """
-    outer = _local.message
-    message = _local.message = _Message(envelope, kept)
+    return _pack(_Message(envelope, kept), value, by_value, owed)
+
+
+def _pack(message: _Message, value: Any, by_value: bool, owed: Sequence[Brought]) -> codec.Encoded:
+    outer, _local.message = _local.message, message
     try:
         encoded = codec.encode(value, by_value=by_value)
         if message.companions or owed:
@@ -158,7 +226,7 @@ def pack(
                 each.settle(companions)
         if message.actions:
             for _, action in message.actions.values():
-                action(envelope)
+                action(message.envelope)
         return encoded
     finally:
         _local.message = outer

@@ -17,10 +17,12 @@ by single dict and set operations only.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +32,7 @@ from telegrad.agent import scope as scopes
 from telegrad.agent.clock import Clock
 from telegrad.agent.current import local
 from telegrad.agent.event_loop import Connection, EventLoop
-from telegrad.agent.packing import Brought, Envelope, pack, unpack
+from telegrad.agent.packing import Brought, Envelope, Shared, pack, shared_answer, unpack
 from telegrad.agent.resting import is_sole
 from telegrad.agent.routes import ANYWHERE, Route, backward
 from telegrad.agent.scope import current_scope
@@ -41,6 +43,7 @@ from telegrad.deadline import Deadline
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError, text_of
 from telegrad.futures import Future
 from telegrad.transport.channel import Channel, ChannelClosed, SaidGoodbye, end_quickly
+from telegrad.transport.shared import Copies
 from telegrad.wire import codec
 from telegrad.wire.callables import LIMIT, Function
 from telegrad.wire.failures import encode_failure, encode_name_of_failure, remote_traceback
@@ -308,22 +311,31 @@ class Inbound(Connection):
         epoch: int = 0,
         at_rest: bool = False,
         owed: Sequence[Brought] = (),
+        shared: Shared | None = None,
     ) -> None:
-        """Send a reply. If the leader of `loop` does, it goes out at the end of this connection's turn."""
+        """Send a reply. If the leader of `loop` does, it goes out at the end of this connection's turn.
+
+        A `shared` one answers other calls, too.
+        """
         try:
             envelope = self._envelope
             if target.anywhere:
                 envelope = envelope._replace(route=ANYWHERE)
             if at_rest:
                 envelope = envelope._replace(at_rest=True)
-            body, buffers = pack(envelope, value, owed=owed)
+            body, buffers = pack(envelope, value, owed=owed) if shared is None else shared.pack(envelope)
         except BaseException as error:
             _settle(owed)
             self._fail(call, target, error)
             return
         try:
+            if shared is not None and buffers and not self.channel.shares_memory:
+                buffers = shared.snapshot(buffers)
+                send = functools.partial(self._send_late, call, target, body, buffers)
+                self._host.threads.start_when_possible(send, self._host.clock)
+                return
             if buffers or len(body) >= _CORK_BELOW:
-                self._send_large(call, body, buffers)
+                self._send_large(call, body, buffers, None if shared is None else shared.copies)
             elif target.may_wait:
                 self.channel.cork_late(_REPLY, call, body)
                 self._host.loop.flush_soon(self)
@@ -345,10 +357,20 @@ class Inbound(Connection):
             _log.debug("nobody is left to hear that a call was given up: %s", error)
         self._answered(call)
 
-    def _send_large(self, call: int, body: bytes, buffers: list[memoryview]) -> None:
-        role = waiting.pause() if sum(buffer.nbytes for buffer in buffers) >= _LONG_COPY else None
+    def _send_late(self, call: int, target: Target, body: bytes, buffers: list[memoryview]) -> None:
+        """Send a reply on a thread of its own: whoever completed the future does not wait for many receivers."""
         try:
             self.channel.send(_REPLY, call, body, buffers)
+        except ChannelClosed as error:
+            _log.debug("nobody is left to take the result of %s: %s", target.name, error)
+        except BaseException as error:
+            self._fail(call, target, error)
+        self._answered(call)
+
+    def _send_large(self, call: int, body: bytes, buffers: list[memoryview], copies: Copies | None) -> None:
+        role = waiting.pause() if sum(buffer.nbytes for buffer in buffers) >= _LONG_COPY else None
+        try:
+            self.channel.send(_REPLY, call, body, buffers, copies=copies)
         finally:
             waiting.resume(role)
 
@@ -365,12 +387,17 @@ class Inbound(Connection):
         self._waiting[call] = value  # a `Later` belongs to others too, whether or not they wait for it right now
         scope = current_scope.get()
 
-        def reply(done: Any) -> None:
+        def reply(done: Any, shared: Shared | None = None) -> None:
             if self._waiting.pop(call, None) is None:
                 return  # cancelled
             token = current_scope.set(scope)
             try:
-                self._answer(call, target, done.value())
+                answer = done.value()
+                if scope is not None:
+                    shared = None  # gradients travel with what it is sent
+                elif shared is None:
+                    shared = shared_answer(answer)
+                self._answer(call, target, answer, shared=shared)
             except BaseException as error:
                 self._fail(call, target, error)
             finally:
@@ -381,7 +408,7 @@ class Inbound(Connection):
         if is_later:
             value.listen(reply)
         else:
-            value.add_done_callback(reply)
+            _Waiters.add(value, reply)
 
     def _fail(self, call: int, target: Target | None, error: BaseException, function: int = 0) -> None:
         """Answer a call with an error; if that cannot be, end the connection. Never raises.
@@ -416,6 +443,54 @@ class Inbound(Connection):
         self._owed.pop(call, None)
         if self._cancelled:
             self._cancelled.discard(call)
+
+
+_Reply = Callable[[Any, Shared | None], None]
+
+
+class _Waiters:
+    """The calls that one future answers: together, when it completes, so that its value is packed and copied once.
+
+    They get what the value is at that moment. `_replies` is None from then on.
+    """
+
+    def __init__(self, reply: _Reply) -> None:
+        self._replies: list[_Reply] | None = [reply]
+
+    @classmethod
+    def add(cls, future: Any, reply: _Reply) -> None:
+        """Call `reply(future, shared)` when the future completes, or at once if it has."""
+        with _joining:
+            waiters = getattr(future, _WAITERS, None)
+            if waiters is not None and waiters._replies is not None:
+                waiters._replies.append(reply)
+                return
+            waiters = cls(reply)
+            try:
+                setattr(future, _WAITERS, waiters)
+            except AttributeError:
+                pass  # one of torch's that has no attributes: each of its calls is answered by itself
+        future.add_done_callback(waiters._complete)
+
+    def _complete(self, done: Any) -> None:
+        with _joining:
+            replies, self._replies = self._replies or [], None
+        shared = None
+        if len(replies) > 1:
+            try:
+                shared = Shared(done.value())
+            except BaseException as error:  # each of the calls fails with it
+                _log.debug("%d calls fail together: %s", len(replies), type(error))
+        try:
+            for reply in replies:
+                reply(done, shared)
+        finally:
+            if shared is not None:
+                shared.close()
+
+
+_WAITERS = "_telegrad_waiters"
+_joining = threading.Lock()
 
 
 class _Unknown:

@@ -19,6 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad import waiting
+from telegrad.agent.packing import answering_many
 from telegrad.agent.targets import Later
 from telegrad.batching import hosts
 from telegrad.batching.entries import Entry
@@ -273,11 +274,12 @@ class Queue:
             outcomes = [error] * len(batch)
         self._took(len(batch), _failures(outcomes), _now() - started)
         mine = None
-        for entry, outcome in zip(batch, outcomes, strict=True):
-            if entry is own:
-                mine = Outcome(outcome)
-            else:
-                entry.settle(outcome)
+        with answering_many(outcomes):
+            for entry, outcome in zip(batch, outcomes, strict=True):
+                if entry is own:
+                    mine = Outcome(outcome)
+                else:
+                    entry.settle(outcome)
         return mine
 
     def _begin(self, batch: list[Entry]) -> None:
@@ -286,8 +288,9 @@ class Queue:
 
         def finish(outcomes: list[Any]) -> None:
             self._took(len(batch), _failures(outcomes), _now() - started)
-            for entry, outcome in zip(batch, outcomes, strict=True):
-                entry.settle(outcome)
+            with answering_many(outcomes):
+                for entry, outcome in zip(batch, outcomes, strict=True):
+                    entry.settle(outcome)
 
         with playing(Turn(self), batch):
             self._work.begin(batch, finish)

@@ -17,6 +17,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from telegrad.transport.shared import Copies
 from telegrad.wire.frames import Frame, Kind
 
 _log = logging.getLogger("telegrad")
@@ -51,6 +52,7 @@ class Channel(ABC):
     """A connection to one peer."""
 
     kind: str
+    shares_memory = True  # large buffers do not go through a stream, which the peer must empty
     notify: Callable[[], None] | None = None  # called when a frame arrives, by channels that have no `fileno`
     when_full: Callable[[], None] | None = None  # called when the peer took only a part of what was corked
     heard = False  # set whenever bytes arrive, cleared by the heartbeat: a long frame is a sign of life, too
@@ -66,8 +68,12 @@ class Channel(ABC):
         left_ms: int = 0,
         flags: int = 0,
         timeout: float | None = None,
+        copies: Copies | None = None,
     ) -> None:
-        """Send one frame. Raises `SendTimeout` if the peer takes nothing for `timeout` seconds."""
+        """Send one frame. Raises `SendTimeout` if the peer takes nothing for `timeout` seconds.
+
+        Messages with the same `copies` have the same buffers: they may be copied once for all receivers.
+        """
 
     @abstractmethod
     def try_send(self, kind: int) -> None:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 
 from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.transport.shared import Copies
 from telegrad.wire.frames import Frame
 from telegrad.wire.memory import Pool
 
@@ -53,9 +54,10 @@ class MemoryChannel(Channel):
         left_ms: int = 0,
         flags: int = 0,
         timeout: float | None = None,
+        copies: Copies | None = None,
     ) -> None:
-        copies = [self._copy(buffer) for buffer in buffers]
-        frame = Frame(kind, flags, call, function, left_ms, body, copies)
+        own = [self._copy(buffer) for buffer in buffers]
+        frame = Frame(kind, flags, call, function, left_ms, body, own)
         with self._line.lock:
             self._flush()
             self._outbox.put(frame)

@@ -10,6 +10,9 @@ Only the sender moves FREE -> SENT, only the receiver SENT -> TAKEN -> FREE, the
 store to memory, safe inside the garbage collector; the sender notices when it next needs room. A receiver learns
 of a segment once, over a connection of its own that passes the memfd.
 
+One block may be sent to several receivers (`Copies`). Each has a slot of its own, and the block is free when all slots
+are. Such a receiver maps the segment a second time, privately: the pages that it writes to become its own.
+
 State: the arena's segments and their free lists, under `Arena._lock`, for which the clock waits, too: nobody holds it
 while pages are faulted in, which takes seconds for gigabytes; the receiver's `Mappings`, under its lock.
 A block whose fate is unknown (the connection that it was sent through ended while it was SENT, or its receiver was
@@ -43,12 +46,14 @@ from telegrad.wire.frames import Place
 
 FREE, SENT, TAKEN = 0, 1, 2
 SLOTS = 4096 - 1
+PRIVATE = 1 << 31  # in `Place.slot`: others may receive the same block, so it is mapped privately
 _RETIRED_AT = SLOTS  # the last byte of the first page: 1 when the sender is done with the segment
 _PAGE = 4096
 _SMALLEST = 64 << 20
 _PART = 4 << 20  # bytes that are worth a thread of their own in a copy
 _MOST_COPIERS = 8
 _POPULATE_STEP = 32 << 20  # bytes
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _HWPOISON = 133  # EHWPOISON on Linux
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SHRINK") else 0
@@ -84,6 +89,7 @@ class Segment:
         self._map = mmap.mmap(self.fd, size)
         self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
         self.used: dict[int, Block] = {}
+        self._sharers: dict[int, int] = {}  # by offset: slots of a block that has several
         self._free = [(_PAGE, size - _PAGE)]
         self._touched = _PAGE
         self._slots = list(range(SLOTS - 1, -1, -1))
@@ -104,6 +110,16 @@ class Segment:
                 return Place(nbytes, offset, self.number, slot)
         return None
 
+    def take_again(self, place: Place, peer: str, sender: object) -> Place | None:
+        """Another slot for a block that has one, which must stay in use meanwhile. None: there is none left."""
+        if not self._slots:
+            return None
+        slot = self._slots.pop()
+        self.used[slot] = Block(place.offset, self.used[place.slot].size, peer, sender)
+        self._sharers[place.offset] = self._sharers.get(place.offset, 1) + 1
+        self.bytes[slot] = SENT
+        return place._replace(slot=slot)
+
     def sweep(self) -> None:
         """Take back the blocks that their receivers have freed."""
         for slot in [slot for slot in self.used if self.bytes[slot] == FREE]:
@@ -113,6 +129,11 @@ class Segment:
         block = self.used.pop(slot)
         self.bytes[slot] = FREE
         self._slots.append(slot)
+        if block.offset in self._sharers:
+            self._sharers[block.offset] -= 1
+            if self._sharers[block.offset]:
+                return
+            del self._sharers[block.offset]
         self._free.append((block.offset, block.size))
         self._free.sort()
         merged = [self._free[0]]
@@ -208,14 +229,26 @@ class Arena:
             place = segment.take(nbytes, peer, sender)
             return None if place is None else (segment, place)
 
+    def take_for_many(self, nbytes: int) -> tuple[Segment, Place] | None:
+        """Room for a buffer that goes to several receivers. It stays in use until `take_back`."""
+        found = self.take(nbytes, "", None)
+        if found is not None:
+            found[0].bytes[found[1].slot] = TAKEN
+        return found
+
+    def take_again(self, segment: Segment, place: Place, peer: str, sender: object) -> Place | None:
+        """Let one more receiver have a block. None: the segment is no longer used."""
+        with self._lock:
+            return segment.take_again(place, peer, sender) if segment in self._segments else None
+
     def take_back(self, places: Sequence[Place]) -> None:
         """Return the blocks of a frame that no receiver was told of."""
         with self._lock:
             segments = {segment.number: segment for segment in (*self._segments, *self._draining)}
             for place in places:
-                segment = segments.get(place.segment)
-                if segment is not None and place.slot in segment.used:
-                    segment.give_back(place.slot)
+                segment, slot = segments.get(place.segment), place.slot & ~PRIVATE
+                if segment is not None and slot in segment.used:
+                    segment.give_back(slot)
 
     def abandon(self, peer: str, sender: object) -> None:
         """The connection `sender` to `peer` ended, or (None) all of them. Blocks of unknown fate are not used again."""
@@ -260,7 +293,24 @@ class Mapped:
 
     def __init__(self, fd: int) -> None:
         self.memory = mmap.mmap(fd, os.fstat(fd).st_size)
+        self.private: mmap.mmap | None = None
+        self._fd = os.dup(fd)
+        weakref.finalize(self, os.close, self._fd).atexit = False
         self._touched = _PAGE
+
+    def private_view(self, place: Place) -> Bytes:
+        """Memory that others have, too, until somebody writes to it."""
+        if self.private is None:
+            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+            self.private = mmap.mmap(self._fd, len(self.memory), flags=flags)
+        self.drop_private(place)  # pages that were written to would hide what the block has now
+        _populate(self.private, place.offset, place.nbytes, _POPULATE_READ)
+        return np.frombuffer(self.private, np.uint8, place.nbytes, place.offset)
+
+    def drop_private(self, place: Place) -> None:
+        """Give up the pages of a block that became this worker's own when they were written to."""
+        assert self.private is not None
+        self.private.madvise(mmap.MADV_DONTNEED, place.offset, -(-place.nbytes // _PAGE) * _PAGE)
 
     def view(self, place: Place) -> Bytes:
         end = place.offset + place.nbytes
@@ -318,16 +368,19 @@ class Mappings:
         mapped = self._maps.get((peer, place.segment))
         if mapped is None:
             raise SegmentUnknown(f"a buffer in shared-memory segment {place.segment}, which is unknown")
-        memory, slot, key = mapped.memory, place.slot, (peer, place.segment, place.slot)
+        memory, slot = mapped.memory, place.slot & ~PRIVATE
+        key = peer, place.segment, slot
         fits = place.offset >= _PAGE and place.offset + place.nbytes <= len(memory) and slot < SLOTS
         if not fits or memory[slot] != SENT:
             raise ProtocolError(f"a buffer in shared memory that does not exist: {place}")
-        array = mapped.view(place)
+        array = mapped.private_view(place) if place.slot & PRIVATE else mapped.view(place)
         process, lock, live = os.getpid(), self._lock, self._live
 
         def gone(ended: weakref.ref[Bytes]) -> None:  # runs inside the garbage collector: it must not wait for a lock
             if os.getpid() != process:  # a fork may drop its copy; the block still belongs to the parent
                 return
+            if place.slot & PRIVATE:
+                mapped.drop_private(place)
             memory[slot] = FREE
             held: list[bool] = []
             try:
@@ -357,6 +410,38 @@ class Mappings:
             self._maps.clear()
 
 
+class Copies:
+    """What was copied of the buffers of one message that goes to several receivers."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, tuple[Arena, Segment, Place]] = {}
+        self._peers: set[str] = set()  # those that have received it: a second private view of a block would be the same
+
+    def admits(self, peer: str) -> bool:
+        """Is this the first message to `peer`?"""
+        if peer in self._peers:
+            return False
+        self._peers.add(peer)
+        return True
+
+    def block(self, arena: Arena, index: int, buffer: memoryview) -> tuple[Segment, Place] | None:
+        """A block with the bytes of the buffer number `index`, copied when it is first asked for."""
+        if index not in self._blocks:
+            found = arena.take_for_many(buffer.nbytes)
+            if found is None:
+                return None
+            segment, place = found
+            self._blocks[index] = arena, segment, place
+            _copy(segment.bytes[place.offset : place.offset + place.nbytes], buffer)
+        return self._blocks[index][1:]
+
+    def close(self) -> None:
+        """No more receivers will come."""
+        while self._blocks:
+            arena, _, place = self._blocks.popitem()[1]
+            arena.take_back([place])
+
+
 class Sharing:
     """Shared memory with one peer, as seen by one channel.
 
@@ -370,7 +455,11 @@ class Sharing:
         self._announce = announce
 
     def place(
-        self, buffers: Sequence[memoryview], places: list[Place], timeout: float | None = None
+        self,
+        buffers: Sequence[memoryview],
+        places: list[Place],
+        timeout: float | None = None,
+        copies: Copies | None = None,
     ) -> list[memoryview]:
         """Copy large buffers into shared memory and note in `places` where; return those that stay in the stream.
 
@@ -378,10 +467,30 @@ class Sharing:
         """
         inside: list[memoryview] = []
         until = math.inf if timeout is None else time.monotonic() + timeout
+        if copies is not None and not copies.admits(self._peer):
+            copies = None
         for index, buffer in enumerate(buffers):
-            if buffer.nbytes < self._arena.floor or not self._share(buffer, places, index, until):
+            if buffer.nbytes < self._arena.floor or not (
+                (copies is not None and self._share_again(buffer, places, index, until, copies))
+                or self._share(buffer, places, index, until)
+            ):
                 inside.append(buffer)
         return inside
+
+    def _share_again(self, buffer: memoryview, places: list[Place], index: int, until: float, copies: Copies) -> bool:
+        found = copies.block(self._arena, index, buffer)
+        if found is None:
+            return False
+        segment, first = found
+        place = self._arena.take_again(segment, first, self._peer, self)
+        if place is None:
+            return False
+        places[index] = place._replace(slot=place.slot | PRIVATE)
+        if self._announce(segment, until):
+            return True
+        places[index] = Place(buffer.nbytes)
+        self._arena.take_back([place])
+        return False
 
     def _share(self, buffer: memoryview, places: list[Place], index: int, until: float) -> bool:
         found = self._arena.take(buffer.nbytes, self._peer, self)
@@ -445,7 +554,7 @@ class _Copiers:
 _copiers = _Copiers()
 
 
-def _populate(mapped: mmap.mmap, offset: int, nbytes: int) -> bool:
+def _populate(mapped: mmap.mmap, offset: int, nbytes: int, how: int = _POPULATE_WRITE) -> bool:
     """Fault pages in. False: there is no memory for them; touching them would end the process.
 
     `madvise` holds the interpreter's lock, so no other thread runs meanwhile, not even the one that
@@ -453,7 +562,7 @@ def _populate(mapped: mmap.mmap, offset: int, nbytes: int) -> bool:
     """
     for start in range(offset, offset + nbytes, _POPULATE_STEP):
         try:
-            mapped.madvise(_POPULATE_WRITE, start, min(_POPULATE_STEP, offset + nbytes - start))
+            mapped.madvise(how, start, min(_POPULATE_STEP, offset + nbytes - start))
         except OSError as error:
             return error.errno not in (errno.ENOMEM, errno.EFAULT, _HWPOISON)  # else an older kernel
     return True

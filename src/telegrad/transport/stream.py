@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from telegrad import waiting
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
-from telegrad.transport.shared import Sharing
+from telegrad.transport.shared import Copies, Sharing
 from telegrad.wire.frames import HEADER, Frame, FrameDecoder, Place, head
 from telegrad.wire.memory import Pool
 
@@ -95,6 +95,7 @@ class StreamChannel(Channel):
         self.kind = "unix" if sock.family == socket.AF_UNIX else "tcp"
         self._sock = sock
         self._sharing = sharing
+        self.shares_memory = sharing is not None
         self._peer_max_frame = max_frame if peer_max_frame is None else peer_max_frame
         locate = sharing.locate if sharing is not None else _no_segments
         self._decoder = FrameDecoder(pool.reserve, locate, max_frame)
@@ -126,6 +127,7 @@ class StreamChannel(Channel):
         left_ms: int = 0,
         flags: int = 0,
         timeout: float | None = None,
+        copies: Copies | None = None,
     ) -> None:
         size = len(body)
         if not buffers and size < _JOIN_BELOW:
@@ -160,7 +162,7 @@ class StreamChannel(Channel):
         until = 0.0 if timeout is None else time.monotonic() + timeout
         try:
             if self._sharing is not None:
-                inside = self._sharing.place(buffers, places, timeout)
+                inside = self._sharing.place(buffers, places, timeout, copies)
             start = head(kind, call, body, function=function, left_ms=left_ms, flags=flags, places=places)
             with self._send_lock:
                 try:
