@@ -20,13 +20,14 @@ import io
 import os
 import pickle
 import select
+import signal
 import socket
 import statistics
 import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,20 @@ class World:
                 near.recv()
         for pipe in self.pipes if entry == "torch" else self.pipes[1:]:
             pipe.recv()
+        self._signal(signal.SIGSTOP)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the processes run in this block only: those of torch use all cores even if they have nothing to do."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            os.kill(process.pid or 0, number)
 
     def measure(self, seconds: float, in_flight: int) -> dict[str, Any]:
         begin = time.monotonic() + _AHEAD
@@ -255,6 +270,7 @@ class World:
         return line
 
     def close(self) -> None:
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send(None)
         for pipe in self.pipes:
@@ -273,11 +289,13 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             worlds = {entry: World(entry, callers, options.processes, folder) for entry in entries}
             for in_flight in options.in_flight:
                 for world in worlds.values():
-                    world.measure(0.2, in_flight)
+                    with world.running():
+                        world.measure(0.2, in_flight)
                 found: dict[str, list[dict[str, Any]]] = {entry: [] for entry in entries}
                 for _ in range(options.rounds):
                     for entry, world in worlds.items():
-                        found[entry].append(world.measure(options.seconds, in_flight))
+                        with world.running():
+                            found[entry].append(world.measure(options.seconds, in_flight))
                 for entry, rounds in found.items():
                     line = {name: [each[name] for each in rounds] for name in rounds[0]}
                     lines.append({"kind": "result", "callers": callers, "in_flight": in_flight, "entry": entry, **line})

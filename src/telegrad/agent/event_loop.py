@@ -37,7 +37,7 @@ from telegrad.agent.clock import Clock
 from telegrad.agent.threads import Threads
 from telegrad.errors import ProtocolError
 from telegrad.transport.channel import Channel, ChannelClosed
-from telegrad.transport.stream import CORES, SPIN, spinning
+from telegrad.transport.stream import CORES, CROWDED, SPIN, spinning
 from telegrad.wire.frames import Frame, Kind
 
 Job = Callable[[], None]
@@ -411,7 +411,8 @@ class EventLoop:
         if not spinning.acquire(blocking=False):
             return False
         try:
-            last, until = self._last, _now() + SPIN
+            now = _now()
+            last, until = self._last, now + SPIN
             if not self._repeats or last is None or last.held or last.elsewhere:
                 last = None
             while not self._ready and not self._posted:
@@ -419,7 +420,8 @@ class EventLoop:
                     self._current = last
                     return True
                 self._poll(0)
-                if _now() > until:
+                before, now = now, _now()
+                if now > until or now > before + CROWDED:
                     self._spins = False
                     return False
                 os.sched_yield()

@@ -152,7 +152,7 @@ class Shared:
         if self._packed is not None:
             return self._packed
         message = _Message(envelope, None)
-        packed = _pack(message, self.value, False, ())
+        packed = _pack(message, self.value)
         if message.is_personal:
             self.copies = None
         else:
@@ -214,8 +214,9 @@ def pack(
     return _pack(_Message(envelope, kept), value, by_value, owed)
 
 
-def _pack(message: _Message, value: Any, by_value: bool, owed: Sequence[Brought]) -> codec.Encoded:
-    outer, _local.message = _local.message, message
+def _pack(message: _Message, value: Any, by_value: bool = False, owed: Sequence[Brought] = ()) -> codec.Encoded:
+    outer = _local.message
+    _local.message = message
     try:
         encoded = codec.encode(value, by_value=by_value)
         if message.companions or owed:

@@ -260,7 +260,8 @@ class Inbound(Connection):
         except BaseException:
             _settle(arrivals)
             raise
-        self._answer(frame.call, target, value, loop, epoch, at_rest=is_sole(value), owed=arrivals)
+        at_rest = torch.cuda._initialized and is_sole(value)  # type: ignore[attr-defined]
+        self._answer(frame.call, target, value, loop, epoch, at_rest, arrivals)
 
     def _open(
         self, frame: Frame, target: Target | None, arrivals: list[Brought]

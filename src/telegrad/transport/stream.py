@@ -34,6 +34,7 @@ _IOV_MAX = 1000
 _JOIN_BELOW = 1 << 15  # smaller frames are joined into one buffer; a system call with many parts costs more
 CORES = len(os.sched_getaffinity(0))
 SPIN = 0.001 if CORES >= 8 else 0.0003  # seconds; where cores are few, somebody else needs them
+CROWDED = 0.0001  # seconds: if a few looks take longer, others need this core
 _LOOKS = 8  # for bytes, for each look at the clock
 _SEND_SLICE = 0.25  # seconds after which a blocked sender looks at its deadline
 
@@ -41,6 +42,8 @@ _pack = HEADER.pack
 spinning = threading.Lock()  # held by the one thread of this process that waits awake
 _popleft = collections.deque.popleft
 _yield = os.sched_yield
+_thread_id = threading.get_ident
+_main_thread = threading.main_thread().ident  # the one that signal handlers run on
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 
 
@@ -219,23 +222,19 @@ class StreamChannel(Channel):
 
     def _send_corked(self) -> bool:
         """Under the lock: send what is owed and corked, without waiting. False: not all of it."""
-        if self._owed or self._flight is not None:
+        if self._owed or self._flight is not None or _thread_id() == _main_thread:
             return self._send_all([], None, wait=False)
-        corked = list(self._corked)
-        data = corked[0] if len(corked) == 1 else b"".join(corked)
-        flight = self._flight = _Flight([memoryview(data)], len(data), len(corked))
+        # No signal handler runs on this thread, so nothing can come in between.
+        corked = self._corked
+        data = corked.popleft() if len(corked) == 1 else b"".join([corked.popleft() for _ in range(len(corked))])
         try:
-            flight.progress.extend(map(self._sock.send, (data,), (_DONTWAIT,)))
+            sent = self._sock.send(data, _DONTWAIT)
         except BlockingIOError:
-            pass
+            sent = 0
         except OSError as error:
             raise ChannelClosed(str(error)) from None
-        if flight.progress and flight.progress[0] == len(data):
-            flight.popped.extend(map(_popleft, itertools.repeat(self._corked, flight.corked)))
-            self._flight = None
-            return True
-        self._settle(flight)
-        return False
+        self._owed = data[sent:]
+        return not self._owed
 
     def _send_all(self, frame: list[memoryview], timeout: float | None, wait: bool = True) -> bool:
         """Under the lock: send what is owed and corked, then `frame`. False: not all of it (only without `wait`)."""
@@ -329,8 +328,10 @@ class StreamChannel(Channel):
             held.extend(map(spinning.acquire, (False,)))  # one call: no signal handler runs in between
             if not held[0]:
                 return False
+            now = started
             while not self.look(_LOOKS):
-                if time.monotonic() > started + SPIN:
+                before, now = now, time.monotonic()
+                if now > started + SPIN or now > before + CROWDED:
                     self._spins = False
                     return False
             return True
