@@ -176,6 +176,9 @@ class EventLoop:
                 connection.channel.flush_late()
             except ChannelClosed as error:
                 _log.debug("nobody is left to take an answer: %s", error)
+            except BaseException:
+                self._late.add(connection)  # the next tick tries again
+                raise
 
     def close(self) -> None:
         """End with the last connection. All must have been told to end."""

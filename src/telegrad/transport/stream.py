@@ -33,7 +33,7 @@ from telegrad.wire.memory import Pool
 _IOV_MAX = 1000
 _JOIN_BELOW = 1 << 15  # smaller frames are joined into one buffer; a system call with many parts costs more
 CORES = len(os.sched_getaffinity(0))
-SPIN = 0.001 if CORES >= 8 else 0.0003  # seconds; where cores are few, somebody else needs them
+SPIN = 0.0002 if CORES >= 8 else 0.0003  # seconds that a thread looks for bytes before it sleeps
 CROWDED = 0.0001  # seconds: if a few looks take longer, others need this core
 _LOOKS = 8  # for bytes, for each look at the clock
 _SEND_SLICE = 0.25  # seconds after which a blocked sender looks at its deadline
@@ -227,13 +227,16 @@ class StreamChannel(Channel):
         # No signal handler runs on this thread, so nothing can come in between.
         corked = self._corked
         data = corked.popleft() if len(corked) == 1 else b"".join([corked.popleft() for _ in range(len(corked))])
+        sent = 0
         try:
             sent = self._sock.send(data, _DONTWAIT)
         except BlockingIOError:
-            sent = 0
+            pass
         except OSError as error:
+            self.shut()  # whatever it was: the answers that are lost with it must not be waited for
             raise ChannelClosed(str(error)) from None
-        self._owed = data[sent:]
+        finally:
+            self._owed = data[sent:]
         return not self._owed
 
     def _send_all(self, frame: list[memoryview], timeout: float | None, wait: bool = True) -> bool:
@@ -382,10 +385,12 @@ class StreamChannel(Channel):
             return  # already disconnected
 
     def close(self) -> None:
-        self.shut()
-        self._sock.close()
-        if self._sharing is not None:
-            self._sharing.ended()
+        try:
+            self.shut()
+        finally:
+            self._sock.close()
+            if self._sharing is not None:
+                self._sharing.ended()
 
     def drop(self) -> None:
         self._sock.close()
