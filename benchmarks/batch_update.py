@@ -134,7 +134,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 print(".", end="", flush=True)
         for entry, times in found.items():
             phases = {name: list(each) for name, each in zip(PHASES, zip(*times, strict=True), strict=True)}
-            lines.append({"kind": "result", "entry": entry, "trainers": trainers, "device": options.device, **phases})
+            line = {"kind": "result", "entry": entry, "trainers": trainers, "device": options.device}
+            lines.append({**line, "rounds": [sum(each) for each in times], **phases})
     return lines
 
 

@@ -263,7 +263,7 @@ class World:
         found = [each for pipe in self.pipes[1:] for each in pipe.recv()]
         counts = [count for count, _ in found]
         times = sorted(each for _, part in found for each in part)
-        line: dict[str, Any] = {"calls": sum(counts) / seconds, "slowest": min(counts) / statistics.mean(counts)}
+        line: dict[str, Any] = {"rounds": sum(counts) / seconds, "slowest": min(counts) / statistics.mean(counts)}
         if times:
             line["p99"] = times[int(len(times) * 0.99)] / statistics.mean(times)
             line["mean"] = statistics.mean(times)
@@ -298,7 +298,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                             found[entry].append(world.measure(options.seconds, in_flight))
                 for entry, rounds in found.items():
                     line = {name: [each[name] for each in rounds] for name in rounds[0]}
-                    lines.append({"kind": "result", "callers": callers, "in_flight": in_flight, "entry": entry, **line})
+                    lines.append({"kind": "result", "callers": callers, "in flight": in_flight, "entry": entry, **line})
                     print(describe(lines[-1]), flush=True)
             for world in worlds.values():
                 world.close()
@@ -306,22 +306,22 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def describe(line: dict[str, Any]) -> str:
-    calls = statistics.median(line["calls"])
+    calls = statistics.median(line["rounds"])
     slowest = f"slowest {statistics.median(line['slowest']):.2f}"
     if "p99" in line:
         mean = statistics.median(line["mean"]) * 1e6
         slowest += f", p99 {statistics.median(line['p99']):.1f}x of {mean:.0f} us"
-    what = f"{line['callers']:4} callers, {line['in_flight']:3} in flight, {line['entry']:9}"
+    what = f"{line['callers']:4} callers, {line['in flight']:3} in flight, {line['entry']:9}"
     return f"{what} {calls:9,.0f}/s ({slowest})"
 
 
 def table(lines: list[dict[str, Any]], entries: list[str]) -> str:
     rows = [["callers", "in flight", *entries, "telegrad by torch", "by epoll"]]
-    for callers, in_flight in dict.fromkeys((line["callers"], line["in_flight"]) for line in lines):
+    for callers, in_flight in dict.fromkeys((line["callers"], line["in flight"]) for line in lines):
         here = {
-            line["entry"]: statistics.median(line["calls"])
+            line["entry"]: statistics.median(line["rounds"])
             for line in lines
-            if (line["callers"], line["in_flight"]) == (callers, in_flight)
+            if (line["callers"], line["in flight"]) == (callers, in_flight)
         }
         figures = [f"{here[entry]:,.0f}/s" if entry in here else "" for entry in entries]
         ratios = [
@@ -348,7 +348,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("build/bench/callers.jsonl"), help="default %(default)s")
     options = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = import_path()
-    run = machine.heading("callers", callers=options.callers, rounds=options.rounds, seconds=options.seconds)
+    run = machine.heading("callers", rounds=options.rounds, seconds=options.seconds)
     lines = measure(options)
     print(f"\n{table(lines, options.entries)}")
     results.write(options.out, run, lines)

@@ -63,8 +63,10 @@ PARTS = (
         "batch-update parameter servers",
         ("--model resnet18 --trainers 1,2,4,8", "--model resnet50 --trainers 2,4 --steps 20"),
     ),
+    Part("callers", "one callee, 1 to 64 callers", ("--callers 1,2,4,8,14,32,64",), ("--callers 1,4,8 --rounds 2",)),
+    Part("batch_update", "the tutorial's ResNet-50 by its phases", ("--trainers 2,5",), needs="torchvision"),
     Part("ps_accuracy", "handwritten digits until most are right", ("",), needs="sklearn"),
-    Part("cartpole", "observers that ask one policy", ("--observers 1,2,4,6,8,10",)),
+    Part("cartpole", "observers that ask one policy", ("--observers 1,2,4,8,10,16,32",)),
     Part("embeddings", "tables of embeddings on servers", ("",)),
     Part("gpu", "CUDA tensors between processes, parameter servers on a GPU", ("",), gpu=True),
 )

@@ -23,9 +23,18 @@ DIMENSIONS = (
     "trainers",
     "servers",
     "observers",
+    "callers",
+    "in flight",
 )  # what parts with entries of their own vary
 USUAL = {"device": "cpu", "servers": 1}  # not worth saying
-UNITS = {"ps": "rounds/s", "cartpole": "steps/s", "embeddings": "rows/s", "ps-accuracy": "s"}
+UNITS = {
+    "callers": "calls/s",
+    "batch-update": "s",
+    "ps": "rounds/s",
+    "cartpole": "steps/s",
+    "embeddings": "rows/s",
+    "ps-accuracy": "s",
+}
 
 
 @dataclass
