@@ -35,13 +35,6 @@ UNITS = {
     "embeddings": "rows/s",
     "ps-accuracy": "s",
 }
-    "callers": "calls/s",
-    "batch-update": "s",
-    "ps": "rounds/s",
-    "cartpole": "steps/s",
-    "embeddings": "rows/s",
-    "ps-accuracy": "s",
-}
 
 
 @dataclass
