@@ -96,10 +96,21 @@ class Clock:
             for run in due:
                 _attempt(run)
             if self.awake:
-                active = [_attempt(each.tick) for each in self._watched]
-                quiet = 0 if any(active) else quiet + 1
+                quiet = 0 if self._tick() else quiet + 1
                 if quiet > _DROWSY_TICKS:
-                    self.awake, quiet = False, 0
+                    quiet = 0
+                    self._drowse()
+
+    def _tick(self) -> bool:
+        """Look at all that is watched. True if anything happened."""
+        active = [_attempt(each.tick) for each in self._watched]  # every one of them
+        return any(active)
+
+    def _drowse(self) -> None:
+        """Stop ticking, unless something has begun that counted on the clock: it did so before it read `awake`."""
+        self.awake = False
+        if self._tick():
+            self.awake = True
 
     def _sleep(self) -> list[Callable[[], None]] | None:
         """Wait for the next timer or tick; what is due, or None at the end."""

@@ -219,13 +219,13 @@ class EventLoop:
             connection.number = number
         connection.mask = mask
 
-    def _set_mask(self, connection: Connection, mask: int) -> None:
+    def _set_mask(self, connection: Connection, mask: int, only_if_watched: bool = False) -> None:
         """Look for something else from now on, unless the connection has ended."""
         number = connection.channel.fileno()
         if number is None:
             return
         with self._lock:
-            if connection not in self._members:
+            if connection not in self._members or (only_if_watched and not connection.mask):
                 return
             try:
                 self._watch(connection, number, mask)
@@ -235,9 +235,8 @@ class EventLoop:
             self.post(connection)
 
     def _await_room(self, connection: Connection) -> None:
-        """The peer takes no more: send the rest when it does."""
-        if connection.mask:
-            self._set_mask(connection, _WRITE if connection.stops_reading else _READ | _WRITE)
+        """The peer takes no more: send the rest when it does. Who holds up or receives a connection sends it later."""
+        self._set_mask(connection, _WRITE if connection.stops_reading else _READ | _WRITE, only_if_watched=True)
 
     def _forget(self, connection: Connection) -> None:
         """Under the lock: the connection is over."""
@@ -277,9 +276,7 @@ class EventLoop:
         assert connection is not None
         channel, lock = connection.channel, self._lock
         next_frame, early = channel.next_frame, connection.early
-        count = 0
-        if not self._clock.awake:
-            self._clock.wake()
+        clock, count = self._clock, 0
         try:
             if connection.readable:
                 connection.readable = False
@@ -291,6 +288,8 @@ class EventLoop:
                 count += 1
                 self._serial += 1
                 self._busy = True
+                if not clock.awake:  # asked last: see `Clock._drowse`
+                    clock.wake()
                 connection.handle(frame)
                 del frame
                 with lock:
@@ -367,6 +366,8 @@ class EventLoop:
         """Run a job that is no frame. False if another thread leads now."""
         self._serial += 1
         self._busy = True
+        if not self._clock.awake:
+            self._clock.wake()
         job()
         with self._lock:
             if self._epoch != epoch:
