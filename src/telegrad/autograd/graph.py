@@ -12,7 +12,8 @@ and functions see what they would see in one process.
 - Otherwise `Dependencies` counts, for each node, the incoming edges that are not decided. It is
   made once per pass and each edge is counted down once, so a pass takes linear time. `run` calls
   the engine for the received tensors whose gradients are complete, since other workers wait for
-  them, and for the nodes that lead to these. The other nodes run when all sources are resolved.
+  them, and for the nodes that lead to these. The other nodes run when all sources are resolved. A
+  node runs only if all nodes that lead to it and that the loss depends on have run or run with it.
 
 Where such a part ends, a node that runs has an edge to a node that must not run yet. Gradients for
 those edges are taken off by a post-hook and kept in `_pending` until their node runs. The engine
@@ -175,12 +176,12 @@ class Dependencies:
                 if parent in ready and parent not in found:
                     found[parent] = None
                     stack.append(parent)
-        found.update(self._between(found))
         for node in found:
             del ready[node]
+        found.update(self._take_nodes_between(found))
         return found
 
-    def _between(self, nodes: Iterable[Node]) -> dict[Node, None]:
+    def _take_nodes_between(self, nodes: Iterable[Node]) -> dict[Node, None]:
         """Return the ready nodes between `nodes` and leaves, such as the transposition of a weight.
 
         These take next to no time, and the part that runs then ends at leaves alone.
@@ -188,22 +189,41 @@ class Dependencies:
         found: dict[Node, None] = {}
         for node in nodes:
             for child, _ in self.children[node]:
-                if child in self.ready and child not in nodes and child not in found:
-                    self._follow(child, found)
+                if child in self.ready:
+                    for following in self._path_to_leaf(child):
+                        found[following] = None
+                        del self.ready[following]
         return found
 
-    def _follow(self, node: Node, found: dict[Node, None]) -> None:
+    def _path_to_leaf(self, node: Node) -> list[Node]:
+        """Return the nodes from `node` to a leaf; none if it is far, or they cannot run now."""
         path = [node]
+        if self._waits(node):
+            return []
         while len(path) <= _LONGEST_WAY:
             following = [child for child, _ in self.children[path[-1]] if child is not None]
             if len(following) != 1:
-                return
+                break
             if type(following[0]) is _AccumulateGrad:
-                found.update(dict.fromkeys(path))
-                return
-            if following[0] not in self.ready:
-                return
+                return path
+            if following[0] not in self.ready or self._waits(following[0], path[-1]):
+                break
             path.append(following[0])
+        return []
+
+    def _waits(self, node: Node, runs_now: Node | None = None) -> bool:
+        """Return True if a node that has not run and is not `runs_now` leads to this ready node."""
+        parents = self._parents.get(node, [])
+        while parents:
+            if parents[-1] not in self.ready:
+                parents.pop()  # it has run or never will, so that nobody need look at it again
+            elif parents[-1] is not runs_now:
+                return True
+            elif len(parents) == 1:
+                break
+            else:
+                parents[0], parents[-1] = parents[-1], parents[0]
+        return False
 
 
 class LocalGraph:
