@@ -247,6 +247,39 @@ def test_a_node_before_a_leaf_waits_for_all_that_lead_to_it(workers: LocalCluste
     assert_equal(found, alone(compute(run_module), x, w))
 
 
+class OfFirst(torch.autograd.Function):
+    """A sum that gives a gradient to its first argument only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_an_undefined_gradient_that_a_part_ends_with(workers: LocalCluster, w0: Agent, observed: bool) -> None:
+    """The part runs before it is known that nothing else leads to what was received."""
+    x, y = new_leaf(), new_leaf(1, 2, 3)
+    seen: list[Tensor | None] = []
+
+    def compute(call: Callable[[str, Tensor], Tensor]) -> Tensor:
+        arrived = call("w1", x)
+        if observed:
+            arrived.register_hook(seen.append)
+        call("w2", arrived.sin())  # nobody uses the result
+        total: Tensor = OfFirst.apply(call("w3", y), arrived)  # type: ignore[no-untyped-call]
+        return total.sum()
+
+    with autograd.context(agent=w0) as context_id:
+        autograd.backward(context_id, [compute(lambda worker, x: w0.call(worker, weigh, x))])
+        found = everything(workers, context_id, x, y)
+    assert_equal(found, alone(compute(weight), x, y))
+    assert seen == ([None, None] if observed else [])  # once in each of the two ways
+
+
 def test_a_long_chain_with_local_operations_between_calls(workers: LocalCluster, w0: Agent) -> None:
     """It takes one message for each call."""
     x, w = new_leaf(), new_leaf(1, 2, 3)
