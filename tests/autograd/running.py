@@ -203,8 +203,25 @@ def _cross(values: Sequence[Tensor]) -> list[Tensor]:
     return [copies[id(value)] for value in values]
 
 
+class _CopiedParameter(torch.autograd.Function):
+    """A copy that is a `Parameter` but no view: hooks on a view are lost when it is changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # an undefined gradient stays undefined
+        copy: Tensor = torch.Tensor._make_subclass(nn.Parameter, value.detach().clone())
+        return copy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Tensor | None:
+        return gradients[0]
+
+
 def _copy(value: Tensor) -> Tensor:
-    return value.clone().as_subclass(nn.Parameter) if isinstance(value, nn.Parameter) else value.clone()
+    if isinstance(value, nn.Parameter):
+        copy: Tensor = _CopiedParameter.apply(value)  # type: ignore[no-untyped-call]
+        return copy
+    return value.clone()
 
 
 def run_alone(program: Program) -> Outcome:

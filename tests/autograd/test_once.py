@@ -89,6 +89,14 @@ def chain(call: Any, x: Tensor, count: int) -> Tensor:
     return x
 
 
+def alternate(call: Any, x: Tensor, count: int) -> Tensor:
+    """Calls, with operations of this worker between them, and a weight that all of these share."""
+    scale = counted("scale", x.cos())
+    for number in range(count):
+        x = counted(f"between {number}", call(number, x).sin() * scale)
+    return x
+
+
 def head_over_steps(call: Any, x: Tensor, count: int) -> Tensor:
     states = []
     for number in range(count):
@@ -114,6 +122,10 @@ def skips(call: Any, x: Tensor, count: int) -> Tensor:
 
 SHAPES = {
     "a chain": Shape(chain, _steps),
+    "local operations between calls": Shape(
+        alternate,
+        lambda count: ["scale", *_steps(count), *(f"between {number}" for number in range(count))],
+    ),
     "a head over steps": Shape(head_over_steps, lambda count: [*_steps(count), "head"]),
     "a sum of calls": Shape(fan_in, lambda count: [*_steps(count), "shared", "sum"]),
     "skip connections": Shape(
@@ -221,20 +233,107 @@ def test_hooks_on_a_leaf_that_is_ready_for_a_part(workers: LocalCluster, w0: Age
     assert seen[0] == seen[1]
 
 
-def calls_for(count: int) -> int:
+def test_a_node_before_a_leaf_waits_for_all_that_lead_to_it(workers: LocalCluster, w0: Agent) -> None:
+    """It lies next to a part that runs, but the loss leads to it by another way, too."""
+    x, w = new_leaf(), new_leaf(1, 2, 3)
+
+    def compute(call: Callable[[Tensor], Tensor]) -> Tensor:
+        shared = w.sin().cos()
+        return (call(call(x) * shared) + (shared * 3).exp()).sum()
+
+    with autograd.context(agent=w0) as context_id:
+        autograd.backward(context_id, [compute(lambda x: w0.call("w1", run_module, x))])
+        found = everything(workers, context_id, x, w)
+    assert_equal(found, alone(compute(run_module), x, w))
+
+
+class OfFirst(torch.autograd.Function):
+    """A sum that gives a gradient to its first argument only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_an_undefined_gradient_that_a_part_ends_with(workers: LocalCluster, w0: Agent, observed: bool) -> None:
+    """The part runs before it is known that nothing else leads to what was received."""
+    x, y = new_leaf(), new_leaf(1, 2, 3)
+    seen: list[Tensor | None] = []
+
+    def compute(call: Callable[[str, Tensor], Tensor]) -> Tensor:
+        arrived = call("w1", x)
+        if observed:
+            arrived.register_hook(seen.append)
+        call("w2", arrived.sin())  # nobody uses the result
+        total: Tensor = OfFirst.apply(call("w3", y), arrived)  # type: ignore[no-untyped-call]
+        return total.sum()
+
+    with autograd.context(agent=w0) as context_id:
+        autograd.backward(context_id, [compute(lambda worker, x: w0.call(worker, weigh, x))])
+        found = everything(workers, context_id, x, y)
+    assert_equal(found, alone(compute(weight), x, y))
+    assert seen == ([None, None] if observed else [])  # once in each of the two ways
+
+
+def test_a_long_chain_with_local_operations_between_calls(workers: LocalCluster, w0: Agent) -> None:
+    """It takes one message for each call."""
+    x, w = new_leaf(), new_leaf(1, 2, 3)
+    count = 60
+
+    def compute(call: Callable[[Tensor], Tensor]) -> Tensor:
+        y = x
+        for _ in range(count):
+            y = (call(y) * w).sin()
+        return y.sum()
+
+    with autograd.context(agent=w0) as context_id:
+        loss = compute(lambda y: w0.call("w1", run_module, y))
+        before = workers["w1"].calls_served
+        autograd.backward(context_id, [loss])
+        messages = workers["w1"].calls_served - before
+        found = everything(workers, context_id, x, w)
+    assert messages <= count
+    assert_equal(found, alone(compute(run_module), x, w))
+
+
+def head(states: list[Tensor], _: Tensor, leaf: Tensor) -> Tensor:
+    return torch.stack(states) * leaf
+
+
+def last_of_a_chain(states: list[Tensor], sent: Tensor, _: Tensor) -> Tensor:
+    """Return what was sent last: a chain of calls that has one operation between any two of them."""
+    return sent
+
+
+def last_and_weight(states: list[Tensor], sent: Tensor, leaf: Tensor) -> Tensor:
+    return sent * leaf.cos()
+
+
+def calls_for(count: int, loss_of: Callable[[list[Tensor], Tensor, Tensor], Tensor]) -> int:
     """Count the calls of Python that a graph of `count` steps takes, whose sources are resolved one by one."""
     leaf = new_leaf()
+    shared = leaf.exp().sin()
     sources: dict[Any, Send] = {}
     receives, slots = {}, {}
-    states = []
+    states: list[Tensor] = []
+    sent: list[Tensor] = []
     for number in range(count):
         slot = Slot()
         arrived = Arrived.apply(ANCHOR, (torch.ones(3, dtype=torch.double),), slot)  # type: ignore[no-untyped-call]
         states.append(arrived)
         receives[arrived.grad_fn] = "somebody", number
         slots[arrived.grad_fn] = slot
-        sources[number] = Send(arrived * leaf, "somebody")
-    sources["loss"] = Send(torch.stack(states) * leaf, "somebody")
+        sent.append((arrived * leaf).sin() * shared)
+        sources[number] = Send(sent[-1], "somebody")
+    loss = loss_of(states, sent[-1], leaf)
+    ends = [loss, *sent]
+    (expected,) = torch.autograd.grad(ends, leaf, [torch.ones_like(end) for end in ends], retain_graph=True)
+    sources["loss"] = Send(loss, "somebody")
     graph = LocalGraph(sources, receives, slots, retain_graph=False)
     found = 0
 
@@ -245,7 +344,7 @@ def calls_for(count: int) -> int:
     answered = []
     sys.setprofile(count_calls)
     try:
-        graph.resolve("loss", torch.ones(count, 3, dtype=torch.double))
+        graph.resolve("loss", torch.ones_like(loss))
         for number in reversed(range(count)):
             answered += graph.run().receives
             graph.resolve(number, torch.ones(3, dtype=torch.double))
@@ -254,10 +353,11 @@ def calls_for(count: int) -> int:
         sys.setprofile(None)
     assert len(answered) + len(outcome.receives) == count
     ((_, gradient),) = outcome.leaves
-    assert gradient.tolist() == [2 * count] * 3
+    torch.testing.assert_close(gradient, expected)
     return found
 
 
-def test_a_pass_takes_linear_time() -> None:
-    small, large = calls_for(50), calls_for(200)
+@pytest.mark.parametrize("loss_of", [head, last_of_a_chain, last_and_weight])
+def test_a_pass_takes_linear_time(loss_of: Callable[[list[Tensor], Tensor, Tensor], Tensor]) -> None:
+    small, large = calls_for(50, loss_of), calls_for(200, loss_of)
     assert large < 4.2 * small

@@ -334,13 +334,55 @@ def test_the_leader_dies_after_it_has_come_itself(trio: LocalCluster, in_backgro
         assert error.missing == ("w0",)
 
 
+@pytest.fixture
+def pass_time_limit(trio: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let the time limit of what w0 leads pass when only the given worker is missing, however long that takes."""
+    leader = trio["w0"]
+    limits: list[Callable[[], None]] = []
+    at = leader.clock.at
+
+    def keep_limits(moment: float, run: Callable[[], None]) -> None:
+        if run.__qualname__.startswith("Gathering.arrive"):
+            limits.append(run)
+        else:
+            at(moment, run)
+
+    monkeypatch.setattr(leader.clock, "at", keep_limits)
+
+    def pass_it(late: str) -> None:
+        until(lambda: bool(limits) and f"['{late}']" in repr(leader.gathering))
+        limits.pop()()
+
+    return pass_it
+
+
 @pytest.mark.parametrize("late", ["w0", "w2"])
-def test_the_late_are_named(trio: LocalCluster, in_background: Background, late: str) -> None:
-    present = [agent for agent in trio if agent.name != late]
-    for error in everywhere(in_background, present, lambda agent: agent.barrier(timeout=0.1)):
+def test_the_late_are_named(
+    trio: LocalCluster, in_background: Background, pass_time_limit: Callable[[str], None], late: str
+) -> None:
+    waiting = [in_background(agent.barrier, None, 0.1) for agent in trio if agent.name != late]
+    pass_time_limit(late)
+    for each in waiting:
+        error = each.exception(PATIENCE)
         assert isinstance(error, GroupBroken)
         assert error.missing == (late,)
         assert f"not there within 0.1 s: {late}" in str(error)
+
+
+def test_who_was_late_does_not_get_the_outcome_of_the_failed_barrier_again(
+    trio: LocalCluster, in_background: Background, pass_time_limit: Callable[[str], None]
+) -> None:
+    """Others still have that outcome, and do not know that it was told to the one who was late."""
+    w0, w1, w2 = trio.agents
+    failed = [in_background(agent.barrier, None, 0.1) for agent in (w0, w1)]
+    pass_time_limit("w2")
+    failed.append(in_background(w2.barrier, None, 0.1))
+    assert all(isinstance(each.exception(PATIENCE), GroupBroken) for each in failed)
+    served = w1.calls_served
+    first = in_background(w2.barrier, None, PATIENCE)
+    until(lambda: w1.calls_served > served)  # w0 has asked w1 about the report of w2
+    others = [in_background(agent.barrier, None, PATIENCE) for agent in (w0, w1)]
+    assert [each.exception(PATIENCE) for each in (first, *others)] == [None] * 3
 
 
 def test_a_barrier_after_a_failed_one(trio: LocalCluster, in_background: Background) -> None:
@@ -369,9 +411,12 @@ def test_shutdown_without_the_leader(trio: LocalCluster, in_background: Backgrou
     assert everywhere(in_background, [trio["w1"], trio["w2"]], Agent.shutdown) == [("w0",)] * 2
 
 
-def test_shutdown_names_those_who_do_not_come(trio: LocalCluster, in_background: Background) -> None:
-    present = [trio["w0"], trio["w1"]]
-    assert everywhere(in_background, present, lambda agent: agent.shutdown(timeout=0.2)) == [("w2",)] * 2
+def test_shutdown_names_those_who_do_not_come(
+    trio: LocalCluster, in_background: Background, pass_time_limit: Callable[[str], None]
+) -> None:
+    leaving = [in_background(trio[name].shutdown, 0.2) for name in ("w0", "w1")]
+    pass_time_limit("w2")
+    assert [each.result(PATIENCE) for each in leaving] == [("w2",)] * 2
 
 
 def test_a_death_during_shutdown(trio: LocalCluster, in_background: Background) -> None:

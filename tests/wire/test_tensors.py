@@ -68,6 +68,7 @@ def test_every_dtype_in_every_view(dtype: torch.dtype) -> None:
         except Exception as error:
             pytest.fail(f"{dtype} {name}: {type(error).__name__}: {error}")
         assert_same(received, sent)
+        assert not received._is_view(), name
 
 
 def test_the_list_of_dtypes_is_all_that_torch_has() -> None:
@@ -216,6 +217,16 @@ def test_a_received_tensor_can_be_resized_trained_and_turned_into_numpy() -> Non
     weights = trip(torch.ones(3, requires_grad=True))
     weights.sum().backward()
     assert torch.equal(weights.grad, torch.ones(3))
+
+
+def test_operations_in_place_on_a_received_tensor_and_on_views_of_it_are_recorded() -> None:
+    """Torch refuses some of them on views."""
+    weight = torch.ones(3, 3, requires_grad=True)
+    received = trip(torch.ones(3, 3))
+    received.t().add_(weight)
+    received.mul_(2)
+    received.sum().backward()
+    assert torch.equal(weight.grad, torch.full((3, 3), 2.0))
 
 
 # Flavours

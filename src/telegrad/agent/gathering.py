@@ -7,7 +7,8 @@ If the leader is lost, the next participant leads, starting afresh; one who alre
 Each participant numbers its own gathers of a sequence (the same topic and names), from the start of its life. The
 numbers of two workers may differ, since one may have restarted, so the leader never compares them with each other. A
 report belongs to the last gather if that already has this very report, or counted its sender as late, and to the next
-one otherwise.
+one otherwise. Only the leader knows whether somebody late has come since. So nobody replaces an outcome that it knows
+by the same one, or by an earlier one, from somebody else.
 
 State: `_meetings` (gathers that this agent leads, by sequence) and `_outcomes` (the last outcome of each sequence),
 under `_lock`.
@@ -109,7 +110,8 @@ class Gathering:
             except CallTimeout:
                 outcome = Outcome({}, tuple(lost), (leader,))
             with self._lock:
-                self._outcomes[sequence] = outcome
+                if not self._knows(sequence, outcome):  # who leads knows more of it
+                    self._outcomes[sequence] = outcome
             return outcome
         raise InternalError("a gather without a living participant")
 
@@ -200,6 +202,12 @@ class Gathering:
             except CallTimeout:
                 continue
 
+    def _knows(self, sequence: str, outcome: Outcome) -> bool:
+        """Under the lock: is this the last outcome that this agent knows of a sequence, or an earlier one?"""
+        last = self._outcomes.get(sequence)
+        numbers = {report.incarnation: report.number for report in last.reports} if last is not None else {}
+        return any(report.number <= numbers.get(report.incarnation, 0) for report in outcome.reports)
+
     def _check(self, sequence: str, meeting: _Meeting) -> None:
         if not meeting.missing:
             self._finish(sequence, meeting)
@@ -214,6 +222,8 @@ class Gathering:
         with self._lock:
             if self._meetings.get(sequence) is not meeting:
                 return  # it is over
+            if outcome is not None and self._knows(sequence, outcome):
+                return  # it is that of an earlier gather
             del self._meetings[sequence]
             outcome = outcome or meeting.outcome(known)
             self._outcomes[sequence] = outcome

@@ -12,11 +12,14 @@ and functions see what they would see in one process.
 - Otherwise `Dependencies` counts, for each node, the incoming edges that are not decided. It is
   made once per pass and each edge is counted down once, so a pass takes linear time. `run` calls
   the engine for the received tensors whose gradients are complete, since other workers wait for
-  them, and for the nodes that lead to these. The other nodes run when all sources are resolved.
+  them, and for the nodes that lead to these. The other nodes run when all sources are resolved. A
+  node runs only if all nodes that lead to it and that the loss depends on have run or run with it.
 
 Where such a part ends, a node that runs has an edge to a node that must not run yet. Gradients for
 those edges are taken off by a post-hook and kept in `_pending` until their node runs. The engine
 sees undefined gradients there, and `hooks.Silenced` keeps hooks and functions from seeing these.
+Undefined gradients for those edges are not kept. If a received tensor gets nothing else, its answer
+is an undefined gradient, too (`_take_undefined`).
 
 Leaves whose accumulation somebody watches (`DistributedDataParallel`, hooks) get their gradients
 the way these expect, through `.grad`, which is put back afterwards.
@@ -175,12 +178,16 @@ class Dependencies:
                 if parent in ready and parent not in found:
                     found[parent] = None
                     stack.append(parent)
-        found.update(self._between(found))
         for node in found:
             del ready[node]
+        found.update(self._take_nodes_between(found))
         return found
 
-    def _between(self, nodes: Iterable[Node]) -> dict[Node, None]:
+    def follows(self, node: Node, nodes: Collection[Node]) -> bool:
+        """Return True if one of `nodes` leads to this node directly."""
+        return any(parent in nodes for parent in self._parents.get(node, ()))
+
+    def _take_nodes_between(self, nodes: Iterable[Node]) -> dict[Node, None]:
         """Return the ready nodes between `nodes` and leaves, such as the transposition of a weight.
 
         These take next to no time, and the part that runs then ends at leaves alone.
@@ -188,22 +195,41 @@ class Dependencies:
         found: dict[Node, None] = {}
         for node in nodes:
             for child, _ in self.children[node]:
-                if child in self.ready and child not in nodes and child not in found:
-                    self._follow(child, found)
+                if child in self.ready:
+                    for following in self._path_to_leaf(child):
+                        found[following] = None
+                        del self.ready[following]
         return found
 
-    def _follow(self, node: Node, found: dict[Node, None]) -> None:
+    def _path_to_leaf(self, node: Node) -> list[Node]:
+        """Return the nodes from `node` to a leaf; none if it is far, or they cannot run now."""
         path = [node]
+        if self._waits(node):
+            return []
         while len(path) <= _LONGEST_WAY:
             following = [child for child, _ in self.children[path[-1]] if child is not None]
             if len(following) != 1:
-                return
+                break
             if type(following[0]) is _AccumulateGrad:
-                found.update(dict.fromkeys(path))
-                return
-            if following[0] not in self.ready:
-                return
+                return path
+            if following[0] not in self.ready or self._waits(following[0], path[-1]):
+                break
             path.append(following[0])
+        return []
+
+    def _waits(self, node: Node, runs_now: Node | None = None) -> bool:
+        """Return True if a node that has not run and is not `runs_now` leads to this ready node."""
+        parents = self._parents.get(node, [])
+        while parents:
+            if parents[-1] not in self.ready:
+                parents.pop()  # it has run or never will, so that nobody need look at it again
+            elif parents[-1] is not runs_now:
+                return True
+            elif len(parents) == 1:
+                break
+            else:
+                parents[0], parents[-1] = parents[-1], parents[0]
+        return False
 
 
 class LocalGraph:
@@ -301,9 +327,7 @@ class LocalGraph:
         answers = [Answer(self._receives[node], False, None) for node, reached in decided if not reached]
         if ends:
             gradients = self._run_part(self._dependencies, ends)
-            answers += [
-                Answer(self._receives[node], True, gradient) for node, gradient in zip(ends, gradients, strict=True)
-            ]
+            answers += [Answer(self._receives[node], True, gradient) for node, gradient in gradients.items()]
         return Outcome([], answers)
 
     def _count(self) -> Dependencies:
@@ -409,6 +433,9 @@ class LocalGraph:
         results_of_calls_outside.refuse(leaves, of_leaves)
         watched.refuse_sharded(leaves, of_leaves)
         wanted = [node for node in receives if node in part.nodes]
+        answers: dict[Node, Tensor | None] = {}
+        if self._dependencies is not None:
+            answers, wanted = self._take_undefined(self._dependencies, wanted, self._dependencies.ready)
         if self._is_only_passed_on(wanted):
             gradients: Sequence[Tensor | None] = [self._pending.pop(node)[0].tensor for node in wanted]
         else:
@@ -420,9 +447,25 @@ class LocalGraph:
                 gradients = self._execute(roots, ends, self._retain_graph)
             if nodes:
                 of_leaves += _owned(leaves, gradients, roots)
-        answers = dict(zip(wanted, gradients[len(leaves) :], strict=True))
+        answers.update(zip(wanted, gradients[len(leaves) :], strict=True))
         known = self._receives
         return Outcome(of_leaves, [Answer(known[node], node in answers, answers.get(node)) for node in receives])
+
+    def _take_undefined(
+        self, dependencies: Dependencies, ends: list[Node], nodes: Collection[Node]
+    ) -> tuple[dict[Node, Tensor | None], list[Node]]:
+        """Return the answers for ends that the engine does not come by if it runs `nodes`, and the other ends.
+
+        Earlier parts had undefined gradients for them. The engine would call their hooks with None.
+        """
+        undefined: dict[Node, Tensor | None] = {}
+        others = []
+        for node in ends:
+            if node in self._pending or node in self._undefined or dependencies.follows(node, nodes):
+                others.append(node)
+            else:
+                undefined[node] = hooks.call_tensor_hooks(node, None)
+        return undefined, others
 
     def _is_only_passed_on(self, receives: list[Node]) -> bool:
         """Return True if the gradients that came are the answers for received tensors as they are."""
@@ -454,9 +497,15 @@ class LocalGraph:
 
     # Some sources are not resolved
 
-    def _run_part(self, dependencies: Dependencies, ends: list[Node]) -> list[Tensor | None]:
+    def _run_part(self, dependencies: Dependencies, ends: list[Node]) -> dict[Node, Tensor | None]:
         """Run the nodes that lead to `ends`, and keep what they give to other nodes."""
         nodes = dependencies.take_nodes_before(ends)
+        answers, ends = self._take_undefined(dependencies, ends, nodes)
+        if ends:
+            answers.update(zip(ends, self._run_nodes(dependencies, nodes, ends), strict=True))
+        return answers
+
+    def _run_nodes(self, dependencies: Dependencies, nodes: dict[Node, None], ends: list[Node]) -> list[Tensor | None]:
         inside = {*nodes, *ends}
         leaves: dict[Node, None] = {}  # these can be asked for, since nobody sees that they are
         cuts: dict[Node, list[int]] = {}  # edges to other nodes that must not run now

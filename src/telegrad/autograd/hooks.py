@@ -94,6 +94,15 @@ def tensor_hooks(node: Any) -> list[dict[int, Any]]:
     return [hooks for hooks in found if hooks]
 
 
+def call_tensor_hooks(node: Node, gradient: Tensor | None) -> Tensor | None:
+    """Call the tensor hooks of a node as the engine does; return the gradient that they leave."""
+    for hooks in tensor_hooks(node):
+        for hook in list(hooks.values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+    return gradient
+
+
 def node_hooks(node: Node) -> list[dict[int, Any]]:
     """Return the dictionaries of pre-hooks and post-hooks of a node that are not empty."""
     found = []

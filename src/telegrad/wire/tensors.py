@@ -3,8 +3,9 @@
 Only the bytes a tensor uses travel. A dense tensor keeps its strides: as it is if it fills its memory without gaps
 (transposed, channels-last), packed for the way if it has gaps; only a view of a small part of its memory arrives
 contiguous. An expanded tensor travels unexpanded. The receiver builds the tensor on the memory that the bytes arrived
-in, so nothing is copied again and the tensor is the receiver's own. Memory of another device leaves as its `Carrier`
-says. `REDUCERS` is what the codec gives its pickler; `reducer_for` knows subclasses of `Tensor`.
+in, so nothing is copied again and the tensor is the receiver's own. It is not a view: autograd refuses some operations
+in place on views. Memory of another device leaves as its `Carrier` says. `REDUCERS` is what the codec gives its
+pickler; `reducer_for` knows subclasses of `Tensor`.
 
 No gradient is lost on the way: a tensor that requires one gets a ticket from the `Tracker`, or, if its type pickles
 itself in a way that we do not know, it is refused while the tracker wants gradients. So are forward-mode tangents.
@@ -329,23 +330,23 @@ def shaped(code: int, shape: Sequence[int], data: Any) -> Tensor:
     dtype = _DTYPES[code]
     if not len(data):
         return torch.empty(shape, dtype=dtype, device=data.device if isinstance(data, Tensor) else "cpu")
-    return _from_bytes(data).view(dtype).view(shape)
+    if isinstance(data, Tensor):
+        return data.view(dtype).view(shape).detach()
+    return _frombuffer(data, dtype=dtype).resize_(shape)
 
 
 def _restrided(code: int, shape: Sequence[int], stride: Sequence[int], data: Any) -> Tensor:
-    return _from_bytes(data).view(_DTYPES[code]).as_strided(shape, stride)
-
-
-def _from_bytes(data: Any) -> Tensor:
-    return data if isinstance(data, Tensor) else _frombuffer(data, dtype=torch.uint8)
+    dtype = _DTYPES[code]
+    flat = data.view(dtype).detach() if isinstance(data, Tensor) else _frombuffer(data, dtype=dtype)
+    return flat.as_strided_(shape, stride)
 
 
 def _reinterpreted(code: int, tensor: Tensor) -> Tensor:
-    return tensor.view(_DTYPES[code])
+    return tensor.view(_DTYPES[code]).detach()
 
 
 def _expanded(seed: Tensor, shape: Sequence[int]) -> Tensor:
-    return seed.expand(shape)
+    return seed.expand(shape).detach()
 
 
 def _with_gaps(packed: Tensor, stride: Sequence[int]) -> Tensor:
