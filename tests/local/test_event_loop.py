@@ -104,6 +104,23 @@ def test_a_call_that_waits_goes_on_where_it_was_and_another_thread_reads(workers
     assert workers["w1"].call("w0", identity) != here  # that thread has left the loop
 
 
+def test_a_call_whose_thread_loses_the_loop_before_the_call_begins_is_answered(
+    workers: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w0 = workers["w0"]
+    loop = w0.loop
+    find = w0.target
+
+    def wait_and_find(function: Any) -> Any:
+        waiting.resume(waiting.pause())
+        until(lambda: loop._asleep)  # the new leader has nothing to send
+        return find(function)
+
+    monkeypatch.setattr(w0, "target", wait_and_find)
+    assert workers["w1"].submit("w0", abs, -1).result(PATIENCE) == 1
+    assert workers["w1"].call("w0", abs, -2) == 2
+
+
 def test_a_call_that_blocks_does_not_hold_up_the_others(
     workers: LocalCluster, gate: Gate, in_background: Callable[..., Any]
 ) -> None:

@@ -51,6 +51,13 @@ _log = logging.getLogger("telegrad")
 _now = time.monotonic
 
 
+class _Local(threading.local):
+    epoch = -1
+
+
+_local = _Local()
+
+
 class Connection(ABC):
     """What a loop reads: a channel, and what is done with its frames."""
 
@@ -254,6 +261,7 @@ class EventLoop:
         with self._lock:
             pass
         waiting.take(_Leader(self, epoch))
+        _local.epoch = epoch
         try:
             while True:
                 if self._current is None and not self._choose(epoch):
@@ -470,8 +478,13 @@ class EventLoop:
 
     @property
     def epoch(self) -> int:
-        """Which leader leads; a thread that finds another number than before leads no more."""
+        """Which leader leads; a thread that finds another number than `own_epoch` leads no more."""
         return self._epoch
+
+    @property
+    def own_epoch(self) -> int:
+        """In a thread that leads or has led: when it did. Unlike `epoch`, this never changes during a call."""
+        return _local.epoch
 
     def hand_over(self, epoch: int) -> bool:
         """Let another thread lead, if the thread of `epoch` still does and is handling something.

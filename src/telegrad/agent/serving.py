@@ -229,7 +229,7 @@ class Inbound(Connection):
             current_scope.reset(token)
 
     def _run(self, frame: Frame, target: Target | None, loop: EventLoop | None) -> None:
-        epoch = loop.epoch if loop is not None else 0
+        epoch = loop.own_epoch if loop is not None else 0
         arrivals: list[Brought] = []
         try:
             if frame.flags or target is None or frame.damage is not None or self._host.config.only_registered:
