@@ -29,7 +29,7 @@ from telegrad import waiting
 from telegrad.agent import scope as scopes
 from telegrad.agent.clock import Clock
 from telegrad.agent.current import local
-from telegrad.agent.event_loop import Connection, EventLoop
+from telegrad.agent.event_loop import Connection, EventLoop, EventLoops
 from telegrad.agent.packing import Brought, Envelope, pack, unpack
 from telegrad.agent.resting import is_sole
 from telegrad.agent.routes import ANYWHERE, Route, backward
@@ -68,7 +68,7 @@ class Host(Protocol):
     threads: Threads
     executor: Executor
     clock: Clock
-    loop: EventLoop
+    loops: EventLoops
     calls_served: int
     forked: bool
 
@@ -89,7 +89,8 @@ class Inbound(Connection):
         self.incarnation: str = peer["incarnation"]
         self.heartbeat: float = float(peer["heartbeat"])
         self.channel = channel
-        self.is_shared = peer["purpose"] == "pipe"  # by many calls; it carries the signs of life
+        self.group: str = peer["purpose"]
+        self.is_shared = self.group == "pipe"  # by many calls; it carries the signs of life
         self._owed: dict[int, bool] = {}
         self._host = host
         route = backward(peer.get("devices", {}), host.config.unmapped_devices)
@@ -136,7 +137,7 @@ class Inbound(Connection):
             if target is None or not 0 <= target.seconds < _FAST:
                 self.channel.flush_nowait()
             self._reading = target
-            self._execute(frame, target, self._host.loop)
+            self._execute(frame, target, self.loop)
         elif frame.kind == Kind.CANCEL:
             self._cancel(frame.call)
         elif frame.kind == Kind.BYE:
@@ -326,7 +327,7 @@ class Inbound(Connection):
                 self._send_large(call, body, buffers)
             elif target.may_wait:
                 self.channel.cork_late(_REPLY, call, body)
-                self._host.loop.flush_soon(self)
+                self.loop.flush_soon(self)
             else:
                 self.channel.cork(_REPLY, call, body)
                 if loop is None or loop.epoch != epoch:
