@@ -101,7 +101,7 @@ class _Redirection:
 
     def _take_over(self) -> Iterator[tuple[object, object]]:
         """Put Telegrad's modules in the place of those that are loaded; yields what each thing of theirs becomes."""
-        for name, old in [(name, module) for name, module in sys.modules.items() if _counterpart(name)]:
+        for name, old in [(name, module) for name, module in list(sys.modules.items()) if _counterpart(name)]:
             self.undo.append(functools.partial(sys.modules.__setitem__, name, old))
             ours = _find(name)
             if ours is None:

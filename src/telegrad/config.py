@@ -43,6 +43,9 @@ class Config:
     """Calls that run at once on threads of the pool before it waits to see whether they are blocked."""
     max_threads: int = 2048
     """The pool never grows beyond this; further calls wait and their callers feel back-pressure."""
+    event_loops: int | None = None
+    """Threads that read connections at the same time. None: one, or one for each core up to four where Python has no
+    interpreter lock (free-threaded builds)."""
     max_frame: int = 1 << 40
     """Largest message in bytes that is accepted from a peer."""
     shared_memory_floor: int = 256 * 1024
@@ -85,6 +88,10 @@ class Config:
         require(bool(self.transports), "transports must not be empty")
         require(1 <= self.threads <= self.max_threads, f"need 1 <= threads <= max_threads, not {self.threads}")
         require(
+            self.event_loops is None or self.event_loops >= 1,
+            f"event_loops must be at least 1, or None, not {self.event_loops!r}",
+        )
+        require(
             self.unmapped_devices in ("same", "cpu", "refuse"),
             f"unmapped_devices must be 'same', 'cpu' or 'refuse', not {self.unmapped_devices!r}",
         )
@@ -109,10 +116,10 @@ def _parse(name: str, kind: str, text: str) -> object:
         if name == "device_maps":
             maps: dict[str, dict[str, str]] = json.loads(text)
             return {worker: dict(devices) for worker, devices in maps.items()}
-        if kind.startswith("float"):
-            return None if text.lower() == "none" and kind.endswith("None") else float(text)
-        if kind == "int":
-            return int(text)
+        if kind.startswith(("float", "int")):
+            if text.lower() == "none" and kind.endswith("None"):
+                return None
+            return float(text) if kind.startswith("float") else int(text)
         if kind == "bool":
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
         return text

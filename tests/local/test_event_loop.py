@@ -15,7 +15,7 @@ from telegrad import Future, batched, waiting
 from telegrad.agent import serving
 from telegrad.agent.agent import Agent
 from telegrad.agent.current import active_agent
-from telegrad.agent.event_loop import _FRAMES_PER_TURN, Connection, EventLoop
+from telegrad.agent.event_loop import _FRAMES_PER_TURN, Connection, EventLoops
 from telegrad.agent.targets import Later
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import LocalCluster
@@ -61,7 +61,7 @@ def meet(rounds: Rounds) -> Future[int]:
 
 @pytest.fixture
 def workers(cluster: Clusters) -> LocalCluster:
-    return cluster(4)
+    return cluster(4, event_loops=1)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_one_thread_serves_all_callers(workers: LocalCluster) -> None:
     asynchronous = {workers[name].submit("w0", identity).wait() for name in CALLERS}
     synchronous = {workers[name].call("w0", identity) for name in CALLERS}
     assert len(asynchronous | synchronous) == 1
-    assert workers["w0"].loop.hand_overs == 0
+    assert sum(loop.hand_overs for loop in workers["w0"].loops) == 0
 
 
 @pytest.mark.usefixtures("undisturbed")
@@ -115,8 +115,25 @@ def test_calls_that_are_answered_later_share_the_thread(workers: LocalCluster, i
 def test_a_call_that_waits_goes_on_where_it_was_and_another_thread_reads(workers: LocalCluster) -> None:
     here, there = workers["w1"].call("w0", ask_identity, "w2")
     assert here != there
-    assert workers["w0"].loop.hand_overs == 1
+    assert sum(loop.hand_overs for loop in workers["w0"].loops) == 1
     assert workers["w1"].call("w0", identity) != here  # that thread has left the loop
+
+
+def test_a_call_whose_thread_loses_the_loop_before_the_call_begins_is_answered(
+    workers: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w0 = workers["w0"]
+    [loop] = w0.loops
+    find = w0.target
+
+    def wait_and_find(function: Any) -> Any:
+        waiting.resume(waiting.pause())
+        until(lambda: loop._asleep)  # the new leader has nothing to send
+        return find(function)
+
+    monkeypatch.setattr(w0, "target", wait_and_find)
+    assert workers["w1"].submit("w0", abs, -1).result(PATIENCE) == 1
+    assert workers["w1"].call("w0", abs, -2) == 2
 
 
 def test_a_call_that_blocks_does_not_hold_up_the_others(
@@ -145,7 +162,8 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(cluste
         awake.wait(PATIENCE)
 
     # w1 no longer reads: its leader is held in a callback, and the clock may not relieve it.
-    w1.clock.unwatch(w1.loop)
+    for loop in w1.loops:
+        w1.clock.unwatch(loop)
     w1.submit("w0", abs, -1).add_done_callback(sleep)
     assert asleep.wait(PATIENCE)
     futures = [w1.submit("w0", bytes, 1 << 13) for _ in range(4000)]
@@ -183,7 +201,7 @@ class Recorder(Connection):
 class Line:
     """A recorder, and the other end of what it reads."""
 
-    def __init__(self, loop: EventLoop) -> None:
+    def __init__(self, loop: EventLoops) -> None:
         near, far = socket.socketpair()
         self.far = StreamChannel(far, Pool(), 1 << 30)
         self.recorder = Recorder(StreamChannel(near, Pool(), 1 << 30))
@@ -200,7 +218,7 @@ class Line:
 
 @pytest.fixture
 def agent(cluster: Clusters) -> Agent:
-    return cluster(1)["w0"]
+    return cluster(1, event_loops=1)["w0"]
 
 
 @pytest.fixture
@@ -208,13 +226,13 @@ def line(agent: Agent) -> Iterator[Callable[[], Line]]:
     lines: list[Line] = []
 
     def make() -> Line:
-        lines.append(Line(agent.loop))
+        lines.append(Line(agent.loops))
         return lines[-1]
 
     yield make
     for each in lines:
         each.far.close()
-        if agent.loop.reads(each.recorder):
+        if agent.loops.reads(each.recorder):
             assert each.recorder.over.wait(PATIENCE)
         each.recorder.channel.close()
 
@@ -338,7 +356,7 @@ def test_nothing_is_read_after_the_end(cluster: Clusters, line: Callable[[], Lin
     agent = cluster(1)["w0"]
     agent.close()
     with pytest.raises(ChannelClosed):
-        agent.loop.add(line().recorder)
+        agent.loops.add(line().recorder)
 
 
 sizes: list[int] = []

@@ -608,6 +608,46 @@ def next_frame(channel: Channel) -> Frame | None:
     return channel.next_frame()
 
 
+def test_what_is_corked_during_a_sign_of_life_goes_out_after_it(streams: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    near: Any = streams.near
+    send_all = near._send_all
+
+    def cork_meanwhile(*args: Any, **kwargs: Any) -> bool:
+        complete: bool = send_all(*args, **kwargs)
+        near.cork(Kind.REPLY, 7, b"x")
+        near.flush_nowait()  # as another thread would, which finds the lock taken
+        return complete
+
+    monkeypatch.setattr(near, "_send_all", cork_meanwhile)
+    near.try_send(Kind.ALIVE)
+    assert [streams.far.recv(LATE).kind for _ in range(2)] == [Kind.ALIVE, Kind.REPLY]
+
+
+def test_many_threads_cork_while_others_flush(pair: Pair, background: Background) -> None:
+    threads, count = 3, 300
+    begin = threading.Barrier(threads)
+
+    def reply(first: int) -> None:
+        begin.wait(LATE)
+        for call in range(first, first + count):
+            pair.near.cork(Kind.REPLY, call, b"x")
+            pair.near.flush_nowait()
+
+    full = threading.Semaphore(0)
+    pair.near.when_full = full.release
+    receiving = background(lambda: [pair.far.recv(LATE).call for _ in range(threads * count)])
+    sending = [background(reply, number * count) for number in range(threads)]
+    for each in sending:
+        each.result(LATE)
+    while full.acquire(blocking=False):  # an event loop would go on when the peer takes more
+        until(pair.near.flush_nowait)
+    received = receiving.result(LATE)
+    assert sorted(received) == list(range(threads * count))
+    for number in range(threads):  # what one thread corked arrives in order
+        own = [call for call in received if call // count == number]
+        assert own == sorted(own)
+
+
 def test_receiving_does_not_wait(streams: Pair, background: Background) -> None:
     assert next_frame(streams.far) is None
     sending = background(streams.near.send, Kind.CALL, 3, b"body", [filled(BIG, 5)])

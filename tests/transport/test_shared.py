@@ -147,6 +147,21 @@ def test_a_block_that_came_back_is_the_first_to_go_out_again(ends: tuple[End, En
     assert places == [(1, PAGE)] * 3
 
 
+def test_a_callback_that_runs_late_does_not_free_the_next_use_of_its_block(ends: tuple[End, End]) -> None:
+    """Another thread may find that the tensor is gone, and free its block, before the callback of the tensor runs."""
+    sender, receiver = ends
+    memory = send(sender, receiver, bytes(100_000))
+    [(_, ended, _)] = receiver.mappings._live.values()
+    late: Any = ended.__callback__
+    del memory
+    receiver.mappings.reconcile()
+    data = os.urandom(100_000)
+    again = send(sender, receiver, data)  # in the same block
+    late(ended)
+    send(sender, receiver, bytes(100_000))
+    assert bytes(again) == data
+
+
 def test_blocks_in_use_are_never_given_out_again(ends: tuple[End, End]) -> None:
     sender, receiver = ends
     held = {value: send(sender, receiver, bytes([value]) * 60_000) for value in range(20)}

@@ -106,7 +106,7 @@ def test_a_variable_fills_its_field_and_no_other(name: str, text: str, field: st
 
 
 def test_every_field_can_be_set_from_the_environment() -> None:
-    texts = {"float": "3600", "float | None": "3600", "int": "64", "tuple[str, ...]": "tcp"}
+    texts = {"float": "3600", "float | None": "3600", "int": "64", "int | None": "64", "tuple[str, ...]": "tcp"}
     given = {entry.name: texts.get(str(entry.type), SECRET) for entry in dataclasses.fields(Config)}
     given |= {entry.name: str(not entry.default) for entry in dataclasses.fields(Config) if entry.type == "bool"}
     given |= {"device_maps": '{"ps": {"cuda:0": "cpu"}}', "unmapped_devices": "refuse"}

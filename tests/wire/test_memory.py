@@ -52,19 +52,23 @@ def test_a_slice_holds_the_memory(pool: Pool) -> None:
     assert address(pool.reserve(FLOOR)) == start
 
 
-@pytest.mark.parametrize("kind", ["tensor", "view", "numpy", "storage"])
+@pytest.mark.parametrize("kind", ["tensor", "view", "numpy", "slice of the array", "storage"])
 def test_whatever_sits_on_the_memory_holds_it(pool: Pool, kind: str) -> None:
     memory = pool.reserve(4 * FLOOR)
     start = address(memory)
     tensor = torch.frombuffer(memory, dtype=torch.float32)
-    del memory
+    array = memory.obj
+    assert isinstance(array, np.ndarray)
+    part = array[5:]
+    del memory, array
     holder: object = {
         "tensor": tensor,
         "view": tensor.view(10, -1)[3:5].t(),
         "numpy": tensor.numpy()[5:],
+        "slice of the array": part,
         "storage": tensor.untyped_storage(),
     }[kind]
-    del tensor
+    del tensor, part
     assert address(pool.reserve(4 * FLOOR)) != start
     del holder
     assert address(pool.reserve(4 * FLOOR)) == start

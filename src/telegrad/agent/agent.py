@@ -27,7 +27,7 @@ from telegrad.agent.clock import Clock
 from telegrad.agent.connections import Connections
 from telegrad.agent.current import local
 from telegrad.agent.devices import Devices
-from telegrad.agent.event_loop import EventLoop
+from telegrad.agent.event_loop import EventLoops
 from telegrad.agent.gathering import Gathering, broken
 from telegrad.agent.links import Dialled, Link, given_up
 from telegrad.agent.membership import Directory, Member, Store, WorkerInfo, check_name
@@ -137,7 +137,7 @@ class Agent:
             self.closing = True
             if hasattr(self, "connections"):
                 self.connections.close(None)
-                self.loop.close()
+                self.loops.close()
                 self.clock.close()
             raise
         self.connections.accept()
@@ -150,7 +150,7 @@ class Agent:
         self.threads = Threads(f"telegrad-{self.name}", self._enter_thread)
         self.executor = Executor(self.threads, self.config.threads, self.config.max_threads)
         self.clock = Clock(f"telegrad-{self.name}")
-        self.loop = EventLoop(self.threads, self.clock)
+        self.loops = EventLoops(self.threads, self.clock, self.config.event_loops)
         self.connections = Connections(self, self.config, secret)
         self.gathering = Gathering(self)
         self.directory = Directory(self._store, self.world_size is not None)
@@ -241,7 +241,7 @@ class Agent:
         self.connections.close(last_words)
         self.gathering.close()
         self.executor.close()
-        self.loop.close()
+        self.loops.close()
         self.clock.close()
         self.threads.close(_JOIN_THREADS)
         self.peers.clear()
@@ -490,7 +490,7 @@ class Agent:
         if target is None:
             target = Target(function)
             if len(self._targets) < LIMIT:
-                self._targets[function] = target
+                target = self._targets.setdefault(function, target)
         return target
 
     def allowed(self, function: Function | None) -> bool:
@@ -548,7 +548,7 @@ class Agent:
         self.closing = self.forked = True
         self.peers.drop()
         self.connections.drop()
-        self.loop.drop()
+        self.loops.drop()
 
 
 def _close_all() -> None:

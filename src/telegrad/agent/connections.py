@@ -317,7 +317,7 @@ class Connections:
     def _serve(self, inbound: Inbound) -> None:
         """Begin to serve a connection. If the system refuses a thread, try again: until then, its calls wait."""
         try:
-            self._owner.loop.add(inbound)
+            self._owner.loops.add(inbound)
         except ChannelClosed as error:
             inbound.ended(error)
         except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""`EventLoop`: one thread at a time reads all connections of an agent and handles each frame where it read it.
+"""`EventLoop`: one thread at a time reads many connections of an agent and handles each frame where it read it.
 
 Handing a message to another thread costs more than most calls do, and a thread for each connection would compete for
-the interpreter lock with all others. So one thread, the *leader*, waits for all connections (epoll). It reads what has
+the interpreter lock with all others. So one thread, the *leader*, waits for all of them (epoll). It reads what has
 arrived, handles every frame, and sends what a connection's frames were answered with in one go. It must not hold up
 the frames behind the one it handles, so it gives the loop to another thread
 
@@ -14,6 +14,9 @@ A connection is not read while its peer does not take what it was answered with,
 purpose (`waiting.hold`: back-pressure). The rest of a frame of more than `_LARGE` bytes is received by a thread of its
 own, so that the others do not wait for it.
 
+An agent has one loop for all connections. Where Python has no interpreter lock, threads do not compete, and it has
+several (`EventLoops`). A connection stays with the loop that it was given to.
+
 State: under `_lock`, `_epoch` counts the hand-overs; a thread leads while its own epoch is the current one. `_busy` is
 True while the leader handles something; only then can the loop be taken from it. `_connections` (those with a file
 descriptor) and what epoll watches are changed under the lock, too. `_ready`, `_current`, `_last`, `_repeats`, `_left`
@@ -23,19 +26,21 @@ and `_alarms` belong to the leader. `_posted` and `_late` are added to by anybod
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import os
 import select
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from telegrad import waiting
 from telegrad.agent.clock import Clock
 from telegrad.agent.threads import Threads
 from telegrad.errors import ProtocolError
+from telegrad.interpreter import has_lock
 from telegrad.transport.channel import Channel, ChannelClosed
 from telegrad.transport.stream import CORES, CROWDED, SPIN, spinning
 from telegrad.wire.frames import Frame, Kind
@@ -45,16 +50,26 @@ Job = Callable[[], None]
 _FRAMES_PER_TURN = 32  # of one connection, while others may have something to read
 _LARGE = 1 << 20  # bytes of a frame that are still to come
 _LOOKS = 16  # at one connection, for each look at all
+_MOST_LOOPS = 4
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 
 _log = logging.getLogger("telegrad")
 _now = time.monotonic
 
 
+class _Local(threading.local):
+    epoch = -1
+
+
+_local = _Local()
+
+
 class Connection(ABC):
     """What a loop reads: a channel, and what is done with its frames."""
 
     channel: Channel
+    loop: EventLoop  # that reads it
+    group = ""  # connections of one group have about the same traffic
     stops_reading = True  # while its peer takes nothing
     queued = False  # the rest belongs to the loop
     readable = False
@@ -133,6 +148,7 @@ class EventLoop:
     def add(self, connection: Connection) -> None:
         """Read a connection from now on. Raises `ChannelClosed` if the loop is over."""
         number = connection.channel.fileno()
+        connection.loop = self
         with self._lock:
             if self._wake < 0:
                 raise ChannelClosed("this worker is shutting down")
@@ -171,7 +187,10 @@ class EventLoop:
 
     def _flush_late(self) -> None:
         while self._late:
-            connection = self._late.pop()
+            try:
+                connection = self._late.pop()
+            except KeyError:
+                return  # another thread was faster: the leader and the clock come here
             try:
                 connection.channel.flush_late()
             except ChannelClosed as error:
@@ -256,6 +275,7 @@ class EventLoop:
         with self._lock:
             pass
         waiting.take(_Leader(self, epoch))
+        _local.epoch = epoch
         try:
             while True:
                 if self._current is None and not self._choose(epoch):
@@ -476,8 +496,13 @@ class EventLoop:
 
     @property
     def epoch(self) -> int:
-        """Which leader leads; a thread that finds another number than before leads no more."""
+        """Which leader leads; a thread that finds another number than `own_epoch` leads no more."""
         return self._epoch
+
+    @property
+    def own_epoch(self) -> int:
+        """In a thread that leads or has led: when it did. Unlike `epoch`, this never changes during a call."""
+        return _local.epoch
 
     def hand_over(self, epoch: int) -> bool:
         """Let another thread lead, if the thread of `epoch` still does and is handling something.
@@ -551,6 +576,58 @@ class EventLoop:
             if self._epoch == epoch:
                 self._alarms[key] = moment, job
             return self._epoch == epoch
+
+
+class EventLoops:
+    """The loops of an agent, at most `count`. The connections of each group are spread over them in turn.
+
+    State: `_loops` and `_added`, under `_lock`. Loops after the first are made when they are first needed.
+    """
+
+    def __init__(self, threads: Threads, clock: Clock, count: int | None) -> None:
+        self._make = functools.partial(EventLoop, threads, clock)
+        self._count = count if count is not None else 1 if has_lock() else min(CORES, _MOST_LOOPS)
+        self._loops = [self._make()]
+        self._added: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<EventLoops {self._loops}>"
+
+    def __iter__(self) -> Iterator[EventLoop]:
+        return iter(list(self._loops))
+
+    def add(self, connection: Connection) -> None:
+        """Let one of the loops read a connection. Raises `ChannelClosed` if they are over."""
+        self._next(connection.group).add(connection)
+
+    def reads(self, connection: Connection) -> bool:
+        """Is this connection read, so that a loop will close it?"""
+        return any(loop.reads(connection) for loop in self)
+
+    def close(self) -> None:
+        """End each loop with its last connection. All must have been told to end."""
+        with self._lock:
+            self._count = len(self._loops)
+        for loop in self:
+            loop.close()
+
+    def drop(self) -> None:
+        """After a fork, in the child: the connections are the parent's."""
+        for loop in self._loops:
+            loop.drop()
+
+    def _next(self, group: str) -> EventLoop:
+        with self._lock:
+            index = self._added[group] % self._count
+            self._added[group] += 1
+            if index >= len(self._loops):
+                try:
+                    self._loops.append(self._make())
+                except OSError as error:
+                    _log.warning("no descriptors for another event loop (%s); going on with fewer", error)
+                    self._count = len(self._loops)
+            return self._loops[index % self._count]
 
 
 def _early(early: collections.deque[Any]) -> Frame:

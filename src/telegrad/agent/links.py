@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from telegrad import waiting
 from telegrad.agent import scope as scopes
 from telegrad.agent.clock import Clock
-from telegrad.agent.event_loop import EventLoop
+from telegrad.agent.event_loop import EventLoops
 from telegrad.agent.membership import Member
 from telegrad.agent.packing import Envelope, pack, settle, unpack
 from telegrad.agent.pipe import Pipe, timed_out
@@ -58,7 +58,7 @@ class Dialer(Protocol):
     config: Config
     threads: Threads
     clock: Clock
-    loop: EventLoop
+    loops: EventLoops
     numbers: Numbers
     calls_made: int
     name: str
@@ -104,7 +104,7 @@ class Link:
         except BaseException as error:
             # The loop, if it reads the pipe, must not take this for the loss of the peer.
             self._error = PeerLost(f"the link to worker {member.name!r} was never made", peer=member.name)
-            if agent.loop.reads(self.pipe):
+            if agent.loops.reads(self.pipe):
                 dialled.channel.shut()
             else:
                 dialled.channel.close()
@@ -277,8 +277,7 @@ class Link:
         self._is_lost.open()
         for lane in list(self._busy):
             lane.channel.shut()
-        while self._idle:
-            self._idle.pop().channel.close()
+        self._close_idle()
         self.pipe.fail_all()
         # The peer must hear that it was given up, whatever it was that broke: what it sends now is for nobody.
         end_quickly(self.pipe.channel, given_up(self._agent.name, reason) if tell else None)
@@ -323,8 +322,7 @@ class Link:
                 name = self.member.name
                 self._error = PeerLost(f"this worker has left the group and cannot call {name!r}", peer=name)
         self._is_lost.open()
-        while self._idle:
-            self._idle.pop().channel.close()
+        self._close_idle()
         for lane in list(self._busy):
             lane.channel.shut()
         self.pipe.fail_all()
@@ -335,6 +333,10 @@ class Link:
             return self._idle.pop()
         except IndexError:
             return None
+
+    def _close_idle(self) -> None:
+        while (lane := self._take_lane()) is not None:
+            lane.channel.close()
 
     def _open_lane(self, function: Function, timeout: float | None, until: float) -> Lane:
         if self._error is not None:
@@ -348,6 +350,8 @@ class Link:
         if self._error is None and len(self._idle) < self._agent.config.idle_lanes:
             lane.used = time.monotonic()
             self._idle.append(lane)
+            if self._error is not None:  # lost meanwhile: whoever closed the idle lanes may have missed this one
+                self._close_idle()
         else:
             lane.channel.close()
 

@@ -92,7 +92,7 @@ class Directory:
         self.group = self._agree_on_group(fixed_size)
 
     def __repr__(self) -> str:
-        return f"<Directory of group {self.group}: {sorted(member.name for member in self._seen.values())}>"
+        return f"<Directory of group {self.group}: {sorted(member.name for member in list(self._seen.values()))}>"
 
     def register(self, name: str, rank: int | None, addresses: tuple[str, ...], maps_devices: bool = False) -> Member:
         """Put this worker into the directory. Without a rank, it gets the next one that nobody has."""
@@ -155,7 +155,7 @@ class Directory:
                 rank = self._get(f"slot/{slot}")
                 if rank is not None:
                     self._read(int(rank))
-        return sorted((m for m in self._seen.values() if not m.left), key=lambda m: m.rank)
+        return sorted((m for m in list(self._seen.values()) if not m.left), key=lambda m: m.rank)
 
     def is_current(self, name: str, incarnation: str) -> bool:
         """Is this incarnation the last that was seen under this name?"""
@@ -183,7 +183,7 @@ class Directory:
     def _known(self, target: str | int) -> Member | None:
         if isinstance(target, int):
             return self._seen.get(target)
-        return next((each for each in self._seen.values() if each.name == target), None)
+        return next((each for each in list(self._seen.values()) if each.name == target), None)
 
     def _agree_on_group(self, fixed_size: bool) -> str:
         kind = "fixed" if fixed_size else "open"

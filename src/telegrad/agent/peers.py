@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from telegrad.agent.links import Link
@@ -28,7 +27,7 @@ class Peers:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._by_key: dict[str | int, Link] = {}
-        self._dialing: defaultdict[str | int, threading.Lock] = defaultdict(threading.Lock)
+        self._dialing: dict[str | int, threading.Lock] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -54,7 +53,7 @@ class Peers:
         name = self._name_of(key_of(to))
         until = math.inf if timeout is None else time.monotonic() + timeout
         held: list[bool] = []
-        lock = self._dialing[name]  # one thread dials a peer; the others wait for its link
+        lock = self._dialing.setdefault(name, threading.Lock())  # one thread dials a peer; the others wait for its link
         try:
             held.extend(map(lock.acquire, (True,), (-1 if timeout is None else timeout,)))
             if not held[0]:

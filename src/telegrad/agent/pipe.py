@@ -84,7 +84,7 @@ class Pipe(Connection):
 
     def start(self) -> None:
         """Begin to read. The link must be complete: the first frame may be a good-bye."""
-        self._agent.loop.add(self)
+        self._agent.loops.add(self)
 
     def waited_for(self) -> list[Pending]:
         """Return the calls that somebody waits for."""
@@ -127,7 +127,7 @@ class Pipe(Connection):
         except SendTimeout as error:
             late = timed_out(link.member.name, describe(function), timeout, sent=error.begun)
             if error.begun:  # the rest goes out before the next frame
-                self.pending[call].give_up(late)
+                pending.give_up(late)
                 self.channel.offer(Kind.CANCEL, call, b"")
             else:
                 self._finish(call, lambda _: late)

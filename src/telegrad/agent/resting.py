@@ -2,6 +2,9 @@
 
 Python's counts of references and torch's tell. What they are for something that one variable refers to depends on the
 versions of both, so they are not compared with fixed numbers, but with those of an object that is known to be alone.
+
+Without the interpreter lock, Python's count may be too low for a moment while a reference passes from one thread to
+another. So there no result is taken for the last, and the caller gets a copy.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from telegrad.interpreter import has_lock
 
 WORTH_LENDING = 1 << 20  # bytes: a snapshot of fewer costs less than mapping memory that was not made for it
 _PARTS = 16  # a result of more parts is not looked through
@@ -27,7 +32,7 @@ def is_sole(value: Any, at_least: int = WORTH_LENDING, anywhere: bool = False) -
     if kind is Tensor:
         if not (value.is_cuda or anywhere) or value.numel() * value.itemsize < at_least:
             return False
-        return _references(value) <= _ALONE and _is_whole(value)
+        return _references(value) <= _ALONE and _is_whole(value) and has_lock()
     if (kind is not tuple and kind is not list) or len(value) > _PARTS:
         return False
     sizes = [part.numel() * part.itemsize for part in value if type(part) is Tensor and (part.is_cuda or anywhere)]
@@ -35,6 +40,7 @@ def is_sole(value: Any, at_least: int = WORTH_LENDING, anywhere: bool = False) -
         bool(sizes)
         and max(sizes) >= at_least
         and _references(value) <= _ALONE
+        and has_lock()
         and all(
             (count <= _ALONE_INSIDE and _is_whole(part)) if type(part) is Tensor else type(part) in _PLAIN
             for count, part in zip(_references_inside(value), value, strict=True)

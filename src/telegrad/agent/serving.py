@@ -31,7 +31,7 @@ from telegrad import waiting
 from telegrad.agent import scope as scopes
 from telegrad.agent.clock import Clock
 from telegrad.agent.current import local
-from telegrad.agent.event_loop import Connection, EventLoop
+from telegrad.agent.event_loop import Connection, EventLoop, EventLoops
 from telegrad.agent.packing import Brought, Envelope, Shared, pack, shared_answer, unpack
 from telegrad.agent.resting import is_sole
 from telegrad.agent.routes import ANYWHERE, Route, backward
@@ -71,7 +71,7 @@ class Host(Protocol):
     threads: Threads
     executor: Executor
     clock: Clock
-    loop: EventLoop
+    loops: EventLoops
     calls_served: int
     forked: bool
 
@@ -92,7 +92,8 @@ class Inbound(Connection):
         self.incarnation: str = peer["incarnation"]
         self.heartbeat: float = float(peer["heartbeat"])
         self.channel = channel
-        self.is_shared = peer["purpose"] == "pipe"  # by many calls; it carries the signs of life
+        self.group: str = peer["purpose"]
+        self.is_shared = self.group == "pipe"  # by many calls; it carries the signs of life
         self._owed: dict[int, bool] = {}
         self._host = host
         route = backward(peer.get("devices", {}), host.config.unmapped_devices)
@@ -139,7 +140,7 @@ class Inbound(Connection):
             if target is None or not 0 <= target.seconds < _FAST:
                 self.channel.flush_nowait()
             self._reading = target
-            self._execute(frame, target, self._host.loop)
+            self._execute(frame, target, self.loop)
         elif frame.kind == Kind.CANCEL:
             self._cancel(frame.call)
         elif frame.kind == Kind.BYE:
@@ -232,7 +233,7 @@ class Inbound(Connection):
             current_scope.reset(token)
 
     def _run(self, frame: Frame, target: Target | None, loop: EventLoop | None) -> None:
-        epoch = loop.epoch if loop is not None else 0
+        epoch = loop.own_epoch if loop is not None else 0
         arrivals: list[Brought] = []
         try:
             if frame.flags or target is None or frame.damage is not None or self._host.config.only_registered:
@@ -339,7 +340,7 @@ class Inbound(Connection):
                 self._send_large(call, body, buffers, None if shared is None else shared.copies)
             elif target.may_wait:
                 self.channel.cork_late(_REPLY, call, body)
-                self._host.loop.flush_soon(self)
+                self.loop.flush_soon(self)
             else:
                 self.channel.cork(_REPLY, call, body)
                 if loop is None or loop.epoch != epoch:

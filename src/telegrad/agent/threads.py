@@ -19,6 +19,7 @@ State: `Threads._idle` under its lock; the executor's counters and queue under `
 from __future__ import annotations
 
 import collections
+import contextvars
 import functools
 import logging
 import threading
@@ -82,6 +83,11 @@ class Threads:
             clock.at(time.monotonic() + _RETRY, lambda: self.start_when_possible(job, clock))
 
     def _run(self, given: list[Job]) -> None:
+        # Free-threaded Python 3.14 lets a thread inherit the context variables of the one that starts it, such as the
+        # scope of the call that it happens to run.
+        contextvars.Context().run(self._run_jobs, given)
+
+    def _run_jobs(self, given: list[Job]) -> None:
         job: Job | None = given.pop()
         try:
             self._setup()

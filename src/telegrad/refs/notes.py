@@ -37,16 +37,21 @@ class Outbox:
         self._deliver = deliver  # the function that the owner runs
         self._number = 0
         self._lock = threading.Lock()
-        self.unacknowledged = 0
+        self._unacknowledged: set[int] = set()
 
     def __repr__(self) -> str:
-        return f"<Outbox to {self._name}: {self._number} sent, {self.unacknowledged} not acknowledged>"
+        return f"<Outbox to {self._name}: {self._number} sent, {len(self._unacknowledged)} not acknowledged>"
+
+    @property
+    def unacknowledged(self) -> int:
+        """Batches of notes that the owner has not acknowledged."""
+        return len(self._unacknowledged)
 
     def send(self, notes: list[Note]) -> None:
         """Send notes after all that were sent before."""
         with self._lock:
             self._number += 1
-            self.unacknowledged += 1
+            self._unacknowledged.add(self._number)
             self._transmit(self._number, notes)
 
     def _transmit(self, number: int, notes: list[Note]) -> None:
@@ -55,7 +60,7 @@ class Outbox:
         try:
             future = agent.start(self._name, self._deliver, args, None, _RETRY, internal=True)
         except TelegradError as error:  # this agent is closing, or the owner is unknown: nobody counts any more
-            self._finished(error)
+            self._finished(number, error)
             return
         future.add_done_callback(lambda done: self._acknowledged(number, notes, done))
 
@@ -65,12 +70,12 @@ class Outbox:
         except CallTimeout:
             self._transmit(number, notes)
         except Exception as error:
-            self._finished(error)
+            self._finished(number, error)
         else:
-            self._finished(None)
+            self._finished(number, None)
 
-    def _finished(self, error: Exception | None) -> None:
-        self.unacknowledged -= 1
+    def _finished(self, number: int, error: Exception | None) -> None:
+        self._unacknowledged.discard(number)
         if error is not None and not isinstance(error, PeerLost):
             _log.debug("notes to %s were not delivered: %s", self._name, error)
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.errors import PeerLost, StaleReference
 from telegrad.futures import Future
+from telegrad.interpreter import snapshot
 
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
@@ -327,7 +328,7 @@ class Books:
     def known(self, owner: str, keys: list[Key]) -> list[bool]:
         """Which of these objects of `owner` this worker refers to, or is about to give back."""
         with self._lock:
-            dropped = {(each.owner, each.key) for each in list(self._dropped) if isinstance(each, Lifetime)}
+            dropped = {(each.owner, each.key) for each in snapshot(self._dropped) if isinstance(each, Lifetime)}
             return [(owner, key) in self._holdings or (owner, key) in dropped for key in keys]
 
     # For people and tests

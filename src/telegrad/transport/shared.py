@@ -34,6 +34,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(
 
 Bytes = npt.NDArray[np.uint8]
 _log = logging.getLogger("telegrad")
+_popleft = deque.popleft
+_done: deque[None] = deque(maxlen=0)
 
 
 class SegmentUnknown(Exception):
@@ -326,7 +329,7 @@ class Mappings:
 
     def __init__(self) -> None:
         self._maps: dict[tuple[str, int], Mapped] = {}
-        self._live: dict[tuple[str, int, int], tuple[mmap.mmap, weakref.ref[Bytes]]] = {}
+        self._live: dict[tuple[str, int, int], tuple[mmap.mmap, weakref.ref[Bytes], deque[int]]] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -339,16 +342,11 @@ class Mappings:
         return len(self._live)
 
     def reconcile(self) -> None:
-        """Forget blocks whose tensors are gone, and free those whose callback was interrupted by a signal handler.
-
-        A block that is TAKEN while its tensor is gone was not freed: its sender cannot have given it out again.
-        """
+        """Forget blocks whose tensors are gone, and free those whose callback was interrupted by a signal handler."""
         with self._lock:
-            for key, (memory, array) in list(self._live.items()):
+            for key, (memory, array, slot) in list(self._live.items()):
                 if array() is None:
-                    slot = key[2]
-                    if memory[slot] == TAKEN:
-                        memory[slot] = FREE
+                    _free(memory, slot)
                     del self._live[key]
 
     def add(self, peer: str, number: int, fd: int) -> None:
@@ -375,13 +373,12 @@ class Mappings:
             raise ProtocolError(f"a buffer in shared memory that does not exist: {place}")
         array = mapped.private_view(place) if place.slot & PRIVATE else mapped.view(place)
         process, lock, live = os.getpid(), self._lock, self._live
+        to_free = deque((slot,))
 
         def gone(ended: weakref.ref[Bytes]) -> None:  # runs inside the garbage collector: it must not wait for a lock
             if os.getpid() != process:  # a fork may drop its copy; the block still belongs to the parent
                 return
-            if place.slot & PRIVATE:
-                mapped.drop_private(place)
-            memory[slot] = FREE
+            _free(memory, to_free)
             held: list[bool] = []
             try:
                 held.extend(map(lock.acquire, (False,)))  # one call: no signal handler runs in between
@@ -392,7 +389,7 @@ class Mappings:
                     lock.release()
 
         with lock:
-            live[key] = memory, weakref.ref(array, gone)
+            live[key] = memory, weakref.ref(array, gone), to_free
             memory[slot] = TAKEN
         return memoryview(array)
 
@@ -408,6 +405,17 @@ class Mappings:
         self.reconcile()
         with self._lock:
             self._maps.clear()
+
+
+def _free(memory: mmap.mmap, slot: deque[int]) -> None:
+    """Free a block once: its sender may have given it out again since.
+
+    Whoever takes the slot out of the deque frees it, in one call, so that no signal handler runs in between.
+    """
+    try:
+        _done.extend(map(memory.__setitem__, map(_popleft, (slot,)), (FREE,)))
+    except IndexError:
+        return  # another thread was faster
 
 
 class Copies:

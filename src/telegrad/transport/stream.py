@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 from telegrad import waiting
 from telegrad.errors import ProtocolError, SerializationError
+from telegrad.interpreter import snapshot
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
 from telegrad.transport.shared import Copies, Sharing
 from telegrad.wire.frames import HEADER, Frame, FrameDecoder, Place, head
@@ -191,6 +192,8 @@ class StreamChannel(Channel):
             self._send_lock.release()
         if not complete and self.when_full is not None:
             self.when_full()
+        if complete and self._corked:  # whoever corked these found the lock taken
+            self.flush_nowait()
 
     def cork(self, kind: int, call: int, body: bytes) -> None:
         self._corked.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
@@ -199,9 +202,11 @@ class StreamChannel(Channel):
         self._late.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
 
     def flush_late(self) -> None:
-        while self._late:
-            self._corked.append(self._late.popleft())
-        self.flush_nowait()
+        try:
+            while True:
+                self._corked.append(self._late.popleft())
+        except IndexError:  # empty; two threads may be here
+            self.flush_nowait()
 
     def flush_nowait(self) -> bool:
         while self._corked or self._owed:
@@ -243,7 +248,7 @@ class StreamChannel(Channel):
         """Under the lock: send what is owed and corked, then `frame`. False: not all of it (only without `wait`)."""
         if self._flight is not None:
             self._settle(self._flight)  # a send was interrupted
-        corked = list(self._corked)
+        corked = snapshot(self._corked)
         owed = [memoryview(data) for data in (self._owed, *corked) if data]
         before = sum(view.nbytes for view in owed)
         flight = _Flight([*owed, *(view for view in frame if view.nbytes)], before, len(corked))

@@ -1,16 +1,17 @@
 """Warm memory for large buffers that arrive through a socket.
 
-Fresh memory costs a page fault every 4 KB, which is slower than the copy itself. The pool keeps arrays that were used
-before and hands one out again once nothing but the pool refers to it: the tensor on it keeps a reference to the array.
+Fresh memory costs a page fault every 4 KB, which is slower than the copy itself. The pool keeps memory that was used
+before and hands it out again when nobody uses it any more. Each time it hands out a new array over the memory; the
+tensor on the memory keeps that array alive, and the pool refers to it weakly.
 
-State: `_kept`, by size, under `_lock`. An array is free exactly when its reference count says that only the pool has
-it.
+State: `_kept`, by size, under `_lock`. Memory is free exactly when its last array is dead. Reference counts are not
+asked: in a free-threaded Python, a count may be too low while a reference passes from one thread to another.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
+import weakref
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +19,24 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 
-def _count_when_idle() -> int:
-    """What `getrefcount` says of an array that only a list and a loop over it hold; Python 3.14 counts one less."""
-    for array in [np.empty(0, np.uint8)]:
-        return sys.getrefcount(array)
-    raise AssertionError
+class _Memory:
+    """Memory that the pool keeps, and the array that was last handed out over it."""
 
+    __slots__ = ("_bytes", "_user", "nbytes")
 
-_ONLY_THE_POOL = _count_when_idle()
+    def __init__(self, nbytes: int) -> None:
+        self._bytes: Bytes = np.empty(nbytes, np.uint8)
+        self._user: weakref.ref[Bytes] | None = None
+        self.nbytes = nbytes
+
+    def is_free(self) -> bool:
+        return self._user is None or self._user() is None
+
+    def hand_out(self) -> memoryview:
+        # Over a memoryview: an array over an array passes the original on to its slices, and is not kept by them.
+        array: Bytes = np.frombuffer(memoryview(self._bytes), np.uint8)
+        self._user = weakref.ref(array)
+        return memoryview(array)
 
 
 class Pool:
@@ -34,7 +45,7 @@ class Pool:
     def __init__(self, floor: int = 1 << 18, limit: int = 1 << 29) -> None:
         self._floor = floor
         self._limit = limit
-        self._kept: dict[int, list[Bytes]] = {}
+        self._kept: dict[int, list[_Memory]] = {}
         self._lock = threading.Lock()
         self.nbytes = 0
 
@@ -46,24 +57,24 @@ class Pool:
         if nbytes < self._floor:
             return memoryview(np.empty(nbytes, np.uint8))
         with self._lock:
-            for array in self._kept.get(nbytes, ()):
-                if sys.getrefcount(array) == _ONLY_THE_POOL:
-                    return memoryview(array)
-            array = np.empty(nbytes, np.uint8)
-            self._keep(array)
-        return memoryview(array)
+            for memory in self._kept.get(nbytes, ()):
+                if memory.is_free():
+                    return memory.hand_out()
+            memory = _Memory(nbytes)
+            self._keep(memory)
+            return memory.hand_out()
 
-    def _keep(self, array: Bytes) -> None:
-        if array.nbytes > self._limit:
+    def _keep(self, memory: _Memory) -> None:
+        if memory.nbytes > self._limit:
             return
-        while self.nbytes + array.nbytes > self._limit:
+        while self.nbytes + memory.nbytes > self._limit:
             self._forget_one()
-        self._kept.setdefault(array.nbytes, []).append(array)
-        self.nbytes += array.nbytes
+        self._kept.setdefault(memory.nbytes, []).append(memory)
+        self.nbytes += memory.nbytes
 
     def _forget_one(self) -> None:
         size = next(iter(self._kept))
-        arrays = self._kept[size]
-        self.nbytes -= arrays.pop().nbytes
-        if not arrays:
+        kept = self._kept[size]
+        self.nbytes -= kept.pop().nbytes
+        if not kept:
             del self._kept[size]

@@ -1,0 +1,133 @@
+"""What must hold where Python runs threads in parallel. With the interpreter lock these tests pass as well."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import itertools
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from telegrad.agent.threads import Threads
+from telegrad.interpreter import has_lock, snapshot
+from telegrad.wire.memory import Pool
+from tests.conftest import Clusters
+from tests.local.gates import PATIENCE
+
+THREADS = 4
+inherited: contextvars.ContextVar[str | None] = contextvars.ContextVar("inherited", default=None)
+SERVES = """
+import sys
+import torch
+import telegrad, telegrad.autograd, telegrad.optim, telegrad.ps, telegrad.rpc
+from telegrad.testing import LocalCluster
+
+with LocalCluster(3, transports=("unix",)) as workers:
+    for name in ("w1", "w2"):
+        assert workers[name].call("w0", torch.add, torch.ones(1 << 17), 1).sum() == 1 << 18
+        assert workers[name].submit("w0", abs, -1).wait() == 1
+    assert len(list(workers["w0"].loops)) == min(2, telegrad.agent.event_loop.CORES)
+assert not sys._is_gil_enabled()
+"""
+
+
+@pytest.fixture
+def transport() -> str:
+    return "unix"
+
+
+def at_once(jobs: list[Callable[[], Any]]) -> list[Any]:
+    """Run functions on threads that begin at the same moment; return their results."""
+    begin = threading.Barrier(len(jobs))
+    results: list[Any] = [None] * len(jobs)
+
+    def run(index: int) -> None:
+        begin.wait(PATIENCE)
+        results[index] = jobs[index]()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    return results
+
+
+@pytest.mark.process
+@pytest.mark.skipif(has_lock(), reason="this Python has an interpreter lock")
+def test_the_lock_stays_off() -> None:
+    command = [sys.executable, "-W", "error", "-c", SERVES]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_threads_do_not_inherit_the_context_of_who_starts_them() -> None:
+    found: list[str | None] = []
+    done = threading.Event()
+    threads = Threads("telegrad-test", lambda: None)
+    token = inherited.set("the scope of a call")
+    try:
+        threads.start(lambda: (found.append(inherited.get()), done.set()))  # type: ignore[func-returns-value]
+        assert done.wait(PATIENCE)
+    finally:
+        inherited.reset(token)
+        threads.close(PATIENCE)
+    assert found == [None]
+
+
+def test_numbers_of_a_count_are_unique() -> None:
+    """Calls are numbered by `itertools.count` without a lock."""
+    numbers, each = itertools.count(), 20_000
+    found = at_once([lambda: [next(numbers) for _ in range(each)]] * THREADS)
+    assert sorted(itertools.chain(*found)) == list(range(THREADS * each))
+
+
+def test_a_snapshot_of_a_deque_may_be_taken_while_others_append() -> None:
+    queue: collections.deque[int] = collections.deque()
+    over = threading.Event()
+
+    def append() -> bool:
+        for number in range(20_000):
+            queue.append(number)
+        over.set()
+        return True
+
+    def look() -> bool:
+        while not over.is_set():
+            found = snapshot(queue)
+            if found and found != list(range(found[0], found[0] + len(found))):
+                return False
+            for _ in found:
+                queue.popleft()
+        return True
+
+    assert at_once([append, look]) == [True, True]
+
+
+def test_threads_that_call_a_new_peer_at_once_share_one_link(cluster: Clusters) -> None:
+    workers = cluster(9)
+    for to in range(1, 9):
+        links = at_once([lambda to=to: workers["w0"].peers.reach(f"w{to}")] * THREADS)  # type: ignore[misc]
+        assert len(set(map(id, links))) == 1
+
+
+def test_memory_of_the_pool_has_one_user_at_a_time() -> None:
+    pool = Pool(floor=64, limit=1 << 20)
+
+    def use(mark: int) -> Callable[[], bool]:
+        def run() -> bool:
+            for _ in range(2000):
+                memory = pool.reserve(64)
+                memory[:] = bytes([mark]) * 64
+                if memory.tobytes() != bytes([mark]) * 64:
+                    return False
+            return True
+
+        return run
+
+    assert at_once([use(mark) for mark in range(THREADS)]) == [True] * THREADS
