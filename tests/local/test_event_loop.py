@@ -15,7 +15,7 @@ from telegrad import Future, batched, waiting
 from telegrad.agent import serving
 from telegrad.agent.agent import Agent
 from telegrad.agent.current import active_agent
-from telegrad.agent.event_loop import _FRAMES_PER_TURN, Connection, EventLoops
+from telegrad.agent.event_loop import _FRAMES_PER_TURN, Connection, EventLoop, EventLoops
 from telegrad.agent.targets import Later
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import LocalCluster
