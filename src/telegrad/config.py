@@ -44,8 +44,8 @@ class Config:
     max_threads: int = 2048
     """The pool never grows beyond this; further calls wait and their callers feel back-pressure."""
     event_loops: int | None = None
-    """Threads that read connections at the same time. None: one, or one for each core up to four where Python has no
-    interpreter lock (free-threaded builds)."""
+    """Threads that read connections at the same time. None: one, or half as many as there are cores, up to four,
+    where Python has no interpreter lock (free-threaded builds)."""
     max_frame: int = 1 << 40
     """Largest message in bytes that is accepted from a peer."""
     shared_memory_floor: int = 256 * 1024

@@ -84,7 +84,8 @@ def test_a_python_with_an_interpreter_lock_has_one_loop(cluster: Clusters) -> No
     workers = cluster(3)
     assert [workers[name].call("w0", abs, -1) for name in ("w1", "w2")] == [1, 1]
     loops = len(list(workers["w0"].loops))
-    assert loops == (1 if has_lock() else min(2, event_loop.CORES))
+    assert loops == min(2, event_loop.default_count())
+    assert event_loop.default_count() == 1 or not has_lock()
 
 
 def test_the_number_of_loops_is_checked() -> None:

@@ -578,6 +578,14 @@ class EventLoop:
             return self._epoch == epoch
 
 
+def default_count() -> int:
+    """Return how many loops an agent has: one, or several where threads run in parallel and cores are left for them.
+
+    On two cores, which callers on the same machine use as well, a second loop gained nothing.
+    """
+    return 1 if has_lock() else max(min(CORES // 2, _MOST_LOOPS), 1)
+
+
 class EventLoops:
     """The loops of an agent, at most `count`. The connections of each group are spread over them in turn.
 
@@ -586,7 +594,7 @@ class EventLoops:
 
     def __init__(self, threads: Threads, clock: Clock, count: int | None) -> None:
         self._make = functools.partial(EventLoop, threads, clock)
-        self._count = count if count is not None else 1 if has_lock() else min(CORES, _MOST_LOOPS)
+        self._count = count if count is not None else default_count()
         self._loops = [self._make()]
         self._added: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()
