@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from telegrad import ps
-from telegrad.ps.tables.hashing import initial
+from telegrad.ps.tables.hashing import initialize
 from tests.process.fleet import Fleet
 from tests.process.test_parameter_servers import join
 
@@ -48,7 +48,9 @@ class Local:
     """The same in one process, where only 40 rows are ever used."""
 
     def __init__(self) -> None:
-        self.rows = nn.Parameter(initial(torch.arange(40) * 12_345_678, DIM, 0, 1.0, torch.float64))
+        self.rows = nn.Parameter(
+            initialize(torch.empty(40, DIM, dtype=torch.float64), torch.arange(40) * 12_345_678, 0, 1.0)
+        )
         self._optimizer = torch.optim.SparseAdam([self.rows], lr=0.03)
 
     def train(self, steps: range, trainers: list[int]) -> None:

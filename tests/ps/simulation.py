@@ -217,7 +217,7 @@ class Process:
         self.world, self.name = world, name
         self.incarnation = f"{name}.{next(world.numbers)}"
         self.alive = True
-        self.calls: set[Promise] = set()  # that it has not answered
+        self.calls: dict[Promise, None] = {}  # that it has not answered; in order, so that a world can be repeated
 
     def __repr__(self) -> str:
         return self.incarnation
@@ -598,7 +598,7 @@ class World:
             if not callee.alive:
                 promise.settle(error=PeerLost(f"{callee} is dead"))
                 return
-            callee.calls.add(promise)
+            callee.calls[promise] = None
             try:
                 result = function(callee)
             except Exception as error:
@@ -620,7 +620,7 @@ class World:
         def reply(callee: Process, value: Any = None, error: BaseException | None = None) -> None:
             def deliver() -> None:
                 if callee.alive or self.chance.random() < 0.5:
-                    callee.calls.discard(promise)
+                    callee.calls.pop(promise, None)
                     promise.settle(value, error)
 
             if callee.alive:

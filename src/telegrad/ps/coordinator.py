@@ -618,8 +618,14 @@ class RoundCoordinator(Coordinator):
         return decisions
 
     def _pass_over(self) -> list[Decision]:
-        """Go on with the next round that somebody is in, if all servers can: none has made a step of this one."""
-        ready = [vote is not None and vote.complete and vote.number >= self.number for vote in self._votes.values()]
+        """Go on with the next round that somebody is in, if all servers can: none has made a step of this one.
+
+        A follower that is ahead can: this server has passed over the round before, and was restarted since.
+        """
+        ready = [
+            vote is not None and (vote.number > self.number or (vote.number == self.number and vote.complete))
+            for vote in self._votes.values()
+        ]
         if self._confirm and not all(ready):
             return []
         self.number = min(self._first.values())
