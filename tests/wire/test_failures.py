@@ -386,3 +386,12 @@ def test_an_exception_that_passes_through_two_workers_keeps_both_stories() -> No
 def test_an_exception_that_was_never_raised() -> None:
     received = decode_failure(encode_failure(ValueError("fresh"), "w1", "f"))
     assert text_of(received) == "On worker 'w1', in f:\nValueError: fresh"
+
+
+def test_a_long_message_arrives_whole_and_is_not_repeated() -> None:
+    body = encode_failure(ValueError("x" * 1_000_000), "w1", "f")
+    assert len(body) < 1_100_000
+    error = decode_failure(body)
+    assert str(error) == "x" * 1_000_000
+    assert "(1000000 characters)" in str(error.__cause__)
+    assert len(str(error.__cause__)) < 20_000

@@ -13,10 +13,15 @@ from typing import Any
 from telegrad.errors import RemoteError, RemoteTraceback, TelegradError, text_of
 from telegrad.wire.codec import decode, encode
 
+_LONGEST_MESSAGE = 1 << 14  # characters of a message that a traceback shows
+
 
 def encode_failure(error: BaseException, worker: str, call: str) -> bytes:
     """Return a failure as bytes."""
-    return pickle.dumps((_name(error), text_of(error), remote_traceback(error), worker, call, _pack(error)), 5)
+    text = text_of(error)
+    if len(text) > _LONGEST_MESSAGE:
+        text = f"{text[:_LONGEST_MESSAGE]}... ({len(text)} characters)"
+    return pickle.dumps((_name(error), text, remote_traceback(error), worker, call, _pack(error)), 5)
 
 
 def encode_name_of_failure(error: BaseException, worker: str, call: str) -> bytes:
@@ -49,6 +54,11 @@ def remote_traceback(error: BaseException) -> str:
     while trace is not None and _is_ours(trace):
         trace = trace.tb_next
     try:
+        message = str(error)
+        if len(message) > _LONGEST_MESSAGE:  # the exception itself travels whole; formatting this would take seconds
+            frames = "".join(traceback.format_tb(trace))
+            start = message[:_LONGEST_MESSAGE]
+            return f"Traceback (most recent call last):\n{frames}{_name(error)}: {start}... ({len(message)} characters)"
         return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
     except BaseException as failure:  # of code of the user, such as `__str__`
         return f"{_name(error)}: <its traceback could not be formatted: {type(failure).__name__}>"
