@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import secrets
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ import pytest
 
 from telegrad import Agent, current_agent
 from telegrad.agent import upkeep
+from telegrad.agent.membership import Member
 from telegrad.errors import GroupBroken, PeerLost, UsageError
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
@@ -549,3 +552,19 @@ def test_a_lost_worker_is_known_as_lost(cluster: Clusters) -> None:
     workers.kill("w1")
     assert lost.wait(PATIENCE)
     assert known == [True]
+
+
+def test_who_connects_to_a_worker_that_is_given_up_does_not_wait(cluster: Clusters, in_background: Background) -> None:
+    w0 = cluster(1, connect_timeout=2 * PATIENCE)["w0"]
+    with socket.socket(socket.AF_UNIX) as silent:  # it accepts connections and never answers
+        name = f"telegrad-test-{secrets.token_hex(8)}"
+        silent.bind("\0" + name)
+        silent.listen()
+        member = Member("gone", 1, "its incarnation", (f"unix:@{name}",))
+        transports = replace(w0.config, transports=("unix",))
+        w0.connections._config = transports
+        dialling = in_background(w0.connections.dial, member, "lane")
+        until(lambda: bool(w0.connections._dialling))
+        w0.peer_gone("gone", "its incarnation", reason="it was silent")
+        assert isinstance(dialling.exception(PATIENCE), PeerLost)
+        assert not w0.connections._dialling

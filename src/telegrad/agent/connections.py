@@ -87,6 +87,7 @@ class Connections:
         self.counters: Counter[str] = Counter()
         self._listeners: list[socket.socket] = []
         self._strangers: set[socket.socket] = set()
+        self._dialling: dict[str, set[socket.socket]] = {}  # by incarnation: connections that are being made
         self._inbounds: set[Inbound] = set()
         self._last_words: dict[str, str] = {}
         self._segments = Segments(self._connect)
@@ -131,6 +132,7 @@ class Connections:
         Raises `TimeoutError` after `timeout` seconds, and `PeerLost` if the member cannot be reached.
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
+        limit = time.monotonic() + self._config.connect_timeout  # for all transports together
         tried = []
         for transport in self._config.transports:
             for address in member.addresses:
@@ -141,7 +143,9 @@ class Connections:
                 try:
                     if transport == "memory":
                         return self._dial_memory(address, member, purpose)
-                    return self._dial_socket(address, member, purpose, until)
+                    if self._owner.is_lost(member.incarnation):
+                        raise PeerLost(f"worker {member.name!r} was lost", peer=member.name, sent=False)
+                    return self._dial_socket(address, member, purpose, min(until, limit))
                 except OSError as error:
                     tried.append(f"{address} ({error.strerror or error})")
                 except AuthenticationError:
@@ -199,6 +203,9 @@ class Connections:
     ) -> tuple[socket.socket, Introduction]:
         timeout = max(min(self._config.connect_timeout, until - time.monotonic()), 0.001)
         sock = sockets.connect(address, timeout)
+        incarnation = "" if member is None else member.incarnation
+        with self._lock:
+            self._dialling.setdefault(incarnation, set()).add(sock)
         try:
             introduction = self._introduce(purpose, "" if member is None else member.name)
             peer = sockets.shake_hands(sock, handshake.client(self._secret, introduction), timeout)
@@ -207,6 +214,11 @@ class Connections:
         except BaseException:
             sock.close()
             raise
+        finally:
+            with self._lock:
+                self._dialling[incarnation].discard(sock)
+                if not self._dialling[incarnation]:
+                    del self._dialling[incarnation]
         return sock, peer
 
     def _verify(self, peer: Introduction, member: Member) -> None:
@@ -363,7 +375,13 @@ class Connections:
         return Sharing(self.arena, self.mappings, incarnation, announce)
 
     def forget(self, incarnation: str) -> None:
-        """A peer is gone: nothing that was shared with it is used again."""
+        """A peer is gone: nothing that was shared with it is used again, and nobody waits for it to answer."""
+        with self._lock:
+            for sock in self._dialling.get(incarnation, ()):
+                try:
+                    sock.shutdown(socket.SHUT_RDWR)
+                except OSError as error:
+                    _log.debug("a connection was closed already: %s", error)
         self._segments.forget(incarnation)
         self.arena.abandon(incarnation, None)
         self.mappings.forget(incarnation)
