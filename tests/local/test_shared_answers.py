@@ -226,3 +226,28 @@ def test_only_those_who_share_map_privately(monkeypatch: pytest.MonkeyPatch) -> 
         assert [future.result(PATIENCE).sum().item() for future in futures] == [LARGE] * 2
         assert views == [True] * 2
         del futures
+
+
+def test_a_receiver_that_takes_nothing_holds_up_no_other(
+    workers: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = Meeting()
+    futures = waiting(workers, meeting)
+    stuck, go = threading.Event(), threading.Event()
+    for inbound in workers["w0"].connections.inbounds:
+        if inbound.peer_name == "w1":
+            send = inbound.channel.send
+
+            def send_late(*args: Any, send: Any = send, **kwargs: Any) -> None:
+                stuck.set()
+                assert go.wait(PATIENCE)
+                send(*args, **kwargs)
+
+            monkeypatch.setattr(inbound.channel, "send", send_late)
+    value = torch.ones(LARGE)
+    meeting.future.set_result(value)  # returns although w1 takes nothing
+    assert stuck.wait(PATIENCE)
+    assert [future.result(PATIENCE).sum().item() for future in futures[1:]] == [LARGE] * 2
+    value.zero_()
+    go.set()
+    assert futures[0].result(PATIENCE).sum().item() == LARGE

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from telegrad.agent.routes import Route
+from telegrad.transport.channel import Channel
 from telegrad.transport.shared import Copies
 from telegrad.wire import codec
 
@@ -146,6 +147,8 @@ class Shared:
         self.copies: Copies | None = Copies()
         self._packed: codec.Encoded | None = None
         self._snapshot: list[memoryview] | None = None
+        self._users = 1
+        self._lock = threading.Lock()
 
     def pack(self, envelope: Envelope) -> codec.Encoded:
         """Encode the value for the peer of `envelope`. If what is sent depends on the peer, for each anew."""
@@ -159,17 +162,29 @@ class Shared:
             self._packed = packed
         return packed
 
-    def snapshot(self, buffers: list[memoryview]) -> list[memoryview]:
+    def snapshot(self, buffers: list[memoryview], channel: Channel) -> list[memoryview]:
         """The buffers as they are now, for those who are sent them later; copied once if all get the same."""
         if self._packed is None:
             return [memoryview(bytearray(buffer)) for buffer in buffers]
         if self._snapshot is None:
-            self._snapshot = [memoryview(bytearray(buffer)) for buffer in buffers]
+            assert self.copies is not None
+            self._snapshot = [
+                channel.copy_for_many(self.copies, number, buffer) or memoryview(bytearray(buffer))
+                for number, buffer in enumerate(buffers)
+            ]
         return self._snapshot
 
+    def join(self) -> None:
+        """One more thread uses the copies until it calls `close`."""
+        with self._lock:
+            self._users += 1
+
     def close(self) -> None:
-        """Nobody else will be answered with it."""
-        if self.copies is not None:
+        """A user is done; after the last one, the copies belong to their receivers."""
+        with self._lock:
+            self._users -= 1
+            last = not self._users
+        if last and self.copies is not None:
             self.copies.close()
 
 

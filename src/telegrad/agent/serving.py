@@ -17,7 +17,6 @@ by single dict and set operations only.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -43,7 +42,6 @@ from telegrad.deadline import Deadline
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError, text_of
 from telegrad.futures import Future
 from telegrad.transport.channel import Channel, ChannelClosed, SaidGoodbye, end_quickly
-from telegrad.transport.shared import Copies
 from telegrad.wire import codec
 from telegrad.wire.callables import LIMIT, Function
 from telegrad.wire.failures import encode_failure, encode_name_of_failure, remote_traceback
@@ -331,13 +329,11 @@ class Inbound(Connection):
             self._fail(call, target, error)
             return
         try:
-            if shared is not None and buffers and not self.channel.shares_memory:
-                buffers = shared.snapshot(buffers)
-                send = functools.partial(self._send_late, call, target, body, buffers)
-                self._host.threads.start_when_possible(send, self._host.clock)
+            if shared is not None and (buffers or len(body) >= _CORK_BELOW):
+                self._send_on_a_thread(call, target, body, shared.snapshot(buffers, self.channel), shared)
                 return
             if buffers or len(body) >= _CORK_BELOW:
-                self._send_large(call, body, buffers, None if shared is None else shared.copies)
+                self._send_large(call, body, buffers)
             elif target.may_wait:
                 self.channel.cork_late(_REPLY, call, body)
                 self.loop.flush_soon(self)
@@ -359,20 +355,28 @@ class Inbound(Connection):
             _log.debug("nobody is left to hear that a call was given up: %s", error)
         self._answered(call)
 
-    def _send_late(self, call: int, target: Target, body: bytes, buffers: list[memoryview]) -> None:
-        """Send a reply on a thread of its own: whoever completed the future does not wait for many receivers."""
-        try:
-            self.channel.send(_REPLY, call, body, buffers)
-        except ChannelClosed as error:
-            _log.debug("nobody is left to take the result of %s: %s", target.name, error)
-        except BaseException as error:
-            self._fail(call, target, error)
-        self._answered(call)
+    def _send_on_a_thread(
+        self, call: int, target: Target, body: bytes, buffers: list[memoryview], shared: Shared
+    ) -> None:
+        """Send one of several large replies: neither who completed the future nor other receivers wait for this one."""
 
-    def _send_large(self, call: int, body: bytes, buffers: list[memoryview], copies: Copies | None) -> None:
+        def send() -> None:
+            try:
+                self.channel.send(_REPLY, call, body, buffers, copies=shared.copies)
+            except ChannelClosed as error:
+                _log.debug("nobody is left to take the result of %s: %s", target.name, error)
+            except BaseException as error:
+                self._fail(call, target, error)
+            self._answered(call)
+            shared.close()
+
+        shared.join()
+        self._host.threads.start_when_possible(send, self._host.clock)
+
+    def _send_large(self, call: int, body: bytes, buffers: list[memoryview]) -> None:
         role = waiting.pause() if sum(buffer.nbytes for buffer in buffers) >= _LONG_COPY else None
         try:
-            self.channel.send(_REPLY, call, body, buffers, copies=copies)
+            self.channel.send(_REPLY, call, body, buffers)
         finally:
             waiting.resume(role)
 

@@ -52,7 +52,6 @@ class Channel(ABC):
     """A connection to one peer."""
 
     kind: str
-    shares_memory = True  # large buffers do not go through a stream, which the peer must empty
     notify: Callable[[], None] | None = None  # called when a frame arrives, by channels that have no `fileno`
     when_full: Callable[[], None] | None = None  # called when the peer took only a part of what was corked
     heard = False  # set whenever bytes arrive, cleared by the heartbeat: a long frame is a sign of life, too
@@ -74,6 +73,10 @@ class Channel(ABC):
 
         Messages with the same `copies` have the same buffers: they may be copied once for all receivers.
         """
+
+    def copy_for_many(self, copies: Copies, number: int, buffer: memoryview) -> memoryview | None:
+        """Copy the buffer with this number to where receivers of `copies` find it. None: there is no such place."""
+        return None
 
     @abstractmethod
     def try_send(self, kind: int) -> None:

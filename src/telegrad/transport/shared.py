@@ -485,6 +485,14 @@ class Sharing:
                 inside.append(buffer)
         return inside
 
+    def copy_for_many(self, copies: Copies, index: int, buffer: memoryview) -> memoryview | None:
+        """Copy a large buffer into a block for several receivers; the memory of that block."""
+        found = copies.block(self._arena, index, buffer) if buffer.nbytes >= self._arena.floor else None
+        if found is None:
+            return None
+        segment, place = found
+        return memoryview(segment.bytes[place.offset : place.offset + place.nbytes])
+
     def _share_again(self, buffer: memoryview, places: list[Place], index: int, until: float, copies: Copies) -> bool:
         found = copies.block(self._arena, index, buffer)
         if found is None:

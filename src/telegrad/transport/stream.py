@@ -99,7 +99,6 @@ class StreamChannel(Channel):
         self.kind = "unix" if sock.family == socket.AF_UNIX else "tcp"
         self._sock = sock
         self._sharing = sharing
-        self.shares_memory = sharing is not None
         self._peer_max_frame = max_frame if peer_max_frame is None else peer_max_frame
         locate = sharing.locate if sharing is not None else _no_segments
         self._decoder = FrameDecoder(pool.reserve, locate, max_frame)
@@ -180,6 +179,9 @@ class StreamChannel(Channel):
             if self._sharing is not None and not begun:
                 self._sharing.take_back(places)  # the peer will never hear of them
             raise
+
+    def copy_for_many(self, copies: Copies, number: int, buffer: memoryview) -> memoryview | None:
+        return None if self._sharing is None else self._sharing.copy_for_many(copies, number, buffer)
 
     def try_send(self, kind: int) -> None:
         if not self._send_lock.acquire(blocking=False):
