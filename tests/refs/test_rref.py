@@ -17,7 +17,10 @@ from telegrad.agent.agent import Agent
 from telegrad.errors import CallTimeout, PeerLost, SerializationError, StaleReference, UsageError
 from telegrad.refs import RRef, remote
 from telegrad.refs.keeper import Keeper
+from telegrad.refs.ownership import Key
 from telegrad.testing import LocalCluster
+from tests.conftest import Clusters
+from tests.local.gates import PATIENCE
 from tests.refs import objects
 from tests.refs.objects import Thing, owned, until
 
@@ -313,3 +316,12 @@ def test_what_is_left_is_counted_and_reported(
     with caplog.at_level("INFO", logger="telegrad"):
         pair["w1"].close()
     assert "worker 'w1' leaves while references are alive: {'owned objects': 1" in caplog.text
+
+
+def test_an_object_that_is_asked_for_after_its_owner_has_left_never_comes(cluster: Clusters) -> None:
+    agent = cluster(2)["w0"]
+    books = Keeper.of(agent).books
+    agent.close()
+    entry = books.find(Key("an incarnation that has created nothing yet", 1))
+    with pytest.raises(PeerLost, match="left the group"):
+        entry.value.result(PATIENCE)

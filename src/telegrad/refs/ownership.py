@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
 AUDIT_AFTER = 10.0
+_LEFT = "this worker has left the group while the object was being created"
 
 
 class Key(NamedTuple):
@@ -121,6 +122,7 @@ class Books:
         self._me = agent.me.incarnation
         self._lock = threading.RLock()
         self._entries: dict[Key, Entry] = {}
+        self._closed = False  # what has not arrived will not come
         self._arrivals: defaultdict[str, Arrivals] = defaultdict(Arrivals)
         self._holdings: dict[tuple[str, Key], Holding] = {}
         self._lost: set[str] = set()
@@ -188,6 +190,8 @@ class Books:
         entry = self._entries.get(key)
         if entry is None and key.creator not in self._lost and key.number not in self._arrivals[key.creator]:
             entry = self._entries[key] = Entry(key)
+            if self._closed:
+                entry.value._settle(None, PeerLost(_LEFT))
         return entry
 
     def lend(self, key: Key, holder: str) -> None:
@@ -226,9 +230,10 @@ class Books:
     def close(self) -> None:
         """This worker leaves: what is still on its way will not come, and whoever waits for it here is told."""
         with self._lock:
+            self._closed = True
             unfinished = [entry for entry in self._entries.values() if not entry.value.done()]
         for entry in unfinished:
-            entry.value._settle(None, PeerLost("this worker has left the group while the object was being created"))
+            entry.value._settle(None, PeerLost(_LEFT))
 
     def suspects(self, now: float) -> dict[str, list[tuple[Key, float]]]:
         """Balances that have not moved for a while, by holder."""
