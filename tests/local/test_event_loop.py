@@ -405,3 +405,17 @@ def test_an_executor_that_is_full_holds_up_who_fills_it(cluster: Clusters, gate:
     for future in futures:
         future.result(PATIENCE)
     until(lambda: not any(inbound.held for inbound in w0.connections.inbounds))
+
+
+def test_a_connection_that_must_not_be_read_is_not_looked_at_either(agent: Agent, line: Callable[[], Line]) -> None:
+    one, loop = line(), EventLoop(agent.threads, agent.clock)  # nobody leads this loop but this test
+    loop._last, loop._repeats = one.recorder, True
+    one.send(1)
+    one.recorder.mask = select.EPOLLOUT  # its peer takes no answers
+    assert not loop._spin()
+    assert not one.recorder.channel.has_frame()
+    one.recorder.mask = select.EPOLLIN
+    assert loop._spin()
+    assert one.recorder.channel.has_frame()
+    one.recorder.mask = 0
+    loop.close()

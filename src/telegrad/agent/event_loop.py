@@ -437,7 +437,7 @@ class EventLoop:
         try:
             now = _now()
             last, until = self._last, now + SPIN
-            if not self._repeats or last is None or last.held or last.elsewhere:
+            if not self._repeats or last is None or last.mask != _READ:  # it must not be read now
                 last = None
             while not self._ready and not self._posted:
                 if last is not None and last.channel.look(_LOOKS):
