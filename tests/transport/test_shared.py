@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import os
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from telegrad.errors import ProtocolError
 from telegrad.transport import shared as shared_memory
 from telegrad.transport.channel import SendTimeout
-from telegrad.transport.shared import SLOTS, Arena, Mappings, Segment, SegmentUnknown, Sharing
+from telegrad.transport.shared import SLOTS, Arena, Copies, Mappings, Segment, SegmentUnknown, Sharing
 from telegrad.wire import codec
 from telegrad.wire.frames import Kind, Place, head
 from tests.transport.pairs import FLOOR, Background, End, Pair, fill_with_frames
@@ -625,3 +626,31 @@ def test_a_block_without_memory_is_given_back(arena: Arena, monkeypatch: pytest.
         assert arena.take(FLOOR, "peer", None) is None
     segment, place = arena.take(FLOOR, "peer", None) or pytest.fail("there is no room")
     assert (place.offset, len(segment.used)) == (PAGE, 1)
+
+
+def test_two_threads_that_ask_for_the_same_copy_share_it(
+    monkeypatch: pytest.MonkeyPatch, background: Background
+) -> None:
+    arena = Arena(FLOOR, 1 << 30)
+    take, both_are_here = arena.take_for_many, threading.Barrier(2)
+
+    def take_together(nbytes: int) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):  # as it must be: only one thread comes here
+            both_are_here.wait(0.3)
+        return take(nbytes)
+
+    monkeypatch.setattr(arena, "take_for_many", take_together)
+    copies, buffer = Copies(), memoryview(bytes([7]) * 10_000)
+    found = [background(copies.block, arena, 0, buffer) for _ in range(2)]
+    (segment, place), again = (each.result(LATE) for each in found)
+    assert again == (segment, place)
+    assert len(segment.used) == 1
+    assert bytes(segment.bytes[place.offset : place.offset + place.nbytes]) == bytes(buffer)
+    copies.close()
+    assert not segment.used
+    arena.close()
+
+
+def test_one_receiver_is_admitted_once() -> None:
+    copies = Copies()
+    assert [copies.admits(peer) for peer in ("a", "b", "a")] == [True, True, False]

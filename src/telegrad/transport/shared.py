@@ -419,29 +419,34 @@ def _free(memory: mmap.mmap, slot: deque[int]) -> None:
 
 
 class Copies:
-    """What was copied of the buffers of one message that goes to several receivers."""
+    """What was copied of the buffers of one message that goes to several receivers, each from a thread of its own.
+
+    State, under `_lock`: `_blocks`, which are complete once they are there, and `_peers`.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._blocks: dict[int, tuple[Arena, Segment, Place]] = {}
         self._peers: set[str] = set()  # those that have received it: a second private view of a block would be the same
 
     def admits(self, peer: str) -> bool:
         """Is this the first message to `peer`?"""
-        if peer in self._peers:
-            return False
-        self._peers.add(peer)
-        return True
+        with self._lock:
+            is_first = peer not in self._peers
+            self._peers.add(peer)
+            return is_first
 
     def block(self, arena: Arena, index: int, buffer: memoryview) -> tuple[Segment, Place] | None:
         """A block with the bytes of the buffer number `index`, copied when it is first asked for."""
-        if index not in self._blocks:
-            found = arena.take_for_many(buffer.nbytes)
-            if found is None:
-                return None
-            segment, place = found
-            self._blocks[index] = arena, segment, place
-            _copy(segment.bytes[place.offset : place.offset + place.nbytes], buffer)
-        return self._blocks[index][1:]
+        with self._lock:
+            if index not in self._blocks:
+                found = arena.take_for_many(buffer.nbytes)
+                if found is None:
+                    return None
+                segment, place = found
+                self._blocks[index] = arena, segment, place
+                _copy(segment.bytes[place.offset : place.offset + place.nbytes], buffer)
+            return self._blocks[index][1:]
 
     def close(self) -> None:
         """No more receivers will come."""
