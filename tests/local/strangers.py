@@ -56,7 +56,6 @@ def introduction(agent: Agent, **changes: Any) -> dict[str, Any]:
         "incarnation": os.urandom(8).hex(),
         "group": agent.group,
         "purpose": "pipe",
-        "main": "",
         "heartbeat": 5.0,
         "unix": "",
     }

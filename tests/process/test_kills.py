@@ -119,6 +119,25 @@ def test_a_frozen_worker_is_found_by_its_silence(tmp_path: Path) -> None:
             fleet[1].signal(signal.SIGKILL)
 
 
+def start_call(to: str) -> None:
+    _pending[:] = [rpc.rpc_async(to, abs, args=(-7,), timeout=50)]
+
+
+def result_of_call() -> Any:
+    return _pending[0].result(timeout=50)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_the_first_asynchronous_call_does_not_wait_for_a_frozen_worker(tmp_path: Path, transport: str) -> None:
+    with Fleet(2, join, str(tmp_path / "store"), {"transports": (transport,), "connect_timeout": 50}) as fleet:
+        fleet[1].signal(signal.SIGSTOP)
+        try:
+            fleet[0].do(start_call, "w1")
+        finally:
+            fleet[1].signal(signal.SIGCONT)
+        assert fleet[0].do(result_of_call) == 7
+
+
 def send_tensor_and_drop(to: str, count: int) -> int:
     for _ in range(count):
         rpc.rpc_sync(to, torch.sum, args=(torch.ones(1 << 20),))

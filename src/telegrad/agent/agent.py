@@ -34,13 +34,14 @@ from telegrad.agent.membership import Directory, Member, Store, WorkerInfo, chec
 from telegrad.agent.packing import Envelope
 from telegrad.agent.peers import Peers, To, key_of
 from telegrad.agent.pipe import timed_out
+from telegrad.agent.program import main_identity
 from telegrad.agent.routes import Route
 from telegrad.agent.secret import group_secret
 from telegrad.agent.serving import Inbound
 from telegrad.agent.targets import Target, is_trusted
 from telegrad.agent.threads import Executor, Threads
 from telegrad.config import Config
-from telegrad.errors import CallTimeout, JoinError, PeerLost, TelegradError, UsageError
+from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
 from telegrad.futures import Future
 from telegrad.wire.callables import LIMIT, Function, Numbers, describe
 
@@ -158,7 +159,7 @@ class Agent:
         self._check_free()
         self.connections.listen()
         self.me = self.directory.register(
-            self.name, self._rank, self.connections.addresses, bool(self.config.device_maps)
+            self.name, self._rank, self.connections.addresses, bool(self.config.device_maps), main_identity()
         )
 
     def meet(self) -> None:
@@ -276,7 +277,12 @@ class Agent:
         if link is not None:
             return link.call(function, tuple(args), kwargs, timeout)
         until = None if timeout is None else time.monotonic() + timeout
-        return self._reach(to, function, timeout).call(function, tuple(args), kwargs, timeout, until)
+        try:
+            link = self.peers.reach(to, timeout)
+        except TimeoutError:
+            name = to.name if isinstance(to, WorkerInfo) else str(to)
+            raise timed_out(name, describe(function), timeout, sent=False) from None
+        return link.call(function, tuple(args), kwargs, timeout, until)
 
     def start(
         self,
@@ -296,28 +302,15 @@ class Agent:
             return local.around.start(self, to, function, args, kwargs, timeout, keep)
         if timeout is DEFAULT:
             timeout = self.timeout
-        until = None
         link = self.peers.known(to)
         if link is None:
-            until = None if timeout is None else time.monotonic() + timeout
-            must_run = getattr(function, "must_run", False)  # a creation is sent even if its creator gives up
             try:
-                link = self._reach(to, function, None if must_run else timeout)
-            except (PeerLost, CallTimeout) as error:
+                link = self.peers.begin(to)
+            except PeerLost as error:
                 failed: Future[Any] = Future()
                 failed.set_exception(error)
                 return failed
-        return link.submit(function, tuple(args), kwargs, timeout, internal, keep, until)
-
-    def _reach(self, to: To, function: Function, timeout: float | None) -> Link:
-        """Return a new link within the time limit of a call."""
-        try:
-            return self.peers.reach(to, timeout)
-        except TimeoutError as error:
-            if isinstance(error, CallTimeout):
-                raise
-            name = to.name if isinstance(to, WorkerInfo) else str(to)
-            raise timed_out(name, describe(function), timeout, sent=False) from None
+        return link.submit(function, tuple(args), kwargs, timeout, internal, keep)
 
     # The group
 
@@ -457,7 +450,7 @@ class Agent:
         self, name: str, incarnation: str, last_words: str = "", reason: str = "it closed its connections"
     ) -> None:
         """Give up this incarnation of a peer, for good. All connections with it end, so that it hears of that, too."""
-        link = self.peers.known(name)
+        link = self.peers.current(name)
         if link is not None and link.member.incarnation == incarnation:
             link.lose(reason, last_words)
             return  # which comes back here

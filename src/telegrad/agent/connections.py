@@ -19,13 +19,13 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from typing import Protocol
 
 from telegrad.agent import segments
 from telegrad.agent.clock import Clock
 from telegrad.agent.links import Dialled
 from telegrad.agent.membership import Member
-from telegrad.agent.program import main_identity
 from telegrad.agent.routes import is_map
 from telegrad.agent.segments import Segments
 from telegrad.agent.serving import Host, Inbound
@@ -43,7 +43,6 @@ from telegrad.wire.memory import Pool
 _INTRODUCTION: dict[str, type | tuple[type, ...]] = {
     "name": str,
     "incarnation": str,
-    "main": str,
     "unix": str,
     "heartbeat": (int, float),
 }
@@ -80,7 +79,6 @@ class Connections:
         self._owner = owner
         self._config = config
         self._secret = secret
-        self._main = main_identity()
         self._pool = Pool()
         self.arena = Arena(config.shared_memory_floor, config.shared_memory_limit)
         self.mappings = Mappings()
@@ -127,7 +125,7 @@ class Connections:
     # Outbound
 
     def dial(self, member: Member, purpose: str, timeout: float | None = None) -> Dialled:
-        """A channel to a member by the best transport that works, and whether its `__main__` is the same as ours.
+        """A channel to a member by the best transport that works.
 
         Raises `TimeoutError` after `timeout` seconds, and `PeerLost` if the member cannot be reached.
         """
@@ -143,6 +141,8 @@ class Connections:
                 try:
                     if transport == "memory":
                         return self._dial_memory(address, member, purpose)
+                    if self._owner.closing:
+                        raise PeerLost(f"worker {self._owner.name!r} has left the group", peer=member.name, sent=False)
                     if self._owner.is_lost(member.incarnation):
                         raise PeerLost(f"worker {member.name!r} was lost", peer=member.name, sent=False)
                     return self._dial_socket(address, member, purpose, min(until, limit))
@@ -185,7 +185,7 @@ class Connections:
         self._verify(peer, member)
         mine, theirs = memory.pair(self._pool)
         other._welcome(theirs, client_said)
-        return Dialled(mine, True, float(peer["heartbeat"]))
+        return Dialled(mine, float(peer["heartbeat"]))
 
     def _dial_socket(self, address: str, member: Member, purpose: str, until: float) -> Dialled:
         sock, peer = self._connect(address, member, purpose, until)
@@ -193,7 +193,7 @@ class Connections:
             unix = _unix_address(member.addresses)
             sharing = self._sharing(member.incarnation, unix) if sock.family == socket.AF_UNIX else None
             channel = StreamChannel(sock, self._pool, self._config.max_frame, sharing, self._peer_limit(peer))
-            return Dialled(channel, peer["main"] == self._main, float(peer["heartbeat"]))
+            return Dialled(channel, float(peer["heartbeat"]))
         except BaseException:
             sock.close()
             raise
@@ -207,6 +207,8 @@ class Connections:
         with self._lock:
             self._dialling.setdefault(incarnation, set()).add(sock)
         try:
+            if self._closed.is_set():  # `close` has looked at those that are dialling already, or is about to
+                raise OSError("this worker is shutting down")
             introduction = self._introduce(purpose, "" if member is None else member.name)
             peer = sockets.shake_hands(sock, handshake.client(self._secret, introduction), timeout)
             if member is not None:
@@ -377,11 +379,7 @@ class Connections:
     def forget(self, incarnation: str) -> None:
         """A peer is gone: nothing that was shared with it is used again, and nobody waits for it to answer."""
         with self._lock:
-            for sock in self._dialling.get(incarnation, ()):
-                try:
-                    sock.shutdown(socket.SHUT_RDWR)
-                except OSError as error:
-                    _log.debug("a connection was closed already: %s", error)
+            _shut(self._dialling.get(incarnation, ()))
         self._segments.forget(incarnation)
         self.arena.abandon(incarnation, None)
         self.mappings.forget(incarnation)
@@ -399,12 +397,10 @@ class Connections:
                 _log.debug("a listener was closed already: %s", error)
             listener.close()
         with self._lock:
-            strangers, inbounds = list(self._strangers), list(self._inbounds)
-        for sock in strangers:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError as error:
-                _log.debug("a stranger left by itself: %s", error)
+            _shut(self._strangers)
+            for dialling in self._dialling.values():
+                _shut(dialling)
+            inbounds = list(self._inbounds)
         for inbound in inbounds:
             if last_words is not None:
                 _finish(inbound.channel)
@@ -434,7 +430,6 @@ class Connections:
             "incarnation": me.incarnation,
             "group": self._owner.group,
             "purpose": purpose,
-            "main": self._main,
             "heartbeat": self._config.heartbeat_interval,
             "max_frame": self._config.max_frame,
             "unix": _unix_address(self.addresses),
@@ -456,6 +451,15 @@ def _finish(channel: Channel) -> None:
         channel.flush_late()
     except ChannelClosed as error:
         _log.debug("nobody is left to take an answer: %s", error)
+
+
+def _shut(socks: Iterable[socket.socket]) -> None:
+    """End handshakes."""
+    for sock in socks:
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            _log.debug("a connection was closed already: %s", error)
 
 
 def _unix_address(addresses: tuple[str, ...]) -> str:

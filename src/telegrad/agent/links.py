@@ -6,12 +6,17 @@ threads. Asynchronous calls share the pipe (`agent/pipe.py`).
 A lane that breaks costs the call that used it. Whether the peer is alive is for the pipe to say, which carries the
 signs of life.
 
-State: `Link._idle` (lanes nobody uses; list operations are atomic) and `Link._error` (set once when the peer is lost,
-under `_lock`; never cleared: a new incarnation gets a new link).
+A link is made before it is connected: the directory has all that packing a call needs. Asynchronous calls wait in the
+pipe for the connection, synchronous callers for the link to be `settled`.
+
+State: `Link._idle` (lanes nobody uses; list operations are atomic) and, under `_lock`, `Link._error` (set once when the
+peer is lost or could not be reached; never cleared: the next call gets a new link), `ready`, and the channel of the
+pipe, which is set once.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import time
@@ -29,7 +34,7 @@ from telegrad.agent.scope import Scope, current_scope
 from telegrad.agent.threads import Threads
 from telegrad.config import Config
 from telegrad.deadline import to_wire
-from telegrad.errors import CallTimeout, PeerLost, ProtocolError, SerializationError, text_of
+from telegrad.errors import CallTimeout, PeerLost, ProtocolError, SerializationError, as_exception, text_of
 from telegrad.futures import Future
 from telegrad.transport.channel import Channel, ChannelClosed, end_quickly, words_of
 from telegrad.wire.callables import Function, Numbers, defined_in_main, describe
@@ -48,7 +53,6 @@ class Dialled(NamedTuple):
     """A new connection and what its other end said of itself."""
 
     channel: Channel
-    same_main: bool
     heartbeat: float
 
 
@@ -62,6 +66,7 @@ class Dialer(Protocol):
     numbers: Numbers
     calls_made: int
     name: str
+    me: Member
 
     def envelope(self, peer: str, incarnation: str, route: Route) -> Envelope: ...
     def dial(self, member: Member, purpose: str, timeout: float | None = None) -> Dialled: ...
@@ -82,9 +87,13 @@ class Lane:
 class Link:
     """All connections to one incarnation of a peer."""
 
-    def __init__(self, agent: Dialer, member: Member, timeout: float | None = None) -> None:
-        """Connect to a peer within `timeout` seconds."""
+    def __init__(self, agent: Dialer, member: Member) -> None:
         self.member = member
+        self.heartbeat = 0.0
+        self.ready = False  # it is connected, and no call waits for that any more
+        self.abandoned = False  # it could not be made, which says nothing about the peer
+        self.settled = waiting.Gate()  # opens when the link is connected or lost
+        self._connector = threading.Lock()  # taken by the thread that connects, and never given back
         self._agent = agent
         self._route = outward(agent.config.device_maps, member.name, agent.config.unmapped_devices)
         self._envelope = agent.envelope(member.name, member.incarnation, self._route)
@@ -92,25 +101,52 @@ class Link:
         self._ids = itertools.count(1)
         self._idle: list[Lane] = []
         self._busy: set[Lane] = set()
-        self._error: PeerLost | None = None
+        self._error: Exception | None = None
+        self._same_main = member.main == agent.me.main
         self._is_lost = waiting.Gate()
         self._lock = threading.Lock()
-        dialled = agent.dial(member, "pipe", timeout)
-        self._same_main = dialled.same_main
-        self.heartbeat = dialled.heartbeat
-        self.pipe = Pipe(self, dialled.channel, agent)
+        self.pipe = Pipe(self, agent)
+
+    @property
+    def has_connector(self) -> bool:
+        """Does a thread connect this link, or has it done so?"""
+        return self._connector.locked()
+
+    def connect(self) -> None:
+        """Connect to the peer and send the calls that wait for that. Only the first thread that comes here does so."""
+        if not self._connector.acquire(blocking=False):
+            return
+        dialled = self._agent.dial(self.member, "pipe")
         try:
+            with self._lock:
+                if self._error is not None:
+                    raise self.error_for()
+                self.heartbeat = dialled.heartbeat
+                self.pipe.attach(dialled.channel)
             self.pipe.start()
         except BaseException as error:
-            # The loop, if it reads the pipe, must not take this for the loss of the peer.
-            self._error = PeerLost(f"the link to worker {member.name!r} was never made", peer=member.name)
-            if agent.loops.reads(self.pipe):
+            if isinstance(error, ChannelClosed):
+                left = f"worker {self._agent.name!r} has left the group"
+                error = PeerLost(left, peer=self.member.name, sent=False)
+            self.abandon(as_exception(error))  # the loop, if it reads the pipe, must not take this for a loss
+            if self._agent.loops.reads(self.pipe):
                 dialled.channel.shut()
             else:
                 dialled.channel.close()
-            if isinstance(error, ChannelClosed):
-                raise PeerLost(f"worker {agent.name!r} has left the group", peer=member.name, sent=False) from None
-            raise
+            raise error from None
+        self.settled.open()
+        self.pipe.catch_up()
+        with self._lock:
+            self.ready = self._error is None
+
+    def abandon(self, error: Exception) -> None:
+        """The link could not be made: this is an error of the calls that wait for it."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self.abandoned, self._error = True, error
+        self._wake()
+        self.pipe.fail_all()
 
     def __repr__(self) -> str:
         state = f"lost: {self._error}" if self._error else f"{len(self._idle)} idle lanes, {self.pipe!r}"
@@ -186,13 +222,12 @@ class Link:
         timeout: float | None,
         internal: bool = False,
         keep: object = None,
-        until: float | None = None,
     ) -> Future[Any]:
         """Call and return a future for the result. `internal` calls do not count as work under way.
 
-        `keep` is kept alive until the callee has answered. The `timeout` ends at `until` if it has begun before.
+        `keep` is kept alive until the callee has answered.
         """
-        return self.pipe.submit(next(self._ids), function, args, kwargs, timeout, internal, keep, until)
+        return self.pipe.submit(next(self._ids), function, args, kwargs, timeout, internal, keep)
 
     def encode(
         self,
@@ -274,13 +309,15 @@ class Link:
             said = f" Its last words: {last_words}" if last_words else ""
             name = self.member.name
             self._error = PeerLost(f"worker {name!r} was lost: {reason}.{said}", peer=name, last_words=last_words)
-        self._is_lost.open()
+            self.ready = False
+        self._wake()
         for lane in list(self._busy):
             lane.channel.shut()
         self._close_idle()
         self.pipe.fail_all()
         # The peer must hear that it was given up, whatever it was that broke: what it sends now is for nobody.
-        end_quickly(self.pipe.channel, given_up(self._agent.name, reason) if tell else None)
+        if self.pipe.attached:
+            end_quickly(self.pipe.channel, given_up(self._agent.name, reason) if tell else None)
         self._agent.link_lost(self, reason)
 
     def broke(self, error: Exception) -> None:
@@ -292,12 +329,15 @@ class Link:
         """The peer said good-bye."""
         self.lose("it left the group", words_of(frame), tell=False)
 
-    def error_for(self, call: str | None = None) -> PeerLost:
+    def error_for(self, call: str | None = None) -> Exception:
         """A fresh error for a call that was sent to the lost peer, or (None) for one that was not."""
         assert self._error is not None
         reason = self._error
+        if self.abandoned or not isinstance(reason, PeerLost):
+            return copy.copy(reason)
         fate = "" if call is None else f" The call of {call} there may or may not have run."
-        return PeerLost(f"{reason}{fate}", peer=reason.peer, call=call, last_words=reason.last_words)
+        words, sent = reason.last_words, call is not None
+        return PeerLost(f"{reason}{fate}", peer=reason.peer, call=call, last_words=words, sent=sent)
 
     def trim(self, older_than: float) -> None:
         """Close lanes that nobody has used since; one stays."""
@@ -313,7 +353,8 @@ class Link:
         """After a fork, in the child."""
         for lane in (*self._idle, *self._busy):
             lane.channel.drop()
-        self.pipe.channel.drop()
+        if self.pipe.attached:
+            self.pipe.channel.drop()
 
     def close(self, last_words: str | None = "") -> None:
         """Say good-bye, unless `last_words` is None, and close every connection."""
@@ -321,12 +362,19 @@ class Link:
             if self._error is None:
                 name = self.member.name
                 self._error = PeerLost(f"this worker has left the group and cannot call {name!r}", peer=name)
-        self._is_lost.open()
+            self.ready = False
+        self._wake()
         self._close_idle()
         for lane in list(self._busy):
             lane.channel.shut()
         self.pipe.fail_all()
-        self.pipe.close(last_words)
+        if self.pipe.attached:
+            self.pipe.close(last_words)
+
+    def _wake(self) -> None:
+        """The peer is lost: nobody waits for it any more."""
+        self._is_lost.open()
+        self.settled.open()
 
     def _take_lane(self) -> Lane | None:
         try:

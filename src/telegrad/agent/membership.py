@@ -2,7 +2,7 @@
 
     group            whether its size is fixed, and a random id; a connection from another group is refused
     arrivals         how many have registered; slot/<i> holds the rank of the i-th
-    rank/<r>         JSON of the member with that rank: name, incarnation, addresses, whether it has left
+    rank/<r>         JSON of the member with that rank: name, incarnation, addresses, program, whether it has left
     name/<name>      its rank
 
 A worker that comes back under its name writes a new incarnation over the old one. Nothing read from the store is ever
@@ -75,6 +75,7 @@ class Member:
     addresses: tuple[str, ...]
     left: bool = False
     maps_devices: bool = False
+    main: str = ""  # which program it runs; see `main_identity`
 
     @property
     def info(self) -> WorkerInfo:
@@ -94,12 +95,14 @@ class Directory:
     def __repr__(self) -> str:
         return f"<Directory of group {self.group}: {sorted(member.name for member in list(self._seen.values()))}>"
 
-    def register(self, name: str, rank: int | None, addresses: tuple[str, ...], maps_devices: bool = False) -> Member:
+    def register(
+        self, name: str, rank: int | None, addresses: tuple[str, ...], maps_devices: bool = False, main: str = ""
+    ) -> Member:
         """Put this worker into the directory. Without a rank, it gets the next one that nobody has."""
         given = False
         while rank is None or (given and self._get(f"rank/{rank}") is not None):
             rank, given = int(self._store.add("next_rank", 1)) - 1, True
-        member = Member(name, rank, secrets.token_hex(8), addresses, maps_devices=maps_devices)
+        member = Member(name, rank, secrets.token_hex(8), addresses, maps_devices=maps_devices, main=main)
         self._write(member)
         self._store.set(f"name/{name}", str(rank))
         self._store.set(f"slot/{self._store.add('arrivals', 1)}", str(rank))
@@ -213,6 +216,7 @@ class Directory:
             tuple(map(str, entry["addresses"])),
             bool(entry["left"]),
             bool(entry.get("maps_devices")),
+            str(entry.get("main", "")),
         )
         self._remember(member)
         return member

@@ -1,24 +1,29 @@
 """An agent's links: which worker a name or rank means now, and the one link to it.
 
-State: `_by_key` (links by name and by rank; entries of lost peers are replaced on the next call), written under
-`_lock`; `_dialing`, a lock for each name.
+State: `_by_key` (links by name and by rank, connected or not; entries of lost peers are replaced on the next call),
+written under `_lock`.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
 from typing import TYPE_CHECKING
 
+from telegrad import waiting
 from telegrad.agent.links import Link
 from telegrad.agent.membership import Member, WorkerInfo
-from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
+from telegrad.agent.pipe import PACE
+from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError, as_exception
 
 if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
 To = str | int | WorkerInfo
+
+_log = logging.getLogger("telegrad")
 
 
 class Peers:
@@ -27,7 +32,6 @@ class Peers:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._by_key: dict[str | int, Link] = {}
-        self._dialing: dict[str | int, threading.Lock] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -39,55 +43,71 @@ class Peers:
             return list({id(link): link for link in self._by_key.values()}.values())
 
     def known(self, to: To) -> Link | None:
-        """The link to use, if there is one already."""
+        """The link to use, if there is one already and it is connected."""
         try:
             link = self._by_key.get(to)  # type: ignore[arg-type]  # a WorkerInfo is simply not found
-        except TypeError:  # not hashable, so no worker; `reach` says so
+        except TypeError:  # not hashable, so no worker; `begin` says so
             return None
+        return link if link is not None and link.ready else None
+
+    def current(self, name: str) -> Link | None:
+        """The link to a peer that was not lost, connected or not."""
+        link = self._by_key.get(name)
         return None if link is None or link.lost else link
 
     def reach(self, to: To, timeout: float | None = None) -> Link:
         """A link to a peer, new if there is none or the peer was lost, within `timeout` seconds (`TimeoutError`)."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            link = self.begin(to)
+            role = waiting.pause()
+            try:
+                if not link.settled.wait(None if timeout is None else until - time.monotonic()):
+                    raise TimeoutError
+                if not link.lost:
+                    link.pipe.caught_up.wait(PACE)  # what was submitted before is sent before
+            finally:
+                waiting.resume(role)
+            if not link.lost:
+                return link
+            if self._agent.directory.is_current(link.member.name, link.member.incarnation):
+                raise link.error_for()  # else it has come back
+
+    def begin(self, to: To) -> Link:
+        """A link to a peer, which another thread connects if need be. Calls can be submitted at once."""
         agent = self._agent
         agent.require_open()
         name = self._name_of(key_of(to))
-        until = math.inf if timeout is None else time.monotonic() + timeout
-        held: list[bool] = []
-        lock = self._dialing.setdefault(name, threading.Lock())  # one thread dials a peer; the others wait for its link
-        try:
-            held.extend(map(lock.acquire, (True,), (-1 if timeout is None else timeout,)))
-            if not held[0]:
-                raise TimeoutError
-            known = self._by_key.get(name)
-            if known is not None and not known.lost:
-                return known
-            member = self._find_again(name, known)
-            link: Link | None = None
+        link = self.current(name)
+        if link is None:
+            link = self._add(self._find_again(name))
+        if not link.has_connector:
             try:
-                link = self._link(member, until)
-            except PeerLost:
-                newer = self._newer_than(member)
-                if newer is None:
-                    raise
-                link = self._link(newer, until)
-            try:
-                with self._lock:
-                    closing = agent.closing
-                    if not closing:
-                        self._by_key[name] = self._by_key[member.rank] = link
-            except BaseException:
-                link.close(None)
-                raise
-            if closing:  # it was not there yet when the others were closed
-                link.close(None)
-                agent.require_open()
-            return link
-        finally:
-            if held and held[0]:
-                lock.release()
+                agent.threads.start(lambda: self._connect(link))
+            except RuntimeError:  # the system refuses a thread
+                self._connect(link)
+        return link
 
-    def _link(self, member: Member, until: float) -> Link:
-        return Link(self._agent, member, None if until == math.inf else max(until - time.monotonic(), 0.001))
+    def _add(self, member: Member) -> Link:
+        """A new link, unless another thread was faster."""
+        agent = self._agent
+        with self._lock:
+            link = self.current(member.name)
+            if link is None:
+                agent.require_open()  # `close` has looked at the links already, or is about to
+                link = Link(agent, member)
+                self._by_key[member.name] = self._by_key[member.rank] = link
+            return link
+
+    def _connect(self, link: Link) -> None:
+        try:
+            link.connect()
+        except BaseException as error:
+            if isinstance(error, PeerLost):
+                self._look_for_newer(link.member)  # before those who wait are told
+            link.abandon(as_exception(error))
+            if not isinstance(error, Exception):
+                raise
 
     def member(self, to: To) -> Member:
         """What is known of a worker: the incarnation that a call would reach."""
@@ -111,13 +131,12 @@ class Peers:
             link.drop()
         self._by_key = {}
 
-    def _newer_than(self, member: Member) -> Member | None:
-        """A later incarnation of a worker that cannot be reached, if it has come back."""
+    def _look_for_newer(self, member: Member) -> None:
+        """Let the directory know of a later incarnation of a worker that cannot be reached, if it has come back."""
         try:
-            newer = self._agent.directory.find(member.name, refresh=True)
-        except TelegradError:
-            return None
-        return None if newer.incarnation == member.incarnation else newer
+            self._agent.directory.find(member.name, refresh=True)
+        except TelegradError as error:
+            _log.debug("no later incarnation of %r was found: %s", member.name, error)
 
     def _name_of(self, key: str | int) -> str:
         """The name behind a name or rank; in an open group, the newest."""
@@ -125,8 +144,11 @@ class Peers:
             return key
         return self._agent.directory.find(key, refresh=self._agent.world_size is None).name
 
-    def _find_again(self, key: str | int, known: Link | None) -> Member:
+    def _find_again(self, key: str) -> Member:
         """Who is to be dialled: a member that has not left and is not known to be dead."""
+        known = self._by_key.get(key)
+        if known is not None and known.abandoned:
+            known = None
         refresh = known is not None or self._agent.world_size is None
         try:
             member = self._agent.directory.find(key, refresh=refresh)

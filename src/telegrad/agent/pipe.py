@@ -5,21 +5,28 @@ until then: a deadline or a cancellation completes its future and marks it `give
 references, for example) is kept until the callee no longer needs it. The callee answers every call, also one that was
 cancelled.
 
-State: `Pipe.pending` (calls by id; whoever pops an entry makes sure that its future is complete) and `_next_look`, the
-moment for which the clock was last asked to look at deadlines: never later than the earliest of those that are pending.
+A call that is made before the pipe has a channel is packed at once and waits in `_queue`, with copies of its buffers.
+`catch_up` sends what waits. Calls that are made meanwhile go to the end of the queue, so that none overtakes another.
+
+State: `Pipe.pending` (calls by id; whoever pops an entry makes sure that its future is complete); `_next_look`, the
+moment for which the clock was last asked to look at deadlines: never later than the earliest of those that are pending;
+and `_queue`, changed under `_lock`, None once all that waited was sent.
 """
 
 from __future__ import annotations
 
+import collections
 import math
+import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from telegrad import waiting
 from telegrad.agent.event_loop import Connection
 from telegrad.agent.scope import Scope, current_scope
 from telegrad.deadline import to_wire
-from telegrad.errors import CallTimeout, ProtocolError
+from telegrad.errors import CallTimeout, ProtocolError, as_exception
 from telegrad.futures import Future
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout, say_goodbye, words_of
 from telegrad.wire.callables import Function, describe
@@ -27,16 +34,28 @@ from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES, Frame, Kind
 
 if TYPE_CHECKING:
-    from telegrad.agent.links import Args, Dialer, Link
+    from telegrad.agent.links import Args, Dialer, Link, Message
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
+PACE = 0.05  # seconds that a call waits for those before it to be sent: the queue must not grow while it is emptied
 _COARSEST = 0.01  # seconds between two looks at the deadlines of a pipe
 
 
 class Pending:
     """A call that its callee has not answered."""
 
-    __slots__ = ("call", "definition_lost", "future", "given_up", "internal", "kept", "scope", "timeout", "until")
+    __slots__ = (
+        "call",
+        "definition_lost",
+        "future",
+        "given_up",
+        "internal",
+        "kept",
+        "scope",
+        "sent",
+        "timeout",
+        "until",
+    )
 
     def __init__(
         self,
@@ -56,6 +75,7 @@ class Pending:
         self.scope = scope
         self.kept = kept
         self.given_up = False  # its caller no longer waits
+        self.sent = False  # the callee may have heard of it
         self.definition_lost = False  # its callee does not know the function that it defined
 
     def give_up(self, error: Exception | None) -> None:
@@ -65,22 +85,39 @@ class Pending:
             self.future._settle(None, error)
 
 
+class _Queued(NamedTuple):
+    """A call that waits for the connection."""
+
+    call: int
+    pending: Pending
+    message: Message
+    must_run: bool  # even if its caller gives up
+
+
 class Pipe(Connection):
     """The connection that asynchronous calls share."""
 
     stops_reading = False  # answers are read whatever the callee takes, so that it is never held up by them
 
-    def __init__(self, link: Link, channel: Channel, agent: Dialer) -> None:
+    def __init__(self, link: Link, agent: Dialer) -> None:
         super().__init__()
-        self.channel = channel
+        self.attached = False
         self.pending: dict[int, Pending] = {}
         self._link = link
         self._agent = agent
         self._heard: set[int] = set()
         self._next_look = math.inf
+        self.caught_up = waiting.Gate()  # opens when no call waits for the connection any more
+        self._queue: collections.deque[_Queued] | None = collections.deque()
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<Pipe {len(self.pending)} pending, {self.channel!r}>"
+        return f"<Pipe {len(self.pending)} pending, {self.channel if self.attached else 'not connected'!r}>"
+
+    def attach(self, channel: Channel) -> None:
+        """The connection is there."""
+        self.channel = channel
+        self.attached = True
 
     def start(self) -> None:
         """Begin to read. The link must be complete: the first frame may be a good-bye."""
@@ -99,23 +136,15 @@ class Pipe(Connection):
         timeout: float | None,
         internal: bool,
         keep: object = None,
-        until: float | None = None,
     ) -> Future[Any]:
-        """Send a call. `keep` is kept alive until the callee has answered."""
+        """Send a call, or let it wait for the connection. `keep` is kept alive until the callee has answered."""
         link = self._link
         kept: list[Any] = [] if keep is None else [keep]
         scope = None if internal else current_scope.get()
-        number, flags, body, buffers = link.encode(self._heard, function, args, kwargs, kept, scope)
+        message = link.encode(self._heard, function, args, kwargs, kept, scope)
         future: Future[Any] = Future()
         future._on_cancel = lambda: self._cancel(call)
-        now = time.monotonic()
-        left = timeout
-        if timeout is None:
-            until = math.inf
-        elif until is None:
-            until = now + timeout
-        else:
-            left = max(until - now, 0.0)
+        until = math.inf if timeout is None else time.monotonic() + timeout
         try:
             pending = Pending(future, until, timeout, describe(function), internal, scope, kept)
             self.pending[call] = pending
@@ -123,9 +152,23 @@ class Pipe(Connection):
                 self._look_at(until)
             if not internal:
                 self._agent.calls_made += 1
+            if self._queue is None or not self._wait(call, pending, message, function):
+                self._send(call, pending, message, timeout)
+        except BaseException:
+            self.pending.pop(call, None)
+            raise
+        if link.lost:  # it may have been lost before this call was pending
+            self.fail_all()
+        return future
+
+    def _send(self, call: int, pending: Pending, message: Message, left: float | None) -> None:
+        link = self._link
+        number, flags, body, buffers = message
+        pending.sent = True
+        try:
             self.channel.send(_CALL, call, body, buffers, number, to_wire(left), flags, left)
         except SendTimeout as error:
-            late = timed_out(link.member.name, describe(function), timeout, sent=error.begun)
+            late = timed_out(link.member.name, pending.call, pending.timeout, sent=error.begun)
             if error.begun:  # the rest goes out before the next frame
                 pending.give_up(late)
                 self.channel.offer(Kind.CANCEL, call, b"")
@@ -134,24 +177,62 @@ class Pipe(Connection):
         except ChannelClosed as error:
             link.broke(error)
             self.fail_all()
-        except BaseException:
-            self.pending.pop(call, None)
-            raise
         else:
             if flags & DEFINES:
                 self._heard.add(number)
                 if pending.definition_lost:  # its answer came before this was noted
                     self._heard.discard(number)
-            if link.lost:  # it may have been lost before this call was pending
-                self.fail_all()
-            if until <= time.monotonic() and future.done():
-                self._tell_cancelled(call)  # its deadline passed before it was sent, and the callee was told too early
-        return future
+            if pending.given_up:  # before it was sent, and the callee was told too early
+                self._tell_cancelled(call, pending)
+
+    def _wait(self, call: int, pending: Pending, message: Message, function: Function) -> bool:
+        """Let a call wait for the connection. False: it can be sent now."""
+        if self.attached:  # those before it are being sent
+            role = waiting.pause()
+            try:
+                self.caught_up.wait(PACE)
+            finally:
+                waiting.resume(role)
+        if self._queue is None:
+            return False
+        number, flags, body, buffers = message
+        message = number, flags, body, [memoryview(bytearray(buffer)) for buffer in buffers]
+        queued = _Queued(call, pending, message, getattr(function, "must_run", False))
+        with self._lock:
+            if self._queue is not None:
+                self._queue.append(queued)
+                return True
+        return False
+
+    def catch_up(self) -> None:
+        """Send the calls that waited for the connection, in order."""
+        while (queued := self._next_queued()) is not None:
+            call, pending, message, must_run = queued
+            if call not in self.pending or (pending.given_up and not must_run):
+                self.pending.pop(call, None)
+                continue
+            left = None if pending.timeout is None else max(pending.until - time.monotonic(), 0.0)
+            try:
+                self._send(call, pending, message, left)
+            except BaseException as error:
+                self.pending.pop(call, None)
+                pending.future._settle(None, as_exception(error))
+        self.caught_up.open()
+
+    def _next_queued(self) -> _Queued | None:
+        with self._lock:
+            if self._queue:
+                return self._queue.popleft()
+            self._queue = None
+            return None
 
     def fail_all(self) -> None:
         """The peer is lost: every pending call ends now."""
+        with self._lock:
+            if self._queue is not None:
+                self._queue.clear()
         for call in list(self.pending):
-            self._finish(call, lambda pending: self._link.error_for(pending.call))
+            self._finish(call, lambda pending: self._link.error_for(pending.call if pending.sent else None))
 
     def close(self, last_words: str | None) -> None:
         say_goodbye(self.channel, last_words)
@@ -208,9 +289,11 @@ class Pipe(Connection):
         pending = self.pending.get(call)
         if pending is not None:
             pending.give_up(None)
-            self._tell_cancelled(call)
+            self._tell_cancelled(call, pending)
 
-    def _tell_cancelled(self, call: int) -> None:
+    def _tell_cancelled(self, call: int, pending: Pending) -> None:
+        if not pending.sent:
+            return
         try:
             self.channel.offer(Kind.CANCEL, call, b"")
         except ChannelClosed:
@@ -247,8 +330,8 @@ class Pipe(Connection):
         for call in calls:
             pending = self.pending.get(call)
             if pending is not None and not pending.given_up:
-                pending.give_up(timed_out(self._link.member.name, pending.call, pending.timeout))
-                self._tell_cancelled(call)
+                pending.give_up(timed_out(self._link.member.name, pending.call, pending.timeout, pending.sent))
+                self._tell_cancelled(call, pending)
 
 
 def timed_out(peer: str, call: str, timeout: float | None, sent: bool = True) -> CallTimeout:

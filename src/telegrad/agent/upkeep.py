@@ -32,7 +32,7 @@ def beat(agent: Agent) -> None:
     interval, patience = agent.config.heartbeat_interval, agent.config.heartbeat_timeout
     for link in agent.links():
         longest = max(patience, _MISSED_BEATS * link.heartbeat)
-        if not link.lost and not link.pipe.beat(interval, longest):
+        if link.pipe.attached and not link.lost and not link.pipe.beat(interval, longest):
             reason = f"it was silent for {longest} s"
             agent.threads.start_when_possible(
                 lambda link=link, reason=reason: link.lose(reason),  # type: ignore[misc]

@@ -1,0 +1,173 @@
+"""Asynchronous calls to a worker that is not connected yet: they are packed at once and wait, their callers do not."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad import Agent
+from telegrad.agent.connections import Connections
+from telegrad.agent.links import Dialled
+from telegrad.agent.serving import Inbound
+from telegrad.errors import CallTimeout, PeerLost
+from telegrad.testing import LocalCluster
+from telegrad.wire.frames import Frame, Kind
+from tests.conftest import Clusters
+from tests.local.conftest import Background
+from tests.local.gates import PATIENCE, Gate, Log, hold_at, note_in, until
+
+
+def note_always(log: Log, entry: Any) -> None:
+    log.note(entry)
+
+
+note_always.must_run = True  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def pair(cluster: Clusters) -> LocalCluster:
+    return cluster(2)
+
+
+@pytest.fixture
+def w0(pair: LocalCluster, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Agent:
+    """A worker that connects to another only when the gate is open."""
+    dial = Connections.dial
+
+    def dial_later(self: Connections, *args: Any) -> Dialled:
+        gate.hold()
+        return dial(self, *args)
+
+    monkeypatch.setattr(Connections, "dial", dial_later)
+    return pair["w0"]
+
+
+@pytest.fixture
+def silent(cluster: Clusters) -> Iterator[tuple[Agent, str]]:
+    """A worker, and the incarnation of a member `silent` that accepts connections and never answers."""
+    w0 = cluster(1, connect_timeout=2 * PATIENCE)["w0"]
+    w0.connections._config = w0.config.__class__(**{**vars(w0.config), "transports": ("unix",)})
+    with socket.socket(socket.AF_UNIX) as listener:
+        name = f"telegrad-test-{secrets.token_hex(8)}"
+        listener.bind("\0" + name)
+        listener.listen()
+        yield w0, w0.directory.register("silent", 1, (f"unix:@{name}",)).incarnation
+
+
+def test_a_call_before_the_connection_is_packed_and_waits(w0: Agent, gate: Gate) -> None:
+    tensor = torch.ones(1000)
+    future = w0.submit("w1", torch.sum, tensor)
+    gate.wait_for()
+    tensor.zero_()
+    assert not future.done()
+    gate.open()
+    assert future.result(PATIENCE) == 1000
+
+
+def test_calls_before_the_connection_keep_their_order(w0: Agent, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: list[int] = []
+    handle = Inbound.handle
+
+    def note(self: Inbound, frame: Frame) -> None:
+        if frame.kind == Kind.CALL and self.is_shared:
+            arrived.append(frame.call)
+        handle(self, frame)
+
+    monkeypatch.setattr(Inbound, "handle", note)
+    futures = [w0.submit("w1", abs, -number) for number in range(50)]
+    gate.wait_for()
+    gate.open()
+    futures += [w0.submit("w1", abs, -number) for number in range(50, 100)]
+    assert [future.result(PATIENCE) for future in futures] == list(range(100))
+    assert arrived == sorted(arrived)
+    assert len(arrived) == 100
+
+
+def test_a_synchronous_call_waits_for_the_same_connection(w0: Agent, gate: Gate, in_background: Background) -> None:
+    future = w0.submit("w1", abs, -1)
+    gate.wait_for()
+    called = in_background(w0.call, "w1", abs, -2)
+    gate.open()
+    assert called.result(PATIENCE) == 2
+    assert future.result(PATIENCE) == 1
+
+
+def test_a_deadline_passes_before_the_connection_is_there(w0: Agent, gate: Gate, log: Log) -> None:
+    late = w0.start("w1", note_in, (log, "late"), timeout=0.05)
+    creation = w0.start("w1", note_always, (log, "creation"), timeout=0.05)
+    for future in (late, creation):
+        error = future.exception(PATIENCE)
+        assert isinstance(error, CallTimeout)
+        assert not error.sent
+    gate.open()
+    w0.submit("w1", note_in, log, "next").result(PATIENCE)
+    assert log.wait_for(2) == ["creation", "next"]
+
+
+def test_a_call_is_cancelled_before_the_connection_is_there(w0: Agent, gate: Gate, log: Log) -> None:
+    assert w0.submit("w1", note_in, log, "cancelled").cancel()
+    gate.open()
+    w0.submit("w1", note_in, log, "next").result(PATIENCE)
+    assert log.entries == ["next"]
+    assert w0.statistics()["calls pending"] == 0
+
+
+def test_calls_that_wait_fail_if_nobody_can_be_reached(pair: LocalCluster, w0: Agent, gate: Gate) -> None:
+    futures = [w0.submit("w1", abs, -1) for _ in range(3)]
+    gate.wait_for()
+    pair["w1"].abort()
+    gate.open()
+    for future in futures:
+        error = future.exception(PATIENCE)
+        assert isinstance(error, PeerLost)
+        assert not error.sent
+
+
+def test_the_next_call_connects_again(w0: Agent, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate.open()
+    dial, failures = w0.connections.dial, iter([PeerLost("out of descriptors", peer="w1", sent=False)])
+
+    def fail_once(*args: Any) -> Dialled:
+        for failure in failures:
+            raise failure
+        return dial(*args)
+
+    monkeypatch.setattr(w0.connections, "dial", fail_once)
+    assert isinstance(w0.submit("w1", abs, -1).exception(PATIENCE), PeerLost)
+    assert w0.submit("w1", abs, -1).result(PATIENCE) == 1
+
+
+def test_calls_that_wait_fail_when_the_worker_is_given_up(silent: tuple[Agent, str]) -> None:
+    w0, incarnation = silent
+    future = w0.submit("silent", abs, -1)
+    until(lambda: bool(w0.connections._dialling))
+    w0.peer_gone("silent", incarnation, reason="it was given up")
+    error = future.exception(PATIENCE)
+    assert isinstance(error, PeerLost)
+    assert "it was given up" in str(error)
+    assert not error.sent
+
+
+@pytest.mark.parametrize("end", [Agent.close, Agent.abort])
+def test_calls_that_wait_fail_when_their_worker_closes(silent: tuple[Agent, str], end: Callable[[Agent], None]) -> None:
+    w0, _ = silent
+    future = w0.submit("silent", abs, -1)
+    until(lambda: bool(w0.connections._dialling))
+    end(w0)
+    assert isinstance(future.exception(PATIENCE), PeerLost)
+    assert not w0.connections._dialling
+
+
+def test_a_call_that_waits_counts_as_under_way(w0: Agent, gate: Gate) -> None:
+    served = Gate()
+    future = w0.submit("w1", hold_at, served)
+    assert [link.calls_under_way for link in w0.links()] == [1]
+    gate.open()
+    served.wait_for()
+    served.open()
+    assert future.result(PATIENCE) is None
