@@ -17,7 +17,7 @@ import copy
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch.futures
@@ -46,6 +46,7 @@ class Future(torch.futures.Future[T]):
     _error: Exception | None = None
     _arrivals: Sequence[Any] = ()  # copies between devices that bring tensors of the result
     _on_devices = False
+    _callbacks: tuple[Hashable, ...] = ()  # the code that runs when the result is there
 
     def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
         """`devices`: CUDA devices that the result may lie on. Whoever waits, and callbacks, use it in stream order."""
@@ -133,10 +134,18 @@ class Future(torch.futures.Future[T]):
             else:
                 chained._settle(value, None)
 
-        self.add_done_callback(run)
+        self._add_callback(run, _code_of(callback))
         if self.done() and not chained.done():  # see `_block`: torch may have swallowed what a signal handler raised
             run(self)
         return chained
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
+        """Call `callback(self)` when the result is there, in the order in which callbacks were added."""
+        self._add_callback(callback, _code_of(callback))
+
+    def _add_callback(self, callback: Callable[[torch.futures.Future[T]], None], code: Hashable) -> None:
+        self._callbacks = (*self._callbacks, code)
+        super().add_done_callback(callback)
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self.done():
@@ -160,7 +169,7 @@ class Future(torch.futures.Future[T]):
                 self.cancel()
 
         waiter.add_done_callback(cancelled)
-        self.add_done_callback(settled)
+        super().add_done_callback(settled)
         return waiter
 
     def set_result(self, result: T) -> None:
@@ -202,7 +211,7 @@ class Future(torch.futures.Future[T]):
             if gate is not None:
                 return gate
             gate = self._gate = waiting.Gate()
-        self.add_done_callback(lambda _: gate.open())
+        super().add_done_callback(lambda _: gate.open())
         return gate
 
     def _block(self, timeout: float | None) -> bool:
@@ -277,6 +286,13 @@ def _collect(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[torch.
     if not collected:
         decided._settle(collected, None)
     return decided
+
+
+def _code_of(callback: Callable[..., Any]) -> Hashable:
+    """Return what all callbacks have in common that were made by one piece of code."""
+    function = getattr(callback, "func", callback)  # of a `functools.partial`
+    code: Hashable = getattr(function, "__code__", None)
+    return code or type(function).__qualname__
 
 
 def _raise(error: Exception) -> None:

@@ -262,6 +262,49 @@ def test_a_callback_that_blocks_delays_no_other_call(w0: Agent, gate: Gate) -> N
     assert [w0.submit("w1", abs, -i).result(PATIENCE) for i in range(20)] == list(range(20))
 
 
+def test_a_callback_that_blocked_before_does_not_run_on_the_thread_that_reads(w0: Agent, gate: Gate) -> None:
+    w0.call("w1", abs, -1)
+    gates = Gate(), Gate()
+
+    def submit_with_callback(number: int) -> Future[int]:
+        replies = Gate()
+        chained = w0.submit("w1", hold_at, replies).then(lambda _: gates[number].hold() or number)
+        replies.open()
+        gates[number].wait_for()
+        return chained
+
+    first = submit_with_callback(0)
+    assert w0.submit("w1", abs, -1).result(PATIENCE) == 1  # the clock has found the thread
+    found = [loop.hand_overs for loop in w0.loops]
+    second = submit_with_callback(1)
+    assert w0.submit("w1", abs, -2).result(PATIENCE) == 2
+    assert [loop.hand_overs for loop in w0.loops] == found
+    for each in gates:
+        each.open()
+    assert [first.result(PATIENCE), second.result(PATIENCE)] == [0, 1]
+
+
+def test_a_callback_that_blocks_no_more_runs_where_the_answer_is_read_again(w0: Agent, gate: Gate) -> None:
+    replies = Gate()
+
+    def callback(_: object) -> None:
+        gate.hold()
+
+    blocked = w0.submit("w1", hold_at, replies).then(callback)
+    replies.open()
+    gate.wait_for()
+    assert w0.submit("w1", abs, -1).result(PATIENCE) == 1
+    pipe = w0.peers.reach("w1").pipe
+    assert pipe._slow
+    gate.open()
+    blocked.result(PATIENCE)
+    for _ in range(1000):
+        w0.submit("w1", abs, -1).then(callback).result(PATIENCE)
+        if not pipe._slow:
+            break
+    assert not pipe._slow
+
+
 def test_a_callback_may_wait_for_another_call(w0: Agent) -> None:
     first = w0.submit("w1", abs, -1)
     chained = first.then(lambda done: done.value() + w0.submit("w1", abs, -2).wait() + w0.call("w1", abs, -3))

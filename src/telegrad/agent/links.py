@@ -31,7 +31,7 @@ from telegrad.agent.packing import Envelope, pack, settle, unpack
 from telegrad.agent.pipe import Pipe, timed_out
 from telegrad.agent.routes import ANYWHERE, ANYWHERE_MARK, Route, outward
 from telegrad.agent.scope import Scope, current_scope
-from telegrad.agent.threads import Threads
+from telegrad.agent.threads import Executor, Threads
 from telegrad.config import Config
 from telegrad.deadline import to_wire
 from telegrad.errors import CallTimeout, PeerLost, ProtocolError, SerializationError, as_exception, text_of
@@ -61,6 +61,7 @@ class Dialer(Protocol):
 
     config: Config
     threads: Threads
+    executor: Executor
     clock: Clock
     loops: EventLoops
     numbers: Numbers
@@ -368,6 +369,7 @@ class Link:
         for lane in list(self._busy):
             lane.channel.shut()
         self.pipe.fail_all()
+        self.pipe.complete_rest()  # the executor forgets them
         if self.pipe.attached:
             self.pipe.close(last_words)
 

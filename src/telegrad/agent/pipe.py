@@ -8,9 +8,13 @@ cancelled.
 A call that is made before the pipe has a channel is packed at once and waits in `_queue`, with copies of its buffers.
 `catch_up` sends what waits. Calls that are made meanwhile go to the end of the queue, so that none overtakes another.
 
+Callbacks of futures run where the answer was read. Those that were seen to block there in a wait that we do not know of
+run on the executor from then on, until they no longer take long (`_slow`).
+
 State: `Pipe.pending` (calls by id; whoever pops an entry makes sure that its future is complete); `_next_look`, the
 moment for which the clock was last asked to look at deadlines: never later than the earliest of those that are pending;
-and `_queue`, changed under `_lock`, None once all that waited was sent.
+`_queue`, changed under `_lock`, None once all that waited was sent; `_answered`, the calls whose futures the executor
+completes (whoever pops an entry completes it); and `_slow`, the seconds that callbacks take, by their code.
 """
 
 from __future__ import annotations
@@ -19,17 +23,18 @@ import collections
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad import waiting
 from telegrad.agent.event_loop import Connection
 from telegrad.agent.scope import Scope, current_scope
+from telegrad.agent.threads import SLOW
 from telegrad.deadline import to_wire
 from telegrad.errors import CallTimeout, ProtocolError, as_exception
 from telegrad.futures import Future
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout, say_goodbye, words_of
-from telegrad.wire.callables import Function, describe
+from telegrad.wire.callables import LIMIT, Function, describe
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES, Frame, Kind
 
@@ -110,6 +115,9 @@ class Pipe(Connection):
         self.caught_up = waiting.Gate()  # opens when no call waits for the connection any more
         self._queue: collections.deque[_Queued] | None = collections.deque()
         self._lock = threading.Lock()
+        self._answered: dict[int, tuple[Pending, Frame]] = {}
+        self._running: tuple[Hashable, ...] = ()  # the callbacks that the leader of the loop runs
+        self._slow: dict[Hashable, float] = {}
 
     def __repr__(self) -> str:
         return f"<Pipe {len(self.pending)} pending, {self.channel if self.attached else 'not connected'!r}>"
@@ -246,13 +254,50 @@ class Pipe(Connection):
                     pending.definition_lost = True
                 self._heard.discard(frame.function)
             if pending is not None and not pending.given_up:
-                self._complete(pending, frame)
+                codes = pending.future._callbacks
+                if self._slow and not self._slow.keys().isdisjoint(codes):
+                    self._complete_elsewhere(frame.call, pending, frame)
+                else:
+                    self._running = codes
+                    self._complete(pending, frame)
         elif frame.kind == Kind.BYE:
             self._link.lose_to(frame)
         elif frame.kind == Kind.END:
             raise ChannelClosed(words_of(frame))
         elif frame.kind != Kind.ALIVE:
             raise ProtocolError(f"a frame of kind {frame.kind} where a reply was due")
+
+    def blocked(self) -> None:
+        """The leader is stuck in callbacks: from now on, those run on the executor."""
+        for code in self._running:
+            if len(self._slow) < LIMIT:
+                self._slow[code] = 2 * SLOW
+
+    def _complete_elsewhere(self, call: int, pending: Pending, frame: Frame) -> None:
+        self._answered[call] = pending, frame
+        if not self._agent.executor.offer(lambda: self._complete_slowly(call)) or self._link.lost:
+            self._complete_slowly(call)
+
+    def _complete_slowly(self, call: int) -> None:
+        """Complete a future whose callbacks blocked before, and note how long they take now."""
+        answered = self._answered.pop(call, None)
+        if answered is None:
+            return
+        codes = answered[0].future._callbacks
+        started, waited = time.perf_counter(), waiting.waited()
+        self._complete(*answered)
+        seconds = time.perf_counter() - started - (waiting.waited() - waited)
+        for code in codes:
+            known = self._slow.get(code)
+            if known is not None:
+                self._slow[code] = known = known + (seconds - known) * 0.25
+                if known < SLOW:
+                    self._slow.pop(code, None)
+
+    def complete_rest(self) -> None:
+        """Complete the futures that the executor has not come to."""
+        for call in list(self._answered):
+            self._complete_slowly(call)
 
     def _complete(self, pending: Pending, frame: Frame) -> None:
         """Give a call its answer. Unpickling runs code of the user, so anything may be raised here."""

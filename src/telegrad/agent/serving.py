@@ -36,7 +36,7 @@ from telegrad.agent.resting import is_sole
 from telegrad.agent.routes import ANYWHERE, Route, backward
 from telegrad.agent.scope import current_scope
 from telegrad.agent.targets import Later, Target
-from telegrad.agent.threads import Executor, Threads
+from telegrad.agent.threads import SLOW, Executor, Threads
 from telegrad.config import Config
 from telegrad.deadline import Deadline
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError, text_of
@@ -47,7 +47,6 @@ from telegrad.wire.callables import LIMIT, Function
 from telegrad.wire.failures import encode_failure, encode_name_of_failure, remote_traceback
 from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Frame, Kind
 
-_SLOW = 0.002  # seconds: a function that takes longer is run by the executor
 _FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
 _CORK_BELOW = 1 << 14
 _LONG_COPY = 1 << 20  # bytes of a reply that others should not wait for
@@ -132,7 +131,7 @@ class Inbound(Connection):
     def handle(self, frame: Frame) -> None:
         if frame.kind == _CALL:
             target = self._target(frame)
-            if target is not None and target.seconds > _SLOW:
+            if target is not None and target.seconds > SLOW:
                 self._enqueue(frame, target)
                 return
             if target is None or not 0 <= target.seconds < _FAST:
@@ -149,7 +148,7 @@ class Inbound(Connection):
     def blocked(self) -> None:
         """The leader is stuck in a call: from now on, calls of that function go to the executor."""
         if self._reading is not None:
-            self._reading.seconds = max(self._reading.seconds, 2 * _SLOW)
+            self._reading.seconds = max(self._reading.seconds, 2 * SLOW)
 
     def _enqueue(self, frame: Frame, target: Target) -> None:
         deadline = Deadline.from_wire(frame.left_ms)

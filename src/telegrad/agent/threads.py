@@ -32,6 +32,7 @@ from telegrad.errors import InternalError
 
 Job = Callable[[], None]
 
+SLOW = 0.002  # seconds: a function or a callback that takes longer is run by the executor
 _IDLE_SECONDS = 10.0
 _RETRY = 0.05  # seconds until a thread that the system refused is asked for again
 _log = logging.getLogger("telegrad")
@@ -195,6 +196,17 @@ class Executor:
             with self._lock:
                 self._active -= 1
             raise
+
+    def offer(self, job: Job) -> bool:
+        """Like `submit`, but never blocks. False: the job might wait for those before it for ever, or has no thread."""
+        if self._active + len(self._queue) >= self._hard:
+            return False
+        try:
+            self.submit(job)
+        except RuntimeError as error:
+            _log.warning("the system refuses a thread: %s", error)
+            return False
+        return True
 
     def _wait_for_room(self) -> None:
         """Hold up the thread that brings calls, so that the caller feels it."""
