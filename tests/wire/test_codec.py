@@ -450,3 +450,26 @@ def test_an_unpicklable_reduce_that_names_no_part() -> None:
 
 def test_a_small_call_is_a_small_message() -> None:
     assert weight((1, "two", [3.0])) < 60
+
+
+_atoms = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+
+
+@given(_atoms | st.lists(_atoms | st.lists(_atoms).map(tuple), max_size=16).map(tuple))
+def test_numbers_and_texts_are_encoded_as_they_would_be_with_everything_else(value: Any) -> None:
+    body = codec.encode_atoms(value)
+    assert body is not None
+    decoded = codec.decode(body)
+    assert decoded == value
+    assert type(decoded) is type(value)
+
+
+class Metre(float):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value", [Metre(1), Point(1.0, torch.ones(1)), [1], (1, Metre(1)), ((1, [2]),), (torch.ones(1),)]
+)
+def test_what_a_reducer_may_have_a_say_in_is_not_encoded_as_a_number(value: Any) -> None:
+    assert codec.encode_atoms(value) is None

@@ -226,6 +226,10 @@ def pack(
 
     Who packs a call gives a list to keep things in; who packs an answer, what the call brought.
     """
+    if not owed:
+        body = codec.encode_atoms(value)
+        if body is not None:
+            return body, []
     return _pack(_Message(envelope, kept), value, by_value, owed)
 
 

@@ -34,8 +34,8 @@ class Creating:
         self.creates = function
         self.__qualname__ = f"remote {describe(function)}"
 
-    def __call__(self, owner: str, key: Key, /, *args: Any, **kwargs: Any) -> Any:
-        return create(self.creates, owner, key, args, kwargs)
+    def __call__(self, owner: str, key: tuple[str, int], /, *args: Any, **kwargs: Any) -> Any:
+        return create(self.creates, owner, Key(*key), args, kwargs)
 
     def __reduce__(self) -> tuple[type[Creating], tuple[Callable[..., Any]]]:
         return Creating, (self.creates,)

@@ -193,9 +193,9 @@ def _known(owner: str, keys: list[Key]) -> list[bool]:
 
 
 @trusted
-def fetch(owner: str, key: Key) -> Any:
+def fetch(owner: str, key: tuple[str, int]) -> Any:
     """The value of an object, as soon as there is one."""
-    value = owner_keeper(owner).books.find(key).value
+    value = owner_keeper(owner).books.find(Key(*key)).value
     return value.wait() if value.done() else Later(value)
 
 

@@ -102,12 +102,13 @@ class RRef(Generic[T]):
         self._raise_failed_creation()
         if self.is_owner():
             return self._entry().value.result(None if timeout <= 0 else timeout)  # type: ignore[no-any-return]
-        here: T = self._agent.invoke(self._owner_info.name, fetch, (self._owner, self._key), None, limit(timeout))
+        args = (self._owner, tuple(self._key))
+        here: T = self._agent.invoke(self._owner_info.name, fetch, args, None, limit(timeout))
         return here
 
     def fetch_async(self, timeout: float = -1.0) -> Future[T]:
         """A future for `to_here`."""
-        args = (self._owner, self._key)
+        args = (self._owner, tuple(self._key))
         return self._agent.start(self._owner_info.name, fetch, args, None, limit(timeout), keep=self)
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -253,7 +254,7 @@ def remote(
         else:
             keeper.books.receive(owner, key)
         keeper.pending.add(key)
-        creation = agent.start(member.name, creating(function), (owner, key, *args), kwargs, timeout, keep=keep)
+        creation = agent.start(member.name, creating(function), (owner, tuple(key), *args), kwargs, timeout, keep=keep)
         rref._creation = creation
         creation.add_done_callback(functools.partial(_created, keeper, member.name, owner, key))
     except BaseException as error:
