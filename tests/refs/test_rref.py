@@ -324,4 +324,4 @@ def test_an_object_that_is_asked_for_after_its_owner_has_left_never_comes(cluste
     agent.close()
     entry = books.find(Key("an incarnation that has created nothing yet", 1))
     with pytest.raises(PeerLost, match="left the group"):
-        entry.value.result(PATIENCE)
+        entry.value(PATIENCE)

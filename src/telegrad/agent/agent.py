@@ -409,11 +409,13 @@ class Agent:
 
     def service(self, make: Callable[[Agent], S]) -> S:
         """This agent's one `make(agent)`: how layers above keep what they know of an agent with it."""
-        with self._making:
-            if make not in self._services:
-                self._services[make] = make(self)
-            found: S = self._services[make]
-            return found
+        found: S | None = self._services.get(make)
+        if found is None:
+            with self._making:
+                found = self._services.get(make)
+                if found is None:
+                    found = self._services[make] = make(self)
+        return found
 
     def statistics(self) -> dict[str, int]:
         """Counters for people and monitors."""

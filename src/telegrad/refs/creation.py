@@ -69,12 +69,12 @@ def create(function: Callable[..., Any], owner: str, key: Key, args: tuple[Any, 
         if type(value) is Later:
             value = value.future
         elif getattr(run, ASYNC_MARK, None) is None:
-            entry.value._settle(value, None)
+            entry.settle(value, None)
             books.settle(entry)
             return None
         return Later(_store_later(keeper, entry, value))
     except BaseException as error:
-        entry.value._settle(None, as_exception(error))
+        entry.settle(None, as_exception(error))
         books.settle(entry)
         raise
 
@@ -91,10 +91,10 @@ def _store_later(keeper: Keeper, entry: Entry, value: Any) -> Future[None]:
     def store(done: Any) -> None:
         failure: Exception | None = None
         try:
-            entry.value._settle(done.value(), None)
+            entry.settle(done.value(), None)
         except BaseException as error:
             failure = as_exception(error)
-            entry.value._settle(None, failure)
+            entry.settle(None, failure)
         finally:
             stored._settle(None, failure)
             keeper.books.settle(entry)

@@ -195,8 +195,8 @@ def _known(owner: str, keys: list[Key]) -> list[bool]:
 @trusted
 def fetch(owner: str, key: tuple[str, int]) -> Any:
     """The value of an object, as soon as there is one."""
-    value = owner_keeper(owner).books.find(Key(*key)).value
-    return value.wait() if value.done() else Later(value)
+    entry = owner_keeper(owner).books.find(Key(*key))
+    return entry.value() if entry.done else Later(entry.future)
 
 
 def with_object(owner: str, key: tuple[str, int], run: Callable[[Keeper, Any], Any]) -> Any:
@@ -205,9 +205,9 @@ def with_object(owner: str, key: tuple[str, int], run: Callable[[Keeper, Any], A
     The key comes as a plain tuple: a class of its own takes a third of the time to pack and unpack a call.
     """
     keeper = owner_keeper(owner)
-    value = keeper.books.find(Key(*key)).value
-    if value.done():
-        return run(keeper, value.wait())
+    entry = keeper.books.find(Key(*key))
+    if entry.done:
+        return run(keeper, entry.value())
     result: Future[Any] = Future()
     later = Later(result)
 
@@ -219,7 +219,7 @@ def with_object(owner: str, key: tuple[str, int], run: Callable[[Keeper, Any], A
 
     def run_now() -> None:
         try:
-            outcome = run(keeper, value.wait())
+            outcome = run(keeper, entry.value())
         except BaseException as error:
             result._settle(None, as_exception(error))
             return
@@ -231,5 +231,5 @@ def with_object(owner: str, key: tuple[str, int], run: Callable[[Keeper, Any], A
 
     context = contextvars.copy_context()  # of the call: its scope, for one
     threads, clock = keeper.agent.threads, keeper.agent.clock
-    value.add_done_callback(lambda _: threads.start_when_possible(lambda: context.run(run_now), clock))
+    entry.future.add_done_callback(lambda _: threads.start_when_possible(lambda: context.run(run_now), clock))
     return later

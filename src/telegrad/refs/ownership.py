@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad.errors import PeerLost, StaleReference
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from telegrad.agent.agent import Agent
 
 AUDIT_AFTER = 10.0
+_settling = threading.Lock()
 _LEFT = "this worker has left the group while the object was being created"
 
 
@@ -56,6 +57,9 @@ class Arrivals:
         self._start_of: dict[int, int] = {}  # and by their last
 
     def add(self, number: int) -> None:
+        if number == self._upto + 1 and not self._end_of:
+            self._upto = number
+            return
         if number in self:
             return
         start = self._start_of.pop(number - 1, number)
@@ -73,16 +77,52 @@ class Arrivals:
         return any(start <= number <= end for start, end in self._end_of.items())
 
 
-@dataclass(eq=False)
 class Entry:
-    """An object at its owner."""
+    """An object at its owner. Only those that somebody waits for have a future: making one takes long.
 
-    key: Key
-    value: Future[Any] = field(default_factory=Future)
-    created: bool = False
-    here: int = 0
-    balance: dict[str, int] = field(default_factory=dict)
-    moved: float = field(default_factory=time.monotonic)
+    State: what the object is, under `_settling`; set once. The rest belongs to the books.
+    """
+
+    __slots__ = ("_error", "_future", "_object", "balance", "created", "done", "here", "key", "moved")
+
+    def __init__(self, key: Key, created: bool = False, here: int = 0) -> None:
+        self.key = key
+        self.created = created
+        self.here = here
+        self.balance: dict[str, int] = {}
+        self.moved = time.monotonic()
+        self.done = False
+        self._object: Any = None
+        self._error: Exception | None = None
+        self._future: Future[Any] | None = None
+
+    def settle(self, value: Any, error: Exception | None) -> None:
+        """The object is there, or it will never be; the first who says so is right."""
+        try:
+            with _settling:
+                if not self.done:
+                    self._object, self._error, self.done = value, error, True
+        finally:  # whatever was raised meanwhile: whoever waits must be woken
+            if self.done and self._future is not None:
+                self._future._settle(self._object, self._error)
+
+    @property
+    def future(self) -> Future[Any]:
+        """A future for the object."""
+        made: Future[Any] = Future()
+        with _settling:
+            future = self._future = self._future or made
+        if self.done:
+            future._settle(self._object, self._error)
+        return future
+
+    def value(self, timeout: float | None = None) -> Any:
+        """The object, within `timeout` seconds; raises what its creation raised."""
+        if not self.done:
+            return self.future.result(timeout)
+        if self._error is not None:
+            raise self._error
+        return self._object
 
     def count(self, holder: str, change: int) -> None:
         """A holder received or gave up references. A balance may be negative for a moment: notes overtake messages."""
@@ -143,7 +183,7 @@ class Books:
             key = Key(self._me, self._next)
             self._arrivals[self._me].add(self._next)
             entry = self._entries[key] = Entry(key, created=True, here=1)
-        entry.value.set_result(value)
+        entry.settle(value, None)
         return key
 
     def create(self, key: Key) -> Entry:
@@ -168,7 +208,7 @@ class Books:
             if entry is None or entry.created:
                 return
             del self._entries[key]
-        entry.value._settle(None, StaleReference(f"this object was never created: {reason}"))
+        entry.settle(None, StaleReference(f"this object was never created: {reason}"))
 
     def settle(self, entry: Entry) -> None:
         """The value is there; if nobody wants it any more, it goes."""
@@ -191,7 +231,7 @@ class Books:
         if entry is None and key.creator not in self._lost and key.number not in self._arrivals[key.creator]:
             entry = self._entries[key] = Entry(key)
             if self._closed:
-                entry.value._settle(None, PeerLost(_LEFT))
+                entry.settle(None, PeerLost(_LEFT))
         return entry
 
     def lend(self, key: Key, holder: str) -> None:
@@ -225,15 +265,15 @@ class Books:
                 if owned_by == holder:
                     del self._holdings[owned_by, key]
         for entry in orphans:
-            entry.value._settle(None, PeerLost("the worker that was creating this object died"))
+            entry.settle(None, PeerLost("the worker that was creating this object died"))
 
     def close(self) -> None:
         """This worker leaves: what is still on its way will not come, and whoever waits for it here is told."""
         with self._lock:
             self._closed = True
-            unfinished = [entry for entry in self._entries.values() if not entry.value.done()]
+            unfinished = [entry for entry in self._entries.values() if not entry.done]
         for entry in unfinished:
-            entry.value._settle(None, PeerLost(_LEFT))
+            entry.settle(None, PeerLost(_LEFT))
 
     def suspects(self, now: float) -> dict[str, list[tuple[Key, float]]]:
         """Balances that have not moved for a while, by holder."""
@@ -255,7 +295,7 @@ class Books:
                 self._discard_unwanted(entry)
 
     def _discard_unwanted(self, entry: Entry) -> None:
-        if not entry.wanted and entry.value.done():
+        if not entry.wanted and entry.done:
             self._entries.pop(entry.key, None)
 
     # The user's side

@@ -94,14 +94,14 @@ class RRef(Generic[T]):
                 f"For {self!r}, can't call localValue() on user {self._keeper.agent.me.info}. "
                 "Call it on owner " + str(self._owner_info)
             )
-        value: T = self._entry().value.wait()
+        value: T = self._entry().value()
         return value
 
     def to_here(self, timeout: float = -1.0) -> T:
         """A copy of the object; on its owner, the object itself. Raises what its creation raised."""
         self._raise_failed_creation()
         if self.is_owner():
-            return self._entry().value.result(None if timeout <= 0 else timeout)  # type: ignore[no-any-return]
+            return self._entry().value(None if timeout <= 0 else timeout)  # type: ignore[no-any-return]
         args = (self._owner, tuple(self._key))
         here: T = self._agent.invoke(self._owner_info.name, fetch, args, None, limit(timeout))
         return here
