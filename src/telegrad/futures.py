@@ -18,7 +18,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.futures
 
@@ -27,6 +27,18 @@ from telegrad.errors import CallCancelled, CallTimeout, text_of
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+
+class Outcome(Protocol):
+    """What is told how a call ended. The first who tells is believed."""
+
+    _arrivals: Sequence[Any]
+    _on_cancel: Callable[[], None] | None
+
+    @property
+    def _callbacks(self) -> tuple[Hashable, ...]: ...
+    def done(self) -> bool: ...
+    def _settle(self, value: Any, error: Exception | None) -> bool: ...
 
 
 class Future(torch.futures.Future[T]):

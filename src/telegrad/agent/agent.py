@@ -42,7 +42,7 @@ from telegrad.agent.targets import Target, is_trusted
 from telegrad.agent.threads import Executor, Threads
 from telegrad.config import Config
 from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
-from telegrad.futures import Future
+from telegrad.futures import Future, Outcome
 from telegrad.wire.callables import LIMIT, Function, Numbers, describe
 
 P = ParamSpec("P")
@@ -300,6 +300,22 @@ class Agent:
         """
         if local.around is not None and not internal:
             return local.around.start(self, to, function, args, kwargs, timeout, keep)
+        future: Future[Any] = Future()
+        self.send(to, function, args, kwargs, timeout, future, internal, keep)
+        return future
+
+    def send(
+        self,
+        to: To,
+        function: Function,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: Any,
+        outcome: Outcome,
+        internal: bool = False,
+        keep: object = None,
+    ) -> None:
+        """`start` for who needs no future: `outcome` is told how the call ended."""
         if timeout is DEFAULT:
             timeout = self.timeout
         link = self.peers.known(to)
@@ -307,10 +323,9 @@ class Agent:
             try:
                 link = self.peers.begin(to)
             except PeerLost as error:
-                failed: Future[Any] = Future()
-                failed.set_exception(error)
-                return failed
-        return link.submit(function, tuple(args), kwargs, timeout, internal, keep)
+                outcome._settle(None, error)
+                return
+        link.submit(function, tuple(args), kwargs, timeout, outcome, internal, keep)
 
     # The group
 

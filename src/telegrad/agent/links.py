@@ -35,7 +35,7 @@ from telegrad.agent.threads import Executor, Threads
 from telegrad.config import Config
 from telegrad.deadline import to_wire
 from telegrad.errors import CallTimeout, PeerLost, ProtocolError, SerializationError, as_exception, text_of
-from telegrad.futures import Future
+from telegrad.futures import Outcome
 from telegrad.transport.channel import Channel, ChannelClosed, end_quickly, words_of
 from telegrad.wire.callables import Function, Numbers, defined_in_main, describe
 from telegrad.wire.failures import decode_failure
@@ -221,14 +221,15 @@ class Link:
         args: Args,
         kwargs: dict[str, Any] | None,
         timeout: float | None,
+        outcome: Outcome,
         internal: bool = False,
         keep: object = None,
-    ) -> Future[Any]:
-        """Call and return a future for the result. `internal` calls do not count as work under way.
+    ) -> None:
+        """Call and tell `outcome` how it ended. `internal` calls do not count as work under way.
 
         `keep` is kept alive until the callee has answered.
         """
-        return self.pipe.submit(next(self._ids), function, args, kwargs, timeout, internal, keep)
+        self.pipe.submit(next(self._ids), function, args, kwargs, timeout, internal, outcome, keep)
 
     def encode(
         self,

@@ -211,6 +211,7 @@ def shared_answer(value: Any) -> Shared | None:
     return None if _local.shared is None else _local.shared.get(id(value))
 
 
+_NOTHING = codec.encode_atoms(None)
 _SMALL = frozenset({int, float, bool, str, type(None)})
 
 
@@ -260,6 +261,8 @@ def unpack(
     What came along is added to `arrivals`, also if decoding fails. Without that list, the result is used on the
     streams that are current now.
     """
+    if body == _NOTHING:
+        return None
     outer = _local.message
     message = _local.message = _Message(envelope, None)
     try:

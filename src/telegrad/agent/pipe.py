@@ -32,7 +32,7 @@ from telegrad.agent.scope import Scope, current_scope
 from telegrad.agent.threads import SLOW
 from telegrad.deadline import to_wire
 from telegrad.errors import CallTimeout, ProtocolError, as_exception
-from telegrad.futures import Future
+from telegrad.futures import Outcome
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout, say_goodbye, words_of
 from telegrad.wire.callables import LIMIT, Function, describe
 from telegrad.wire.failures import decode_failure
@@ -52,10 +52,10 @@ class Pending:
     __slots__ = (
         "call",
         "definition_lost",
-        "future",
         "given_up",
         "internal",
         "kept",
+        "outcome",
         "scope",
         "sent",
         "timeout",
@@ -64,7 +64,7 @@ class Pending:
 
     def __init__(
         self,
-        future: Future[Any],
+        outcome: Outcome,
         until: float,
         timeout: float | None,
         call: str,
@@ -72,7 +72,7 @@ class Pending:
         scope: Scope | None,
         kept: list[Any],
     ) -> None:
-        self.future = future
+        self.outcome = outcome
         self.until = until
         self.timeout = timeout
         self.call = call
@@ -84,10 +84,10 @@ class Pending:
         self.definition_lost = False  # its callee does not know the function that it defined
 
     def give_up(self, error: Exception | None) -> None:
-        """Complete the future with `error`, unless it was cancelled; the call itself goes on."""
+        """Tell its outcome of `error`, unless it was cancelled; the call itself goes on."""
         self.given_up = True
         if error is not None:
-            self.future._settle(None, error)
+            self.outcome._settle(None, error)
 
 
 class _Queued(NamedTuple):
@@ -143,18 +143,21 @@ class Pipe(Connection):
         kwargs: dict[str, Any] | None,
         timeout: float | None,
         internal: bool,
+        outcome: Outcome,
         keep: object = None,
-    ) -> Future[Any]:
-        """Send a call, or let it wait for the connection. `keep` is kept alive until the callee has answered."""
+    ) -> None:
+        """Send a call, or let it wait for the connection, and tell `outcome` how it ended.
+
+        `keep` is kept alive until the callee has answered.
+        """
         link = self._link
         kept: list[Any] = [] if keep is None else [keep]
         scope = None if internal else current_scope.get()
         message = link.encode(self._heard, function, args, kwargs, kept, scope)
-        future: Future[Any] = Future()
-        future._on_cancel = lambda: self._cancel(call)
+        outcome._on_cancel = lambda: self._cancel(call)
         until = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            pending = Pending(future, until, timeout, describe(function), internal, scope, kept)
+            pending = Pending(outcome, until, timeout, describe(function), internal, scope, kept)
             self.pending[call] = pending
             if until < self._next_look:
                 self._look_at(until)
@@ -167,7 +170,6 @@ class Pipe(Connection):
             raise
         if link.lost:  # it may have been lost before this call was pending
             self.fail_all()
-        return future
 
     def _send(self, call: int, pending: Pending, message: Message, left: float | None) -> None:
         link = self._link
@@ -224,7 +226,7 @@ class Pipe(Connection):
                 self._send(call, pending, message, left)
             except BaseException as error:
                 self.pending.pop(call, None)
-                pending.future._settle(None, as_exception(error))
+                pending.outcome._settle(None, as_exception(error))
         self.caught_up.open()
 
     def _next_queued(self) -> _Queued | None:
@@ -254,7 +256,7 @@ class Pipe(Connection):
                     pending.definition_lost = True
                 self._heard.discard(frame.function)
             if pending is not None and not pending.given_up:
-                codes = pending.future._callbacks
+                codes = pending.outcome._callbacks
                 if self._slow and not self._slow.keys().isdisjoint(codes):
                     self._complete_elsewhere(frame.call, pending, frame)
                 else:
@@ -283,7 +285,7 @@ class Pipe(Connection):
         answered = self._answered.pop(call, None)
         if answered is None:
             return
-        codes = answered[0].future._callbacks
+        codes = answered[0].outcome._callbacks
         started, waited = time.perf_counter(), waiting.waited()
         self._complete(*answered)
         seconds = time.perf_counter() - started - (waiting.waited() - waited)
@@ -313,7 +315,7 @@ class Pipe(Connection):
                     arrivals: list[Any] = []
                     value = self._link.decode(frame, pending.call, arrivals)
                     if arrivals:
-                        pending.future._arrivals = arrivals
+                        pending.outcome._arrivals = arrivals
                 finally:
                     current_scope.reset(token)
             else:
@@ -323,8 +325,8 @@ class Pipe(Connection):
         except BaseException as failure:
             error = self._link.undecodable(pending.call, failure)
         finally:
-            del frame  # callbacks of the future may run for long
-            pending.future._settle(value, error)
+            del frame  # callbacks of a future may run for long
+            pending.outcome._settle(value, error)
 
     def ended(self, error: BaseException) -> None:
         self.channel.close()
@@ -348,7 +350,7 @@ class Pipe(Connection):
         """End a call that the callee will not answer."""
         pending = self.pending.pop(call, None)
         if pending is not None:
-            pending.future._settle(None, error(pending))
+            pending.outcome._settle(None, error(pending))
 
     def _look_at(self, moment: float) -> None:
         self._next_look = moment

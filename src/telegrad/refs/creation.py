@@ -7,19 +7,93 @@ others may hold references to what it makes.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from telegrad.agent.targets import ASYNC_MARK, Later, as_served, trusted
-from telegrad.errors import UsageError, as_exception
+from telegrad.errors import CallCancelled, UsageError, as_exception
 from telegrad.futures import Future
 from telegrad.refs.keeper import Keeper, owner_keeper
 from telegrad.refs.ownership import Entry, Key
 from telegrad.wire.callables import LIMIT, describe
 
+_settling = threading.Lock()
+_log = logging.getLogger("telegrad")
 _known: dict[Callable[..., Any], Creating] = {}
 _lock = threading.Lock()
+
+
+class Creation:
+    """A creation as its creator sees it. Its future is made when somebody asks for it, which few do.
+
+    State: `_done` and `error`, under `_settling`; set once.
+    """
+
+    __slots__ = ("_arrivals", "_done", "_future", "_keeper", "_key", "_name", "_on_cancel", "_owner", "error")
+
+    def __init__(self, keeper: Keeper, name: str, owner: str, key: Key) -> None:
+        self._keeper = keeper
+        self._name = name
+        self._owner = owner
+        self._key = key
+        self._arrivals: Sequence[Any] = ()
+        self._on_cancel: Callable[[], None] | None = None
+        self._future: Future[Any] | None = None
+        self._done = False
+        self.error: Exception | None = None
+
+    def done(self) -> bool:
+        """Has the owner answered, or is it known that it will not?"""
+        return self._done
+
+    @property
+    def future(self) -> Future[Any]:
+        """A future that completes when the owner has the object, or fails as its creation did."""
+        made: Future[Any] = Future()
+        with _settling:
+            future = self._future = self._future or made
+        if future is made:
+            future._on_cancel = self._on_cancel
+            future.add_done_callback(self._ended)
+        if self._done:
+            future._settle(None, self.error)
+        return future
+
+    @property
+    def _callbacks(self) -> tuple[Hashable, ...]:
+        return () if self._future is None else self._future._callbacks
+
+    def follow(self, future: Future[Any]) -> None:
+        """This future says how the creation ends."""
+        self._future = future
+        future.add_done_callback(self._ended)
+
+    def _ended(self, done: Any) -> None:
+        self._settle(None, done._error)
+
+    def _settle(self, value: Any, error: Exception | None) -> bool:
+        """The object is there, or the creation has failed.
+
+        If it failed before the owner made an entry (it was never sent, or its arguments could not be unpickled there),
+        the owner must not wait for it. For an object that has an entry, the note changes nothing.
+        """
+        first = False
+        try:
+            with _settling:
+                if not self._done:
+                    self.error, self._done, first = error, True, True
+            self._keeper.pending.discard(self._key)
+            may_come = error is None or isinstance(error, CallCancelled) or getattr(error, "sent", False)
+            if first and not may_come:
+                self._keeper.void(self._name, self._owner, self._key, error)
+        except Exception:
+            _log.exception("%r could not be told that an object will not be created", self._name)
+        finally:  # whatever was raised meanwhile: whoever waits must be woken
+            if self._done and self._future is not None:
+                self._future._settle(None, self.error)
+        return first
 
 
 @trusted

@@ -9,7 +9,6 @@ it anyway), so that a temporary such as ``remote(...).rpc_async().f()`` lives wh
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -17,14 +16,14 @@ from torch import Tensor
 
 from telegrad import autograd
 from telegrad.agent.agent import DEFAULT
-from telegrad.agent.current import active_agent
+from telegrad.agent.current import active_agent, local
 from telegrad.agent.membership import WorkerInfo
 from telegrad.agent.packing import Envelope, before_sending, current_envelope, keep_until_answered
 from telegrad.agent.targets import trusted
-from telegrad.errors import CallCancelled, CallTimeout, SerializationError, UsageError
+from telegrad.errors import CallTimeout, SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.refs import proxy
-from telegrad.refs.creation import creating
+from telegrad.refs.creation import Creation, creating
 from telegrad.refs.keeper import Keeper, fetch, with_object
 from telegrad.refs.ownership import Entry, Key
 from telegrad.wire import codec
@@ -58,7 +57,7 @@ class RRef(Generic[T]):
         keeper = Keeper.of(agent)
         self._fill(keeper, agent.me.info, agent.me.incarnation, keeper.books.own(value), None)
 
-    def _fill(self, keeper: Keeper, info: WorkerInfo, owner: str, key: Key, creation: Future[Any] | None) -> RRef[T]:
+    def _fill(self, keeper: Keeper, info: WorkerInfo, owner: str, key: Key, creation: Creation | None) -> RRef[T]:
         self._keeper = keeper
         self._owner_info = info
         self._owner = owner
@@ -85,7 +84,7 @@ class RRef(Generic[T]):
 
     def confirmed_by_owner(self) -> bool:
         """Does the owner have the object? True from the start except for what `remote` is still creating."""
-        return self._creation is None or (self._creation.done() and self._creation.exception() is None)
+        return self._creation is None or (self._creation.done() and self._creation.error is None)
 
     def local_value(self) -> T:
         """The object itself, on its owner."""
@@ -145,7 +144,7 @@ class RRef(Generic[T]):
     def _get_future(self) -> Future[Any]:
         """A future that completes when the owner has the object, or fails as its creation did."""
         if self._creation is not None:
-            return self._creation
+            return self._creation.future
         done: Future[Any] = Future()
         done.set_result(None)
         return done
@@ -169,7 +168,7 @@ class RRef(Generic[T]):
 
     def _raise_failed_creation(self) -> None:
         if self._creation is not None and self._creation.done():
-            error = self._creation.exception()
+            error = self._creation.error
             if isinstance(error, CallTimeout):
                 raise CallTimeout(f"RRef creation timed out: {error}", peer=error.peer, call=error.call) from error
             if error is not None:
@@ -254,9 +253,12 @@ def remote(
         else:
             keeper.books.receive(owner, key)
         keeper.pending.add(key)
-        creation = agent.start(member.name, creating(function), (owner, tuple(key), *args), kwargs, timeout, keep=keep)
-        rref._creation = creation
-        creation.add_done_callback(functools.partial(_created, keeper, member.name, owner, key))
+        rref._creation = creation = Creation(keeper, member.name, owner, key)
+        run, args = creating(function), (owner, tuple(key), *args)
+        if local.around is None:
+            agent.send(member.name, run, args, kwargs, timeout, creation, keep=keep)
+        else:
+            creation.follow(agent.start(member.name, run, args, kwargs, timeout, keep=keep))
     except BaseException as error:
         keeper.pending.discard(key)
         if isinstance(error, Exception):  # it was not sent; an interrupt may have come after it was
@@ -264,19 +266,6 @@ def remote(
         keeper.void(member.name, owner, key, error)
         raise
     return rref
-
-
-def _created(keeper: Keeper, name: str, owner: str, key: Key, done: Future[Any]) -> None:
-    """The creation of an object has succeeded or failed.
-
-    If it failed before the owner made an entry (it was never sent, or its arguments could not be unpickled there), the
-    owner must not wait for it. For an object that has an entry, the note changes nothing.
-    """
-    keeper.pending.discard(key)
-    error = done.exception()
-    if error is None or isinstance(error, CallCancelled) or getattr(error, "sent", False):
-        return  # created, or it may still be
-    keeper.void(name, owner, key, error)
 
 
 def _reduce(rref: RRef[Any]) -> tuple[Any, tuple[Any, ...]]:
