@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from telegrad.agent.agent import Agent
-from telegrad.errors import CallTimeout, PeerLost, SerializationError, StaleReference, UsageError
+from telegrad.errors import CallCancelled, CallTimeout, PeerLost, SerializationError, StaleReference, UsageError
 from telegrad.refs import RRef, remote
 from telegrad.refs.keeper import Keeper
 from telegrad.refs.ownership import Key
@@ -130,6 +130,30 @@ def test_errors_of_methods_arrive_as_themselves(w0: Agent) -> None:
         thing.rpc_sync().missing()
     with pytest.raises(KeyError):
         thing.remote().fail().to_here()
+
+
+def test_the_future_of_a_creation_can_be_asked_for_at_any_time(w0: Agent) -> None:
+    early = remote("w1", Thing, agent=w0)
+    assert early._get_future() is early._get_future()
+    assert early._get_future().result(PATIENCE) is None
+    assert early.confirmed_by_owner()
+    broken = remote("w1", objects.raise_error, agent=w0)
+    with pytest.raises(ValueError):
+        broken.to_here()
+    with pytest.raises(ValueError):
+        broken._get_future().result(PATIENCE)
+
+
+def test_a_creation_can_be_cancelled(w0: Agent) -> None:
+    objects.gates["cancelled"] = threading.Event()
+    try:
+        unwanted = remote("w1", objects.make_when_open, ("cancelled", 6), agent=w0)
+        assert unwanted._get_future().cancel()
+        with pytest.raises(CallCancelled):
+            unwanted.to_here()
+        assert objects.figures(w0)["unconfirmed creations"] == 0
+    finally:
+        objects.gates["cancelled"].set()
 
 
 def test_time_limits(w0: Agent) -> None:
