@@ -245,6 +245,38 @@ def test_leaves_and_parameters_as_arguments_get_their_gradients(workers: LocalCl
     assert_equal(found, alone((leaf * parameter + parameter**2).sum(), leaf, parameter))
 
 
+def scale_each(values: list[Tensor]) -> list[Tensor]:
+    """Scale all but the last, by their numbers, and change what was received in place."""
+    assert values[0] is values[-1]
+    return [value.mul_(number) for number, value in enumerate(values[:-1], 1)]
+
+
+@pytest.mark.parametrize("kind", ["leaves", "parameters", "results", "all of these", "views"])
+def test_many_small_tensors_get_their_gradients(workers: LocalCluster, w0: Agent, kind: str) -> None:
+    leaves = [new_leaf(number, 1, 2) for number in range(60)]
+    if kind in {"parameters", "all of these"}:
+        leaves[::3] = [nn.Parameter(leaf.detach()) for leaf in leaves[::3]]
+
+    def sent() -> list[Tensor]:
+        values = [leaf * 2 for leaf in leaves] if kind == "results" else list(leaves)
+        if kind == "all of these":
+            values[::4] = [leaf.sin() for leaf in values[::4]]
+        if kind == "views":
+            values = [row.view(3) for row in torch.stack(values)]
+        return values
+
+    with autograd.context(agent=w0) as context_id:
+        values = sent()
+        made = w0.call("w1", scale_each, [*values, values[0]])
+        autograd.backward(context_id, [torch.stack(made[:-5]).square().sum() + values[1].sum()])
+        found = everything(workers, context_id, *leaves)
+    values = sent()
+    scaled = [value * number for number, value in enumerate(values[:-5], 1)]
+    expected = alone(torch.stack(scaled).square().sum() + values[1].sum(), *leaves)
+    assert len(expected) == (60 if kind == "views" else 55)
+    assert_equal(found, expected)
+
+
 def test_a_leaf_is_itself_sent_and_comes_back(workers: LocalCluster, w0: Agent) -> None:
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:

@@ -167,6 +167,18 @@ def test_a_thread_that_does_not_take_the_context_along(w0: Agent, function: Call
         autograd.backward(context_id, [(w0.call("w1", weigh, x) * results[0].detach()).sum()])
 
 
+def weigh_often(x: Tensor) -> list[Tensor]:
+    return [weigh(x) for _ in range(20)]
+
+
+def test_many_small_results_of_a_call_outside_of_the_context(w0: Agent) -> None:
+    results = w0.call("w1", weigh_often, new_leaf())
+    with autograd.context(agent=w0) as context_id:
+        with pytest.raises(UsageError, match="outside of this autograd context"):
+            autograd.backward(context_id, [w0.call("w1", torch.mul, results[3], 2).sum()])
+        autograd.backward(context_id, [w0.call("w1", torch.mul, results[3].detach().requires_grad_(), 2).sum()])
+
+
 def a_parameter() -> Tensor:
     return nn.Parameter(torch.ones(3, dtype=torch.double))
 

@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,6 +134,12 @@ class Arrived(torch.autograd.Function):
 ANCHOR = torch.empty(0, requires_grad=True)  # makes torch record `Arrived`
 
 
+def _arrive(data: Tensor, slot: Slot) -> Tensor:
+    tensor: Tensor = Arrived.apply(ANCHOR, (data,), slot)  # type: ignore[no-untyped-call]
+    slot.belongs_to(tensor)
+    return tensor
+
+
 def _edge_of(tensor: Tensor) -> tuple[Node, int]:
     """Where the gradient of a tensor goes; if it is a leaf, the node where it ends.
 
@@ -228,22 +234,24 @@ class Context:
                     self.sends[ticket] = Send(tensor, peer)
                 self.peers[peer] = to.peer
 
-    def receive(self, ticket: int, data: Tensor, sender: Envelope) -> Tensor:
-        slot = Slot()
+    def receive(self, data: Sequence[Tensor], tickets: Sequence[int], sender: Envelope) -> list[Tensor]:
+        """Return tensors that arrived as outputs of nodes, and note these."""
+        slots = [Slot() for _ in tickets]
         if torch.is_grad_enabled():
-            tensor: Tensor = Arrived.apply(ANCHOR, (data,), slot)  # type: ignore[no-untyped-call]
+            tensors = list(map(_arrive, data, slots))
         else:
             with torch.enable_grad():
-                tensor = Arrived.apply(ANCHOR, (data,), slot)  # type: ignore[no-untyped-call]
-        node = tensor.grad_fn
-        assert node is not None
-        slot.belongs_to(tensor)
+                tensors = list(map(_arrive, data, slots))
+        peer = sender.incarnation
         with self.lock:
             if not self.released:
-                self.receives[node] = sender.incarnation, ticket
-                self.slots[node] = slot
-                self.peers[sender.incarnation] = sender.peer
-        return tensor
+                for ticket, tensor, slot in zip(tickets, tensors, slots, strict=True):
+                    node = tensor.grad_fn
+                    assert node is not None
+                    self.receives[node] = peer, ticket
+                    self.slots[node] = slot
+                self.peers[peer] = sender.peer
+        return tensors
 
     def add(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Further gradients of leaves on this worker."""
@@ -505,6 +513,11 @@ class _Leaving:
         self._tickets[id(tensor)] = ticket
         self._tensors[id(tensor)] = tensor
 
+    def add_all(self, tickets: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        keys = list(map(id, tensors))
+        self._tickets.update(zip(keys, tickets, strict=True))
+        self._tensors.update(zip(keys, tensors, strict=True))
+
     def finish(self) -> None:
         self._context.send(zip(self._tickets.values(), self._tensors.values(), strict=True), self._to)
 
@@ -533,6 +546,14 @@ class _Tracker:
         accompany(_Leaving, _new_leaving).add(ticket, tensor)
         return ticket
 
+    def leaving_together(self, tensors: Sequence[Tensor]) -> list[int]:
+        context = current_scope.get()
+        if not isinstance(context, Context) or not self.wants_gradients():
+            return [self.leaving(tensor) for tensor in tensors]
+        tickets = list(itertools.islice(context.tickets, len(tensors)))
+        accompany(_Leaving, _new_leaving).add_all(tickets, tensors)
+        return tickets
+
     def arriving(self, data: Tensor, ticket: int) -> Tensor:
         context, envelope = current_scope.get(), current_envelope()
         is_late = ticket <= 0 and isinstance(context, Context) and context.released  # the callee knew that it ended
@@ -543,7 +564,13 @@ class _Tracker:
             return tensor
         if ticket <= 0:
             return data  # the answer to a call that was made without gradients
-        return context.receive(ticket, data, envelope)
+        return context.receive((data,), (ticket,), envelope)[0]
+
+    def arriving_together(self, data: Sequence[Tensor], tickets: Sequence[int]) -> list[Tensor]:
+        context, envelope = current_scope.get(), current_envelope()
+        if not isinstance(context, Context) or envelope is None or min(tickets) <= 0:
+            return list(map(self.arriving, data, tickets))
+        return context.receive(data, tickets, envelope)
 
 
 def _open(said: bytes, envelope: Envelope) -> Context | None:

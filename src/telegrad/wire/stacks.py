@@ -6,8 +6,9 @@ their place (pickle's persistent ids) and copies their values into one stack for
 The receiver splits the stacks before it unpickles the rest.
 
 Rules: an object that occurs several times has one number, so it arrives as one object. Every tensor
-and array arrives with memory of its own. Whatever is not plain (gradients, attributes, gaps, other
-devices, read-only arrays) stays in the pickle and travels as `wire/tensors.py` says.
+and array arrives with memory of its own. The tickets of tensors that require gradients travel with
+their stack. Whatever is not plain (attributes, gaps, other devices, read-only arrays) stays in the
+pickle and travels as `wire/tensors.py` says.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from telegrad.wire.tensors import dtype_of, stackable_code
+from telegrad.wire.tensors import arrive_tracked, dtype_of, leave_tracked, stackable_code
 
 MANY = 16  # below, stacks cost more than they save
 _LARGEST = 4096  # bytes of one tensor or array
@@ -39,20 +40,31 @@ _tensor_key = attrgetter("dtype", "shape", "layout", "is_cpu", "requires_grad")
 _array_key = attrgetter("dtype", "shape")
 
 
-# A stack as it travels: dtype (a code of `wire/tensors.py`, or the name of an array's dtype), shape, bytes.
-Block = tuple[int | str, tuple[int, ...], Any]
+# A stack as it travels: dtype (a code of `wire/tensors.py`, or the name of an array's dtype), shape,
+# bytes; for tensors that require gradients also their tickets, and whether they are parameters.
+Block = tuple[int | str, tuple[int, ...], Any, list[int] | None, bool]
 
 
 class _Stack:
     """The things of one dtype and shape. Their numbers begin at `base`."""
 
-    __slots__ = ("base", "dtype", "kind", "shape", "things")
+    __slots__ = ("base", "dtype", "is_parameter", "kind", "requires_grad", "shape", "things")
 
-    def __init__(self, base: int, kind: int | str, dtype: Any, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        base: int,
+        kind: int | str,
+        dtype: Any,
+        shape: tuple[int, ...],
+        requires_grad: bool = False,
+        is_parameter: bool = False,
+    ) -> None:
         self.base = base
         self.kind = kind
         self.dtype = dtype
         self.shape = shape
+        self.requires_grad = requires_grad
+        self.is_parameter = is_parameter
         self.things: list[Any] = []
 
     def block(self) -> Block:
@@ -60,9 +72,11 @@ class _Stack:
         if isinstance(self.kind, str):
             data = b"".join(self.things)
         else:
-            stacked = torch.stack(self.things).resolve_conj().resolve_neg()
+            with torch.no_grad():
+                stacked = torch.stack(self.things).resolve_conj().resolve_neg()
             data = stacked.view(-1).view(torch.uint8).numpy()
-        return self.kind, self.shape, pickle.PickleBuffer(data)
+        tickets = leave_tracked(self.things) if self.requires_grad else None
+        return self.kind, self.shape, pickle.PickleBuffer(data), tickets, self.is_parameter
 
 
 class Stacks(dict[tuple[Any, ...], "_Stack | None"]):
@@ -85,9 +99,10 @@ class Stacks(dict[tuple[Any, ...], "_Stack | None"]):
         layout: torch.layout = torch.strided,
         is_cpu: bool = True,
         requires_grad: bool = False,
+        is_parameter: bool = False,
     ) -> _Stack | None:
         size = dtype.itemsize * math.prod(shape)
-        plain = layout is torch.strided and is_cpu and not requires_grad
+        plain = layout is torch.strided and is_cpu and requires_grad >= is_parameter
         if not plain or not 0 < size <= _LARGEST or len(self) >= _STACKS:
             return None
         kind: int | str | None
@@ -95,7 +110,9 @@ class Stacks(dict[tuple[Any, ...], "_Stack | None"]):
             kind = dtype.str if dtype.kind in "biufc" and dtype.isnative else None
         else:
             kind = stackable_code(dtype)
-        return None if kind is None else _Stack(len(self) * _NUMBERS, kind, dtype, tuple(shape))
+        if kind is None:
+            return None
+        return _Stack(len(self) * _NUMBERS, kind, dtype, tuple(shape), requires_grad, is_parameter)
 
     def blocks(self) -> dict[int, Block]:
         """Return what `unstack` needs: the stacks, each by its first number."""
@@ -115,6 +132,10 @@ class Stacking:
         stacks = self._stacks
         if kind is Tensor:
             stack = stacks[_tensor_key(thing)]
+            if stack is None or thing.__dict__ or not thing.is_contiguous():
+                return None
+        elif kind is nn.Parameter:
+            stack = stacks[(*_tensor_key(thing), True)]
             if stack is None or thing.__dict__ or not thing.is_contiguous():
                 return None
         elif kind is stacks.array_type:
@@ -138,8 +159,10 @@ class Stacking:
 def unstack(blocks: dict[int, Block]) -> Callable[[int], Any]:
     """Return what finds a tensor or array by its number."""
     things: dict[int, Any] = {}
-    for base, (dtype, shape, data) in blocks.items():
+    for base, (dtype, shape, data, tickets, is_parameter) in blocks.items():
         rows = _split(dtype, shape, data)
+        if tickets is not None:
+            rows = arrive_tracked(rows, tickets, is_parameter)
         things.update(zip(range(base, base + len(rows)), rows, strict=True))
     return things.__getitem__
 

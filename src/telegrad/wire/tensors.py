@@ -16,6 +16,7 @@ from __future__ import annotations
 import copyreg
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pickle import PickleBuffer
 from typing import Any, Protocol
 
@@ -59,8 +60,14 @@ class Tracker(Protocol):
         It is negative if the tensor was computed from others, so that its gradient would go on to them.
         """
 
+    def leaving_together(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the tickets of many tensors, as `leaving` does of one."""
+
     def arriving(self, data: Tensor, ticket: int) -> Tensor:
         """What a tensor that needed a gradient where it left is at the other end."""
+
+    def arriving_together(self, data: Sequence[Tensor], tickets: Sequence[int]) -> list[Tensor]:
+        """Return what many tensors are at the other end, as `arriving` does of one."""
 
 
 class Carrier(Protocol):
@@ -125,6 +132,25 @@ def _arrived(data: Tensor, ticket: int | None) -> Tensor:
     if _Registry.tracker is None:
         return data.requires_grad_()
     return _Registry.tracker.arriving(data, ticket)
+
+
+def leave_tracked(tensors: Sequence[Tensor]) -> list[int]:
+    """Return what travels with tensors for autograd, all of which require gradients."""
+    if _Registry.tracker is None:
+        return [_UNTRACKED] * len(tensors)
+    return _Registry.tracker.leaving_together(tensors)
+
+
+def arrive_tracked(data: Sequence[Tensor], tickets: Sequence[int], are_parameters: bool) -> list[Tensor]:
+    """Return the tensors that left with these tickets."""
+    if _Registry.tracker is None or (are_parameters and min(tickets) <= 0):
+        arrive = partial(_parameter, state=None) if are_parameters else _arrived
+        return list(map(arrive, data, tickets))
+    tensors = _Registry.tracker.arriving_together(data, tickets)
+    if are_parameters:
+        for tensor in tensors:
+            tensor.__class__ = nn.Parameter  # `as_subclass` would add a node to the graph
+    return tensors
 
 
 def reduce_tensor(tensor: Tensor) -> Reduced:
