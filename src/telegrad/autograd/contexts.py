@@ -7,8 +7,8 @@ its calls went to (with the next call there, or a moment later), and forgets. A 
 by asking (`audit`), so none outlives it long.
 
 State: of a context, `sends`, `receives`, `peers`, `followers` and `gradients` under its lock until `released` is set,
-which clears them; `broken` is set once. Of an agent, `_open` and `_ended` (numbers of contexts that ended here) under
-`_lock`. No lock is held while another worker is called.
+which clears them; `broken` is set once. Of an agent, `_open`, `_ended` (numbers of contexts that ended here), `_untold`
+and `_tells_soon` under `_lock`. No lock is held while another worker is called.
 """
 
 from __future__ import annotations
@@ -331,6 +331,7 @@ class Contexts:
         self._open: dict[int, Context] = {}
         self._ended: dict[int, None] = {}
         self._untold: dict[str, tuple[str, list[int]]] = {}  # by incarnation: name, numbers it has not been told ended
+        self._tells_soon = False  # a timer runs until all are told
         self._lock = threading.Lock()
         self._passes_begun_here = 0
         hooks.record_hooks()
@@ -389,13 +390,13 @@ class Contexts:
     def tell_ended(self, number: int, followers: dict[str, str]) -> None:
         """Let peers know soon that a context has ended."""
         with self._lock:
-            waits = bool(self._untold)
             for incarnation, name in followers.items():
                 if incarnation != self.agent.me.incarnation:
                     self._untold.setdefault(incarnation, (name, []))[1].append(number)
-            if waits or not self._untold or self.agent.closing:
+            if self._tells_soon or not self._untold or self.agent.closing:
                 return
-        self.agent.clock.at(time.monotonic() + _TELL_WITHIN, lambda: self.agent.threads.start(self._tell_all))
+            self._tells_soon = True
+        self.agent.clock.at(time.monotonic() + _TELL_WITHIN, self._tell_now)
 
     def take_ended(self, incarnation: str) -> list[int]:
         """What a call that is about to leave can tell a peer."""
@@ -405,6 +406,13 @@ class Contexts:
             if not numbers:
                 self._untold.pop(incarnation, None)
             return told
+
+    def _tell_now(self) -> None:
+        with self._lock:
+            self._tells_soon = False
+            if not self._untold:
+                return  # calls have told everybody
+        self.agent.threads.start(self._tell_all)
 
     def _tell_all(self) -> None:
         with self._lock:
