@@ -60,7 +60,7 @@ _begun: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary(
 class Send:
     """A tensor that left: where its gradient, once it is back, enters the local graph."""
 
-    __slots__ = ("_behind", "device", "leaf", "peer")
+    __slots__ = ("_behind", "_edge", "device", "leaf", "peer")
 
     def __init__(self, tensor: Tensor, peer: str) -> None:
         self.peer = peer
@@ -70,6 +70,7 @@ class Send:
         self.leaf: Tensor | None = tensor if is_leaf else None
         # Now, since an operation in place would change where the gradient goes.
         self._behind = None if is_leaf else _node_behind(tensor)
+        self._edge: GradientEdge | None = None
 
     @property
     def next_functions(self) -> tuple[tuple[Node, int], ...]:
@@ -78,9 +79,11 @@ class Send:
         return ((edge.node, edge.output_nr),)
 
     def edge(self) -> GradientEdge:
-        node, output = self.node_behind().next_functions[0]
-        assert node is not None
-        return GradientEdge(node, output)
+        if self._edge is None:
+            node, output = self.node_behind().next_functions[0]
+            assert node is not None
+            self._edge = GradientEdge(node, output)
+        return self._edge
 
     def node_behind(self) -> Node:
         """Return a node of torch's own that leads to the edge."""
@@ -154,10 +157,14 @@ def _edge_of(tensor: Tensor) -> tuple[Node, int]:
 
 def _node_behind(tensor: Tensor) -> Node:
     """A new node of torch's own that leads to where the gradient of a tensor goes."""
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        behind = tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
-    assert behind.grad_fn is not None
-    return behind.grad_fn
+    if type(tensor) is Tensor and torch.is_grad_enabled() and tensor.layout is torch.strided:
+        node = tensor.view_as(tensor).grad_fn
+    else:
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+            behind = tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
+            node = behind.grad_fn
+    assert node is not None
+    return node
 
 
 def _is_computed(tensor: Tensor) -> bool:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -64,18 +65,24 @@ def pack(gradients: Gradients) -> Gradients | PackedGradients:
         return [(ticket, _without_repetition(gradient)) for ticket, gradient in gradients]
     dtype = next((gradient.dtype for _, gradient in gradients if gradient is not None), None)
     others: Gradients = []
-    by_shape: dict[torch.Size, tuple[list[int], list[Tensor]]] = {}
+    by_kind: dict[tuple[Any, ...], tuple[list[int], list[Tensor]] | None] = {}  # None: these are not packed
     for ticket, gradient in gradients:
-        if gradient is None or gradient.dtype != dtype or not _is_small(gradient):
+        if type(gradient) is not Tensor:
             others.append((ticket, gradient))
             continue
-        group = by_shape.get(gradient.shape)
+        kind = _kind(gradient)
+        if kind in by_kind:
+            group = by_kind[kind]
+        else:
+            group = by_kind[kind] = ([], []) if gradient.dtype == dtype and _is_small(gradient) else None
         if group is None:
-            group = by_shape[gradient.shape] = ([], [])
-        group[0].append(ticket)
-        group[1].append(gradient)
+            others.append((ticket, gradient))
+        else:
+            group[0].append(ticket)
+            group[1].append(gradient)
     if len(gradients) - len(others) < _MANY:
         return gradients
+    by_shape = {kind[0]: group for kind, group in by_kind.items() if group is not None}
     parts = [torch.cat(group).view(-1) if shape else torch.stack(group) for shape, (_, group) in by_shape.items()]
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
     return others, [(tickets, tuple(shape)) for shape, (tickets, _) in by_shape.items()], flat
@@ -96,6 +103,9 @@ def _without_repetition(gradient: Tensor | None) -> Tensor | None:
     if gradient is not None and _is_small(gradient) and 0 in gradient.stride():
         return gradient.contiguous()
     return gradient
+
+
+_kind = attrgetter("shape", "dtype", "layout", "is_cpu", "requires_grad")  # all that `_is_small` depends on
 
 
 def _is_small(gradient: Tensor) -> bool:
@@ -356,12 +366,13 @@ class Pass:
         """Take gradients of tensors that nothing is added to and that are not passed on."""
         waiting, sends = self._sent.get(peer, set()), self._sends
         taken: Gradients = []
-        for ticket, gradient in gradients:
+        for answer in gradients:
+            ticket, gradient = answer
             if ticket in waiting:
                 waiting.discard(ticket)
                 if gradient is not None and gradient.device != sends[ticket].device:  # a map moved the tensor
-                    gradient = gradient.to(sends[ticket].device)
-                taken.append((ticket, gradient))
+                    answer = (ticket, gradient.to(sends[ticket].device))
+                taken.append(answer)
         self._graph.resolve_all(taken, own=peer != self._me)
 
     def _take_answer(self, peer: str, ticket: int, gradient: Tensor | None, *, reached: bool = True) -> None:
@@ -406,10 +417,11 @@ class Pass:
             if outcome.leaves:
                 self._context.add(outcome.leaves)
             go_on = False
+            used = self._used
             for (peer, ticket), reached, gradient in outcome.receives:
                 self._owed[peer].discard(ticket)
-                if self._used and ticket in self._used.get(peer, ()):
-                    self._graph.resolve(self._used[peer][ticket], gradient, reached=reached)
+                if used and ticket in used.get(peer, ()):
+                    self._graph.resolve(used[peer][ticket], gradient, reached=reached)
                     go_on = True
                 else:
                     self._add_outgoing(peer, ticket, reached, gradient)

@@ -29,6 +29,7 @@ State belongs to one pass, which lets one thread in at a time.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -60,12 +61,9 @@ class Source(Protocol):
         """Return a node of torch's own that leads to the edge."""
 
 
-class Answer(NamedTuple):
-    """What a pass found for a received tensor."""
-
-    receive: Receive
-    reached: bool  # False: the loss does not depend on it
-    gradient: Tensor | None
+# What a pass found for a received tensor: whether the loss depends on it, and its gradient.
+# There can be many, and a named tuple takes several times as long to make.
+Answer = tuple[Receive, bool, Tensor | None]
 
 
 class Outcome(NamedTuple):
@@ -324,10 +322,10 @@ class LocalGraph:
         for node, _ in decided:
             del self._unanswered[node]
         ends = [node for node, reached in decided if reached]
-        answers = [Answer(self._receives[node], False, None) for node, reached in decided if not reached]
+        answers: list[Answer] = [(self._receives[node], False, None) for node, reached in decided if not reached]
         if ends:
             gradients = self._run_part(self._dependencies, ends)
-            answers += [Answer(self._receives[node], True, gradient) for node, gradient in gradients.items()]
+            answers += [(self._receives[node], True, gradient) for node, gradient in gradients.items()]
         return Outcome([], answers)
 
     def _count(self) -> Dependencies:
@@ -443,13 +441,13 @@ class LocalGraph:
             if nodes and watched.any_watched(nodes, self._replicated):
                 gradients = self._run_through_grad(roots, nodes, wanted)
             else:
-                ends = [GradientEdge(node, 0) for node in (*nodes, *wanted)]
+                ends = list(map(GradientEdge, (*nodes, *wanted), itertools.repeat(0)))
                 gradients = self._execute(roots, ends, self._retain_graph)
             if nodes:
                 of_leaves += _owned(leaves, gradients, roots)
         answers.update(zip(wanted, gradients[len(leaves) :], strict=True))
         known = self._receives
-        return Outcome(of_leaves, [Answer(known[node], node in answers, answers.get(node)) for node in receives])
+        return Outcome(of_leaves, [(known[node], node in answers, answers.get(node)) for node in receives])
 
     def _take_undefined(
         self, dependencies: Dependencies, ends: list[Node], nodes: Collection[Node]

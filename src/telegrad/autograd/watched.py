@@ -56,8 +56,16 @@ def checker(instances: Replicated) -> Callable[[Tensor], bool]:
 
     It holds for the time being: hooks that are added later make it wrong.
     """
-    is_clean = _checks.clean_checker()
-    return lambda leaf: id(leaf) in instances or bool(leaf._post_accumulate_grad_hooks) or not is_clean(leaf)
+    clean, count = _checks.clean, hooks.hooks_of_others()
+
+    def is_watched(leaf: Tensor) -> bool:
+        key = id(leaf)
+        known = clean.get(key)
+        if known is None or known[1] != count or known[0]() is not leaf:
+            return True  # not known to have no hooks
+        return bool(leaf._post_accumulate_grad_hooks) or key in instances
+
+    return is_watched
 
 
 def take_gradient(leaf: Tensor, instances: Replicated) -> Tensor | None:
@@ -107,22 +115,12 @@ class _Checks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._clean: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-
-    def clean_checker(self) -> Callable[[Tensor], bool]:
-        """Return a function: is a leaf known to have no hooks now? No new node is made to find out."""
-        clean, count = self._clean, hooks.hooks_of_others()
-
-        def is_clean(leaf: Tensor) -> bool:
-            known = clean.get(id(leaf))
-            return known is not None and known[1] == count and known[0]() is leaf
-
-        return is_clean
+        self.clean: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id: the leaf, and where the counter stood
 
     def find_hooks(self, accumulators: Sequence[Any]) -> bool:
         """Has one of these nodes a hook?"""
         with self._lock:
-            clean, count = self._clean, hooks.hooks_of_others()
+            clean, count = self.clean, hooks.hooks_of_others()
             for node in accumulators:
                 leaf = node.variable
                 key = id(leaf)
