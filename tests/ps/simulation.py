@@ -421,11 +421,18 @@ class Membership:
 
     def leave(self) -> Task:
         self.trains = False
+        self.process.world.note_losses(self.what, self.forgotten_by())
         for promise in [self._call(side, lambda shard: shard.leave(self.name)) for side in self.sides]:
             try:
                 yield promise
             except GONE:
                 continue
+
+    def forgotten_by(self) -> list[str]:
+        """Return the servers that were restarted and to which this trainer has not come back."""
+        servers = self.process.world.servers
+        shards = {name: servers[name].shards.get(self.what.name) for name in self.what.servers}
+        return [name for name, shard in shards.items() if shard is None or self.name not in shard.members]
 
     def begin_step(self) -> list[Promise]:
         self.step += 1
@@ -536,6 +543,7 @@ class World:
         self.timers: list[Event] = []
         self.fired = self.happened = 0
         self.writes_failed = self.servers_killed = 0
+        self.lost: set[tuple[str, str, str, int]] = set()  # what, server, trainer, step: see `note_losses`
         self._kills, self._disk_errors, self._kill_at = kills, disk_errors, kill_at
         self._accidents = ["server"] * server_kills + ["trainer"] * trainer_kills + ["join"] * joins
         self.chance.shuffle(self._accidents)
@@ -667,11 +675,15 @@ class World:
             return
         self.servers_killed += 1
         server.die()
+        for what in self.whats:
+            self.note_losses(what, [each for each in what.servers if what.name not in self._running(each)])
         self._lost(server)
         self.later(partial(self._restart, name))
 
     def kill_trainer(self, trainer: Trainer) -> None:
         trainer.die()
+        for each in trainer.members:
+            self.note_losses(each.what, each.forgotten_by())
         self._lost(trainer)
 
     def _lost(self, process: Process) -> None:
@@ -685,6 +697,31 @@ class World:
 
     def _restart(self, name: str) -> None:
         self.servers[name] = Server(self, name)
+
+    def _running(self, server: str) -> dict[str, LedgerShard]:
+        process = self.servers[server]
+        return process.shards if process.alive else {}
+
+    def note_losses(self, what: What, servers: list[str]) -> None:
+        """Note which steps servers that were killed cannot get back.
+
+        These are in no checkpoint that they may begin with, and no trainer that takes part has their values: those who
+        had them have left or died.
+        """
+        archives = {name: self.servers[name].archive(what) for name in what.servers}
+        versions = {name: set(archive.versions()) for name, archive in archives.items()}
+        if not any(what.name in self._running(name) for name in what.servers):  # all may begin with the same version
+            versions = dict.fromkeys(versions, set.intersection(*versions.values()))
+        members = [each for trainer in self.trainers for each in trainer.members if each.what is what]
+        for name in servers:
+            snapshot = archives[name].find(max(versions[name], default=-1))
+            kept = set() if snapshot is None else _entries(snapshot.values["ledger"])  # type: ignore[arg-type]
+            for each in members:
+                if each.trains and each.process.alive:
+                    (held,) = (side.held.values for side in each.sides if side.server == name)
+                    kept |= _entries(held)  # type: ignore[arg-type]
+            acknowledged = {(each.name, step) for each in members for step in each.acknowledged}
+            self.lost |= {(what.name, name, *entry) for entry in acknowledged - kept}
 
     # What must be true
 
@@ -760,5 +797,10 @@ class World:
                 if each.what is what and (trainer.alive or dead_too):
                     for step, dropped in each.acknowledged.items():
                         claim = f"{what.name} on {server}: step {step} of {each.name}, dropped {dropped}"
-                        assert dropped or (each.name, step) in counted, claim
+                        lost = not dead_too and (what.name, server, each.name, step) in self.lost
+                        assert dropped or lost or (each.name, step) in counted, claim
                         assert not (dropped and dead_too) or (each.name, step) not in counted, claim
+
+
+def _entries(ledger: Ledger) -> set[tuple[str, int]]:
+    return {entry for made in ledger for entry in made}

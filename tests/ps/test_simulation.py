@@ -45,13 +45,22 @@ def play(seed: int, rule: Any, checkpoint: ps.Checkpoint, **accidents: Any) -> N
         raise
 
 
+def play_with_kills(seed: int, rule: Any, checkpoint: ps.Checkpoint) -> None:
+    play(seed, rule, checkpoint, kills=0.02, server_kills=seed % 5, trainer_kills=seed % 3, joins=seed % 2)
+
+
 @pytest.mark.parametrize("checkpoint", [EXACT, LOSSY], ids=["exact", "lossy"])
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize("worlds", [100, pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
 def test_random_worlds(rule: Any, checkpoint: ps.Checkpoint, worlds: int) -> None:
     """Servers and trainers die and return, trainers join."""
     for seed in range(worlds):
-        play(seed, rule, checkpoint, kills=0.02, server_kills=seed % 5, trainer_kills=seed % 3, joins=seed % 2)
+        play_with_kills(seed, rule, checkpoint)
+
+
+def test_a_server_dies_when_everybody_with_its_values_has_left() -> None:
+    """The only trainer with steps that no checkpoint has leaves; another one is joining, and has no values yet."""
+    play_with_kills(41448, ps.Sync(), LOSSY)
 
 
 @pytest.mark.parametrize("checkpoint", [EXACT, LOSSY], ids=["exact", "lossy"])
