@@ -49,6 +49,11 @@ def play_with_kills(seed: int, rule: Any, checkpoint: ps.Checkpoint) -> None:
     play(seed, rule, checkpoint, kills=0.02, server_kills=seed % 5, trainer_kills=seed % 3, joins=seed % 2)
 
 
+def play_with_bad_disks(seed: int, rule: Any, checkpoint: ps.Checkpoint) -> None:
+    accidents = {"server_kills": seed % 4, "trainer_kills": seed % 3, "joins": seed % 2}
+    play(seed, rule, checkpoint, kills=0.02, disk_errors=0.1, **accidents)
+
+
 @pytest.mark.parametrize("checkpoint", [EXACT, LOSSY], ids=["exact", "lossy"])
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize("worlds", [100, pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
@@ -69,8 +74,18 @@ def test_a_server_dies_when_everybody_with_its_values_has_left() -> None:
 def test_random_worlds_with_bad_disks(rule: Any, checkpoint: ps.Checkpoint, worlds: int) -> None:
     """One of ten writes fails."""
     for seed in range(worlds):
-        accidents = {"server_kills": seed % 4, "trainer_kills": seed % 3, "joins": seed % 2}
-        play(seed, rule, checkpoint, kills=0.02, disk_errors=0.1, **accidents)
+        play_with_bad_disks(seed, rule, checkpoint)
+
+
+@pytest.mark.parametrize(("seed", "quorum"), [(62066, 2), (62218, 2), (62917, 1)])
+def test_a_follower_that_is_restarted_in_a_made_round_says_what_it_lacks_in_the_next(seed: int, quorum: int) -> None:
+    """The leader has made the next round, too, and must undo it because trainers of that have died."""
+    play_with_kills(seed, ps.Sync(quorum=quorum), EXACT)
+
+
+def test_a_leader_that_is_behind_asks_its_followers_until_it_is_not() -> None:
+    """It is two rounds behind, and a follower dies after it has said so."""
+    play_with_bad_disks(61331, ps.Sync(quorum=1), LOSSY)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)

@@ -341,7 +341,8 @@ class RoundCoordinator(Coordinator):
         self._confirm = exact and (follows or bool(followers))
         self._first: Steps = {}  # the round in which each trainer starts to count
         self._promised = False  # this server has voted, and keeps its reports
-        self._restored = False  # and no round finished since
+        self._restored = False  # and has not finished a round together with the others since
+        self._made_before = False  # `made` is that of the checkpoint
         self._making: Steps | None = None
         self._at_once = False  # the round that is made here is over elsewhere: it need not be confirmed
         self._irreversible = False  # the step of this round was to be undone and could not be
@@ -439,6 +440,7 @@ class RoundCoordinator(Coordinator):
             self.expected = set(expected)
         if self._confirm and made is not None and version > 0:
             self.number, self.made = version - 1, dict(made)
+            self._made_before = True
             self._first = dict.fromkeys(expected, self.number)
 
     # Steps
@@ -471,6 +473,7 @@ class RoundCoordinator(Coordinator):
     def undone(self, applied: Steps | None) -> list[Decision]:
         """Go on after `Undo`. `applied` are the steps in the version before, or None if there is no way back."""
         self.made = None
+        self._made_before = False
         if applied is None:
             self._irreversible = True
         else:
@@ -486,7 +489,7 @@ class RoundCoordinator(Coordinator):
         made, self.made = self.made, None
         error, self._error = self._error, None
         self.number += 1
-        self._restored = False
+        self._restored = self._restored and (self._made_before or self._at_once)  # others may be ahead still
         self._new_round()
         answers: list[Decision] = []
         for trainer, step in made.items():
@@ -498,7 +501,7 @@ class RoundCoordinator(Coordinator):
 
     def _new_round(self) -> None:
         self.made = None
-        self._promised = self._irreversible = self._at_once = False
+        self._promised = self._irreversible = self._at_once = self._made_before = False
         self._asked = None
 
     def _earlier(self) -> list[Report]:
