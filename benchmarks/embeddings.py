@@ -12,6 +12,7 @@ each bag and makes a step of SGD. A row counts once in each step that uses it. T
     torch              the same on torch.distributed.rpc
     one process        `nn.EmbeddingBag(sparse=True)` and `torch.optim.SGD`, where nothing travels
     telegrad.ps large  the first with 100 million rows and a new batch in each step, so that many rows are made
+    telegrad.ps known  the same with batches that were used before, as in the first: no row is made while time counts
 
 Every measurement has processes of its own; entries take turns, and the table shows the median over the rounds.
 """
@@ -51,7 +52,7 @@ PACKAGES: dict[str, tuple[Any, Any, Any]] = {
     "torch": (torch_rpc, torch_autograd, TorchOptimizer),
     "telegrad": (telegrad_rpc, telegrad_autograd, TelegradOptimizer),
 }
-ENTRIES = ("telegrad.ps", "telegrad", "torch", "one process", "telegrad.ps large")
+ENTRIES = ("telegrad.ps", "telegrad", "torch", "one process", "telegrad.ps large", "telegrad.ps known")
 
 
 def inputs(rows: int, count: int, options: argparse.Namespace, seed: int) -> list[Tensor]:
@@ -61,9 +62,10 @@ def inputs(rows: int, count: int, options: argparse.Namespace, seed: int) -> lis
     return [((rows + 1) ** each).long() - 1 for each in uniform]
 
 
-def timed(step: Callable[[Tensor], object], rows: int, options: argparse.Namespace, seed: int) -> float:
-    """Rows per second. Each batch is used once before the time counts, unless there is a new one in each step."""
-    fresh = rows == LARGE
+def timed(
+    step: Callable[[Tensor], object], rows: int, options: argparse.Namespace, seed: int, fresh: bool = False
+) -> float:
+    """Rows per second. Each batch is used once before the time counts, unless there is a `fresh` one in each step."""
     batches = inputs(rows, options.steps + BATCHES if fresh else BATCHES, options, seed)
     for batch in batches[:BATCHES]:
         step(batch)
@@ -124,9 +126,10 @@ def resident_mb() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def rows_on_servers(rank: int, rows: int, options: argparse.Namespace, sizes: Any) -> float:
+def rows_on_servers(rank: int, entry: str, options: argparse.Namespace, sizes: Any) -> float:
     name = f"ps{rank}" if rank < options.servers else f"trainer{rank}"
     telegrad_rpc.init_rpc(name, rank=rank, world_size=options.servers + options.trainers)
+    rows = options.rows if entry == "telegrad.ps" else LARGE
     rate = 0.0
     if rank >= options.servers:
         rule = telegrad.ps.RowSGD(lr=RATE)
@@ -138,7 +141,7 @@ def rows_on_servers(rank: int, rows: int, options: argparse.Namespace, sizes: An
             bag(batch).sum().backward()
             bag.tables.step()
 
-        rate = timed(step, rows, options, rank)
+        rate = timed(step, rows, options, rank, fresh=entry == "telegrad.ps large")
         bag.tables.close()
         if rank == options.servers:
             servers = [f"ps{number}" for number in range(options.servers)]
@@ -168,7 +171,7 @@ def work(rank: int, entry: str, port: int, options: argparse.Namespace, rates: A
     elif entry in PACKAGES:
         rate = module_on_a_server(entry, rank, options)
     else:
-        rate = rows_on_servers(rank, LARGE if entry.endswith("large") else options.rows, options, sizes)
+        rate = rows_on_servers(rank, entry, options, sizes)
     if rate:
         rates.put(rate)
 

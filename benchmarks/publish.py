@@ -56,6 +56,7 @@ OF_TABLES = {
     "telegrad": "a module on a server, by `telegrad.rpc`",
     "torch": "a module on a server, by torch RPC",
     "telegrad.ps large": "`telegrad.ps`, 100 million rows",
+    "telegrad.ps known": "`telegrad.ps`, 100 million rows, none of them new",
 }
 WAYS = {
     "telegrad": "the tutorial's code on `telegrad.rpc`",
