@@ -83,6 +83,11 @@ def test_a_follower_that_is_restarted_in_a_made_round_says_what_it_lacks_in_the_
     play_with_kills(seed, ps.Sync(quorum=quorum), EXACT)
 
 
+def test_a_late_vote_of_a_dead_follower_is_not_taken_for_one_of_its_next_life() -> None:
+    """The restarted follower does not have the report that its vote before promised."""
+    play_with_kills(81449, ps.Sync(), EXACT)
+
+
 def test_a_leader_that_is_behind_asks_its_followers_until_it_is_not() -> None:
     """It is two rounds behind, and a follower dies after it has said so."""
     play_with_bad_disks(61331, ps.Sync(quorum=1), LOSSY)

@@ -585,7 +585,9 @@ class RoundCoordinator(Coordinator):
             return decisions
         if not steps:
             return decisions + self._pass_over()
-        decisions += self._answer_votes("make", steps)
+        # A late vote of a dead follower may have replaced one of its next life, which does not have all reports.
+        able = [vote for _, vote, _ in self._asks if steps.keys() <= vote.held.keys()]
+        decisions += self._answer_votes("make", steps, able)
         return decisions + self._make(steps, at_once=ahead)
 
     def _current_votes(self) -> list[Vote]:
