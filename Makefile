@@ -18,7 +18,7 @@ UV  := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu test-frameworks check lint types layers workflows bench bench-peers conformance docs clean FORCE
+.PHONY: help demo test test-slow test-gpu test-frameworks check lint types layers workflows bench bench-peers conformance docs dist release clean FORCE
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,12 @@ conformance: $(VENV)/.installed-conformance  ## PyTorch's own RPC test suites, r
 
 docs: $(VENV)/.installed-docs  ## API reference into site/
 	$(BIN)/pdoc telegrad -o site $(ARGS)
+
+dist: $(VENV)/.installed-dev  ## sdist and wheel into dist/, checked and installed into a fresh environment
+	$(BIN)/python scripts/release.py --uv $(UV) build
+
+release: $(VENV)/.installed-dev  ## check, build and tag: make release VERSION=1.2.3; ARGS=--dry-run makes no tag
+	$(BIN)/python scripts/release.py --uv $(UV) tag $(or $(VERSION),$(error VERSION=1.2.3 is missing)) $(ARGS)
 
 clean:  ## remove the environment, caches and everything built
 	rm -rf $(VENV) .venv-frameworks .venv-peers build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
