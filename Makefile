@@ -18,7 +18,7 @@ UV  := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu test-frameworks check lint types layers workflows bench bench-peers conformance docs dist release clean FORCE
+.PHONY: help demo test test-slow test-gpu test-frameworks check lint types public-types layers workflows bench bench-peers conformance docs dist release clean FORCE
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,10 @@ lint: $(VENV)/.installed-dev
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python tests/repository/typing
+
+public-types: $(VENV)/.installed-dev  ## what pyright does not know about the types of the public names
+	$(BIN)/python scripts/public_types.py
 
 layers: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
