@@ -56,6 +56,7 @@ class Server:
         with self.lock:
             self.here += 1
             for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+                assert parameter.grad is not None
                 parameter.grad += gradient
             future = self.future_model
             if self.here >= self.trainers:

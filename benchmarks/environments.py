@@ -51,7 +51,10 @@ def make(peer: str) -> Path:
     packages = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     # Its own packages come first; torch, and what torch needs, are this interpreter's.
     Path(packages, "zz_torch.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    pip = [uv, "pip", "install", "--quiet", "--python", python] if uv else [python, "-m", "pip", "install", "--quiet"]
+    if uv:
+        pip = [uv, "pip", "install", "--quiet", "--python", str(python)]
+    else:
+        pip = [str(python), "-m", "pip", "install", "--quiet"]
     subprocess.run([*pip, *PACKAGES[peer]], check=True)
     if peer == "moolib":
         moolib_build.build(python)

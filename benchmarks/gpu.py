@@ -20,6 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,15 +158,14 @@ def one_round(
     entries: list[tuple[str, Callable[[], Found]]] = []
     if "calls" in options.only:
         for package in (*PACKAGES, LIMIT):
-            entries.append((package, lambda package=package: measure_calls(package)))  # type: ignore[misc]
+            entries.append((package, partial(measure_calls, package)))
     if "ps" in options.only:
         for trainers in options.trainers:
             for entry in ps.ENTRIES:
-                measure = lambda entry=entry, trainers=trainers: measure_training(entry, trainers)  # noqa: E731
-                entries.append((entry, measure))
+                entries.append((entry, partial(measure_training, entry, trainers)))
     if "cartpole" in options.only and not mps:  # whose processes are forked from one that started without MPS
         for entry in POLICIES:
-            entries.append((entry, lambda entry=entry: measure_cartpole(entry)))  # type: ignore[misc]
+            entries.append((entry, partial(measure_cartpole, entry)))
     for entry, measure in entries:
         for (kind, amount), value in measure().items():
             this = case(kind, amount, mps)

@@ -74,10 +74,10 @@ def bandwidth(peer: Peer, seconds: float, way: str, elements: int) -> Measured:
 def containers(peer: Peer, seconds: float, kind: str, count: int, way: str) -> Measured:
     """Time calls with a container of many small things as the argument or as the result."""
     if way == "result":
-        call, args = peer.call(remote.container), (kind, count)
-    else:
-        call, args = peer.call(remote.count), (remote.container(kind, count),)
-    return percentiles(lambda: call(*args), seconds)
+        make = peer.call(remote.container)
+        return percentiles(lambda: make(kind, count), seconds)
+    measure, things = peer.call(remote.count), remote.container(kind, count)
+    return percentiles(lambda: measure(things), seconds)
 
 
 def reference(peer: Any, seconds: float, use: str) -> Measured:

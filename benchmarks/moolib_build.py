@@ -43,7 +43,7 @@ struct RpcDeferredReturn {""",
 def build(python: Path) -> None:
     """Into the environment of this interpreter, which has the `TOOLS`."""
     with tempfile.TemporaryDirectory(prefix="moolib-") as folder:
-        pip = [python, "-m", "pip", "--disable-pip-version-check"]
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
         fetch = ["download", "--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", folder]
         subprocess.run([*pip, *fetch, RELEASE], check=True)
         (archive,) = Path(folder).glob("moolib-*.tar.gz")

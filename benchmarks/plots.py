@@ -260,4 +260,4 @@ if __name__ == "__main__":
     paths = [Path(argument) for argument in sys.argv[1:3]]
     if not paths:
         sys.exit(__doc__)
-    save(*paths)
+    save(paths[0], paths[1] if len(paths) > 1 else None)

@@ -42,7 +42,7 @@ def soak(count: int) -> None:
     for step in range(STEPS):
         started = time.perf_counter()
         for number in range(count // STEPS):
-            rref = rpc.remote("worker1", dict)
+            rref: rpc.RRef[dict[str, int]] = rpc.remote("worker1", dict)
             if number % 64 == 0:
                 rref.to_here()  # do not run ahead of the owner without bound
         del rref
