@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch
 ARGS   ?=
+COVERAGE ?= yes
 
 # Bytecode goes into our own environment only, and without it every process compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,8 +27,15 @@ help:  ## list these commands
 demo: $(VENV)/.installed-examples  ## one server and two trainers on this machine learn handwritten digits
 	$(BIN)/telegrad train mnist $(ARGS)
 
-test: $(VENV)/.installed-dev  ## every test that this machine can run
+# Child processes are measured, too. COVERAGE=no takes a quarter of the time less.
+test: $(VENV)/.installed-dev  ## every test that this machine can run, and how much of the package they run
+ifeq ($(COVERAGE),no)
 	$(BIN)/python -m pytest $(ARGS)
+else
+	rm -rf build/coverage
+	$(BIN)/python -m coverage run -m pytest $(ARGS)
+	$(BIN)/python scripts/coverage_report.py
+endif
 
 test-slow: $(VENV)/.installed-dev  ## the tests that take minutes: soaks, storms of signals and kills, large messages
 	$(BIN)/python -m pytest -m soak $(ARGS)
