@@ -40,7 +40,7 @@ from benchmarks.group import free_port
 from benchmarks.processes import import_path
 from benchmarks.training import Digits
 from benchmarks.worlds import together
-from telegrad.agent.current import active_agent
+from telegrad.current import active_agent
 
 SERVER = "server"
 TRAINERS, BATCH, RATE = 2, 32, 0.05

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import telegrad.rpc as rpc
-from telegrad.refs.keeper import Keeper
+from telegrad.refs.manager import Keeper
 
 STEPS = 10
 

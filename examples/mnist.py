@@ -7,8 +7,8 @@ Usage:
     python examples/mnist.py --data mnist                # the real ones, through torchvision
     python examples/mnist.py --checkpoint build/points   # and later the same with --resume
 
-Every worker is a process, which `telegrad.cli.crew` starts. A server has no code of its own; a trainer is an ordinary
-training loop with `telegrad.ps.Optimizer` in place of another optimizer. By default the digits are those of
+Every worker is a process, which `telegrad.cli.launcher` starts. A server has no code of its own; a trainer is an
+ordinary training loop with `telegrad.ps.Optimizer` in place of another optimizer. By default the digits are those of
 scikit-learn, 8 x 8 pixels. A plot and an HTML report are written into build/mnist.
 """
 
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import telegrad
-from telegrad.cli import crew
-from telegrad.cli.journal import Progress
+from telegrad.cli import launcher
+from telegrad.cli.progress import Progress
 
 BATCH = 32
 Data = tuple[Tensor, Tensor]
@@ -78,9 +78,9 @@ def train(number: int, options: argparse.Namespace, progress: Progress) -> None:
         optimizer=torch.optim.Adam,
         consistency=options.consistency,
         trainers=options.trainers,
-        checkpoint=crew.checkpoint(options),
+        checkpoint=launcher.checkpoint(options),
     )
-    for epoch, batches in crew.epochs(optimizer, number, len(y), BATCH, options):
+    for epoch, batches in launcher.epochs(optimizer, number, len(y), BATCH, options):
         optimizer.param_groups[0]["lr"] = rate(epoch / options.epochs)
         for rows in batches:
             optimizer.zero_grad()
@@ -88,7 +88,7 @@ def train(number: int, options: argparse.Namespace, progress: Progress) -> None:
             loss.backward()
             optimizer.step()
             progress.note(epoch, loss.item(), len(rows), optimizer.staleness)
-        progress.end(crew.accuracy(model, *test, options.device) if number == 0 else None)
+        progress.end(launcher.accuracy(model, *test, options.device) if number == 0 else None)
     optimizer.close()  # whoever has more to do need not wait for us
 
 
@@ -98,9 +98,9 @@ def rate(part: float) -> float:
 
 
 def main() -> None:
-    options = crew.parser(__doc__, data=["digits", "mnist"], epochs=20, out="build/mnist").parse_args()
+    options = launcher.parser(__doc__, data=["digits", "mnist"], epochs=20, out="build/mnist").parse_args()
     load(options)  # what must be downloaded is downloaded once
-    crew.run(train, options)
+    launcher.run(train, options)
 
 
 if __name__ == "__main__":

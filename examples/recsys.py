@@ -10,7 +10,7 @@ The data have the shape of the Criteo data set: 13 numbers and 26 categories, so
 millions, of which a few are frequent and most are rare. They are made up by a known rule, so it is also known how good
 a prediction can be. Each category has a table of rows, `telegrad.ps.EmbeddingBag`; the tables have 146 million rows
 together, of which servers hold those that occur. The rest of the model is trained by `telegrad.ps.Optimizer`, which
-updates the tables, too. `telegrad.cli.crew` starts the processes. A plot and an HTML report are written into
+updates the tables, too. `telegrad.cli.launcher` starts the processes. A plot and an HTML report are written into
 build/recsys.
 """
 
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import telegrad
-from telegrad.cli import crew
-from telegrad.cli.journal import Progress
+from telegrad.cli import launcher
+from telegrad.cli.progress import Progress
 
 BATCH, BATCHES, TEST = 512, 60, 20_000
 NUMBERS, DIM = 13, 8
@@ -66,13 +66,13 @@ def train(number: int, options: argparse.Namespace, progress: Progress) -> None:
         "servers": "ps*",
         "consistency": options.consistency,
         "trainers": options.trainers,
-        "checkpoint": crew.checkpoint(options),
+        "checkpoint": launcher.checkpoint(options),
     }
     model = Model(telegrad.ps.Tables(**together)).to(options.device)
     optimizer = telegrad.ps.Optimizer(model, optimizer=torch.optim.Adam, lr=2e-3, **together)
     test = clicks(TEST, seed=0)
     samples = BATCH * BATCHES * options.trainers  # new ones in each epoch
-    for epoch, batches in crew.epochs(optimizer, number, samples, BATCH, options):
+    for epoch, batches in launcher.epochs(optimizer, number, samples, BATCH, options):
         numbers, ids, clicked, _ = clicks(samples, seed=1 + epoch)
         for rows in batches:
             optimizer.zero_grad()
@@ -101,11 +101,11 @@ def auc(scores: Tensor, clicked: Tensor) -> float:
 
 
 def main() -> None:
-    options = crew.parser(__doc__, data=["clicks"], epochs=6, out="build/recsys").parse_args()
+    options = launcher.parser(__doc__, data=["clicks"], epochs=6, out="build/recsys").parse_args()
     _, _, clicked, likely = clicks(TEST, seed=0)
     best, base = auc(likely, clicked), float(clicked.mean())
     print(f"{100 * base:.1f} % of the test data are clicks; the rule that makes them has an AUC of {100 * best:.2f} %")
-    crew.run(train, options, measure="AUC")
+    launcher.run(train, options, measure="AUC")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import telegrad
-from telegrad.cli import crew
-from telegrad.cli.journal import Progress
+from telegrad.cli import launcher
+from telegrad.cli.progress import Progress
 
 try:
     from torchvision.datasets import CIFAR10
@@ -102,26 +102,26 @@ def train(number: int, options: argparse.Namespace, progress: Progress) -> None:
         lr=1e-3,
         consistency=options.consistency,
         trainers=options.trainers,
-        checkpoint=crew.checkpoint(options),
+        checkpoint=launcher.checkpoint(options),
     )
-    for epoch, batches in crew.epochs(optimizer, number, len(y), BATCH, options):
+    for epoch, batches in launcher.epochs(optimizer, number, len(y), BATCH, options):
         for rows in batches:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x[rows].to(options.device)), y[rows].to(options.device))
             loss.backward()
             optimizer.step()
             progress.note(epoch, loss.item(), len(rows), optimizer.staleness)
-        progress.end(crew.accuracy(model, *test, options.device) if number == 0 else None)
+        progress.end(launcher.accuracy(model, *test, options.device) if number == 0 else None)
     optimizer.close()
 
 
 def main() -> None:
-    parser = crew.parser(__doc__, data=["digits", "cifar10"], epochs=5, out="build/resnet")
+    parser = launcher.parser(__doc__, data=["digits", "cifar10"], epochs=5, out="build/resnet")
     networks = ["small"] if resnet18 is None else ["resnet18", "small"]
     parser.add_argument("--network", choices=["resnet18", "small"], default=networks[0])
     options = parser.parse_args()
     load(options)  # what must be downloaded is downloaded once
-    crew.run(train, options)
+    launcher.run(train, options)
 
 
 if __name__ == "__main__":

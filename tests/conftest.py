@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from telegrad.agent.agent import _agents
+from telegrad.agent import _agents
 from telegrad.config import TRANSPORTS
 from telegrad.testing import LocalCluster
 

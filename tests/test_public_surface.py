@@ -23,7 +23,7 @@ PACKAGES = [
     "telegrad.rpc",
 ]
 MODULES = [
-    "telegrad.cli.journal",
+    "telegrad.cli.progress",
     "telegrad.compat",
     "telegrad.nn",
     "telegrad.optim",

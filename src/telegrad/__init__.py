@@ -8,18 +8,18 @@
 6
 """
 
-from telegrad import idling as _idling  # noqa: F401  # first: importing torch, below, loads what reads its setting
+from telegrad import openmp as _idling  # noqa: F401  # first: importing torch, below, loads what reads its setting
 
 # isort: split
 
 from telegrad import autograd, errors, nn, optim, ps, rpc
-from telegrad.agent.agent import Agent, expose
-from telegrad.agent.current import current_agent, current_caller, current_deadline
-from telegrad.agent.membership import WorkerInfo
+from telegrad.agent import Agent, expose
 from telegrad.batching import batched
 from telegrad.config import Config
+from telegrad.current import current_agent, current_caller, current_deadline
 from telegrad.deadline import Deadline
 from telegrad.futures import Future
+from telegrad.group.membership import WorkerInfo
 
 __version__ = "0.1.0"
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.futures
 
-from telegrad import waiting
+from telegrad import blocking
 from telegrad.errors import CallCancelled, CallTimeout, text_of
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Future(torch.futures.Future[T]):
     _settled = False
     _cancelled = False
     _on_cancel: Callable[[], None] | None = None
-    _gate: waiting.Gate | None = None
+    _gate: blocking.Gate | None = None
     _callers = 0
     _error: Exception | None = None
     _arrivals: Sequence[Any] = ()  # copies between devices that bring tensors of the result
@@ -216,25 +216,25 @@ class Future(torch.futures.Future[T]):
             torch._C.Future.set_result(self, value)
         return True
 
-    def _completion(self) -> waiting.Gate:
+    def _completion(self) -> blocking.Gate:
         """Return a gate that opens when the result is there; made once, however often somebody waits."""
         with _settling:
             gate = self._gate
             if gate is not None:
                 return gate
-            gate = self._gate = waiting.Gate()
+            gate = self._gate = blocking.Gate()
         super().add_done_callback(lambda _: gate.open())
         return gate
 
     def _block(self, timeout: float | None) -> bool:
-        role = waiting.pause()
+        role = blocking.pause()
         try:
             gate = self._completion()
             # If the result came meanwhile, this thread has opened the gate itself, inside torch, where an exception of
             # a signal handler is swallowed: so ask.
             return self.done() or gate.wait(timeout)
         finally:
-            waiting.resume(role)
+            blocking.resume(role)
 
 
 def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:

@@ -8,14 +8,14 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from telegrad.agent.current import active_agent
-from telegrad.agent.packing import current_envelope
-from telegrad.agent.targets import trusted
+from telegrad.current import active_agent
 from telegrad.errors import SerializationError, UsageError
 from telegrad.futures import Future
+from telegrad.messages.packing import current_envelope
 from telegrad.refs import RRef, remote
-from telegrad.refs.keeper import Keeper, with_object
-from telegrad.refs.ownership import Key
+from telegrad.refs.counts import Key
+from telegrad.refs.manager import Keeper, with_object
+from telegrad.server.functions import trusted
 
 __all__ = ["RemoteModule"]
 

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from telegrad import autograd, groups
-from telegrad.agent.current import active_agent
-from telegrad.agent.targets import trusted
+from telegrad import autograd, param_groups
 from telegrad.autograd.contexts import Context, Contexts, find_context
+from telegrad.current import active_agent
 from telegrad.errors import InternalError, UsageError, WorkersFailed
 from telegrad.futures import Future
-from telegrad.groups import Options
+from telegrad.param_groups import Options
 from telegrad.refs import RRef
+from telegrad.server.functions import trusted
 
 if TYPE_CHECKING:
-    from telegrad.agent.agent import Agent
+    from telegrad.agent import Agent
 
 __all__ = ["DistributedOptimizer"]
 
@@ -85,7 +85,7 @@ class _Part:
     def options(self) -> tuple[Options, dict[int, Options]]:
         """The defaults of the optimizer, and the options of its groups by number."""
         numbered = zip(self._groups, self._optimizer.param_groups, strict=True)
-        return self._optimizer.defaults, {number: groups.options(group) for number, group in numbered}
+        return self._optimizer.defaults, {number: param_groups.options(group) for number, group in numbered}
 
     @trusted
     def step(self, context_id: int | None, changed: dict[int, Options]) -> None:
@@ -234,7 +234,7 @@ class DistributedOptimizer(Optimizer):
             self._distribute([len(self.param_groups)], [param_group])
         number = len(self.param_groups)
         self.param_groups.append({**self._options[number], "params": param_group["params"]})
-        self._known.append(groups.options(self.param_groups[-1]))
+        self._known.append(param_groups.options(self.param_groups[-1]))
 
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
         """Step on every worker with the gradients of a context, or with those that were accumulated.
@@ -245,7 +245,7 @@ class DistributedOptimizer(Optimizer):
             if callable(context_id):
                 raise UsageError("a distributed step takes the id of an autograd context, not a closure")
             find_context(context_id)
-        self._everywhere("step", context_id, groups.changes(self.param_groups, self._known))
+        self._everywhere("step", context_id, param_groups.changes(self.param_groups, self._known))
 
     def accumulate(self, context_id: int) -> None:
         """Add the gradients of a context to the `.grad` of the parameters, for a later `step()`."""
@@ -279,16 +279,16 @@ class DistributedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of all parts, fetched here, in the form that `optimizer_class` itself would give."""
         state = {number: value for part in self._everywhere("state").values() for number, value in part.items()}
-        return {"state": dict(sorted(state.items())), "param_groups": groups.packed(self.param_groups)}
+        return {"state": dict(sorted(state.items())), "param_groups": param_groups.packed(self.param_groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give every part its share of a state that `state_dict` returned, here or by `optimizer_class` itself."""
-        state = groups.state_by_number(state_dict, self.param_groups)
-        options = {number: groups.options(group) for number, group in enumerate(state_dict["param_groups"])}
+        state = param_groups.state_by_number(state_dict, self.param_groups)
+        options = {number: param_groups.options(group) for number, group in enumerate(state_dict["param_groups"])}
         self._everywhere("load", state, options)
         for number, group in enumerate(self.param_groups):
             group.update(options[number])
-            self._known[number] = groups.options(group)
+            self._known[number] = param_groups.options(group)
 
     # Inside
 
@@ -312,7 +312,7 @@ class DistributedOptimizer(Optimizer):
             for parameter in group["params"]:
                 owned = shares.setdefault(parameter.owner_name(), [])
                 if not owned or owned[-1].group != number:
-                    owned.append(_Share(number, groups.options(group), [], []))
+                    owned.append(_Share(number, param_groups.options(group), [], []))
                 owned[-1].numbers.append(self._count)
                 owned[-1].parameters.append(parameter)
                 self._count += 1

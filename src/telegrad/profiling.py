@@ -30,15 +30,15 @@ import torch
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
-from telegrad.agent.current import current_agent, local
-from telegrad.agent.targets import ASYNC_MARK, Later, trusted
+from telegrad.current import current_agent, local
 from telegrad.errors import UsageError, as_exception
 from telegrad.futures import Future
-from telegrad.wire.callables import describe
+from telegrad.server.functions import ASYNC_MARK, Later, trusted
+from telegrad.wire.function_table import describe
 
 if TYPE_CHECKING:
-    from telegrad.agent.agent import Agent
-    from telegrad.agent.peers import To
+    from telegrad.agent import Agent
+    from telegrad.client.peers import To
 
 __all__ = ["profiling_key", "watch"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.config import Config
 
 __all__ = ["LocalCluster"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import telegrad.rpc as rpc
 from telegrad import autograd, current_agent
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.futures import Future
 from telegrad.refs import RRef
 from tests.local.gates import Gate, until

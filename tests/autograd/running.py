@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import telegrad.rpc as rpc
 from telegrad import autograd, current_agent
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.refs import RRef, remote

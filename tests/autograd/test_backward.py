@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from telegrad import autograd, current_agent
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.autograd import engine
 from telegrad.errors import CallCancelled, CallTimeout, UsageError
 from telegrad.nn import RemoteModule

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.autograd import engine
 from telegrad.autograd.contexts import Contexts, Send
 from telegrad.errors import JoinError

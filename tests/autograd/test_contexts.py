@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.autograd.contexts import Contexts
 from telegrad.errors import UsageError
 from telegrad.futures import Future

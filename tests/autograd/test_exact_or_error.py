@@ -13,7 +13,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from telegrad import autograd
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.errors import SerializationError, UsageError
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer

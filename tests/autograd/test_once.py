@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from telegrad import autograd
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.autograd.contexts import ANCHOR, Arrived, Send, Slot
 from telegrad.autograd.graph import LocalGraph
 from telegrad.testing import LocalCluster

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.autograd import engine
 from telegrad.autograd.contexts import Contexts
 from telegrad.testing import LocalCluster

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from telegrad import batched
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.refs import RRef, remote
 from tests.local.gates import PATIENCE, Gate, Log, until
 

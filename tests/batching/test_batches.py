@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from telegrad import Deadline, Future, batched, current_agent, current_caller, current_deadline
-from telegrad.agent.agent import Agent
-from telegrad.batching.entries import Entry
+from telegrad.agent import Agent
+from telegrad.batching.calls import Entry
 from telegrad.errors import CallTimeout, PeerLost, QueueFull, UsageError
 from telegrad.refs import remote
 from telegrad.rpc.functions import async_execution

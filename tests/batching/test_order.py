@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import Deadline
-from telegrad.batching.company import Companions, Company, Everybody, Quorum, company_for
-from telegrad.batching.entries import Entry
-from telegrad.batching.lines import Line
+from telegrad.batching.calls import Entry
+from telegrad.batching.fair_queue import Line
 from telegrad.batching.options import Options
+from telegrad.batching.policy import Companions, Company, Everybody, Quorum, company_for
 
 
 def entry(

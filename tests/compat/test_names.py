@@ -16,7 +16,7 @@ import telegrad.autograd
 import telegrad.rpc
 
 ENGINE = "part of torch's C++ engine, which Telegrad does not use"
-GATHER = "a step of torch's gather; Telegrad's is in agent/gathering.py"
+GATHER = "a step of torch's gather; Telegrad's is in group/collectives.py"
 SCRIPT = "TorchScript knows torch's RRef only"
 HELPER = "a helper of torch's implementation, which nothing outside it calls"
 ACCIDENT = "a variable of a loop of torch's that became public by accident"
@@ -40,7 +40,7 @@ MODULES = {
 }
 MODULES_LEFT_OUT = {
     "torch.distributed.rpc._testing": "faults for torch's engine",
-    "torch.distributed.rpc._utils": "the membership of torch's engine; Telegrad's is in agent/membership.py",
+    "torch.distributed.rpc._utils": "the membership of torch's engine; Telegrad's is in group/membership.py",
     "torch.distributed.rpc.rref_proxy": "called by torch's engine; Telegrad's proxies are in refs/proxy.py",
     "torch.distributed.rpc.server_process_global_profiler": PROFILER,
 }

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from telegrad.agent.agent import Agent
-from telegrad.agent.secret import group_secret
+from telegrad.agent import Agent
+from telegrad.group.secret import group_secret
 from telegrad.transport import sockets
 from telegrad.wire import handshake
 from tests.local.gates import PATIENCE

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from telegrad import Agent, Config
-from telegrad.agent.secret import group_secret, key_file
 from telegrad.errors import TelegradError, UsageError
+from telegrad.group.secret import group_secret, key_file
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.conftest import Background
@@ -69,7 +69,7 @@ def test_async_with_does_not_block_the_loop_while_it_waits_for_others() -> None:
         return await asyncio.gather(*(enter(store, rank) for rank in range(3)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("telegrad.agent.agent.Agent.__exit__", _leave_gracefully)
+        patch.setattr("telegrad.agent.Agent.__exit__", _leave_gracefully)
         assert asyncio.run(main()) == [0, 1, 2]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from telegrad import Future, current_agent, current_caller
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.errors import RemoteTraceback, UsageError
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import LocalCluster

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from telegrad import current_agent, current_caller, current_deadline
-from telegrad.agent.agent import Agent
-from telegrad.agent.serving import Inbound
+from telegrad.agent import Agent
 from telegrad.errors import RemoteError, RemoteTraceback, SerializationError, UsageError
+from telegrad.server.connection import Inbound
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import until

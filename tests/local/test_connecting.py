@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from telegrad import Agent
-from telegrad.agent.connections import Connections
-from telegrad.agent.links import Dialled
-from telegrad.agent.serving import Inbound
+from telegrad.client.peer import Dialled
 from telegrad.errors import CallTimeout, PeerLost
+from telegrad.server.connection import Inbound
+from telegrad.server.listener import Connections
 from telegrad.testing import LocalCluster
 from telegrad.wire.frames import Frame, Kind
 from tests.conftest import Clusters

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from telegrad import Deadline, Future, current_agent, current_deadline
-from telegrad.agent.agent import Agent
-from telegrad.agent.pipe import Pending
+from telegrad.agent import Agent
+from telegrad.client.multiplexed import Pending
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import LocalCluster

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from telegrad import Future, batched, waiting
-from telegrad.agent import serving
-from telegrad.agent.agent import Agent
-from telegrad.agent.current import active_agent
-from telegrad.agent.event_loop import _FRAMES_PER_TURN, Connection, EventLoop, EventLoops
-from telegrad.agent.targets import Later
+from telegrad import Future, batched, blocking
+from telegrad.agent import Agent
+from telegrad.current import active_agent
 from telegrad.rpc.functions import async_execution
+from telegrad.scheduling.event_loop import _FRAMES_PER_TURN, Connection, EventLoop, EventLoops
+from telegrad.server import connection
+from telegrad.server.functions import Later
 from telegrad.testing import LocalCluster
 from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.stream import StreamChannel
+from telegrad.wire.buffer_pool import Pool
 from telegrad.wire.frames import Frame, Kind, head
-from telegrad.wire.memory import Pool
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Shared, hold_at, until
 
@@ -72,7 +72,7 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     keeps the leader from running, and measures the time of calls on the wall.
     """
     monkeypatch.setattr(EventLoop, "tick", lambda self: False)
-    monkeypatch.setattr(serving, "_now", lambda: 0.0)
+    monkeypatch.setattr(connection, "_now", lambda: 0.0)
 
 
 def identity() -> int:
@@ -127,7 +127,7 @@ def test_a_call_whose_thread_loses_the_loop_before_the_call_begins_is_answered(
     find = w0.target
 
     def wait_and_find(function: Any) -> Any:
-        waiting.resume(waiting.pause())
+        blocking.resume(blocking.pause())
         until(lambda: loop._asleep)  # the new leader has nothing to send
         return find(function)
 
@@ -245,8 +245,8 @@ def test_what_is_left_is_done_once_after_all_that_was_there(line: Callable[[], L
 
     def act(frame: Frame) -> None:
         done.append(frame.call)
-        if waiting.more():
-            waiting.afterwards("key", lambda: (done.append("left"), finished.set()))
+        if blocking.more():
+            blocking.afterwards("key", lambda: (done.append("left"), finished.set()))
 
     one.recorder.act = two.recorder.act = act
     one.send(1, 2, 3)
@@ -263,7 +263,7 @@ def test_an_alarm_rings_on_the_thread_that_reads(line: Callable[[], Line]) -> No
 
     def act(_: Frame) -> None:
         rang.append(identity())
-        assert waiting.at("key", time.monotonic() + 0.01, lambda: (rang.append(identity()), finished.set()))
+        assert blocking.at("key", time.monotonic() + 0.01, lambda: (rang.append(identity()), finished.set()))
 
     one.recorder.act = act
     one.add()
@@ -318,10 +318,10 @@ def test_who_holds_up_its_own_connection_holds_up_no_other(line: Callable[[], Li
 
     def act(frame: Frame) -> None:
         if frame.call == 1:
-            role = waiting.hold()
+            role = blocking.hold()
             held.set()
             go.wait(PATIENCE)
-            waiting.release(role)
+            blocking.release(role)
 
     one.recorder.act = act
     one.add()
@@ -389,8 +389,8 @@ def test_calls_that_arrive_together_run_together(line: Callable[[], Line]) -> No
 
 
 def test_a_thread_of_the_user_has_nothing_more_to_read() -> None:
-    assert not waiting.more()
-    assert not waiting.at("key", 5.0, int)
+    assert not blocking.more()
+    assert not blocking.at("key", 5.0, int)
 
 
 def test_an_executor_that_is_full_holds_up_who_fills_it(cluster: Clusters, gate: Gate, in_background: Any) -> None:

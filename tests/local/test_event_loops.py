@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from telegrad.agent import event_loop
-from telegrad.agent.agent import Agent
-from telegrad.agent.current import active_agent
+from telegrad.agent import Agent
 from telegrad.config import Config
+from telegrad.current import active_agent
 from telegrad.errors import UsageError
 from telegrad.interpreter import has_lock
+from telegrad.scheduling import event_loop
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Meeting, hold_at

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from telegrad import Future
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.errors import CallCancelled, CallTimeout, RemoteTraceback
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from telegrad import Agent, current_agent
-from telegrad.agent import upkeep
-from telegrad.agent.membership import Member
 from telegrad.errors import GroupBroken, PeerLost, UsageError
+from telegrad.group import maintenance
+from telegrad.group.membership import Member
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.conftest import Background
@@ -471,7 +471,7 @@ class Beats:
     def __init__(self) -> None:
         self.silent: set[str] = set()
         self._given = threading.Semaphore(0)
-        self._beat = upkeep.beat
+        self._beat = maintenance.beat
 
     def beat(self, agent: Agent) -> None:
         if agent.name not in self.silent:
@@ -486,7 +486,7 @@ class Beats:
 @pytest.fixture
 def beats(monkeypatch: pytest.MonkeyPatch) -> Beats:
     beats = Beats()
-    monkeypatch.setattr(upkeep, "beat", beats.beat)
+    monkeypatch.setattr(maintenance, "beat", beats.beat)
     return beats
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from telegrad import Future, current_agent
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Log, Meeting, hold_at

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from telegrad.agent.serving import Inbound
-from telegrad.agent.threads import Job, Threads
 from telegrad.errors import PeerLost, ProtocolError, TelegradError
 from telegrad.refs import remote
+from telegrad.scheduling.threads import Job, Threads
+from telegrad.server.connection import Inbound
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.conftest import Background

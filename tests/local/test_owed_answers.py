@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.errors import PeerLost
 from telegrad.refs import remote
 from telegrad.testing import LocalCluster

@@ -14,7 +14,7 @@ from torch.autograd.profiler_legacy import profile
 
 import telegrad.rpc as rpc
 from telegrad import autograd, profiling
-from telegrad.agent.current import current_agent, local
+from telegrad.current import current_agent, local
 from telegrad.errors import UsageError
 from telegrad.refs import remote
 from telegrad.testing import LocalCluster

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from telegrad.agent.resting import is_sole
+from telegrad.cuda.exclusive import is_sole
 from telegrad.interpreter import has_lock
 
 KEPT: list[Any] = []

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from telegrad import Agent, Config, expose
-from telegrad.agent.secret import group_secret, key_file
 from telegrad.errors import ProtocolError, TelegradError, UsageError
+from telegrad.group.secret import group_secret, key_file
 from telegrad.testing import LocalCluster
 from telegrad.transport import sockets
 from telegrad.wire import handshake
+from telegrad.wire.buffer_pool import Pool
 from telegrad.wire.frames import DEFINES, HEADER, INLINE_FUNCTION, PLACE, Kind
-from telegrad.wire.memory import Pool
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Log, until
 from tests.local.strangers import Recorder, introduction, is_closed, shake_hands, stranger, trickle
@@ -354,7 +354,7 @@ def test_a_function_cannot_claim_to_be_ours(strict: LocalCluster) -> None:
     def impostor() -> str:
         return "should not run"
 
-    impostor.__module__ = "telegrad.agent.gathering"
+    impostor.__module__ = "telegrad.group.collectives"
     with pytest.raises(UsageError, match="serves only registered functions"):
         strict["w0"].call("w1", impostor)
 

@@ -15,8 +15,8 @@ import torch
 
 import telegrad.autograd as dist_autograd
 import telegrad.rpc as rpc
-from telegrad.agent.agent import Agent
-from telegrad.agent.current import active_agent
+from telegrad.agent import Agent
+from telegrad.current import active_agent
 from telegrad.errors import PeerLost
 from telegrad.futures import Future
 from telegrad.refs import remote

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from telegrad import autograd
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.errors import PeerLost, UsageError, WorkersFailed
 from telegrad.optim import DistributedOptimizer
 from telegrad.refs import RRef, remote

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from telegrad import autograd, current_agent
-from telegrad.agent.agent import Agent
-from telegrad.agent.scope import current_scope
-from telegrad.autograd import versions
+from telegrad.agent import Agent
+from telegrad.autograd import shared_parameters
 from telegrad.autograd.contexts import Contexts
+from telegrad.messages.scope import current_scope
 from telegrad.optim import DistributedOptimizer
 from telegrad.refs import RRef, remote
 from telegrad.testing import LocalCluster
@@ -180,7 +180,9 @@ def test_a_step_does_not_change_what_a_call_computes_with(cluster: Callable[...,
 
 
 def test_a_step_does_not_wait_for_a_call_that_waits_for_others(w0: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "_LONGEST", 2 * PATIENCE)  # it would hang, rather than go ahead after a while
+    monkeypatch.setattr(
+        shared_parameters, "_LONGEST", 2 * PATIENCE
+    )  # it would hang, rather than go ahead after a while
     network = remote("w1", Network, agent=w0)
     _, two = optimizers(network, 2)
     x = torch.ones(1, 4, dtype=torch.float64)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from telegrad import idling
+from telegrad import openmp
 
 PROGRAM = "import os, telegrad; print(os.environ['GOMP_SPINCOUNT'])"
 
@@ -19,11 +19,11 @@ def test_a_process_that_imports_telegrad_first_has_calm_threads() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in set_before}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
     spins = done.stdout.strip()
-    assert spins == idling._SPINS
+    assert spins == openmp._SPINS
 
 
 @pytest.mark.parametrize("own", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"}])
 def test_what_a_user_has_set_stays(own: dict[str, str]) -> None:
     environment = dict(own)
-    idling.calm(environment)
+    openmp.calm(environment)
     assert environment == own

@@ -15,7 +15,7 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import Config
-from telegrad.agent.current import process
+from telegrad.current import process
 from tests.process.fleet import Fleet
 from tests.refs.objects import Thing, until
 

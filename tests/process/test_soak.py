@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from telegrad import Agent, Config, autograd
-from telegrad.agent.current import process
+from telegrad.current import process
 from telegrad.refs import remote
 from tests.process.fleet import Fleet
 from tests.refs.objects import Thing, until

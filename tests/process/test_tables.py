@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from telegrad import ps
-from telegrad.ps.tables.hashing import initialize
+from telegrad.ps.embeddings.row_hash import initialize
 from tests.process.fleet import Fleet
 from tests.process.test_parameter_servers import join
 

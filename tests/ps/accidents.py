@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from telegrad import current_agent
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.futures import Future
-from telegrad.ps.holdings import Holdings
+from telegrad.ps.server.registry import Holdings
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
 

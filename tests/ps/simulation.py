@@ -22,13 +22,13 @@ from typing import Any
 from telegrad import ps
 from telegrad.errors import JoinError, PeerLost, StaleReference, UsageError
 from telegrad.futures import Future
-from telegrad.ps.checkpoint import Archive, Snapshot
 from telegrad.ps.consistency import Consistency
-from telegrad.ps.coordinator import Report, RoundCoordinator, Vote
-from telegrad.ps.founding import find_or_found
-from telegrad.ps.holding import Holding, Role, act
-from telegrad.ps.joining import GONE
 from telegrad.ps.messages import Answer, Saved, worker_of
+from telegrad.ps.server.base_shard import Holding, Role, act
+from telegrad.ps.server.checkpoint import Archive, Snapshot
+from telegrad.ps.server.coordinator import Report, RoundCoordinator, Vote
+from telegrad.ps.trainer.creation import find_or_found
+from telegrad.ps.trainer.joining import GONE
 
 RUN = "run"
 PATIENCE = 400  # timers

@@ -12,10 +12,10 @@ from torch import nn
 
 from telegrad import ps
 from telegrad.futures import Future
-from telegrad.ps.attachment import Attachment, Pushed
 from telegrad.ps.messages import Answer
-from telegrad.ps.service import Shards
-from telegrad.ps.shard import Shard
+from telegrad.ps.server.service import Shards
+from telegrad.ps.server.shard import Shard
+from telegrad.ps.trainer.shard_client import Attachment, Pushed
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 from tests.ps import training

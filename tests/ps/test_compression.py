@@ -11,9 +11,9 @@ from torch import nn
 
 from telegrad import ps
 from telegrad.errors import UsageError
-from telegrad.ps import service
 from telegrad.ps.compression import Compressor, unpack
 from telegrad.ps.layout import Layout
+from telegrad.ps.server import service
 from telegrad.testing import LocalCluster
 from tests.ps import training
 from tests.ps.training import check_same, model

@@ -12,8 +12,8 @@ from torch import nn
 
 from telegrad import ps
 from telegrad.errors import CallTimeout, JoinError, StaleReference
-from telegrad.ps import service
-from telegrad.ps.shard import Shard
+from telegrad.ps.server import service
+from telegrad.ps.server.shard import Shard
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 from tests.ps.training import model

@@ -17,13 +17,13 @@ from torch.nn import functional as F
 
 from telegrad import ps
 from telegrad.errors import JoinError, PeerLost, StaleReference, UsageError
-from telegrad.ps.holdings import Holdings
-from telegrad.ps.tables import gathering, lines, service
-from telegrad.ps.tables.batch import Batch
-from telegrad.ps.tables.hashing import initialize, owners
-from telegrad.ps.tables.index import Index
-from telegrad.ps.tables.recent import Recent
-from telegrad.ps.tables.shard import Shard
+from telegrad.ps.embeddings import growable_array, lookup, service
+from telegrad.ps.embeddings.row_batch import Batch
+from telegrad.ps.embeddings.row_cache import Recent
+from telegrad.ps.embeddings.row_hash import initialize, owners
+from telegrad.ps.embeddings.row_index import Index
+from telegrad.ps.embeddings.shard import Shard
+from telegrad.ps.server.registry import Holdings
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 
@@ -310,9 +310,9 @@ def test_storage_grows(cluster: Clusters, monkeypatch: pytest.MonkeyPatch, reser
     def refuse(*_: object, **__: object) -> None:
         raise OSError("cannot allocate memory")
 
-    monkeypatch.setattr(lines, "_MOST", reserved)
+    monkeypatch.setattr(growable_array, "_MOST", reserved)
     if not reserved:
-        monkeypatch.setattr(lines.mmap, "mmap", refuse)
+        monkeypatch.setattr(growable_array.mmap, "mmap", refuse)
     bag = ps.EmbeddingBag(10**6, 8, "w1", mode="sum", optimizer=ps.RowAdagrad(lr=1.0), agent=cluster(2)["w0"])
     start = bag.rows(torch.arange(5000))
     for first in range(0, 5000, 500):
@@ -651,7 +651,7 @@ def test_bags_and_their_gradients_are_those_of_torch(case: str, mode: str, serve
     places = batch.places.view(input.shape)
     leaves = [torch.randn(len(batch.ids), 4, dtype=torch.float64).requires_grad_()]
     leaves.append(leaves[0].detach().clone().requires_grad_())
-    ours = gathering.embedding_bag(leaves[0], batch, places, offsets, mode, last)
+    ours = lookup.embedding_bag(leaves[0], batch, places, offsets, mode, last)
     theirs = F.embedding_bag(places, leaves[1], offsets, mode=mode, include_last_offset=last)
     assert torch.equal(ours, theirs)
     weights = torch.randn_like(ours)
@@ -661,7 +661,7 @@ def test_bags_and_their_gradients_are_those_of_torch(case: str, mode: str, serve
     ]
     torch.testing.assert_close(*firsts)
     assert torch.autograd.gradcheck(
-        lambda rows: gathering.embedding_bag(rows, batch, places, offsets, mode, last), (leaves[0],)
+        lambda rows: lookup.embedding_bag(rows, batch, places, offsets, mode, last), (leaves[0],)
     )
 
 
@@ -670,12 +670,12 @@ def test_embeddings_and_their_gradients_are_those_of_torch(servers: int) -> None
     input = torch.randint(0, 30, (6, 5))
     batch = Batch.of(input.reshape(-1), servers)
     rows = torch.randn(len(batch.ids), 4, dtype=torch.float64).requires_grad_()
-    ours = gathering.embedding(rows, batch, input.shape)
+    ours = lookup.embedding(rows, batch, input.shape)
     theirs = F.embedding(batch.places.view(input.shape), rows)
     assert torch.equal(ours, theirs)
     weights = torch.randn_like(ours)
     torch.testing.assert_close(torch.autograd.grad(ours, rows, weights), torch.autograd.grad(theirs, rows, weights))
-    assert torch.autograd.gradgradcheck(lambda leaf: gathering.embedding(leaf, batch, input.shape), (rows,))
+    assert torch.autograd.gradgradcheck(lambda leaf: lookup.embedding(leaf, batch, input.shape), (rows,))
 
 
 @settings(max_examples=100, deadline=None)

@@ -12,8 +12,8 @@ from torch import nn
 from telegrad import ps
 from telegrad.config import TRANSPORTS
 from telegrad.errors import UsageError
-from telegrad.ps import solver
-from telegrad.ps.service import Shards
+from telegrad.ps.server import shard_optimizer
+from telegrad.ps.server.service import Shards
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
 from tests.ps import training
@@ -93,7 +93,7 @@ def test_many_blocks_are_as_good_as_one(
     pair: Any, monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any]
 ) -> None:
     """Parameters that begin in one block and end in another, with their states."""
-    monkeypatch.setattr(solver, "_BLOCK", 128)
+    monkeypatch.setattr(shard_optimizer, "_BLOCK", 128)
     mine, remote, other, local = pair(kind, **options)
     for optimizer, net in ((remote, mine), (local, other)):
         training.train(optimizer, net, range(3), [0])

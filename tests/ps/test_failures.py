@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from telegrad import ps
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.errors import PeerLost, UsageError
-from telegrad.ps import service
-from telegrad.ps.attachment import Attachment
-from telegrad.ps.checkpoint import Archive, Snapshot
 from telegrad.ps.messages import worker_of
-from telegrad.ps.service import Shards
-from telegrad.ps.shard import Shard
+from telegrad.ps.server import service
+from telegrad.ps.server.checkpoint import Archive, Snapshot
+from telegrad.ps.server.service import Shards
+from telegrad.ps.server.shard import Shard
+from telegrad.ps.trainer.shard_client import Attachment
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 from tests.ps import training

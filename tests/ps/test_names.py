@@ -14,8 +14,8 @@ from torch import nn
 
 from telegrad import ps
 from telegrad.errors import UsageError
-from telegrad.ps.names import Names
-from telegrad.ps.service import Shards
+from telegrad.ps.server.service import Shards
+from telegrad.ps.trainer.registration import Names
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from telegrad import ps
 from telegrad.errors import StaleReference
-from telegrad.ps import buckets
-from telegrad.ps.buckets import Early, Staging, divide
 from telegrad.ps.layout import Layout
-from telegrad.ps.service import Shards
-from telegrad.ps.shard import Shard
+from telegrad.ps.server.service import Shards
+from telegrad.ps.server.shard import Shard
+from telegrad.ps.trainer import overlap
+from telegrad.ps.trainer.overlap import Early, Staging, divide
 from telegrad.testing import LocalCluster
 from tests.local.gates import until
 from tests.ps import training
@@ -33,7 +33,7 @@ def transport() -> str:
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "_SIZE", 128)
+    monkeypatch.setattr(overlap, "_SIZE", 128)
 
 
 class Both:

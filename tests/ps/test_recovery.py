@@ -19,11 +19,11 @@ from torch import nn
 
 from telegrad import current_agent, ps
 from telegrad.errors import JoinError, UsageError
-from telegrad.ps.attachment import Attachment, Pushed
-from telegrad.ps.checkpoint import Archive, Snapshot
-from telegrad.ps.holdings import Holdings
-from telegrad.ps.service import Shards
-from telegrad.ps.shard import Shard
+from telegrad.ps.server.checkpoint import Archive, Snapshot
+from telegrad.ps.server.registry import Holdings
+from telegrad.ps.server.service import Shards
+from telegrad.ps.server.shard import Shard
+from telegrad.ps.trainer.shard_client import Attachment, Pushed
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from telegrad import ps
 from telegrad.ps.compression import Compressor, unpack
+from telegrad.ps.embeddings import row_storage
 from telegrad.ps.layout import Layout
-from telegrad.ps.solver import _mean
-from telegrad.ps.tables import storage
+from telegrad.ps.server.shard_optimizer import _mean
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
 
@@ -162,7 +162,7 @@ def test_the_mean_of_large_gradients_is_finite(dtype: torch.dtype, count: int) -
     large = torch.full((4,), torch.finfo(dtype).max * 0.75, dtype=dtype)
     torch.testing.assert_close(_mean([large] * count, torch.empty_like(large)), large)
     rows = torch.arange(2)
-    found, mean = storage._mean([(rows, large.view(2, 2))] * count, count)
+    found, mean = row_storage._mean([(rows, large.view(2, 2))] * count, count)
     assert torch.equal(found, rows)
     torch.testing.assert_close(mean, large.view(2, 2))
 

@@ -9,7 +9,7 @@ import pytest
 
 from telegrad import ps
 from telegrad.futures import Future
-from telegrad.ps.coordinator import RoundCoordinator, Vote
+from telegrad.ps.server.coordinator import RoundCoordinator, Vote
 from tests.ps.simulation import What, World
 
 RULES = [ps.Sync(), ps.Sync(quorum=1), ps.Sync(quorum=2), ps.Async(), ps.Stale(2)]

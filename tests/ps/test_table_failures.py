@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from telegrad import ps
 from telegrad.errors import PeerLost, StaleReference, UsageError
-from telegrad.ps.checkpoint import Archive, Snapshot
-from telegrad.ps.tables import service
-from telegrad.ps.tables.hashing import initialize
-from telegrad.ps.tables.messages import Plan
-from telegrad.ps.tables.shard import Shard
+from telegrad.ps.embeddings import service
+from telegrad.ps.embeddings.messages import Plan
+from telegrad.ps.embeddings.row_hash import initialize
+from telegrad.ps.embeddings.shard import Shard
+from telegrad.ps.server.checkpoint import Archive, Snapshot
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
 from tests.ps.accidents import Accidents

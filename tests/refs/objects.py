@@ -12,9 +12,9 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import current_agent
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.refs import RRef, remote
-from telegrad.refs.keeper import Keeper
+from telegrad.refs.manager import Keeper
 
 PATIENCE = 20.0
 

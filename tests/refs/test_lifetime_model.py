@@ -18,12 +18,12 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from telegrad.agent.agent import Agent
-from telegrad.agent.serving import Inbound
+from telegrad.agent import Agent
 from telegrad.futures import Future
 from telegrad.refs import RRef, remote
-from telegrad.refs.keeper import Keeper
-from telegrad.refs.notes import Note, Outbox
+from telegrad.refs.manager import Keeper
+from telegrad.refs.messages import Note, Outbox
+from telegrad.server.connection import Inbound
 from telegrad.testing import LocalCluster
 from telegrad.wire.frames import Frame, Kind
 from tests.refs import objects

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.nn import RemoteModule
 from telegrad.testing import LocalCluster
 

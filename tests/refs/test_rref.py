@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.agent.agent import Agent
+from telegrad.agent import Agent
 from telegrad.errors import CallCancelled, CallTimeout, PeerLost, SerializationError, StaleReference, UsageError
 from telegrad.refs import RRef, remote
-from telegrad.refs.keeper import Keeper
-from telegrad.refs.ownership import Key
+from telegrad.refs.counts import Key
+from telegrad.refs.manager import Keeper
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE

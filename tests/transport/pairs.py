@@ -8,12 +8,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from telegrad.transport import memory
+from telegrad.transport import in_process
 from telegrad.transport.channel import Channel
-from telegrad.transport.shared import Arena, Mappings, Segment, Sharing
+from telegrad.transport.shared_memory import Arena, Mappings, Segment, Sharing
 from telegrad.transport.stream import StreamChannel
+from telegrad.wire.buffer_pool import Pool
 from telegrad.wire.frames import Kind, head
-from telegrad.wire.memory import Pool
 
 STREAMS = ["unix", "unix+shared", "tcp"]
 MAX_FRAME = 64 << 20
@@ -88,7 +88,7 @@ def connected(kind: str) -> Iterator[Pair]:
     near: Channel
     far: Channel
     if family == "memory":
-        near, far = memory.pair(Pool())
+        near, far = in_process.pair(Pool())
     else:
         for sock in (near_socket, far_socket):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BUFFER)

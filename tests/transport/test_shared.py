@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad.errors import ProtocolError
-from telegrad.transport import shared as shared_memory
+from telegrad.transport import shared_memory
 from telegrad.transport.channel import SendTimeout
-from telegrad.transport.shared import SLOTS, Arena, Copies, Mappings, Segment, SegmentUnknown, Sharing
+from telegrad.transport.shared_memory import SLOTS, Arena, Copies, Mappings, Segment, SegmentUnknown, Sharing
 from telegrad.wire import codec
 from telegrad.wire.frames import Kind, Place, head
 from tests.transport.pairs import FLOOR, Background, End, Pair, fill_with_frames

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.wire import callables
-from telegrad.wire.callables import Numbers, defined_in_main, describe
+from telegrad.wire import function_table
+from telegrad.wire.function_table import Numbers, defined_in_main, describe
 
 
 def plain(value: int) -> int:
@@ -183,7 +183,7 @@ def test_what_may_change_between_two_calls_gets_none(function: Any) -> None:
 
 
 def test_a_full_table_still_knows_what_it_has_and_takes_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callables, "LIMIT", 2)
+    monkeypatch.setattr(function_table, "LIMIT", 2)
     numbers = Numbers()
     assert numbers.find(abs) is not None
     assert numbers.find(plain) is not None

@@ -308,7 +308,7 @@ def test_surrogates_in_a_message_survive() -> None:
 
 def of_telegrad(function: Any) -> BaseException:
     """Call as our own code does: the first frames of the traceback are ours."""
-    namespace: dict[str, Any] = {"__name__": "telegrad.agent.serving", "function": function}
+    namespace: dict[str, Any] = {"__name__": "telegrad.server.connection", "function": function}
     source = (
         "def execute():\n"
         "    return function()\n"

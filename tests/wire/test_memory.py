@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from telegrad.wire import codec
-from telegrad.wire.memory import Pool
+from telegrad.wire.buffer_pool import Pool
 
 FLOOR = 1000
 

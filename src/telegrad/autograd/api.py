@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from telegrad.agent.current import active_agent
-from telegrad.agent.scope import current_scope
 from telegrad.autograd import engine
 from telegrad.autograd.contexts import NUMBER_BITS, Context, Contexts, current_context, find_context
+from telegrad.current import active_agent
 from telegrad.errors import UsageError
+from telegrad.messages.scope import current_scope
 
 if TYPE_CHECKING:
-    from telegrad.agent.agent import Agent
+    from telegrad.agent import Agent
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
 

@@ -27,19 +27,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from telegrad.agent import scope
-from telegrad.agent.current import active_agent
-from telegrad.agent.membership import Member
-from telegrad.agent.packing import Envelope, accompany, current_envelope
-from telegrad.agent.scope import current_scope
-from telegrad.agent.targets import internal
 from telegrad.autograd import hooks
-from telegrad.autograd.versions import Versions
+from telegrad.autograd.shared_parameters import Versions
+from telegrad.current import active_agent
 from telegrad.errors import PeerLost, TelegradError, UsageError
+from telegrad.group.membership import Member
+from telegrad.messages import scope
+from telegrad.messages.packing import Envelope, accompany, current_envelope
+from telegrad.messages.scope import current_scope
+from telegrad.server.functions import internal
 from telegrad.wire import tensors
 
 if TYPE_CHECKING:
-    from telegrad.agent.agent import Agent
+    from telegrad.agent import Agent
 
 NUMBER_BITS = 48  # of a context's number; above them stands the rank of the worker where it began
 _REMEMBERED = 10_000

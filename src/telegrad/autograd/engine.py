@@ -34,17 +34,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from telegrad.agent.current import active_agent
-from telegrad.agent.routes import anywhere
-from telegrad.agent.scope import current_scope
-from telegrad.agent.targets import Later, trusted
 from telegrad.autograd.contexts import Context, Contexts, Receive, Send, plus
 from telegrad.autograd.graph import LocalGraph, Source
+from telegrad.current import active_agent
 from telegrad.errors import InternalError, PeerLost, TelegradError, UsageError
 from telegrad.futures import Future
+from telegrad.messages.routes import anywhere
+from telegrad.messages.scope import current_scope
+from telegrad.server.functions import Later, trusted
 
 if TYPE_CHECKING:
-    from telegrad.agent.agent import Agent
+    from telegrad.agent import Agent
 
 PassId = tuple[str, int]
 _MANY = 8

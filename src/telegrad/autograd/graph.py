@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from telegrad.autograd import hooks, watched
+from telegrad.autograd import accumulation, hooks
 from telegrad.autograd.contexts import ANCHOR, Arrived, Receive, Slot, accumulator, plus, results_of_calls_outside
 from telegrad.errors import UsageError
 
@@ -253,7 +253,7 @@ class LocalGraph:
         self._has_run = False
         self._later: _Part | None = None  # what the unresolved sources lead to, if that is a part of its own
         self._lock = threading.Lock()
-        self._replicated = watched.replicated()
+        self._replicated = accumulation.replicated()
 
     def __repr__(self) -> str:
         return (
@@ -292,7 +292,7 @@ class LocalGraph:
     def resolve_all(self, gradients: Iterable[tuple[Any, Tensor | None]], own: bool) -> None:
         """Take the gradients of many sources, by name; many of them may be leaves."""
         sources, unresolved, of_leaves = self._sources, self._unresolved, self._of_leaves
-        is_watched = watched.checker(self._replicated)
+        is_watched = accumulation.checker(self._replicated)
         for name, gradient in gradients:
             leaf = sources[name].leaf
             if leaf is None or gradient is None or unresolved[name] != 1 or leaf._backward_hooks or is_watched(leaf):
@@ -303,7 +303,7 @@ class LocalGraph:
 
     def _take_for_leaf(self, leaf: Tensor, gradient: Tensor | None, own: bool) -> bool:
         """Take the gradient of a leaf past the engine, if nobody could notice. False: somebody could."""
-        if leaf._backward_hooks or watched.checker(self._replicated)(leaf):
+        if leaf._backward_hooks or accumulation.checker(self._replicated)(leaf):
             return False
         if gradient is not None:
             self._of_leaves.append((leaf, gradient if own and _is_like(gradient, leaf) else _copy(gradient, leaf)))
@@ -414,7 +414,7 @@ class LocalGraph:
             part = self._explore((*self._pending, *self._undefined), later.nodes)
         except _NotSeparate:
             return None
-        if part.leaves and watched.any_watched(part.leaves, self._replicated):
+        if part.leaves and accumulation.any_watched(part.leaves, self._replicated):
             return None  # they may belong together with others
         if all(source.leaf is None for source in sources):
             self._later = later
@@ -429,7 +429,7 @@ class LocalGraph:
         of_leaves, self._of_leaves = self._of_leaves, []
         leaves = [_leaf(node) for node in nodes]
         results_of_calls_outside.refuse(leaves, of_leaves)
-        watched.refuse_sharded(leaves, of_leaves)
+        accumulation.refuse_sharded(leaves, of_leaves)
         wanted = [node for node in receives if node in part.nodes]
         answers: dict[Node, Tensor | None] = {}
         if self._dependencies is not None:
@@ -438,7 +438,7 @@ class LocalGraph:
             gradients: Sequence[Tensor | None] = [self._pending.pop(node)[0].tensor for node in wanted]
         else:
             roots = self._take_pending({**self._pending, **self._undefined})
-            if nodes and watched.any_watched(nodes, self._replicated):
+            if nodes and accumulation.any_watched(nodes, self._replicated):
                 gradients = self._run_through_grad(roots, nodes, wanted)
             else:
                 ends = list(map(GradientEdge, (*nodes, *wanted), itertools.repeat(0)))
@@ -485,7 +485,7 @@ class LocalGraph:
                 ends: list[Tensor | GradientEdge] = [*leaves]
                 ends += [GradientEdge(node, 0) for node in receives]
                 self._execute(roots, ends, self._retain_graph, accumulate=True)
-                found = [watched.take_gradient(leaf, self._replicated) for leaf in leaves]
+                found = [accumulation.take_gradient(leaf, self._replicated) for leaf in leaves]
                 return found + [slot.gradient for slot in slots]
             finally:
                 for slot in slots:

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
-from telegrad.agent.current import active_agent, local
-from telegrad.agent.targets import ASYNC_MARK, Later, serve_as
-from telegrad.batching.entries import Entry
+from telegrad.batching.calls import Entry
 from telegrad.batching.execution import Work
-from telegrad.batching.figures import Figures, Statistics
+from telegrad.batching.metrics import Figures, Statistics
 from telegrad.batching.options import Options
 from telegrad.batching.queue import NOT_ALONE, Queue
+from telegrad.current import active_agent, local
 from telegrad.errors import UsageError
-from telegrad.wire.callables import Function, describe
+from telegrad.server.functions import ASYNC_MARK, Later, serve_as
+from telegrad.wire.function_table import Function, describe
 
 if TYPE_CHECKING:
-    from telegrad.agent.agent import Agent
+    from telegrad.agent import Agent
 
 F = TypeVar("F", bound=Callable[..., Any])
 

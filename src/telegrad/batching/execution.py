@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from telegrad.batching.entries import Entry, Surroundings
-from telegrad.batching.graphs import Graphs
+from telegrad.batching.calls import Entry, Surroundings
+from telegrad.batching.cuda_graphs import Graphs
 from telegrad.batching.options import Options
 from telegrad.batching.stacking import shape_of, split, stack
 from telegrad.errors import UsageError
-from telegrad.wire.callables import Function, describe
+from telegrad.wire.function_table import Function, describe
 
 Finish = Callable[[list[Any]], None]
 

@@ -18,20 +18,20 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from telegrad import waiting
-from telegrad.agent.packing import answering_many
-from telegrad.agent.targets import Later
-from telegrad.batching import hosts
-from telegrad.batching.entries import Entry
+from telegrad import blocking
+from telegrad.batching import registry
+from telegrad.batching.calls import Entry
 from telegrad.batching.execution import Work
-from telegrad.batching.figures import Figures
+from telegrad.batching.metrics import Figures
 from telegrad.batching.options import Options
-from telegrad.batching.room import WaitingRoom
-from telegrad.batching.turns import Turn, playing
+from telegrad.batching.running import Turn, playing
+from telegrad.batching.scheduler import WaitingRoom
 from telegrad.errors import CallTimeout, PeerLost, QueueFull
+from telegrad.messages.packing import answering_many
+from telegrad.server.functions import Later
 
 if TYPE_CHECKING:
-    from telegrad.agent.agent import Agent
+    from telegrad.agent import Agent
 
 _SLOW = 0.002  # seconds: a batch that takes longer does not run on a thread that reads a connection
 _now = time.monotonic
@@ -68,14 +68,14 @@ class Queue:
         """
         if agent is not self._agent:
             self._meet(agent)
-        if waiting.role() is not None and (self._seconds > _SLOW or waiting.more()):
+        if blocking.role() is not None and (self._seconds > _SLOW or blocking.more()):
             return NOT_ALONE
         with self._lock:
             if self._running or len(self._room) or self._work.answers_later or not self._room.suffices(caller):
                 return NOT_ALONE
             self._running = 1
         turn = Turn(self)
-        turn.outer = waiting.take(turn)
+        turn.outer = blocking.take(turn)
         started = _now()
         try:
             return self._work.run_one(receiver, args, kwargs)
@@ -83,7 +83,7 @@ class Queue:
             self.figures.failed += 1
             raise
         finally:
-            waiting.take(turn.outer)
+            blocking.take(turn.outer)
             seconds = _now() - started
             with self._lock:
                 self._running -= 1
@@ -95,7 +95,7 @@ class Queue:
 
     def enter(self, entry: Entry) -> Any:
         """A call that does not run at once: its result, or a `Later`. Raises what the function raises."""
-        here = self._seconds < _SLOW or waiting.role() is None
+        here = self._seconds < _SLOW or blocking.role() is None
         batch = self._push(entry)
         if here and batch:
             outcome = self._run(batch, own=entry)
@@ -140,13 +140,13 @@ class Queue:
     def _meet(self, agent: Agent | None) -> None:
         """The first call through this agent, or the first since one through another."""
         if agent is not None:
-            agent.service(hosts.Desk).add(self)
+            agent.service(registry.Desk).add(self)
             self._agent = agent
 
     def _push(self, entry: Entry) -> list[Entry]:
         """Queue a call; the batch that may start now, if there is one."""
         entry.prepare()  # may fail, so not under the lock
-        more = waiting.more()
+        more = blocking.more()
         while True:
             with self._lock:
                 if self._has_room():
@@ -157,7 +157,7 @@ class Queue:
                     break
             self._wait_for_room(entry)
         if more:
-            waiting.afterwards(self, self._wake)
+            blocking.afterwards(self, self._wake)
         if self._room.expired:
             self._tell_expired()
         self._check_newcomers()
@@ -166,7 +166,7 @@ class Queue:
     def _check_newcomers(self) -> None:
         """A call may be read after its caller was found to be lost: such a caller must not be waited for."""
         while (name := self._room.newcomer()) is not None:
-            if self._agent is not None and not hosts.is_connected(self._agent, name):
+            if self._agent is not None and not registry.is_connected(self._agent, name):
                 self.lost(name)
 
     def _has_room(self) -> bool:
@@ -181,13 +181,13 @@ class Queue:
     def _wait_for_room(self, entry: Entry) -> None:
         """Hold up the thread that brings calls, so that the caller feels it."""
         limit, deadline = self._options.max_queue or 0, entry.deadline
-        role = waiting.hold()
+        role = blocking.hold()
         try:
             with self._lock:
                 timeout = None if deadline is None else max(deadline.left(), 0)
                 in_time = self._left.wait_for(lambda: len(self._room) < limit, timeout)
         finally:
-            waiting.release(role)
+            blocking.release(role)
         if not in_time:
             raise self._too_late()
 
@@ -223,11 +223,11 @@ class Queue:
         until = self._room.until
         if self._running or until in (self._alarm, math.inf):
             return
-        if waiting.at(self, until, self._wake):
+        if blocking.at(self, until, self._wake):
             self._alarm = until
         elif until < self._alarm:
             self._alarm = until
-            hosts.at(self._agent, until, self._ring)
+            registry.at(self._agent, until, self._ring)
 
     def _ring(self) -> None:
         """Runs on the clock, without the lock."""
@@ -252,7 +252,7 @@ class Queue:
 
     def _start(self, batch: list[Entry]) -> None:
         if batch or self._room.expired:
-            hosts.start(self._agent, lambda: self._run_all(batch))
+            registry.start(self._agent, lambda: self._run_all(batch))
 
     def _run_all(self, batch: list[Entry]) -> None:
         """On a thread of its own: run batches until nobody waits."""

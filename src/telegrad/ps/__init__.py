@@ -3,12 +3,12 @@
 To a trainer, a parameter server is a `torch.optim.Optimizer`; large tables are modules whose rows live there.
 """
 
-from telegrad.ps.checkpoint import Checkpoint
 from telegrad.ps.consistency import Async, Stale, Sync
-from telegrad.ps.optimizer import Optimizer
-from telegrad.ps.tables.group import Tables
-from telegrad.ps.tables.modules import Embedding, EmbeddingBag, prefetch
-from telegrad.ps.tables.rules import RowAdagrad, RowAdam, RowSGD
+from telegrad.ps.embeddings.modules import Embedding, EmbeddingBag, prefetch
+from telegrad.ps.embeddings.row_optimizers import RowAdagrad, RowAdam, RowSGD
+from telegrad.ps.embeddings.tables import Tables
+from telegrad.ps.server.checkpoint import Checkpoint
+from telegrad.ps.trainer.optimizer import Optimizer
 
 __all__ = [
     "Async",

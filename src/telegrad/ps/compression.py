@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import UsageError
-from telegrad.ps import segments
-from telegrad.ps.buckets import Bucket
+from telegrad.ps import flat_memory
 from telegrad.ps.layout import Run, Share
+from telegrad.ps.trainer.overlap import Bucket
 
 _LARGE = (torch.float32, torch.float64)
 _SMALL = (torch.float16, torch.bfloat16)
@@ -35,8 +35,8 @@ class Compressor:
     def __init__(self, share: Share, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self._share = share
         self._dtype = dtype
-        self._remainder = segments.private(share.nbytes, device)
-        self._next = segments.private(share.nbytes, device)
+        self._remainder = flat_memory.private(share.nbytes, device)
+        self._next = flat_memory.private(share.nbytes, device)
         self._step = -1
         self._packed: list[Tensor] = []
 
@@ -88,7 +88,7 @@ class Compressor:
 
 def unpack(share: Share, packed: Sequence[Tensor]) -> Tensor:
     """What `pack` was given, rounded."""
-    gradients = segments.private(share.nbytes, packed[0].device)
+    gradients = flat_memory.private(share.nbytes, packed[0].device)
     for run, part in zip(share.runs, packed, strict=True):
         run.of(gradients).copy_(part)
     return gradients

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, optim
 
-from telegrad.ps.checkpoint import Checkpoint
 from telegrad.ps.consistency import Consistency
+from telegrad.ps.flat_memory import Handle
 from telegrad.ps.layout import Share
-from telegrad.ps.segments import Handle
-from telegrad.ps.solver import Options
+from telegrad.ps.server.checkpoint import Checkpoint
+from telegrad.ps.server.shard_optimizer import Options
 
 # Of a server's range: all as they are; compressed, run by run; by bucket, those that the server does not have yet.
 Gradients = Tensor | list[Tensor] | dict[int, Tensor]

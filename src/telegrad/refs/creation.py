@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from telegrad.agent.targets import ASYNC_MARK, Later, as_served, trusted
 from telegrad.errors import CallCancelled, UsageError, as_exception
 from telegrad.futures import Future
-from telegrad.refs.keeper import Keeper, owner_keeper
-from telegrad.refs.ownership import Entry, Key
-from telegrad.wire.callables import LIMIT, describe
+from telegrad.refs.counts import Entry, Key
+from telegrad.refs.manager import Keeper, owner_keeper
+from telegrad.server.functions import ASYNC_MARK, Later, as_served, trusted
+from telegrad.wire.function_table import LIMIT, describe
 
 _settling = threading.Lock()
 _log = logging.getLogger("telegrad")

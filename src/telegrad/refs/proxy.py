@@ -10,10 +10,10 @@ import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from telegrad.agent.targets import ASYNC_MARK, Later, as_served, trusted
 from telegrad.errors import UsageError
 from telegrad.futures import Future
-from telegrad.refs.keeper import Keeper, with_object
+from telegrad.refs.manager import Keeper, with_object
+from telegrad.server.functions import ASYNC_MARK, Later, as_served, trusted
 
 if TYPE_CHECKING:
     from telegrad.refs.rref import RRef

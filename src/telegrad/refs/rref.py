@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from torch import Tensor
 
 from telegrad import autograd
-from telegrad.agent.agent import DEFAULT
-from telegrad.agent.current import active_agent, local
-from telegrad.agent.membership import WorkerInfo
-from telegrad.agent.packing import Envelope, before_sending, current_envelope, keep_until_answered
-from telegrad.agent.targets import trusted
+from telegrad.agent import DEFAULT
+from telegrad.current import active_agent, local
 from telegrad.errors import CallTimeout, SerializationError, UsageError
 from telegrad.futures import Future
+from telegrad.group.membership import WorkerInfo
+from telegrad.messages.packing import Envelope, before_sending, current_envelope, keep_until_answered
 from telegrad.refs import proxy
+from telegrad.refs.counts import Entry, Key
 from telegrad.refs.creation import Creation, creating
-from telegrad.refs.keeper import Keeper, fetch, with_object
-from telegrad.refs.ownership import Entry, Key
+from telegrad.refs.manager import Keeper, fetch, with_object
+from telegrad.server.functions import trusted
 from telegrad.wire import codec
 
 if TYPE_CHECKING:
-    from telegrad.agent.agent import Agent
-    from telegrad.agent.peers import To
+    from telegrad.agent import Agent
+    from telegrad.client.peers import To
 
 T = TypeVar("T")
 

@@ -6,9 +6,9 @@ True
 """
 
 from telegrad import autograd as dist_autograd
-from telegrad.agent.agent import Agent
-from telegrad.agent.membership import WorkerInfo
+from telegrad.agent import Agent
 from telegrad.futures import Future
+from telegrad.group.membership import WorkerInfo
 from telegrad.refs import RRef
 from telegrad.rpc import api, backend_registry, constants, functions, internal, options
 from telegrad.rpc.agent import RpcAgent

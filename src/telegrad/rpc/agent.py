@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from telegrad.agent import parting
-from telegrad.agent.agent import Agent
-from telegrad.agent.membership import WorkerInfo
-from telegrad.agent.routes import outward
+from telegrad.agent import Agent
 from telegrad.errors import GroupBroken
+from telegrad.group import shutdown as group_shutdown
+from telegrad.group.membership import WorkerInfo
+from telegrad.messages.routes import outward
 from telegrad.rpc.options import RpcBackendOptions
 
 __all__ = ["RpcAgent"]
@@ -49,9 +49,9 @@ class RpcAgent(Agent):
         else:
             until = time.monotonic() + timeout if timeout else None
             if self.is_static_group:
-                missing = parting.wait_for_everybody(self, self._participants(None), until)
+                missing = group_shutdown.wait_for_everybody(self, self._participants(None), until)
             else:
-                parting.drain(self, until)
+                group_shutdown.drain(self, until)
         if missing:
             raise GroupBroken(f"join ended without {', '.join(sorted(missing))}", missing=sorted(missing))
 

@@ -17,13 +17,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from telegrad import autograd, futures, profiling, refs
-from telegrad.agent.agent import Agent
-from telegrad.agent.current import active_agent, process
-from telegrad.agent.membership import WorkerInfo
+from telegrad.agent import Agent
+from telegrad.current import active_agent, process
 from telegrad.errors import JoinError, UsageError
 from telegrad.futures import Future
+from telegrad.group.membership import WorkerInfo
 from telegrad.refs import RRef
-from telegrad.refs.keeper import Keeper
+from telegrad.refs.manager import Keeper
 from telegrad.rpc import backend_registry, device_maps
 from telegrad.rpc.agent import RpcAgent
 from telegrad.rpc.backend_registry import BackendType

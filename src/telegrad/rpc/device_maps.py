@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from telegrad.agent.agent import Agent
-from telegrad.agent.routes import parse
+from telegrad.agent import Agent
 from telegrad.errors import UsageError
+from telegrad.messages.routes import parse
 
 DeviceMap = Mapping[torch.device, torch.device]
 

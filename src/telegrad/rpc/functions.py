@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from telegrad.agent.targets import ASYNC_MARK
+from telegrad.server.functions import ASYNC_MARK
 
 F = TypeVar("F", bound=Callable[..., Any])
 

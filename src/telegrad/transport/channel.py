@@ -17,7 +17,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from telegrad.transport.shared import Copies
+from telegrad.transport.shared_memory import Copies
 from telegrad.wire.frames import Frame, Kind
 
 _log = logging.getLogger("telegrad")

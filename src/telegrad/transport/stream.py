@@ -23,13 +23,13 @@ import threading
 import time
 from collections.abc import Sequence
 
-from telegrad import waiting
+from telegrad import blocking
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.interpreter import snapshot
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
-from telegrad.transport.shared import Copies, Sharing
+from telegrad.transport.shared_memory import Copies, Sharing
+from telegrad.wire.buffer_pool import Pool
 from telegrad.wire.frames import HEADER, Frame, FrameDecoder, Place, head
-from telegrad.wire.memory import Pool
 
 _IOV_MAX = 1000
 _JOIN_BELOW = 1 << 15  # smaller frames are joined into one buffer; a system call with many parts costs more
@@ -275,14 +275,14 @@ class StreamChannel(Channel):
                     if time.monotonic() >= until:
                         raise SendTimeout(begun=flight.before < 0) from None
                     if flags:
-                        flags, role = 0, waiting.pause()
+                        flags, role = 0, blocking.pause()
                 except OSError as error:
                     raise ChannelClosed(str(error)) from None
                 flight.advance()
             return True
         finally:
             self._settle(flight)
-            waiting.resume(role)
+            blocking.resume(role)
 
     def _settle(self, flight: _Flight) -> None:
         """Under the lock: a send is over, or was interrupted; keep what must still go out. May be repeated."""

@@ -4,7 +4,7 @@
 cloudpickle. Buffers of at least `OUT_OF_BAND` bytes leave the pickle and travel beside it, so they are never copied
 here. A failure names the part of the value that cannot travel.
 
-A container of many small tensors or arrays travels as two pickles: their stacks (`wire/stacks.py`), then the value,
+A container of many small tensors or arrays travels as two pickles: their stacks (`wire/stacking.py`), then the value,
 which refers to them. Such a body begins with `_STACKED` and the length of the first pickle.
 """
 
@@ -24,7 +24,7 @@ import numpy as np
 
 from telegrad.errors import SerializationError
 from telegrad.wire.frames import MAX_BUFFERS
-from telegrad.wire.stacks import CONTAINERS, Stacking, Stacks, holds_many, unstack
+from telegrad.wire.stacking import CONTAINERS, Stacking, Stacks, holds_many, unstack
 from telegrad.wire.tensors import REDUCERS, all_plain, reducer_for
 
 OUT_OF_BAND = 1 << 15  # up to here a copy into the pickle costs less than a buffer of its own

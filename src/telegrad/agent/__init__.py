@@ -1,1 +1,0 @@
-"""One object that owns connections, threads and pending calls."""

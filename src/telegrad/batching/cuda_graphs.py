@@ -1,0 +1,125 @@
+"""CUDA graphs of a function that takes batches: one for each form that its arguments have.
+
+The first batch of a form runs as usual, which loads what is loaded on first use. The second is captured: the function
+runs once more, and what it asks the GPU to do is recorded, on tensors that stay. From then on its code does not run:
+arguments are copied to those tensors, the record is replayed, and the result is copied from where it was made. That is
+worth it where starting kernels takes longer than the kernels do.
+
+State: `_graphs`, by form; None for a form that was seen once. One batch of a queue runs at a time, so there is no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from telegrad.batching.stacking import Shape, shape_of
+from telegrad.messages.scope import current_scope
+
+Call = Callable[..., Any]
+
+_log = logging.getLogger("telegrad")
+
+
+class Graphs:
+    """Calls a function, by its graphs where it can."""
+
+    def __init__(self, function: Call, name: str) -> None:
+        self._function = function
+        self._name = name
+        self._graphs: dict[Shape, _Graph | None] = {}
+        self._fails = False
+
+    def __call__(self, receiver: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """`function(*receiver, *args, **kwargs)`, where the receiver is the object whose method it is, if it is one."""
+        leaves, _ = pytree.tree_flatten((args, kwargs))
+        if self._fails or _records_gradients() or not all(_can_stay(leaf) for leaf in leaves):
+            return self._function(*receiver, *args, **kwargs)
+        form = shape_of(tuple(args)), shape_of(kwargs)
+        if form not in self._graphs:
+            self._graphs[form] = None
+            with torch.no_grad():
+                return self._function(*receiver, *args, **kwargs)
+        graph = self._graphs[form] or self._capture(form, receiver, args, kwargs)
+        if graph is None:
+            return self._function(*receiver, *args, **kwargs)
+        return graph.replay(leaves)
+
+    def _capture(
+        self, form: Shape, receiver: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> _Graph | None:
+        try:
+            graph = self._graphs[form] = _Graph(functools.partial(self._function, *receiver), args, kwargs)
+        except (RuntimeError, TypeError) as error:  # whatever the function does that cannot be recorded
+            self._fails = True
+            reason = str(error.__context__ or error).strip().partition("\n")[0]
+            _log.warning("%s cannot become a CUDA graph and runs as usual from now on: %s", self._name, reason)
+            return None
+        return graph
+
+
+def _records_gradients() -> bool:
+    """Does the caller have a context whose backward pass may want what this call does, for weights if not for it?"""
+    return torch.is_grad_enabled() and current_scope.get() is not None
+
+
+def _can_stay(leaf: Any) -> bool:
+    """May a graph take this instead of what was given when it was captured?"""
+    return isinstance(leaf, Tensor) and leaf.is_cuda and not (leaf.requires_grad and torch.is_grad_enabled())
+
+
+class _Graph:
+    """One recording."""
+
+    def __init__(self, function: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        with torch.inference_mode(False):  # or nobody else could write to them
+            args, kwargs = pytree.tree_map(torch.clone, (args, kwargs))
+        self._given, _ = pytree.tree_flatten((args, kwargs))
+        self._device: torch.device = self._given[0].device
+        self._graph = torch.cuda.CUDAGraph()
+        here, aside = torch.cuda.current_stream(self._device), _stream(self._device)
+        pool = torch.cuda.graph_pool_handle()
+        aside.wait_stream(here)
+        with torch.no_grad(), torch.cuda.stream(aside):
+            self._graph.capture_begin(pool, "thread_local")  # other threads go on using the GPU
+            try:
+                try:
+                    self._made = function(*args, **kwargs)
+                finally:
+                    self._graph.capture_end()
+            except BaseException:
+                _clean_up(self._device, pool)
+                raise
+        here.wait_stream(aside)
+        if not all(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(self._made)):
+            raise TypeError("it returns other things than CUDA tensors, which would stay as they are now")
+        self._done = here.record_event()
+
+    def replay(self, given: list[Tensor]) -> Any:
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._done)  # of the replay before, which may have been on another stream
+        torch._foreach_copy_(self._given, given, non_blocking=True)
+        self._graph.replay()
+        result = pytree.tree_map(torch.clone, self._made)
+        self._done.record(stream)
+        return result
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _clean_up(device: torch.device, pool: tuple[int, int]) -> None:
+    """After a capture that failed torch's allocator and its random numbers would go on as if it were under way."""
+    with contextlib.suppress(RuntimeError):  # if torch has ended it
+        torch._C._cuda_endAllocateToPool(device.index, pool)  # type: ignore[attr-defined]
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())

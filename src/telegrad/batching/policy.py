@@ -1,0 +1,185 @@
+"""When do calls that wait for company start? `Company` keeps them until then.
+
+`Companions` (max_wait) waits for those who have been calling at the same time as others lately, and not for anybody
+else: a caller who is alone does not wait at all. `Quorum` (min_size) waits for a number of calls, `Everybody`
+(min_size="all") for every worker that has called and is alive. In all of them, `max_wait` is the longest wait.
+
+State: changed under the lock of the queue.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+from telegrad.batching.calls import Entry
+from telegrad.batching.options import Options
+
+_CURIOUS = 3  # how often a new queue waits to see who else is there
+
+
+class Company(ABC):
+    """Calls that wait for others; the base of the rules."""
+
+    def __init__(self, options: Options) -> None:
+        self._max_size = options.max_size
+        self._max_wait = options.max_wait
+        self._entries: dict[Entry, None] = {}
+        self._present: dict[str | int, int] = {}  # how many calls each caller has here
+        self._until = math.inf
+        self.newcomers: list[str] = []  # workers to be waited for from now on; the queue checks that they are alive
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, entry: Entry) -> bool:
+        return entry in self._entries
+
+    @property
+    def until(self) -> float:
+        """When the wait ends whoever is missing."""
+        return self._until
+
+    @abstractmethod
+    def suffices(self, caller: str | int) -> bool:
+        """Would a call of this caller run at once, if it were the only one?"""
+
+    @abstractmethod
+    def complete(self) -> bool:
+        """Is everybody here who is waited for?"""
+
+    @abstractmethod
+    def lost(self, caller: str) -> None:
+        """A worker is gone; its calls are taken out by the queue."""
+
+    def overlapped(self, caller: str | int) -> None:  # noqa: B027 (only some rules care)
+        """A call arrived while others waited or ran."""
+
+    def add(self, entry: Entry, margin: float) -> None:
+        """One more call, which should start `margin` seconds before its deadline."""
+        self._entries[entry] = None
+        self._present[entry.caller] = self._present.get(entry.caller, 0) + 1
+        self._until = min(self._until, self._limit(entry, margin))
+
+    def remove(self, entry: Entry) -> None:
+        del self._entries[entry]
+        self._present[entry.caller] -= 1
+        if not self._present[entry.caller]:
+            del self._present[entry.caller]
+        self._until = min((self._limit(each, 0.0) for each in self._entries), default=math.inf)
+
+    def ready(self, now: float) -> bool:
+        return bool(self._entries) and (len(self) >= self._max_size or now >= self._until or self.complete())
+
+    def release(self, now: float) -> list[Entry]:
+        """Everybody who waits; the next wait begins anew."""
+        entries = list(self._entries)
+        self._entries.clear()
+        self._present.clear()
+        self._until = math.inf
+        return entries
+
+    def entries(self) -> list[Entry]:
+        return list(self._entries)
+
+    def _limit(self, entry: Entry, margin: float) -> float:
+        if self._max_wait is None:
+            return math.inf
+        limit = entry.arrived + self._max_wait
+        return limit if entry.deadline is None else min(limit, entry.deadline.at - margin)
+
+
+class Companions(Company):
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._expected: set[str | int] = set()
+        self._curious = _CURIOUS
+
+    def suffices(self, caller: str | int) -> bool:
+        expected = self._expected
+        return not self._curious and (not expected or (len(expected) == 1 and caller in expected))
+
+    def complete(self) -> bool:
+        return not self._curious and self._expected <= self._present.keys()
+
+    def overlapped(self, caller: str | int) -> None:
+        self._expected.add(caller)
+
+    def lost(self, caller: str) -> None:
+        self._expected.discard(caller)
+
+    def release(self, now: float) -> list[Entry]:
+        if now >= self._until:  # who was waited for and did not come is not waited for again until it overlaps
+            self._expected.intersection_update(self._present)
+            self._curious = max(self._curious - 1, 0)
+        if len(self._present) > 1:
+            self._expected.update(self._present)
+        return super().release(now)
+
+
+class Quorum(Company):
+    def __init__(self, options: Options, size: int) -> None:
+        super().__init__(options)
+        self._size = size
+        self._seen: set[str | int] = set()
+        self._lost: set[str] = set()
+
+    def suffices(self, caller: str | int) -> bool:
+        self._saw(caller)
+        return self._needed <= 1
+
+    def complete(self) -> bool:
+        return len(self) >= self._needed
+
+    def add(self, entry: Entry, margin: float) -> None:
+        self._saw(entry.caller)
+        super().add(entry, margin)
+
+    def lost(self, caller: str) -> None:
+        if caller in self._seen:
+            self._lost.add(caller)
+
+    @property
+    def _needed(self) -> int:
+        """Those who died cannot come; one who comes back counts again."""
+        return max(self._size - len(self._lost), 1)
+
+    def _saw(self, caller: str | int) -> None:
+        self._seen.add(caller)
+        if isinstance(caller, str) and caller in self._lost:
+            self._lost.discard(caller)
+            self.newcomers.append(caller)
+
+
+class Everybody(Company):
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._alive: set[str] = set()
+
+    def suffices(self, caller: str | int) -> bool:
+        self._saw(caller)
+        return not self._alive - {caller}
+
+    def complete(self) -> bool:
+        return self._alive <= self._present.keys()
+
+    def add(self, entry: Entry, margin: float) -> None:
+        self._saw(entry.caller)
+        super().add(entry, margin)
+
+    def lost(self, caller: str) -> None:
+        self._alive.discard(caller)
+
+    def _saw(self, caller: str | int) -> None:
+        if isinstance(caller, str) and caller not in self._alive:
+            self._alive.add(caller)
+            self.newcomers.append(caller)
+
+
+def company_for(options: Options) -> Company | None:
+    """The rule that the options ask for; None if nobody waits for anybody."""
+    if options.min_size == "all":
+        return Everybody(options)
+    if options.min_size > 1:
+        return Quorum(options, options.min_size)
+    return None if options.max_wait is None else Companions(options)

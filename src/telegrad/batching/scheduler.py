@@ -1,0 +1,129 @@
+"""`WaitingRoom`: the calls of one batched function that wait, and which of them run next.
+
+A call first waits in the `Company` that gathers until enough are there, if there is such a rule, then in the `Line` of
+those it can run with.
+
+State: all of it is changed under the lock of the queue; nothing here blocks or runs code of the user. `expired` are
+calls that were taken out because they are late; the queue tells their callers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+
+from telegrad.batching.calls import Entry
+from telegrad.batching.fair_queue import Line
+from telegrad.batching.metrics import Figures
+from telegrad.batching.options import Options
+from telegrad.batching.policy import company_for
+
+
+class WaitingRoom:
+    def __init__(self, options: Options, figures: Figures) -> None:
+        self.expired: list[Entry] = []
+        self._max_size = options.max_size
+        self._figures = figures
+        self._company = company_for(options)
+        self._lines: dict[Hashable, Line] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def until(self) -> float:
+        """When those who wait for company start, whoever is missing; infinity if there is no such moment."""
+        return math.inf if self._company is None else self._company.until
+
+    def suffices(self, caller: str | int) -> bool:
+        """Would a call of this caller run at once, if it were the only one?"""
+        return self._company is None or self._company.suffices(caller)
+
+    def newcomer(self) -> str | None:
+        """A worker that is waited for from now on, if there is one that was not named here before."""
+        return self._company.newcomers.pop() if self._company is not None and self._company.newcomers else None
+
+    def add(self, entry: Entry, running: bool, margin: float) -> None:
+        """One more call, which should start `margin` seconds before its deadline."""
+        entry.queued = True
+        self._count += 1
+        if self._company is None:
+            self._line(entry.bucket).add(entry)
+            return
+        if running or len(self._company):
+            self._company.overlapped(entry.caller)
+        self._company.add(entry, margin)
+
+    def remove(self, entry: Entry) -> bool:
+        """A call leaves; False if it is not here any more."""
+        if not entry.queued:
+            return False
+        entry.queued = False
+        self._count -= 1
+        if self._company is not None and entry in self._company:
+            self._company.remove(entry)
+        else:
+            line = self._lines[entry.bucket]
+            line.left()
+            if not len(line):
+                del self._lines[entry.bucket]
+        return True
+
+    def remove_all(self, matches: Callable[[Entry], bool]) -> list[Entry]:
+        entries = [] if self._company is None else self._company.entries()
+        for line in self._lines.values():
+            entries += line.entries()
+        return [entry for entry in entries if matches(entry) and self.remove(entry)]
+
+    def lost(self, name: str) -> list[Entry]:
+        """A worker is gone: nobody waits for it, and its calls leave."""
+        if self._company is not None:
+            self._company.lost(name)
+        return self.remove_all(lambda entry: entry.caller == name)
+
+    def take(self, now: float) -> list[Entry]:
+        """The next batch; empty if there is none."""
+        if self._company is not None and self._company.ready(now):
+            gathered = self._company.release(now)
+            if not self._lines and len(gathered) <= self._max_size and _alike(gathered):
+                return self._taken(gathered, now)  # all of them run, so it does not matter who would go first
+            for entry in gathered:
+                self._line(entry.bucket).add(entry)
+        batch: list[Entry] = []
+        while self._lines and not batch:
+            batch = self._cut(now)
+        return batch
+
+    def _cut(self, now: float) -> list[Entry]:
+        """Calls that can run together, less those that are too late."""
+        lines = self._lines
+        bucket = min(lines, key=lambda each: lines[each].rank()) if len(lines) > 1 else next(iter(lines))
+        taken = lines[bucket].take(self._max_size)
+        if not len(lines[bucket]):
+            del lines[bucket]
+        return self._taken(taken, now)
+
+    def _taken(self, taken: list[Entry], now: float) -> list[Entry]:
+        self._count -= len(taken)
+        batch = []
+        for entry in taken:
+            entry.queued = False
+            if entry.expired(now):
+                self._figures.expired += 1
+                self.expired.append(entry)
+            else:
+                self._figures.queue_time.add(now - entry.arrived)
+                batch.append(entry)
+        return batch
+
+    def _line(self, bucket: Hashable) -> Line:
+        line = self._lines.get(bucket)
+        if line is None:
+            line = self._lines[bucket] = Line()
+        return line
+
+
+def _alike(entries: list[Entry]) -> bool:
+    bucket = entries[0].bucket
+    return all(entry.bucket == bucket for entry in entries[1:])

@@ -1,0 +1,1 @@
+"""The caller's side of a call: peers, connections to them, and pending calls."""

@@ -1,0 +1,216 @@
+"""What one message takes along from one device: a `Shipment` where it is packed, an `Arrival` where it is unpacked.
+
+A shipment belongs to the thread that packs its message, and an arrival to the one that unpacks it; `Devices` holds both
+from then on until the receiver has copied.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from telegrad.cuda import ipc
+from telegrad.cuda.small_copies import landing
+from telegrad.errors import InternalError
+from telegrad.messages.packing import Envelope, Loan, accompany, current_envelope, keep_until_answered
+from telegrad.wire import tensors
+
+if TYPE_CHECKING:
+    from telegrad.cuda.transfers import Devices
+
+
+class Shipment(Loan):
+    """What one message takes along from one device: snapshots, or tensors at rest. Travels as a number and an event."""
+
+    def __init__(self, devices: Devices, envelope: Envelope, index: int, at_rest: bool) -> None:
+        self._devices = devices
+        self._at_rest = at_rest
+        self._incarnation = envelope.incarnation
+        self._exports = ipc.exports(index)
+        self._stream = torch.cuda.current_stream(index)
+        self._event = None if at_rest and self._stream.query() else self._exports.event(self._stream)
+        self._uuid = ipc.devices()[index]
+        self._number = next(devices.numbers)
+        self._done: list[int] | None = None
+        self._index = index
+        self._targets: set[int] = set()
+        self._kept: list[object] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        event = None if self._event is None else self._event.handle
+        if self._done is None:  # once, for packing may start again
+            self._done = self._devices.done_with(self._incarnation)
+        return _open_shipment, (self._number, self._uuid, event, self._done, self._index if self._at_rest else None)
+
+    def take(self, tensor: Tensor, target: int) -> ipc.Place:
+        """A tensor that goes to the receiver's device `target`."""
+        if self._at_rest:
+            place = self._exports.place(tensor)
+            tensor.record_stream(self._stream)
+            self._kept.append(tensor)
+        else:
+            place, snapshot = self._exports.snapshot(tensor, self._stream)
+            self._kept.append(snapshot)
+        self._targets.add(target)
+        return place
+
+    def orders(self, stream: torch.cuda.Stream, target: int) -> bool:
+        """Does the receiver, on its device `target`, wait for what this stream was given to do so far?"""
+        return stream == self._stream and target in self._targets
+
+    def finish(self) -> None:
+        """The message is packed."""
+        if not self._kept:  # they could not be taken, and went another way
+            return
+        if self._event is not None:
+            self._event.event.record(self._stream)
+        self._devices.lend(self._number, self._incarnation, self._kept)
+        if self._at_rest:
+            keep_until_answered(self)
+
+    def returned(self, answered: bool) -> None:
+        if answered:
+            self._devices.give_back([self._number])
+        else:
+            self._devices.retract(self._incarnation, [self._number])
+
+
+class Arrival:
+    """What one message brought from one device of its sender."""
+
+    def __init__(
+        self, devices: Devices, envelope: Envelope, number: int, index: int, event: bytes | None, origin: int | None
+    ) -> None:
+        self.number = number
+        self.incarnation = envelope.incarnation
+        self.size = 0
+        self.is_settled = False  # the sender need not be told
+        self._devices = devices
+        self._index = index
+        self._event = None if event is None else ipc.mappings.event(event, index)
+        self._origin = origin  # where it is at rest: what the sender calls that device
+        self._bases: dict[bytes, int] = {}
+        self._tensors: list[Tensor] = []
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._events: list[Any] | None = None  # of torch.cuda.Event
+
+    def copy(self, place: ipc.Place, index: int, code: int, shape: tuple[int, ...]) -> Tensor:
+        tensor = tensors.empty(code, shape, f"cuda:{index}")
+        size = tensor.numel() * tensor.itemsize
+        stream = self._streams.get(index)
+        if stream is None:
+            stream = self._streams[index] = torch.cuda.current_stream(index)
+            if self._event is not None:
+                stream.wait_event(self._event)
+        base = self._bases.get(place.segment)
+        if base is None:
+            base = self._bases[place.segment] = ipc.mappings.borrow(place.segment, self._index)
+        ipc.copy(tensor.data_ptr(), base + place.offset, size, stream)
+        self._tensors.append(tensor)
+        self.size += size
+        return tensor
+
+    def finish(self) -> None:
+        """The message is unpacked."""
+        self._events = [stream.record_event() for stream in self._streams.values()]
+        self._devices.taken()
+
+    def is_copied(self) -> bool:
+        return self._events is not None and all(event.query() for event in self._events)
+
+    def let_go(self) -> None:
+        """It is copied, and its sender knows or is told now."""
+        ipc.mappings.give_back(self._bases)
+
+    def forget(self) -> None:
+        """Nobody will call `join`."""
+        self._tensors.clear()
+
+    def settle(self, companions: Collection[object] = ()) -> None:
+        """The call that brought this is about to be answered: its sender takes back what it lent.
+
+        If tensors that go back with the answer are made on the stream that copies, the sender waits for them, and so
+        for the copies. If not, this waits.
+        """
+        if self._origin is None or self.is_settled:
+            return
+        self.is_settled = True
+        back = [each for each in companions if isinstance(each, Shipment)]
+        for stream, event in zip(self._streams.values(), self._events or (), strict=True):
+            if not any(each.orders(stream, self._origin) for each in back):
+                event.synchronize()
+
+    def join(self) -> None:
+        """The thread that uses the tensors may be on other streams than the one that unpacked them."""
+        for (index, stream), event in zip(self._streams.items(), self._events or (), strict=True):
+            current = torch.cuda.current_stream(index)
+            if current != stream:
+                current.wait_event(event)
+                for tensor in self._tensors:
+                    if tensor.device.index == index:
+                        tensor.record_stream(current)
+
+
+class Landed:
+    """The tensors for one device that came inside of a message."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._stream = ipc.stream(index)
+        self._tensors: list[Tensor] = []
+
+    def add(self, tensor: Tensor) -> None:
+        self._tensors.append(tensor)
+
+    def finish(self) -> None:
+        return  # the sender lends nothing
+
+    def settle(self, companions: Collection[object] = ()) -> None:
+        return
+
+    def forget(self) -> None:
+        """Nobody will call `join`."""
+        self._tensors.clear()
+
+    def join(self) -> None:
+        """The thread that uses the tensors may be on another stream than the one that unpacked them."""
+        if ipc.stream(self._index) != self._stream:
+            current = torch.cuda.current_stream(self._index)
+            current.wait_stream(_torchs(self._stream, self._index))
+            for tensor in self._tensors:
+                tensor.record_stream(current)
+
+
+def _torchs(stream: int, index: int) -> torch.cuda.Stream:
+    """What torch calls a stream of the driver's."""
+    if not stream:
+        return torch.cuda.default_stream(index)
+    return torch.cuda.ExternalStream(stream, device=index)  # type: ignore[no-untyped-call]
+
+
+def _open_shipment(number: int, uuid: str, event: bytes | None, done: list[int], origin: int | None) -> Arrival:
+    envelope = current_envelope()
+    if envelope is None:
+        raise InternalError("CUDA tensors outside of a message")
+    return envelope.agent.devices.arrival(envelope, number, uuid, event, done, origin)
+
+
+def copied(arrival: Arrival, segment: bytes, offset: int, index: int, code: int, shape: tuple[int, ...]) -> Tensor:
+    """A tensor that came with an arrival; what travels instead of it."""
+    return arrival.copy(ipc.Place(segment, offset), index, code, shape)
+
+
+def landed(data: bytes, index: int, code: int, shape: tuple[int, ...]) -> Tensor:
+    """A tensor that came inside of a message; what travels instead of it."""
+    tensor = landing(index).put(data, code, shape)
+    accompany(("landed", index), functools.partial(Landed, index)).add(tensor)
+    return tensor
+
+
+for _number, _constructor in enumerate((copied, landed, _open_shipment)):
+    copyreg.add_extension(__name__, _constructor.__name__, tensors.EXTENSION_CODE + 16 + _number)

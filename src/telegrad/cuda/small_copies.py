@@ -1,0 +1,117 @@
+"""A few bytes between a GPU and the host, by way of the GPU's copy engines alone.
+
+A GPU that several processes share serves one at a time, and switching to another takes some 150 us on an H200. That is
+so for kernels, for copies from device to device, for events that processes share, and for small copies to the device,
+which the driver writes into the stream of commands. Copies to the host are made by copy engines, which do not switch;
+so are copies of rows to the device, however short. Bytes that are few therefore land as two rows.
+
+State of a `Landing`: `_free`, the pieces of page-locked memory that nobody uses, and `_busy`, those that a stream was
+told to copy from or to. Whoever takes one from `_free` owns it. Those of a stream are free again when it is found to be
+idle, which whoever fetches finds out anyway; `_lock` is held from counting them until they are taken from `_busy`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import time
+from collections import defaultdict, deque
+
+import torch
+from torch import Tensor
+
+from telegrad.cuda import ipc
+from telegrad.wire import tensors
+
+LARGEST = 1 << 16  # bytes: more are quicker from device to device, switches and all
+_PIECES = 32
+_BYTES = tensors.code_of(torch.uint8)
+_HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
+_PITCH = LARGEST  # rows have to lie apart, or the driver sees that two rows are one
+
+
+class _Piece:
+    """Page-locked memory for one copy."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self.rows = ipc.Rows(source_type=_HOST, source_host=address, source_pitch=_PITCH, to_type=_DEVICE, height=2)
+
+
+class Landing:
+    """Where few bytes leave and reach one device."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._device = torch.device("cuda", index)
+        self._driver = ipc.driver()
+        self._lock = threading.Lock()
+        self._memory = torch.empty(_PIECES * 2 * _PITCH, dtype=torch.uint8, pin_memory=True)
+        start = self._memory.data_ptr()
+        self._free = deque(_Piece(start + number * 2 * _PITCH) for number in range(_PIECES))
+        self._busy: defaultdict[int, deque[_Piece]] = defaultdict(deque)
+
+    def fetch(self, tensor: Tensor, size: int, patience: float) -> bytes | None:
+        """The `size` bytes of a contiguous tensor, unless its stream takes longer than `patience` seconds."""
+        if not ipc.is_current(self._index):
+            with torch.cuda.device(self._index):
+                return self.fetch(tensor, size, patience)
+        stream, until = ipc.stream(self._index), 0.0
+        piece = self._take(stream)
+        if piece is None:
+            return None
+        self._driver.copy_out(piece.address, tensor.data_ptr(), size, stream)
+        while not self._is_idle(stream):
+            now = time.monotonic()
+            until = until or now + patience
+            if now > until:
+                self._busy[stream].append(piece)
+                return None
+        data = ctypes.string_at(piece.address, size)
+        self._free.append(piece)
+        return data
+
+    def put(self, data: bytes, code: int, shape: tuple[int, ...]) -> Tensor:
+        """The tensor that these bytes are, once the current stream comes to it."""
+        if len(data) % 2:
+            return tensors.shaped(code, shape, self.put(data + b"\0", _BYTES, (len(data) + 1,))[:-1])
+        if not ipc.is_current(self._index):
+            with torch.cuda.device(self._index):
+                return self.put(data, code, shape)
+        stream = ipc.stream(self._index)
+        piece = self._take(stream)
+        if piece is None:
+            return tensors.shaped(code, shape, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device))
+        tensor, half, rows = tensors.empty(code, shape, self._device), len(data) // 2, piece.rows
+        ctypes.memmove(piece.address, data, half)
+        ctypes.memmove(piece.address + _PITCH, data[half:], half)
+        rows.to_device, rows.to_pitch, rows.width = tensor.data_ptr(), half, half
+        self._driver.copy_rows(rows, stream)
+        self._busy[stream].append(piece)
+        return tensor
+
+    def _take(self, stream: int) -> _Piece | None:
+        for _ in range(2):
+            try:
+                return self._free.popleft()
+            except IndexError:
+                if not self._is_idle(stream):
+                    return None
+        return None
+
+    def _is_idle(self, stream: int) -> bool:
+        """Is there nothing left to do on a stream? Then its pieces are free."""
+        with self._lock:
+            busy = self._busy[stream]
+            count = len(busy)
+            if not self._driver.is_idle(stream):
+                return False
+            for _ in range(count):
+                self._free.append(busy.popleft())
+        return True
+
+
+@functools.cache
+def landing(index: int) -> Landing:
+    return Landing(index)

@@ -1,0 +1,1 @@
+"""The group of workers: membership, collectives, the shared secret, maintenance and shutdown."""

@@ -1,0 +1,311 @@
+"""Checkpoints of a server: what it holds of the parameters (safetensors), and the optimizer's state beside it.
+
+    folder/<parameter server>/<worker>/<version>/parameters.safetensors
+    folder/<parameter server>/<worker>/<version>/optimizer.pt
+    folder/<parameter server>/<worker>/<version>/checksums.json
+    folder/<parameter server>/<worker>/members.json      the trainers that take part
+
+A version is written under another name and renamed when it is complete. A version whose files do not match their
+checksums, or cannot be read, is passed over with a warning, and the one before it is used.
+
+Writing never raises, except for the first checkpoint: what goes wrong is logged and kept as `problem` until something
+has been written again. Training goes on meanwhile, and the last good checkpoint stays.
+
+State of an `Archive`: `_next`, the newest snapshot that nobody has begun to write; `_writing`, whether some thread
+writes; `problem`. All under `_changed`. `_noted`: whether the members on disk are the current ones.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from telegrad.errors import UsageError
+from telegrad.ps.server.shard_optimizer import Options, State
+
+try:
+    from safetensors.torch import load_file, save_file
+except ImportError:  # needed only by those who want checkpoints; `Checkpoint` says so
+    load_file = save_file = None  # type: ignore[assignment]
+
+_log = logging.getLogger(__name__)
+
+_PARAMETERS, _OPTIMIZER, _CHECKSUMS, _MEMBERS = (
+    "parameters.safetensors",
+    "optimizer.pt",
+    "checksums.json",
+    "members.json",
+)
+_BLOCK = 1 << 20  # bytes that are read at once
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Let servers save what they hold into a `folder` of theirs, after `every` so many steps and at the end.
+
+    A server that dies and comes back under its name goes on from there by itself; `resume` lets a new run do the same.
+    Writing goes on beside training. With `wait`, trainers are answered only when the step is on disk: with `every=1`,
+    nothing that was acknowledged is ever lost.
+    """
+
+    folder: str | os.PathLike[str]
+    every: int = 100
+    resume: bool = False
+    wait: bool = False
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if save_file is None:
+            raise UsageError("checkpoints need the safetensors package: pip install 'telegrad[ps]'")
+        if self.every < 1 or self.keep < 1:
+            raise UsageError(f"checkpoints are made every 1 or more steps, and 1 or more are kept, not {self}")
+
+    @property
+    def exact(self) -> bool:
+        """Is every step on disk before it is acknowledged?"""
+        return self.every == 1 and self.wait
+
+
+class Snapshot(NamedTuple):
+    """What a server holds at one moment: copies."""
+
+    version: int
+    run: str  # the group that trained it
+    values: dict[str, Tensor]  # by the names of their parts
+    states: list[State]
+    groups: list[Options]
+    applied: dict[str, int]
+    round: dict[str, int] | None = None  # the reports of the last step, if other servers may not have made it
+    skipped: bool = False  # the last round made no step
+
+
+class Archive:
+    """The checkpoints of one server. `start` runs a job on a thread of its own."""
+
+    def __init__(self, rule: Checkpoint, name: str, server: str, start: Callable[[Callable[[], None]], None]) -> None:
+        self.rule = rule
+        self.problem: str | None = None
+        self._keep = max(rule.keep, 2) if rule.exact else rule.keep  # to be able to undo a step
+        self._folder = Path(rule.folder) / name / server
+        self._start = start
+        self._changed = threading.Condition()
+        self._next: Snapshot | None = None
+        self._writing = False
+        self._members: dict[str, Any] | None = None
+        self._noted = True
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def __repr__(self) -> str:
+        return f"<Archive {self._folder}: versions {self.versions()}{', writing' if self._writing else ''}>"
+
+    # Reading
+
+    def versions(self) -> list[int]:
+        """Return the versions that are there, whether they can be read or not."""
+        try:
+            names = [entry.name for entry in self._folder.iterdir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            _warn_damaged(self._folder, error)
+            return []
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def readable(self) -> list[int]:
+        """Return the versions whose files are what was written."""
+        return [version for version in self.versions() if self._is_whole(version)]
+
+    def newest(self) -> Snapshot | None:
+        """Return the newest version that can be read."""
+        for version in reversed(self.versions()):
+            snapshot = self.find(version)
+            if snapshot is not None:
+                return snapshot
+        return None
+
+    def find(self, version: int) -> Snapshot | None:
+        """Return a version, or None if it is not there or cannot be read."""
+        if version not in self.versions():
+            return None
+        try:
+            self._verify(version)
+            return self._read(version)
+        except Exception as error:  # whatever a damaged file makes the readers raise
+            _warn_damaged(self._folder / str(version), error)
+            return None
+
+    def _is_whole(self, version: int) -> bool:
+        try:
+            self._verify(version)
+        except Exception as error:
+            _warn_damaged(self._folder / str(version), error)
+            return False
+        return True
+
+    def _verify(self, version: int) -> None:
+        folder = self._folder / str(version)
+        sums = folder / _CHECKSUMS
+        if not sums.exists():  # of a release that wrote none
+            self._read(version)
+            return
+        for name, expected in json.loads(sums.read_text()).items():
+            found = _checksum(folder / name)
+            if found != expected:
+                raise ValueError(f"{name} has checksum {found}, but {expected} was written")
+
+    def _read(self, version: int) -> Snapshot:
+        folder = self._folder / str(version)
+        rest: dict[str, Any] = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True)
+        return Snapshot(values=load_file(folder / _PARAMETERS), **rest)
+
+    def members(self) -> tuple[list[str], bool]:
+        """Return who took part when this was last noted, and whether they had started."""
+        file = self._folder / _MEMBERS
+        try:
+            noted = json.loads(file.read_text())
+        except FileNotFoundError:
+            return [], False
+        except (OSError, ValueError) as error:
+            _warn_damaged(file, error)
+            return [], False
+        if isinstance(noted, list):  # of a release that noted the members alone
+            return noted, True
+        return list(noted["members"]), bool(noted["started"])
+
+    # Writing
+
+    def clear(self, after: int = -1) -> None:
+        """Remove versions after this one, which are of an earlier run or undone."""
+        for version in self.versions():
+            if version > after:
+                self._attempt(shutil.rmtree, self._folder / str(version))
+
+    def note_members(self, members: Iterable[str], started: bool) -> None:
+        """Write down who takes part. If that fails, it is tried again with the next checkpoint."""
+        self._members = {"members": sorted(members), "started": started}
+        self._noted = False
+        self._attempt(self._write_members)
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Write a snapshot, beside what the caller does next unless the rule says to wait. The newest wins."""
+        if self.rule.wait:
+            self._attempt(self._write, snapshot)
+            return
+        with self._changed:
+            self._next = snapshot
+            if not self._writing:
+                self._writing = True
+                self._start(self._write_all)
+
+    def write_now(self, snapshot: Snapshot) -> None:
+        """Write a snapshot, and raise an error if that fails."""
+        try:
+            self._write(snapshot)
+        except Exception as error:
+            raise UsageError(
+                f"the first checkpoint cannot be written into {self._folder}: {type(error).__name__}: {error}. Choose "
+                "another folder, or make room"
+            ) from error
+
+    def finish(self) -> None:
+        """Wait until everything is on disk."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writing)
+
+    def fail(self, error: Exception) -> None:
+        """Note that something could not be saved."""
+        last = self.versions()[-1:]
+        problem = (
+            f"a checkpoint could not be written into {self._folder}: {type(error).__name__}: {error}. "
+            f"Training goes on; if the server dies, it goes back to {f'version {last[0]}' if last else 'nothing'}"
+        )
+        _log.error("%s", problem)
+        with self._changed:
+            self.problem = problem
+
+    def _attempt(self, function: Callable[..., None], *args: Any) -> None:
+        try:
+            function(*args)
+        except Exception as error:
+            self.fail(error)
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                snapshot, self._next = self._next, None
+                if snapshot is None:
+                    self._writing = False
+                    self._changed.notify_all()
+                    return
+            self._attempt(self._write, snapshot)
+
+    def _write(self, snapshot: Snapshot) -> None:
+        final = self._folder / str(snapshot.version)
+        beside = self._folder / f"{snapshot.version}.new"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(beside, ignore_errors=True)
+        try:
+            self._fill(beside, snapshot)
+            if final.exists():
+                shutil.rmtree(final)
+            beside.rename(final)
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)  # what is left of it takes up space
+            raise
+        _to_disk([self._folder])
+        if not self._noted:
+            self._write_members()
+        for old in self.versions()[: -self._keep]:
+            shutil.rmtree(self._folder / str(old))
+        with self._changed:
+            self.problem = None
+
+    def _fill(self, folder: Path, snapshot: Snapshot) -> None:
+        folder.mkdir()
+        files = [folder / _PARAMETERS, folder / _OPTIMIZER]
+        rest = snapshot._asdict()
+        save_file(rest.pop("values"), files[0])
+        torch.save(rest, files[1])
+        sums = folder / _CHECKSUMS
+        sums.write_text(json.dumps({file.name: _checksum(file) for file in files}))
+        _to_disk([*files, sums, folder])
+
+    def _write_members(self) -> None:
+        file = self._folder / _MEMBERS
+        beside = file.with_suffix(".new")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(self._members))
+        beside.replace(file)
+        self._noted = True
+
+
+def _warn_damaged(path: Path, error: Exception) -> None:
+    _log.warning("%s cannot be used: %s", path, f"{type(error).__name__}: {error}")  # not the error with its frames
+
+
+def _checksum(path: Path) -> int:
+    total = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            total = zlib.crc32(block, total)
+    return total
+
+
+def _to_disk(paths: Sequence[Path]) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

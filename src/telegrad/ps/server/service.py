@@ -1,0 +1,270 @@
+"""What trainers call on a server. A worker needs no code of its own to be one: the first trainer that comes makes it.
+
+Which trainer that is, whose parameters everybody starts from, is decided by the first of the servers; it makes the
+shards of all others before that one's. So whoever finds a shard on the first server finds one on all.
+
+State: `Shards`, one per agent: who is making shards, under the lock of the `Holdings` that they are added to.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from telegrad.errors import JoinError, UsageError
+from telegrad.messages.routes import anywhere
+from telegrad.ps import flat_memory
+from telegrad.ps.flat_memory import Handle
+from telegrad.ps.messages import Answer, Gradients, Plan, Saved, Steps, Welcome, worker_of
+from telegrad.ps.server.checkpoint import Archive, Snapshot
+from telegrad.ps.server.leader import LeaderProtocol
+from telegrad.ps.server.registry import Holdings, now_or_later
+from telegrad.ps.server.shard import Shard
+from telegrad.ps.server.shard_optimizer import Options, State
+from telegrad.server.functions import trusted
+
+if TYPE_CHECKING:
+    from telegrad.agent import Agent
+
+
+class Shards:
+    """The shards that live on one worker."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self._holdings = agent.service(Holdings)
+        self._founders: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        return f"<Shards of {self.agent.name}, made by {self._founders}>"
+
+    @classmethod
+    def here(cls) -> Shards:
+        return Holdings.here().agent.service(cls)
+
+    def find(self, name: str) -> Shard:
+        return self._holdings.find(_what(name), Shard)
+
+    def has(self, name: str) -> bool:
+        return self._holdings.has(_what(name))
+
+    def found(self, name: str, trainer: str) -> bool:
+        with self._holdings.lock:
+            founder = self._founders.get(name)
+            if not self.has(name) and (founder is None or self.agent.is_lost(worker_of(founder))):
+                founder = self._founders[name] = trainer
+            return not self.has(name) and founder == trainer
+
+    def leave(self, name: str, trainer: str) -> None:
+        with self._holdings.lock:
+            if self._founders.get(name) == trainer:
+                del self._founders[name]  # if it could not make the shards, the next may try
+        if self.has(name):
+            self.find(name).leave(trainer)
+
+    def saved(self, plan: Plan) -> Saved:
+        """Say what a shard could begin with."""
+        here = self.has(plan.name)
+        pristine = here and self.find(plan.name).version == 0 and not self.find(plan.name).known
+        archive = self._archive(plan)
+        newest = None if archive is None else archive.newest()
+        if archive is None or newest is None:
+            return Saved(here, pristine, ours=False, versions=[])
+        ours = newest.run == self.agent.group
+        return Saved(here, pristine, ours, archive.readable() if ours or archive.rule.resume else [])
+
+    def create(self, plan: Plan, values: Tensor, version: int | None) -> None:
+        """Make a shard with a version that was saved or, if that is None, with these values.
+
+        One that is here and that nobody has used is replaced: whoever made it died before it had made all.
+        """
+        with self._holdings.lock:
+            if self.has(plan.name) and (self.find(plan.name).known or self.find(plan.name).version > 0):
+                return
+            archive = self._archive(plan)
+            snapshot = None if archive is None or version is None else archive.find(version)
+            if archive is not None:
+                if version is not None and snapshot is None:
+                    raise UsageError(f"worker {self.agent.name!r} cannot read its checkpoint of version {version}")
+                archive.clear(after=-1 if version is None else version)
+            self._make(plan, values, archive, snapshot)
+
+    def recreate(self, plan: Plan) -> None:
+        """Make a shard that was here before this worker was restarted, from its newest checkpoint."""
+        with self._holdings.lock:
+            if self.has(plan.name):
+                return
+            archive = self._archive(plan)
+            snapshot = None if archive is None else archive.newest()
+            if archive is None or snapshot is None or not (archive.rule.resume or snapshot.run == self.agent.group):
+                where = "it saves none" if archive is None else f"there is none of this run in {plan.checkpoint.folder}"  # type: ignore[union-attr]
+                raise JoinError(
+                    f"worker {self.agent.name!r} has come back without its part of parameter server {plan.name!r}: it "
+                    f"needs a checkpoint that can be read, and {where}. Start the training anew"
+                )
+            values = flat_memory.private(plan.share.nbytes, _usable(plan.device))
+            self._make(plan, values, archive, snapshot).look_around()
+
+    def check(self, shard: Shard, trainer: str) -> None:
+        """A call of a trainer may be served after its loss was noticed: it must not stay."""
+        self._holdings.check(shard, trainer)
+
+    def _archive(self, plan: Plan) -> Archive | None:
+        agent, rule = self.agent, plan.checkpoint
+        return None if rule is None else Archive(rule, plan.name, agent.name, agent.threads.start)
+
+    def _make(self, plan: Plan, values: Tensor, archive: Archive | None, snapshot: Snapshot | None) -> LeaderProtocol:
+        agent, what = self.agent, _what(plan.name)
+        protocol = LeaderProtocol(agent, what, plan.servers, patient=archive is not None)
+        shard = Shard(plan, values, shares_memory(agent), agent.group, archive, protocol.role)
+        expected: list[str] = []
+        if archive is not None and snapshot is not None:
+            members, started = archive.members()
+            expected = members if snapshot.run == agent.group else []
+            shard.restore(snapshot, expected, started)
+        shard.save_first()
+        self._holdings.add(what, shard)
+        self._holdings.expect(shard, expected)
+        shard.start()
+        return protocol
+
+
+def _what(name: str) -> str:
+    return f"parameter server {name!r}"
+
+
+def _usable(device: str) -> str:
+    """The device of the trainers if this worker has it, too."""
+    wanted = torch.device(device)
+    return device if wanted.type == "cuda" and (wanted.index or 0) < torch.cuda.device_count() else "cpu"
+
+
+def shares_memory(agent: Agent) -> bool:
+    """Who has been told to use TCP only is treated as if it were on another host."""
+    return any(transport != "tcp" for transport in agent.config.transports)
+
+
+@trusted
+def found(name: str, trainer: str) -> bool | None:
+    """May this trainer make the shards? None: they are there already."""
+    shards = Shards.here()
+    if shards.has(name):
+        return None
+    return shards.found(name, trainer)
+
+
+@trusted
+def saved(plan: Plan) -> Saved:
+    """Say what of a parameter server is here, in memory or in checkpoints."""
+    return Shards.here().saved(plan)
+
+
+@trusted
+@anywhere
+def create(plan: Plan, values: Tensor, version: int | None) -> None:
+    """Make a shard, unless there is one."""
+    Shards.here().create(plan, values, version)
+
+
+@trusted
+def recreate(plan: Plan) -> None:
+    """Make a shard again that was here before this worker was restarted."""
+    Shards.here().recreate(plan)
+
+
+@trusted
+def has_member(name: str, trainer: str) -> bool:
+    """Return whether a trainer takes part here."""
+    return Shards.here().find(name).has_member(trainer)
+
+
+@trusted
+def announce(plan: Plan, trainer: str) -> int:
+    shards = Shards.here()
+    shard = shards.find(plan.name)
+    first = shard.announce(trainer, plan)
+    shards.check(shard, trainer)
+    return first
+
+
+@trusted
+@anywhere
+def enter(name: str, trainer: str, first: int, gradients: Handle | None) -> Any:
+    shards = Shards.here()
+    shard = shards.find(name)
+    entered = shard.enter(trainer, first, gradients)
+    shards.check(shard, trainer)
+    return now_or_later(entered)
+
+
+@trusted
+@anywhere
+def resume(
+    plan: Plan,
+    trainer: str,
+    first: int,
+    acknowledged: int,
+    version: int,
+    values: Tensor,
+    gradients: Handle | None,
+    applied: Steps,
+) -> Welcome:
+    """Let a trainer come back to a server that has lost it, most likely because it was restarted."""
+    shards = Shards.here()
+    Holdings.here().refuse_lost(trainer)
+    shards.recreate(plan)
+    shard = shards.find(plan.name)
+    welcome = shard.resume(trainer, first, acknowledged, version, values, gradients, applied)
+    shards.check(shard, trainer)
+    return welcome
+
+
+@trusted
+@anywhere
+def bring(name: str, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
+    """Buckets of gradients that are ready before the step that they are for."""
+    Shards.here().find(name).bring(trainer, step, pieces)
+
+
+@trusted
+@anywhere
+def push(
+    name: str,
+    trainer: str,
+    step: int,
+    version: int,
+    changes: dict[int, Options],
+    gradients: Gradients | None,
+    by_value: bool,
+    missing: frozenset[int] = frozenset(),
+    skip: bool = False,
+    written: dict[int, Tensor] | None = None,
+) -> Any:
+    shard = Shards.here().find(name)
+    arguments = (changes, gradients, by_value, missing, skip, written)
+    return now_or_later(shard.push(trainer, step, version, *arguments))
+
+
+@trusted
+def leave(name: str, trainer: str) -> None:
+    Shards.here().leave(name, trainer)
+
+
+@trusted
+@anywhere
+def pull(name: str) -> Answer:
+    return Shards.here().find(name).pull()
+
+
+@trusted
+@anywhere
+def state(name: str) -> list[State]:
+    return Shards.here().find(name).state()
+
+
+@trusted
+@anywhere
+def load(name: str, states: dict[int, State], changes: dict[int, Options]) -> None:
+    Shards.here().find(name).load(states, changes)

@@ -1,1 +1,0 @@
-"""Tables whose rows live on parameter servers: embeddings that are too large for one worker."""

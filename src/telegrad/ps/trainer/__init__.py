@@ -1,0 +1,1 @@
+"""The trainer's side of parameter servers: the optimizer, flat parameters and clients of shards."""

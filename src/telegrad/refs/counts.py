@@ -1,0 +1,388 @@
+"""Who refers to what: the books that keep an object alive exactly while a live worker refers to it.
+
+Every object has one owner. The owner's `Entry` counts, for every other worker, how often a reference was sent to it
+minus how many of those it has given up (`balance`), and its own live references (`here`). The object goes when none is
+left.
+
+- The owner counts a reference when it packs it for a peer.
+- A user that passes a reference on tells the owner first (`lend`). Its notes to an owner are numbered and applied in
+  order (see `notes`), so the owner hears of the new holder before it can hear that the old one gave up.
+- A reference that comes to its owner as an argument needs no note: the caller's own lives until the call has ended.
+- A user that has dropped its last reference gives back all it has received of it (`release`). Dropping happens inside
+  the garbage collector, so it only appends to a queue; `sweep` does the rest, on the clock.
+- A worker that is lost gives up everything at once.
+- A message with a reference that never arrived leaves a balance that nobody will give back. The owner asks now and then
+  (`audit`) about balances that have not moved for a while, and writes off what the other side does not know.
+
+Creation: `remote` names the object before the owner knows of it: (its creator, a number that counts up without gaps per
+owner). So an unknown key is either still on its way, and one waits for it, or is gone for good; `Arrivals` tells which.
+
+State: entries, arrivals and holdings, under `_lock`; the queue of dropped references is a deque and takes no lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from telegrad.errors import PeerLost, StaleReference
+from telegrad.futures import Future
+from telegrad.interpreter import snapshot
+
+if TYPE_CHECKING:
+    from telegrad.agent import Agent
+
+AUDIT_AFTER = 10.0
+_settling = threading.Lock()
+_LEFT = "this worker has left the group while the object was being created"
+
+
+class Key(NamedTuple):
+    """The name of an object at its owner: the incarnation that created it and a number."""
+
+    creator: str
+    number: int
+
+
+class Arrivals:
+    """Which numbers of a sequence have arrived, in any order. A number that never comes costs one gap, no more."""
+
+    def __init__(self) -> None:
+        self._upto = 0
+        self._end_of: dict[int, int] = {}  # ranges beyond the first gap, by their first number
+        self._start_of: dict[int, int] = {}  # and by their last
+
+    def add(self, number: int) -> None:
+        if number == self._upto + 1 and not self._end_of:
+            self._upto = number
+            return
+        if number in self:
+            return
+        start = self._start_of.pop(number - 1, number)
+        end = self._end_of.pop(number + 1, number)
+        if start == self._upto + 1:
+            self._upto = end
+            self._end_of.pop(start, None)
+            self._start_of.pop(end, None)
+        else:
+            self._end_of[start], self._start_of[end] = end, start
+
+    def __contains__(self, number: int) -> bool:
+        if number <= self._upto:
+            return True
+        return any(start <= number <= end for start, end in self._end_of.items())
+
+
+class Entry:
+    """An object at its owner. Only those that somebody waits for have a future: making one takes long.
+
+    State: what the object is, under `_settling`; set once. The rest belongs to the books.
+    """
+
+    __slots__ = ("_error", "_future", "_object", "balance", "created", "done", "here", "key", "moved")
+
+    def __init__(self, key: Key, created: bool = False, here: int = 0) -> None:
+        self.key = key
+        self.created = created
+        self.here = here
+        self.balance: dict[str, int] = {}
+        self.moved = time.monotonic()
+        self.done = False
+        self._object: Any = None
+        self._error: Exception | None = None
+        self._future: Future[Any] | None = None
+
+    def settle(self, value: Any, error: Exception | None) -> None:
+        """The object is there, or it will never be; the first who says so is right."""
+        try:
+            with _settling:
+                if not self.done:
+                    self._object, self._error, self.done = value, error, True
+        finally:  # whatever was raised meanwhile: whoever waits must be woken
+            if self.done and self._future is not None:
+                self._future._settle(self._object, self._error)
+
+    @property
+    def future(self) -> Future[Any]:
+        """A future for the object."""
+        made: Future[Any] = Future()
+        with _settling:
+            future = self._future = self._future or made
+        if self.done:
+            future._settle(self._object, self._error)
+        return future
+
+    def value(self, timeout: float | None = None) -> Any:
+        """The object, within `timeout` seconds; raises what its creation raised."""
+        if not self.done:
+            return self.future.result(timeout)
+        if self._error is not None:
+            raise self._error
+        return self._object
+
+    def count(self, holder: str, change: int) -> None:
+        """A holder received or gave up references. A balance may be negative for a moment: notes overtake messages."""
+        left = self.balance.get(holder, 0) + change
+        self.moved = time.monotonic()
+        if left:
+            self.balance[holder] = left
+        else:
+            self.balance.pop(holder, None)
+
+    @property
+    def wanted(self) -> bool:
+        return not self.created or self.here > 0 or any(count > 0 for count in self.balance.values())
+
+
+class Lifetime(weakref.ref[Any]):
+    """Watches a reference. Its callback is a C function, so no signal handler can interrupt it."""
+
+    __slots__ = ("key", "owner")
+
+    owner: str
+    key: Key
+
+
+@dataclass(eq=False)
+class Holding:
+    """References of this worker to an object of another."""
+
+    received: int = 0
+    alive: int = 0
+
+
+class Books:
+    """The books of one agent: objects it owns, and objects of others that it refers to."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._me = agent.me.incarnation
+        self._lock = threading.RLock()
+        self._entries: dict[Key, Entry] = {}
+        self._closed = False  # what has not arrived will not come
+        self._arrivals: defaultdict[str, Arrivals] = defaultdict(Arrivals)
+        self._holdings: dict[tuple[str, Key], Holding] = {}
+        self._lost: set[str] = set()
+        self._dropped: deque[weakref.ref[Any]] = deque()  # the `Lifetime` of each reference that died
+        self._watching: dict[int, Lifetime] = {}
+        self._next = 0
+        self._next_for: defaultdict[str, int] = defaultdict(int)
+
+    def __repr__(self) -> str:
+        return f"<Books: {len(self._entries)} owned, {len(self._holdings)} held, {len(self._dropped)} to sweep>"
+
+    # The owner's side
+
+    def own(self, value: Any) -> Key:
+        """A new object of this worker, with one reference here."""
+        with self._lock:
+            self._next += 1
+            key = Key(self._me, self._next)
+            self._arrivals[self._me].add(self._next)
+            entry = self._entries[key] = Entry(key, created=True, here=1)
+        entry.settle(value, None)
+        return key
+
+    def create(self, key: Key) -> Entry:
+        """A creator's `remote` has arrived: its reference counts from now on, the value follows."""
+        with self._lock:
+            self._arrivals[key.creator].add(key.number)
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = Entry(key)
+            entry.created = True
+            if key.creator == self._me:
+                entry.here += 1
+            elif key.creator not in self._lost:
+                entry.count(key.creator, +1)
+            return entry
+
+    def void(self, key: Key, reason: str) -> None:
+        """A `remote` that failed before it was sent: nobody will ever create this number."""
+        with self._lock:
+            self._arrivals[key.creator].add(key.number)
+            entry = self._entries.get(key)
+            if entry is None or entry.created:
+                return
+            del self._entries[key]
+        entry.settle(None, StaleReference(f"this object was never created: {reason}"))
+
+    def settle(self, entry: Entry) -> None:
+        """The value is there; if nobody wants it any more, it goes."""
+        with self._lock:
+            self._discard_unwanted(entry)
+
+    def find(self, key: Key) -> Entry:
+        """The entry of an object; for one that is still on its way, an entry whose value will come."""
+        with self._lock:
+            entry = self._entry(key)
+            if entry is not None:
+                return entry
+            if key.number in self._arrivals[key.creator]:
+                raise StaleReference(f"the object {key.number} of this reference no longer exists at its owner")
+            raise PeerLost("the worker that was creating this object died before its request arrived")
+
+    def _entry(self, key: Key) -> Entry | None:
+        """Return the entry of an object, or a new one if it is on its way; None if it is gone or will never come."""
+        entry = self._entries.get(key)
+        if entry is None and key.creator not in self._lost and key.number not in self._arrivals[key.creator]:
+            entry = self._entries[key] = Entry(key)
+            if self._closed:
+                entry.settle(None, PeerLost(_LEFT))
+        return entry
+
+    def lend(self, key: Key, holder: str) -> None:
+        """A reference is on its way to `holder`."""
+        with self._lock:
+            entry = self._entry(key)
+            if entry is not None and holder not in self._lost:
+                entry.count(holder, +1)
+                self._discard_unwanted(entry)
+
+    def release(self, key: Key, holder: str, count: int) -> None:
+        """A holder gives up `count` references."""
+        with self._lock:
+            entry = self._entry(key)
+            if entry is not None and holder not in self._lost:
+                entry.count(holder, -count)
+                self._discard_unwanted(entry)
+
+    def lost(self, holder: str) -> None:
+        """A worker is gone: its references count no longer, and what it had not created yet never comes."""
+        orphans = []
+        with self._lock:
+            self._lost.add(holder)
+            for entry in list(self._entries.values()):
+                if not entry.created and entry.key.creator == holder:
+                    orphans.append(self._entries.pop(entry.key))
+                    continue
+                entry.balance.pop(holder, None)
+                self._discard_unwanted(entry)
+            for owned_by, key in list(self._holdings):
+                if owned_by == holder:
+                    del self._holdings[owned_by, key]
+        for entry in orphans:
+            entry.settle(None, PeerLost("the worker that was creating this object died"))
+
+    def close(self) -> None:
+        """This worker leaves: what is still on its way will not come, and whoever waits for it here is told."""
+        with self._lock:
+            self._closed = True
+            unfinished = [entry for entry in self._entries.values() if not entry.done]
+        for entry in unfinished:
+            entry.settle(None, PeerLost(_LEFT))
+
+    def suspects(self, now: float) -> dict[str, list[tuple[Key, float]]]:
+        """Balances that have not moved for a while, by holder."""
+        found: defaultdict[str, list[tuple[Key, float]]] = defaultdict(list)
+        with self._lock:
+            for entry in self._entries.values():
+                if now - entry.moved > AUDIT_AFTER:
+                    for holder, count in entry.balance.items():
+                        if count > 0:
+                            found[holder].append((entry.key, entry.moved))
+        return found
+
+    def write_off(self, key: Key, holder: str, moved: float) -> None:
+        """The holder knows nothing of this object, and nothing has moved since it was asked."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and entry.moved == moved:
+                entry.balance.pop(holder, None)
+                self._discard_unwanted(entry)
+
+    def _discard_unwanted(self, entry: Entry) -> None:
+        if not entry.wanted and entry.done:
+            self._entries.pop(entry.key, None)
+
+    # The user's side
+
+    def next_key(self, owner: str) -> Key:
+        """A name for an object that this worker is about to create at `owner`."""
+        with self._lock:
+            if owner == self._me:
+                self._next += 1
+                return Key(self._me, self._next)
+            self._next_for[owner] += 1
+            return Key(self._me, self._next_for[owner])
+
+    def receive(self, owner: str, key: Key) -> None:
+        """A reference has arrived here (or was made here by `remote`)."""
+        with self._lock:
+            if owner == self._me:
+                entry = self.find(key)
+                entry.here += 1
+                entry.count(self._me, -1)
+                return
+            holding = self._holdings.setdefault((owner, key), Holding())
+            holding.received += 1
+            holding.alive += 1
+
+    def come_home(self, key: Key) -> None:
+        """A reference to an object of this worker has arrived, from one who holds another meanwhile."""
+        with self._lock:
+            self.find(key).here += 1
+
+    def cancel(self, owner: str, key: Key) -> None:
+        """Undo the making of a reference that `remote` could not send."""
+        with self._lock:
+            self._holdings.pop((owner, key), None)
+            if owner == self._me:
+                self._entries.pop(key, None)
+                self._arrivals[self._me].add(key.number)
+
+    def watch(self, rref: Any, owner: str, key: Key) -> None:
+        """Notice when a reference dies. The garbage collector tells, at any moment, in any thread: it takes no lock."""
+        lifetime = Lifetime(rref, self._dropped.append)
+        lifetime.owner = owner
+        lifetime.key = key
+        self._watching[id(lifetime)] = lifetime
+
+    @property
+    def dropped(self) -> int:
+        """References that died and are not counted yet."""
+        return len(self._dropped)
+
+    def sweep(self) -> list[tuple[str, Key, int]]:
+        """Count the references that died since the last time. What is to be given back, and to whom."""
+        released: list[tuple[str, Key, int]] = []
+        with self._lock:
+            for _ in range(len(self._dropped)):
+                lifetime = self._dropped.popleft()
+                assert isinstance(lifetime, Lifetime)
+                self._watching.pop(id(lifetime), None)
+                owner, key = lifetime.owner, lifetime.key
+                if owner == self._me:
+                    entry = self._entries.get(key)
+                    if entry is not None:
+                        entry.here -= 1
+                        self._discard_unwanted(entry)
+                    continue
+                holding = self._holdings.get((owner, key))
+                if holding is None:
+                    continue  # its owner was lost
+                holding.alive -= 1
+                if holding.alive <= 0:  # less if `receive` was interrupted
+                    del self._holdings[owner, key]
+                    released.append((owner, key, holding.received))
+        return released
+
+    def known(self, owner: str, keys: list[Key]) -> list[bool]:
+        """Which of these objects of `owner` this worker refers to, or is about to give back."""
+        with self._lock:
+            dropped = {(each.owner, each.key) for each in snapshot(self._dropped) if isinstance(each, Lifetime)}
+            return [(owner, key) in self._holdings or (owner, key) in dropped for key in keys]
+
+    # For people and tests
+
+    def statistics(self) -> dict[str, int]:
+        with self._lock:
+            return {
+                "owned objects": sum(entry.created for entry in self._entries.values()),
+                "references of others": sum(len(entry.balance) for entry in self._entries.values()),
+                "objects not created yet": sum(not entry.created for entry in self._entries.values()),
+                "held objects": len(self._holdings),
+            }

@@ -1,0 +1,235 @@
+"""`Keeper`: everything an agent has to do with references. One per agent, made on first use.
+
+It joins the books (`ownership`) with the agent: notes go out and come in, dropped references are swept on the clock,
+lost workers are written off, balances that look wrong are audited, and the functions at the end of this file are what
+other workers call.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from telegrad.current import active_agent
+from telegrad.errors import InternalError, StaleReference, TelegradError, as_exception, text_of
+from telegrad.futures import Future
+from telegrad.refs.counts import Books, Key
+from telegrad.refs.messages import Inbox, Note, Outbox
+from telegrad.server.functions import Later, internal, trusted
+
+if TYPE_CHECKING:
+    from telegrad.agent import Agent
+
+_SWEEP_EVERY = 0.05
+_SWEEP_AT = 1000
+_AUDIT_EVERY = 5.0
+_PATIENCE = 30.0
+
+_log = logging.getLogger("telegrad")
+
+
+class Keeper:
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.books = Books(agent)
+        self.inbox = Inbox(self._apply)
+        self._outboxes: dict[str, Outbox] = {}
+        self._lock = threading.Lock()
+        self._suspected: dict[tuple[str, Key], float] = {}
+        self._watched: set[str] = set()
+        self.pending: set[Key] = set()  # creations that their owners have not confirmed
+        agent.on_loss(self._lost)
+        agent.on_close(self._report_leftovers)
+        agent.on_end(self.books.close)
+        agent.add_figures(self.statistics)
+        agent.clock.every(_SWEEP_EVERY, self._tick)
+        agent.clock.every(_AUDIT_EVERY, lambda: agent.threads.start(self.audit))
+        self._sweeping = False
+
+    @classmethod
+    def of(cls, agent: Agent | None) -> Keeper:
+        if agent is None:
+            raise InternalError("references need an agent")
+        return agent.service(cls)
+
+    def __repr__(self) -> str:
+        return f"<Keeper of {self.agent.name}: {self.books!r}, {self.inbox!r}, {list(self._outboxes.values())}>"
+
+    def note(self, owner_name: str, owner: str, *notes: Note) -> None:
+        """Tell an owner something; our own books are told directly."""
+        if owner == self.agent.me.incarnation:
+            for note in notes:
+                self._apply(note)
+            return
+        with self._lock:
+            outbox = self._outboxes.get(owner)
+            if outbox is None:
+                outbox = self._outboxes[owner] = Outbox(self.agent, owner_name, owner, _deliver)
+        outbox.send(list(notes))
+
+    def export(self, owner_name: str, owner: str, key: Key, holder: str) -> None:
+        """A reference is about to be sent to `holder`: its owner must know before it leaves."""
+        self.note(owner_name, owner, ("lend", key, holder))
+
+    def sweep(self) -> None:
+        """Give back what died here since the last time."""
+        me = self.agent.me.incarnation
+        by_owner: dict[str, list[Note]] = {}
+        for owner, key, count in self.books.sweep():
+            by_owner.setdefault(owner, []).append(("release", key, me, count))
+        for owner, notes in by_owner.items():
+            self.note(self._name_of(owner), owner, *notes)
+
+    def sweep_if_many(self) -> None:
+        """Let the clock sweep at once if many references have died: a loop that makes and drops them is faster."""
+        if self.books.dropped > _SWEEP_AT and not self._sweeping:
+            self._sweeping = True
+            self.agent.clock.at(time.monotonic(), self._sweep_now)
+
+    def _sweep_now(self) -> None:
+        try:
+            self._tick()
+        finally:
+            self._sweeping = False
+
+    def void(self, owner_name: str, owner: str, key: Key, error: BaseException | None) -> None:
+        """Tell an owner that an object will never be created: its creation failed here before it was sent."""
+        self.note(owner_name, owner, ("void", key, f"{type(error).__name__}: {text_of(error or Exception())}"))
+
+    def audit(self) -> None:
+        """Ask holders whose balance has not moved for a while whether they really hold; twice, then write off."""
+        if self.agent.closing:
+            return
+        suspected: dict[tuple[str, Key], float] = {}
+        for holder, keys in self.books.suspects(time.monotonic()).items():
+            known = self._ask(holder, [key for key, _ in keys])
+            for (key, moved), is_known in zip(keys, known, strict=True):
+                if is_known:
+                    continue
+                if self._suspected.get((holder, key)) == moved:
+                    self.books.write_off(key, holder, moved)
+                else:
+                    suspected[holder, key] = moved
+        self._suspected = suspected
+
+    def statistics(self) -> dict[str, int]:
+        unacknowledged = sum(outbox.unacknowledged for outbox in list(self._outboxes.values()))
+        return {
+            **self.books.statistics(),
+            "unconfirmed creations": len(self.pending),
+            "notes not acknowledged": unacknowledged,
+        }
+
+    def _report_leftovers(self) -> None:
+        left = {name: count for name, count in self.books.statistics().items() if count}
+        if left:
+            _log.info("worker %r leaves while references are alive: %s", self.agent.name, left)
+
+    def _ask(self, holder: str, keys: list[Key]) -> list[bool]:
+        me = self.agent.me.incarnation
+        if holder == me:  # a message to ourselves that never arrived
+            return [False] * len(keys)
+        try:
+            question = self.agent.start(self._name_of(holder), _known, (me, keys), None, _PATIENCE, internal=True)
+            answer: list[bool] = question.wait()
+        except TelegradError:
+            return [True] * len(keys)  # no answer is no evidence; if it is lost, that is found elsewhere
+        return answer
+
+    def _name_of(self, incarnation: str) -> str:
+        return self.agent.directory.name_of(incarnation)
+
+    def _tick(self) -> None:
+        if self.books.dropped:
+            self.agent.threads.start(self.sweep)
+
+    def _lost(self, name: str, incarnation: str) -> None:
+        self._outboxes.pop(incarnation, None)
+        self.inbox.forget(incarnation)
+        self.books.lost(incarnation)
+
+    def _watch(self, holder: str) -> None:
+        """Somebody else gave this worker a reference to an object of ours: its death must not go unnoticed."""
+        if holder not in self._watched and holder != self.agent.me.incarnation:
+            self._watched.add(holder)
+            self.agent.watch(holder)
+
+    def _apply(self, note: Note) -> None:
+        kind, key, *rest = note
+        if kind == "lend":
+            self.books.lend(key, *rest)
+            self._watch(rest[0])
+        elif kind == "release":
+            self.books.release(key, *rest)
+        elif kind == "void":
+            self.books.void(key, *rest)
+        else:
+            raise InternalError(f"an unknown note {note}")
+
+
+def owner_keeper(owner: str) -> Keeper:
+    """Inside a call that is meant for the owner of a reference: its keeper, if this still is that owner."""
+    keeper = Keeper.of(active_agent())
+    if keeper.agent.me.incarnation != owner:
+        raise StaleReference(
+            f"the reference belongs to an earlier life of worker {keeper.agent.name!r}, which has restarted since; "
+            "its objects are gone"
+        )
+    return keeper
+
+
+@internal
+def _deliver(owner: str, sender: str, number: int, notes: list[Note]) -> None:
+    owner_keeper(owner).inbox.receive(sender, number, notes)
+
+
+@internal
+def _known(owner: str, keys: list[Key]) -> list[bool]:
+    return Keeper.of(active_agent()).books.known(owner, keys)
+
+
+@trusted
+def fetch(owner: str, key: tuple[str, int]) -> Any:
+    """The value of an object, as soon as there is one."""
+    entry = owner_keeper(owner).books.find(Key(*key))
+    return entry.value() if entry.done else Later(entry.future)
+
+
+def with_object(owner: str, key: tuple[str, int], run: Callable[[Keeper, Any], Any]) -> Any:
+    """At the owner: run something with an object. If it is still being made, later, and no thread waits for that.
+
+    The key comes as a plain tuple: a class of its own takes a third of the time to pack and unpack a call.
+    """
+    keeper = owner_keeper(owner)
+    entry = keeper.books.find(Key(*key))
+    if entry.done:
+        return run(keeper, entry.value())
+    result: Future[Any] = Future()
+    later = Later(result)
+
+    def complete(done: Any) -> None:
+        try:
+            result._settle(done.value(), None)
+        except BaseException as error:
+            result._settle(None, as_exception(error))
+
+    def run_now() -> None:
+        try:
+            outcome = run(keeper, entry.value())
+        except BaseException as error:
+            result._settle(None, as_exception(error))
+            return
+        if type(outcome) is Later:
+            later.given_up = outcome.given_up
+            outcome.future.add_done_callback(complete)
+        else:
+            result._settle(outcome, None)
+
+    context = contextvars.copy_context()  # of the call: its scope, for one
+    threads, clock = keeper.agent.threads, keeper.agent.clock
+    entry.future.add_done_callback(lambda _: threads.start_when_possible(lambda: context.run(run_now), clock))
+    return later

@@ -1,0 +1,109 @@
+"""Notes from users to owners (lend, release, void): delivered in order and applied once, whatever happens on the way.
+
+A note is an ordinary call that is not waited for. Each pair of workers has one numbered sequence. The receiver applies
+notes in order, holds early ones back and ignores repeats; the sender sends a batch again until it is acknowledged or
+the owner is lost.
+
+State: outgoing sequences under their own lock, so that notes leave in the order of their numbers; incoming ones under
+the lock of `Inbox`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from telegrad.errors import CallTimeout, PeerLost, TelegradError
+
+if TYPE_CHECKING:
+    from telegrad.agent import Agent
+
+Note = tuple[Any, ...]  # ("lend", key, holder) | ("release", key, holder, count) | ("void", key, reason)
+
+_RETRY = 30.0
+_log = logging.getLogger("telegrad")
+
+
+class Outbox:
+    """Notes of this agent to one owner."""
+
+    def __init__(self, agent: Agent, owner_name: str, owner: str, deliver: Callable[..., None]) -> None:
+        self._agent = agent
+        self._name = owner_name
+        self._owner = owner
+        self._deliver = deliver  # the function that the owner runs
+        self._number = 0
+        self._lock = threading.Lock()
+        self._unacknowledged: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<Outbox to {self._name}: {self._number} sent, {len(self._unacknowledged)} not acknowledged>"
+
+    @property
+    def unacknowledged(self) -> int:
+        """Batches of notes that the owner has not acknowledged."""
+        return len(self._unacknowledged)
+
+    def send(self, notes: list[Note]) -> None:
+        """Send notes after all that were sent before."""
+        with self._lock:
+            self._number += 1
+            self._unacknowledged.add(self._number)
+            self._transmit(self._number, notes)
+
+    def _transmit(self, number: int, notes: list[Note]) -> None:
+        agent = self._agent
+        args = (self._owner, agent.me.incarnation, number, notes)
+        try:
+            future = agent.start(self._name, self._deliver, args, None, _RETRY, internal=True)
+        except TelegradError as error:  # this agent is closing, or the owner is unknown: nobody counts any more
+            self._finished(number, error)
+            return
+        future.add_done_callback(lambda done: self._acknowledged(number, notes, done))
+
+    def _acknowledged(self, number: int, notes: list[Note], done: Any) -> None:
+        try:
+            done.value()
+        except CallTimeout:
+            self._transmit(number, notes)
+        except Exception as error:
+            self._finished(number, error)
+        else:
+            self._finished(number, None)
+
+    def _finished(self, number: int, error: Exception | None) -> None:
+        self._unacknowledged.discard(number)
+        if error is not None and not isinstance(error, PeerLost):
+            _log.debug("notes to %s were not delivered: %s", self._name, error)
+
+
+class Inbox:
+    """Notes from all users of this agent's objects."""
+
+    def __init__(self, apply: Callable[[Note], None]) -> None:
+        self._apply = apply
+        self._done: defaultdict[str, int] = defaultdict(int)
+        self._early: defaultdict[str, dict[int, list[Note]]] = defaultdict(dict)
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Inbox: {len(self._done)} senders, {sum(map(len, self._early.values()))} batches held back>"
+
+    def receive(self, sender: str, number: int, notes: list[Note]) -> None:
+        with self._lock:
+            if number <= self._done[sender]:
+                return  # a repeat
+            early = self._early[sender]
+            early[number] = notes
+            while self._done[sender] + 1 in early:
+                self._done[sender] += 1
+                for note in early.pop(self._done[sender]):
+                    self._apply(note)
+
+    def forget(self, sender: str) -> None:
+        with self._lock:
+            self._done.pop(sender, None)
+            self._early.pop(sender, None)

@@ -1,0 +1,679 @@
+"""`EventLoop`: one thread at a time reads many connections of an agent and handles each frame where it read it.
+
+Handing a message to another thread costs more than most calls do, and a thread for each connection would compete for
+the interpreter lock with all others. So one thread, the *leader*, waits for all of them (epoll). It reads what has
+arrived, handles every frame, and sends what a connection's frames were answered with in one go. It must not hold up
+the frames behind the one it handles, so it gives the loop to another thread
+
+- before it blocks in a wait that we know of (`waiting.pause`: a nested call, `Future.wait`, a full socket), or
+- when the clock finds it inside the same frame at two ticks (`tick`).
+
+Either thread continues on its own from there: the new leader with the next frame, the old one with its call.
+
+A connection is not read while its peer does not take what it was answered with, and while a thread holds it up on
+purpose (`waiting.hold`: back-pressure). The rest of a frame of more than `_LARGE` bytes is received by a thread of its
+own, so that the others do not wait for it.
+
+An agent has one loop for all connections. Where Python has no interpreter lock, threads do not compete, and it has
+several (`EventLoops`). A connection stays with the loop that it was given to.
+
+State: under `_lock`, `_epoch` counts the hand-overs; a thread leads while its own epoch is the current one. `_busy` is
+True while the leader handles something; only then can the loop be taken from it. `_connections` (those with a file
+descriptor) and what epoll watches are changed under the lock, too. `_ready`, `_current`, `_last`, `_repeats`, `_left`
+and `_alarms` belong to the leader. `_posted` and `_late` are added to by anybody.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import os
+import select
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+from telegrad import blocking
+from telegrad.errors import ProtocolError
+from telegrad.interpreter import has_lock
+from telegrad.scheduling.clock import Clock
+from telegrad.scheduling.threads import Threads
+from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.transport.stream import CORES, CROWDED, SPIN, spinning
+from telegrad.wire.frames import Frame, Kind
+
+Job = Callable[[], None]
+
+_FRAMES_PER_TURN = 32  # of one connection, while others may have something to read
+_LARGE = 1 << 20  # bytes of a frame that are still to come
+_LOOKS = 16  # at one connection, for each look at all
+_MOST_LOOPS = 4
+_READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
+
+_log = logging.getLogger("telegrad")
+_now = time.monotonic
+
+
+class _Local(threading.local):
+    epoch = -1
+
+
+_local = _Local()
+
+
+class Connection(ABC):
+    """What a loop reads: a channel, and what is done with its frames."""
+
+    channel: Channel
+    loop: EventLoop  # that reads it
+    group = ""  # connections of one group have about the same traffic
+    stops_reading = True  # while its peer takes nothing
+    queued = False  # the rest belongs to the loop
+    readable = False
+    elsewhere = False  # another thread receives a large frame
+    held = 0  # threads that hold it up
+    mask = 0
+    number = -1
+    _silence = 0.0
+
+    def __init__(self) -> None:
+        self.early: collections.deque[Frame | BaseException] = collections.deque()
+
+    @abstractmethod
+    def handle(self, frame: Frame) -> None:
+        """Handle one frame. `ChannelClosed` and `ProtocolError` end the connection."""
+
+    @abstractmethod
+    def ended(self, error: BaseException) -> None:
+        """The connection is over; called once."""
+
+    def blocked(self) -> None:
+        """The handling of a frame blocks or runs long; called while it still does."""
+        return
+
+    def beat(self, interval: float, patience: float) -> bool:
+        """Give a sign of life; False if the peer has given none for `patience` seconds."""
+        channel = self.channel
+        try:
+            channel.try_send(Kind.ALIVE)
+        except ChannelClosed:
+            return True  # the reader is about to find out
+        if channel.heard or self.held:
+            self._silence = 0.0
+        else:
+            self._silence += interval
+        channel.heard = False
+        return self._silence < patience
+
+
+class EventLoop:
+    """Reads connections until they end; see the top of the file."""
+
+    def __init__(self, threads: Threads, clock: Clock) -> None:
+        self._threads = threads
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, _READ)
+        self._connections: dict[int, Connection] = {}
+        self._members: set[Connection] = set()
+        self._ready: collections.deque[Connection] = collections.deque()
+        self._posted: collections.deque[Connection | None] = collections.deque()
+        self._current: Connection | None = None
+        self._late: set[Connection] = set()  # added to by anybody
+        self._left: dict[Hashable, Job] = {}
+        self._alarms: dict[Hashable, tuple[float, Job]] = {}
+        self._last: Connection | None = None  # the one that was read last
+        self._repeats = False  # it was read twice in a row
+        self._asleep = False
+        self._spins = False
+        self._leads = False
+        self._closed = False
+        self._epoch = 0
+        self._busy = False
+        self._serial = 0
+        self._seen = -1
+        self.hand_overs = 0
+
+    def __repr__(self) -> str:
+        state = "busy" if self._busy else "waiting"
+        return f"<EventLoop {len(self._members)} connections, {self._serial} frames, {state}>"
+
+    # Connections; by any thread
+
+    def add(self, connection: Connection) -> None:
+        """Read a connection from now on. Raises `ChannelClosed` if the loop is over."""
+        number = connection.channel.fileno()
+        connection.loop = self
+        with self._lock:
+            if self._wake < 0:
+                raise ChannelClosed("this worker is shutting down")
+            self._members.add(connection)
+            try:
+                if number is not None:
+                    self._watch(connection, number, _READ)
+                if not self._leads:
+                    self._threads.start(lambda: self._lead_from(0))
+                    self._clock.watch(self)
+                    self._leads = True
+            except BaseException:
+                self._forget(connection)
+                raise
+        connection.channel.when_full = lambda: self._await_room(connection)
+        if number is None:
+            connection.channel.notify = lambda: self.post(connection)
+        self.post(connection)  # what came before
+
+    def reads(self, connection: Connection) -> bool:
+        """Is this connection read, so that the loop will close it?"""
+        return connection in self._members
+
+    def post(self, connection: Connection | None) -> None:
+        """There may be something to read."""
+        self._posted.append(connection)
+        if self._asleep:
+            self._asleep = False
+            self._rouse()
+
+    def flush_soon(self, connection: Connection) -> None:
+        """Send what was corked late when there is nothing else to do, or at the next tick."""
+        self._late.add(connection)
+        if self._asleep:
+            self.post(None)
+
+    def _flush_late(self) -> None:
+        while self._late:
+            try:
+                connection = self._late.pop()
+            except KeyError:
+                return  # another thread was faster: the leader and the clock come here
+            try:
+                connection.channel.flush_late()
+            except ChannelClosed as error:
+                _log.debug("nobody is left to take an answer: %s", error)
+            except BaseException:
+                self._late.add(connection)  # the next tick tries again
+                raise
+
+    def close(self) -> None:
+        """End with the last connection. All must have been told to end."""
+        with self._lock:
+            self._closed = True
+            if not self._leads:
+                self._over()
+        self.post(None)
+
+    def drop(self) -> None:
+        """After a fork, in the child: the connections are the parent's."""
+        self._epoll.close()
+        os.close(self._wake)
+
+    def _rouse(self) -> None:
+        with self._lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def _over(self) -> None:
+        """Under the lock: nobody will lead any more."""
+        self._epoll.close()
+        os.close(self._wake)
+        self._wake = -1
+
+    def _watch(self, connection: Connection, number: int, mask: int) -> None:
+        """Under the lock: let epoll look for `mask`; 0: for nothing."""
+        if mask == connection.mask:
+            return
+        if not mask:
+            self._epoll.unregister(number)
+            self._connections.pop(number, None)
+        elif connection.mask:
+            self._epoll.modify(number, mask)
+        else:
+            self._epoll.register(number, mask)
+            self._connections[number] = connection
+            connection.number = number
+        connection.mask = mask
+
+    def _set_mask(self, connection: Connection, mask: int, only_if_watched: bool = False) -> None:
+        """Look for something else from now on, unless the connection has ended."""
+        number = connection.channel.fileno()
+        if number is None:
+            return
+        with self._lock:
+            if connection not in self._members or (only_if_watched and not connection.mask):
+                return
+            try:
+                self._watch(connection, number, mask)
+            except (OSError, ValueError) as error:
+                _log.debug("a connection ended before it could be watched: %s", error)
+        if mask & _READ:
+            self.post(connection)
+
+    def _await_room(self, connection: Connection) -> None:
+        """The peer takes no more: send the rest when it does. Who holds up or receives a connection sends it later."""
+        self._set_mask(connection, _WRITE if connection.stops_reading else _READ | _WRITE, only_if_watched=True)
+
+    def _forget(self, connection: Connection) -> None:
+        """Under the lock: the connection is over."""
+        self._members.discard(connection)
+        if connection.mask:
+            self._connections.pop(connection.number, None)
+            try:
+                self._epoll.unregister(connection.number)
+            except (OSError, ValueError) as error:
+                _log.debug("a connection was closed already: %s", error)
+            connection.mask = 0
+
+    # The leader
+
+    def _lead_from(self, epoch: int) -> None:
+        """Begin to lead once the hand-over is complete."""
+        with self._lock:
+            pass
+        blocking.take(_Leader(self, epoch))
+        _local.epoch = epoch
+        try:
+            while True:
+                if self._current is None and not self._choose(epoch):
+                    return
+                if not self._turn(epoch):
+                    return
+        except BaseException:
+            _log.exception("the event loop failed; it goes on. Please report this")
+            with self._lock:
+                if self._epoch != epoch or self._closed:
+                    return
+                self._current, self._busy = None, False
+            self._threads.start_when_possible(lambda: self._lead_from(epoch), self._clock)
+
+    def _turn(self, epoch: int) -> bool:
+        """Handle what the current connection has received. False if another thread leads now."""
+        connection = self._current
+        assert connection is not None
+        channel, lock = connection.channel, self._lock
+        next_frame, early = channel.next_frame, connection.early
+        clock, count = self._clock, 0
+        try:
+            if connection.readable:
+                connection.readable = False
+                channel.receive()
+            while count < _FRAMES_PER_TURN:
+                frame = next_frame() if not early else _early(early)
+                if frame is None:
+                    break
+                count += 1
+                self._serial += 1
+                self._busy = True
+                if not clock.awake:  # asked last: see `Clock._drowse`
+                    clock.wake()
+                connection.handle(frame)
+                del frame
+                with lock:
+                    if self._epoch != epoch:
+                        return False
+                    self._busy = False
+            channel.flush_nowait()
+        except BaseException as error:
+            if not isinstance(error, ChannelClosed | ProtocolError):
+                _log.exception("a connection failed in an unexpected way; please report this")
+            return self._end(connection, error, epoch)
+        self._current = None
+        if count == _FRAMES_PER_TURN:
+            self._enqueue(connection)
+            self._poll(0)
+        elif channel.expected > _LARGE:
+            connection.elsewhere = True
+            self._set_mask(connection, 0)
+            self._threads.start_when_possible(lambda: self._receive_large(connection), self._clock)
+        return True
+
+    def _end(self, connection: Connection, error: BaseException, epoch: int) -> bool:
+        """A connection is over. False if another thread leads now, which will find that out itself."""
+        with self._lock:
+            if self._epoch != epoch:
+                connection.channel.shut()
+                return False
+            self._forget(connection)
+            self._current = None
+        return self._run(lambda: connection.ended(error), epoch)
+
+    def _receive_large(self, connection: Connection) -> None:
+        """Receive a large frame on a thread of its own, then let the loop go on with the connection."""
+        try:
+            connection.early.append(connection.channel.recv())
+        except BaseException as error:
+            connection.early.append(error)
+        connection.elsewhere = False
+        self._set_mask(connection, _READ)
+        self.post(connection)
+
+    def _choose(self, epoch: int) -> bool:
+        """Wait until a connection has something to read. False if another thread leads now, or the loop is over."""
+        while True:
+            if self._posted:
+                self._take_posted()
+            if self._ready:
+                self._begin(self._ready.popleft())
+                return True
+            if self._closed and not self._members:
+                self._clock.unwatch(self)
+                with self._lock:
+                    self._over()
+                return False
+            if self._left:
+                self._poll(0)  # what has arrived meanwhile goes first
+                if not self._ready and not self._run(self._left.popitem()[1], epoch):
+                    return False
+                continue
+            due = self._due() if self._alarms else None
+            if due is not None:
+                if not self._run(due, epoch):
+                    return False
+            elif self._wait():
+                return True
+
+    def _begin(self, connection: Connection) -> None:
+        """Let the next turn be that of this connection."""
+        connection.queued = False
+        self._repeats = connection is self._last and connection.mask == _READ
+        self._last = self._current = connection
+
+    def _run(self, job: Job, epoch: int) -> bool:
+        """Run a job that is no frame. False if another thread leads now."""
+        self._serial += 1
+        self._busy = True
+        if not self._clock.awake:
+            self._clock.wake()
+        job()
+        with self._lock:
+            if self._epoch != epoch:
+                return False
+            self._busy = False
+            return True
+
+    def _due(self) -> Job | None:
+        """Return an alarm whose moment has come."""
+        now = _now()
+        for key, (moment, job) in self._alarms.items():
+            if moment <= now:
+                del self._alarms[key]
+                return job
+        return None
+
+    def _wait(self) -> bool:
+        """Sleep until something arrives or an alarm is due. Where the last wait was short, stay awake for a moment:
+
+        waking a core that went to sleep takes longer than a short call. True: the next turn has been chosen.
+        """
+        if self._spins and not self._alarms:
+            if self._spin():
+                return True
+            if self._ready or self._posted:
+                return False
+        if self._late:
+            self._flush_late()
+        timeout: float | None = None
+        if self._alarms:
+            timeout = max(min(moment for moment, _ in self._alarms.values()) - _now(), 0.0)
+        started = _now()
+        self._asleep = True
+        if not self._posted:  # whoever posts from now on wakes us
+            self._poll(timeout)
+        self._asleep = False
+        self._spins = CORES > 1 and _now() - started < SPIN
+        return False
+
+    def _spin(self) -> bool:
+        """Look for bytes for a moment without sleeping. True: the next turn has been chosen.
+
+        If one connection has had the last two turns, it is looked at most often: that costs less than a look at all.
+        """
+        if not spinning.acquire(blocking=False):
+            return False
+        try:
+            now = _now()
+            last, until = self._last, now + SPIN
+            if not self._repeats or last is None or last.mask != _READ:  # it must not be read now
+                last = None
+            while not self._ready and not self._posted:
+                if last is not None and last.channel.look(_LOOKS):
+                    self._current = last
+                    return True
+                self._poll(0)
+                before, now = now, _now()
+                if now > until or now > before + CROWDED:
+                    self._spins = False
+                    return False
+                os.sched_yield()
+        except ChannelClosed:
+            assert last is not None
+            last.readable = True  # `_turn` meets the end again
+            self._enqueue(last)
+        finally:
+            spinning.release()
+        return False
+
+    def _poll(self, timeout: float | None) -> None:
+        """Ask the system which connections can be read or written to."""
+        for number, mask in self._epoll.poll(timeout):
+            if number == self._wake:
+                os.eventfd_read(number)
+                continue
+            connection = self._connections.get(number)
+            if connection is None:
+                continue
+            if mask & _WRITE:
+                self._write(connection)
+            if mask != _WRITE:
+                connection.readable = True
+                self._enqueue(connection)
+
+    def _write(self, connection: Connection) -> None:
+        """The peer takes something again."""
+        try:
+            complete = connection.channel.flush_nowait()
+        except ChannelClosed:
+            complete = True  # whoever reads is about to find out
+        if complete and not connection.held:
+            self._set_mask(connection, _READ)
+
+    def _enqueue(self, connection: Connection) -> None:
+        if not connection.queued and not connection.held and not connection.elsewhere:
+            connection.queued = True
+            self._ready.append(connection)
+
+    def _take_posted(self) -> None:
+        while self._posted:
+            connection = self._posted.popleft()
+            if connection is not None and connection in self._members:
+                self._enqueue(connection)
+
+    # Handing over
+
+    @property
+    def epoch(self) -> int:
+        """Which leader leads; a thread that finds another number than `own_epoch` leads no more."""
+        return self._epoch
+
+    @property
+    def own_epoch(self) -> int:
+        """In a thread that leads or has led: when it did. Unlike `epoch`, this never changes during a call."""
+        return _local.epoch
+
+    def hand_over(self, epoch: int) -> bool:
+        """Let another thread lead, if the thread of `epoch` still does and is handling something.
+
+        If no thread can be started, the loop stays where it is, and the error is raised.
+        """
+        with self._lock:
+            return self._hand_over(epoch)
+
+    def _hand_over(self, epoch: int) -> bool:
+        if self._epoch != epoch or not self._busy:
+            return False
+        self._threads.start(lambda: self._lead_from(epoch + 1))
+        self._epoch = epoch + 1
+        self._busy = False
+        self.hand_overs += 1
+        return True
+
+    def hold(self, epoch: int) -> Connection | None:
+        """The thread of `epoch` blocks on purpose: hand over, and do not read the connection it came from."""
+        with self._lock:
+            connection = self._current
+            if not self._hand_over(epoch) or connection is None:
+                return None
+            connection.held += 1
+            self._current = None
+            number = connection.channel.fileno()
+            if number is not None and connection.mask:
+                self._watch(connection, number, 0)
+            return connection
+
+    def release(self, connection: Connection) -> None:
+        """Read a connection that was held up again."""
+        with self._lock:
+            connection.held -= 1
+            if connection.held:
+                return
+        self._set_mask(connection, _READ)
+        self.post(connection)
+
+    def tick(self) -> bool:
+        """The clock looks in: has the leader been inside one frame since the last time?"""
+        if self._late:
+            self._flush_late()
+        serial, busy, epoch, connection = self._serial, self._busy, self._epoch, self._current
+        if busy and serial == self._seen:
+            if self.hand_over(epoch) and connection is not None:
+                connection.blocked()
+            return True
+        moved = serial != self._seen
+        self._seen = serial
+        return moved
+
+    # What a thread that leads can ask for (see `waiting`)
+
+    def more(self, epoch: int) -> bool:
+        """Will the thread of `epoch` read another frame at once?"""
+        current = self._current
+        return self._epoch == epoch and bool(self._ready or (current is not None and current.channel.has_frame()))
+
+    def leave(self, epoch: int, key: Hashable, job: Job) -> bool:
+        """Do this when nothing more is here. False: the thread of `epoch` does not lead any more."""
+        with self._lock:
+            if self._epoch == epoch:
+                self._left[key] = job
+            return self._epoch == epoch
+
+    def at(self, epoch: int, key: Hashable, moment: float, job: Job) -> bool:
+        """Do this at that moment. False: the thread of `epoch` does not lead any more."""
+        with self._lock:
+            if self._epoch == epoch:
+                self._alarms[key] = moment, job
+            return self._epoch == epoch
+
+
+def default_count() -> int:
+    """Return how many loops an agent has: one, or several where threads run in parallel and cores are left for them.
+
+    On two cores, which callers on the same machine use as well, a second loop gained nothing.
+    """
+    return 1 if has_lock() else max(min(CORES // 2, _MOST_LOOPS), 1)
+
+
+class EventLoops:
+    """The loops of an agent, at most `count`. The connections of each group are spread over them in turn.
+
+    State: `_loops` and `_added`, under `_lock`. Loops after the first are made when they are first needed.
+    """
+
+    def __init__(self, threads: Threads, clock: Clock, count: int | None) -> None:
+        self._make = functools.partial(EventLoop, threads, clock)
+        self._count = count if count is not None else default_count()
+        self._loops = [self._make()]
+        self._added: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<EventLoops {self._loops}>"
+
+    def __iter__(self) -> Iterator[EventLoop]:
+        return iter(list(self._loops))
+
+    def add(self, connection: Connection) -> None:
+        """Let one of the loops read a connection. Raises `ChannelClosed` if they are over."""
+        self._next(connection.group).add(connection)
+
+    def reads(self, connection: Connection) -> bool:
+        """Is this connection read, so that a loop will close it?"""
+        return any(loop.reads(connection) for loop in self)
+
+    def close(self) -> None:
+        """End each loop with its last connection. All must have been told to end."""
+        with self._lock:
+            self._count = len(self._loops)
+        for loop in self:
+            loop.close()
+
+    def drop(self) -> None:
+        """After a fork, in the child: the connections are the parent's."""
+        for loop in self._loops:
+            loop.drop()
+
+    def _next(self, group: str) -> EventLoop:
+        with self._lock:
+            index = self._added[group] % self._count
+            self._added[group] += 1
+            if index >= len(self._loops):
+                try:
+                    self._loops.append(self._make())
+                except OSError as error:
+                    _log.warning("no descriptors for another event loop (%s); going on with fewer", error)
+                    self._count = len(self._loops)
+            return self._loops[index % self._count]
+
+
+def _early(early: collections.deque[Any]) -> Frame:
+    frame = early.popleft()
+    if isinstance(frame, BaseException):
+        raise frame
+    return frame  # type: ignore[no-any-return]
+
+
+class _Leader:
+    """The role of a thread that leads."""
+
+    def __init__(self, loop: EventLoop, epoch: int) -> None:
+        self._loop = loop
+        self._epoch = epoch
+        self._held: list[Connection] = []
+
+    def pause(self) -> None:
+        self._loop.hand_over(self._epoch)
+
+    def resume(self) -> None:
+        return  # another thread leads now; this one ends after its call
+
+    def hold(self) -> None:
+        connection = self._loop.hold(self._epoch)
+        if connection is not None:
+            self._held.append(connection)
+
+    def release(self) -> None:
+        if self._held:
+            self._loop.release(self._held.pop())
+
+    def more(self) -> bool:
+        return self._loop.more(self._epoch)
+
+    def afterwards(self, key: Hashable, job: Job) -> None:
+        if not self._loop.leave(self._epoch, key, job):
+            job()
+
+    def at(self, key: Hashable, moment: float, job: Job) -> bool:
+        return self._loop.at(self._epoch, key, moment, job)

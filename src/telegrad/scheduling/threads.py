@@ -1,0 +1,297 @@
+"""Threads that are reused, and a pool that grows when its threads are blocked rather than busy.
+
+`Threads` starts a function on an idle thread or a new one, without a bound; idle ones end after a while.
+`Executor` runs calls on them: up to `soft` at once. More wait in a queue, but
+
+- a call that is inside a wait we know of (a nested call, `Future.wait`) does not count, and
+- when nothing has finished between two ticks of the watchdog, the calls are taken to be blocked and the limit doubles,
+
+so calls that wait for each other always make progress, and calls that compute do not trample each other. `hard` is the
+end of it: from there on the queue is back-pressure.
+
+A job that has ended is referenced by nobody, since it holds the message that it served, and with
+that shared memory of the sender. A thread runs one job after the other, and what it was started
+with lives as long as it does. So a job is given to a thread in a list, from which the thread takes it.
+
+State: `Threads._idle` under its lock; the executor's counters and queue under `Executor._lock`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable
+
+from telegrad import blocking
+from telegrad.errors import InternalError
+from telegrad.scheduling.clock import Clock
+
+Job = Callable[[], None]
+
+SLOW = 0.002  # seconds: a function or a callback that takes longer is run by the executor
+_IDLE_SECONDS = 10.0
+_RETRY = 0.05  # seconds until a thread that the system refused is asked for again
+_log = logging.getLogger("telegrad")
+
+
+class Threads:
+    """Daemon threads, each running one job at a time. `setup` runs first on each new one.
+
+    The thread that was idle for the shortest time is used first: its caches are warm, and so are the threads that
+    OpenMP made for it.
+    """
+
+    def __init__(self, name: str, setup: Job) -> None:
+        self._name = name
+        self._setup = setup
+        self._idle: list[_Parked] = []
+        self._count = 0
+        self._closed = False
+        self._lock = threading.Lock()
+        self._alive: set[threading.Thread] = set()
+
+    def __repr__(self) -> str:
+        return f"<Threads {self._name}: {len(self._alive)} alive, {len(self._idle)} idle>"
+
+    def start(self, job: Job) -> None:
+        """Run `job` at once on a thread of its own."""
+        with self._lock:
+            if self._idle:
+                self._idle.pop().wake(job)
+                return
+            self._count += 1
+            name = f"{self._name}-{self._count}"
+            thread = threading.Thread(target=self._run, args=([job],), name=name, daemon=True)
+            self._alive.add(thread)
+        try:
+            thread.start()
+        except BaseException:
+            self._alive.discard(thread)
+            raise
+
+    def start_when_possible(self, job: Job, clock: Clock) -> None:
+        """Like `start`, but if the system refuses a thread, try again until it does not. For what must not be lost."""
+        try:
+            self.start(job)
+        except RuntimeError as error:
+            if self._closed:
+                return
+            _log.warning("%s cannot start a thread (%s); trying again", self._name, error)
+            clock.at(time.monotonic() + _RETRY, lambda: self.start_when_possible(job, clock))
+
+    def _run(self, given: list[Job]) -> None:
+        # Free-threaded Python 3.14 lets a thread inherit the context variables of the one that starts it, such as the
+        # scope of the call that it happens to run.
+        contextvars.Context().run(self._run_jobs, given)
+
+    def _run_jobs(self, given: list[Job]) -> None:
+        job: Job | None = given.pop()
+        try:
+            self._setup()
+            while job is not None:
+                try:
+                    job()
+                except BaseException:
+                    _log.exception("a thread of Telegrad failed; please report this")
+                del job
+                blocking.take(None)
+                try:
+                    job = self._next()
+                except (MemoryError, OSError, SystemExit) as error:  # a shortage: one idle thread fewer
+                    _log.info("an idle thread ends: %s", error)
+                    return
+        finally:
+            self._alive.discard(threading.current_thread())
+
+    def _next(self) -> Job | None:
+        parked = _Parked()
+        with self._lock:
+            if self._closed:
+                return None
+            self._idle.append(parked)
+        if not parked.sleep(_IDLE_SECONDS):
+            with self._lock:
+                if parked in self._idle:
+                    self._idle.remove(parked)
+                    return None
+            parked.sleep(None)  # it was given a job at this moment
+        return parked.job
+
+    def close(self, timeout: float) -> None:
+        """End the idle threads and wait for the others, which must have been told to end."""
+        with self._lock:
+            self._closed = True
+            while self._idle:
+                self._idle.pop().wake(None)
+            alive = list(self._alive)
+        until = time.monotonic() + timeout
+        for thread in alive:
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join(max(until - time.monotonic(), 0))
+
+
+class _Parked:
+    """An idle thread."""
+
+    __slots__ = ("_lock", "job")
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def wake(self, job: Job | None) -> None:
+        self.job = job
+        self._lock.release()
+
+    def sleep(self, timeout: float | None) -> bool:
+        return self._lock.acquire(timeout=-1 if timeout is None else timeout)
+
+
+class Executor:
+    """Runs calls on threads; see the top of the file."""
+
+    def __init__(self, threads: Threads, soft: int, hard: int) -> None:
+        self._threads = threads
+        self._soft = soft
+        self._hard = hard
+        self._limit = soft
+        self._active = 0
+        self._finished = 0
+        self._seen = 0
+        self._queue: collections.deque[Job] = collections.deque()
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Executor {self._active} of {self._limit} active, {len(self._queue)} queued>"
+
+    @property
+    def active(self) -> int:
+        """Calls that run or wait for a thread."""
+        return self._active + len(self._queue)
+
+    @property
+    def limit(self) -> int:
+        """How many calls may run at once now."""
+        return self._limit
+
+    def submit(self, job: Job) -> None:
+        """Run `job` as soon as a place is free. Blocks while too many wait already."""
+        if len(self._queue) >= self._hard:
+            self._wait_for_room()
+        with self._lock:
+            if self._active >= self._limit:
+                self._queue.append(job)
+                return
+            self._active += 1
+        try:
+            self._threads.start(functools.partial(self._work, [job]))
+        except BaseException:
+            with self._lock:
+                self._active -= 1
+            raise
+
+    def offer(self, job: Job) -> bool:
+        """Like `submit`, but never blocks. False: the job might wait for those before it for ever, or has no thread."""
+        if self._active + len(self._queue) >= self._hard:
+            return False
+        try:
+            self.submit(job)
+        except RuntimeError as error:
+            _log.warning("the system refuses a thread: %s", error)
+            return False
+        return True
+
+    def _wait_for_room(self) -> None:
+        """Hold up the thread that brings calls, so that the caller feels it."""
+        role = blocking.hold()
+        try:
+            with self._lock:
+                while len(self._queue) >= self._hard and not self._closed:
+                    self._room.wait()
+        finally:
+            blocking.release(role)
+
+    def _work(self, given: list[Job]) -> None:
+        job: Job | None = given.pop()
+        blocking.take(self)
+        while job is not None:
+            try:
+                job()
+            except BaseException:
+                _log.exception("a call failed in an unexpected way; please report this")
+            with self._lock:
+                self._finished += 1
+                job = self._take()
+                if job is None:
+                    self._active -= 1
+
+    def _take(self) -> Job | None:
+        """The next queued job, if the calling thread may run it."""
+        if not self._queue or self._active > self._limit:
+            return None
+        job = self._queue.popleft()
+        self._room.notify()
+        return job
+
+    def pause(self) -> None:
+        """This thread is about to block in a wait that we know of: its place is free."""
+        with self._lock:
+            self._active -= 1
+            self._fill()
+
+    def resume(self) -> None:
+        with self._lock:
+            self._active += 1
+
+    def hold(self) -> None:
+        return  # its place stays taken, which is what back-pressure means here
+
+    def release(self) -> None:
+        return
+
+    def more(self) -> bool:
+        return False
+
+    def afterwards(self, key: Hashable, job: Job) -> None:
+        raise InternalError("a thread that reads nothing has nothing to wait for")
+
+    def at(self, key: Hashable, moment: float, job: Job) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Forget the calls that have not begun and let nobody wait for room."""
+        with self._lock:
+            self._closed = True
+            self._queue.clear()
+            self._room.notify_all()
+
+    def tick(self) -> bool:
+        """Called by the clock: let more calls run if those that run make no progress."""
+        with self._lock:
+            if self._queue and self._finished == self._seen:
+                self._limit = min(self._limit * 2, self._hard)
+                self._fill()
+            elif not self._queue:
+                self._limit = self._soft
+            moved = self._seen != self._finished or bool(self._queue)
+            self._seen = self._finished
+            return moved
+
+    def _fill(self) -> None:
+        """Start queued calls while places are free. If the system refuses a thread, the next tick tries again."""
+        while self._queue and self._active < self._limit:
+            try:
+                self._threads.start(functools.partial(self._work, [self._queue[0]]))
+            except RuntimeError as error:
+                _log.warning("%s calls wait for a thread: %s", len(self._queue), error)
+                return
+            self._queue.popleft()
+            self._room.notify()
+            self._active += 1

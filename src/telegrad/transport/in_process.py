@@ -1,0 +1,141 @@
+"""A channel between two agents of one process: frames are handed over, buffers are copied once into pooled memory.
+
+State: each end has an inbox (a queue of frames, None for the end). The `_Line` between them says whether it is over,
+which it only ever becomes; nothing is put into an inbox after the end, by neither side. Its lock guards that.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import queue
+import threading
+from collections.abc import Sequence
+
+from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.transport.shared_memory import Copies
+from telegrad.wire.buffer_pool import Pool
+from telegrad.wire.frames import Frame
+
+Inbox = queue.SimpleQueue[Frame | None]
+_popleft = collections.deque.popleft
+
+
+class _Line:
+    """What the two ends share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.over = False
+        self.ends: tuple[MemoryChannel, ...] = ()
+
+
+class MemoryChannel(Channel):
+    kind = "memory"
+
+    def __init__(self, inbox: Inbox, outbox: Inbox, pool: Pool, line: _Line) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+        self._pool = pool
+        self._line = line
+        self._corked: collections.deque[Frame] = collections.deque()  # added to by anybody
+        self._done: collections.deque[None] = collections.deque(maxlen=0)
+
+    def __repr__(self) -> str:
+        return f"<MemoryChannel {self._inbox.qsize()} frames waiting{' shut' if self._line.over else ''}>"
+
+    def send(
+        self,
+        kind: int,
+        call: int,
+        body: bytes,
+        buffers: Sequence[memoryview] = (),
+        function: int = 0,
+        left_ms: int = 0,
+        flags: int = 0,
+        timeout: float | None = None,
+        copies: Copies | None = None,
+    ) -> None:
+        own = [self._copy(buffer) for buffer in buffers]
+        frame = Frame(kind, flags, call, function, left_ms, body, own)
+        with self._line.lock:
+            self._flush()
+            self._outbox.put(frame)
+        self._tell_other()
+
+    def try_send(self, kind: int) -> None:
+        self.send(kind, 0, b"")
+
+    def cork(self, kind: int, call: int, body: bytes) -> None:
+        self._corked.append(Frame(kind, 0, call, 0, 0, body, ()))
+
+    def flush_nowait(self) -> bool:
+        if self._corked:
+            with self._line.lock:
+                self._flush()
+            self._tell_other()
+        return True
+
+    def _tell_other(self) -> None:
+        notify = self._other().notify
+        if notify is not None:
+            notify()
+
+    def _other(self) -> MemoryChannel:
+        left, right = self._line.ends
+        return right if left is self else left
+
+    def _flush(self) -> None:
+        if self._line.over:
+            raise ChannelClosed("the channel is shut")
+        frames = map(_popleft, itertools.repeat(self._corked, len(self._corked)))
+        self._done.extend(map(self._outbox.put, frames))  # one call: no signal handler runs in between
+
+    def recv(self, timeout: float | None = None) -> Frame:
+        try:
+            frame = self._inbox.get(timeout=None if timeout is None else max(timeout, 0.0))
+        except queue.Empty:
+            raise TimeoutError("nothing arrived in time") from None
+        if frame is None:
+            self._inbox.put(None)  # every later reader must see the end too
+            raise ChannelClosed("the peer closed the connection")
+        self.heard = True
+        return frame
+
+    def next_frame(self) -> Frame | None:
+        return None if self._inbox.empty() else self.recv(0.0)
+
+    def has_frame(self) -> bool:
+        return not self._inbox.empty()
+
+    def shut(self) -> None:
+        with self._line.lock:
+            if self._line.over:
+                return
+            self._line.over = True
+            self._inbox.put(None)
+            self._outbox.put(None)
+        for each in self._line.ends:
+            if each.notify is not None:
+                each.notify()
+
+    def close(self) -> None:
+        self.shut()
+
+    def drop(self) -> None:
+        return  # both ends were in this process
+
+    def _copy(self, buffer: memoryview) -> memoryview:
+        copy = self._pool.reserve(buffer.nbytes)
+        copy[:] = buffer
+        return copy
+
+
+def pair(pool: Pool) -> tuple[MemoryChannel, MemoryChannel]:
+    """Two channels that are each other's peer."""
+    left: Inbox = queue.SimpleQueue()
+    right: Inbox = queue.SimpleQueue()
+    line = _Line()
+    near, far = MemoryChannel(left, right, pool, line), MemoryChannel(right, left, pool, line)
+    line.ends = near, far
+    return near, far
