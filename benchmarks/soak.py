@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import telegrad.rpc as rpc
-from telegrad.refs.manager import Keeper
+from telegrad.refs.manager import ReferenceManager
 
 STEPS = 10
 
@@ -27,7 +27,7 @@ def resident_mb() -> float:
 
 
 def owner_figures() -> tuple[float, dict[str, int]]:
-    return resident_mb(), Keeper.of(rpc._get_current_rpc_agent()).statistics()
+    return resident_mb(), ReferenceManager.of(rpc._get_current_rpc_agent()).statistics()
 
 
 def work(rank: int, path: str, count: int) -> None:

@@ -22,28 +22,28 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from telegrad.client.multiplexed import timed_out
-from telegrad.client.peer import Dialled, Link, given_up
-from telegrad.client.peers import Peers, To, key_of
+from telegrad.client.multiplexed import timeout_error
+from telegrad.client.peer import DialedConnection, Peer, lost_notice
+from telegrad.client.peers import PeerTable, WorkerAddress, worker_key
 from telegrad.config import Config
-from telegrad.cuda.transfers import Devices
-from telegrad.current import local
+from telegrad.cuda.transfers import CudaTransfers
+from telegrad.current import thread_state
 from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
-from telegrad.futures import Future, Outcome
+from telegrad.futures import CompletionListener, Future
 from telegrad.group import maintenance, shutdown
-from telegrad.group.collectives import Gathering, broken
-from telegrad.group.main_module import main_identity
+from telegrad.group.collectives import Collectives, group_broken
+from telegrad.group.main_module import main_module_identity
 from telegrad.group.membership import Directory, Member, Store, WorkerInfo, check_name
 from telegrad.group.secret import group_secret
-from telegrad.messages.packing import Envelope
-from telegrad.messages.routes import Route
+from telegrad.messages.packing import MessageContext
+from telegrad.messages.routes import DeviceRoute
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoops
-from telegrad.scheduling.threads import Executor, Threads
-from telegrad.server.connection import Inbound
-from telegrad.server.functions import Target, is_trusted
+from telegrad.scheduling.threads import Executor, ThreadPool
+from telegrad.server.connection import ServerConnection
+from telegrad.server.functions import ServedFunction, is_trusted
 from telegrad.server.listener import Connections
-from telegrad.wire.function_table import LIMIT, Function, Numbers, describe
+from telegrad.wire.function_table import MAX_FUNCTIONS, Function, FunctionTable, describe
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -99,7 +99,7 @@ class Agent:
         self.closing = False
         self._rank = rank
         self._store = store
-        self._targets: dict[Function, Target] = {}
+        self._targets: dict[Function, ServedFunction] = {}
         self._loss_listeners: list[Callable[[str, str], None]] = []
         self._close_listeners: list[Callable[[], None]] = []
         self._parting_listeners: list[Callable[[], None]] = []
@@ -111,18 +111,19 @@ class Agent:
         self._lock = threading.Lock()
         self._opened = False
         self.forked = False  # this process is a fork of the one that opened the agent
-        self.numbers = Numbers()
-        self.devices = Devices(self)
-        self.peers = Peers(self)
+        self.numbers = FunctionTable()
+        self.devices = CudaTransfers(self)
+        self.peers = PeerTable(self)
         self.group = ""
-        self.me = Member(name, -1 if rank is None else rank, "", ())
+        self.local_member = Member(name, -1 if rank is None else rank, "", ())
 
     def __repr__(self) -> str:
         if not self._opened or self.closing:
             return f"<Agent {self.name!r} {'closed' if self.closing else 'not open'}>"
         return (
-            f"<Agent {self.name!r} rank {self.me.rank}: {self.calls_made} calls made, {self.calls_served} served, "
-            f"{self.executor!r}, {self.threads!r}, {self.links()}, {self.connections!r}, {self.gathering!r}>"
+            f"<Agent {self.name!r} rank {self.local_member.rank}: {self.calls_made} calls made, "
+            f"{self.calls_served} served, "
+            f"{self.executor!r}, {self.threads!r}, {self.links()}, {self.connections!r}, {self.collectives!r}>"
         )
 
     # Life
@@ -138,7 +139,7 @@ class Agent:
             self.closing = True
             if hasattr(self, "connections"):
                 self.connections.close(None)
-                self.loops.close()
+                self.event_loops.close()
                 self.clock.close()
             raise
         self.connections.accept()
@@ -148,18 +149,18 @@ class Agent:
 
     def _set_up(self) -> None:
         secret = group_secret(self.config.secret)
-        self.threads = Threads(f"telegrad-{self.name}", self._enter_thread)
+        self.threads = ThreadPool(f"telegrad-{self.name}", self._enter_thread)
         self.executor = Executor(self.threads, self.config.threads, self.config.max_threads)
         self.clock = Clock(f"telegrad-{self.name}")
-        self.loops = EventLoops(self.threads, self.clock, self.config.event_loops)
+        self.event_loops = EventLoops(self.threads, self.clock, self.config.event_loops)
         self.connections = Connections(self, self.config, secret)
-        self.gathering = Gathering(self)
+        self.collectives = Collectives(self)
         self.directory = Directory(self._store, self.world_size is not None)
         self.group = self.directory.group
         self._check_free()
         self.connections.listen()
-        self.me = self.directory.register(
-            self.name, self._rank, self.connections.addresses, bool(self.config.device_maps), main_identity()
+        self.local_member = self.directory.register(
+            self.name, self._rank, self.connections.addresses, bool(self.config.device_maps), main_module_identity()
         )
 
     def meet(self) -> None:
@@ -201,12 +202,12 @@ class Agent:
         until = None if timeout is None else time.monotonic() + timeout
         if self.world_size is not None:
             names = self._participants(None)
-            gone = shutdown.wait_for_everybody(self, names, until)
+            gone = shutdown.wait_for_group(self, names, until)
             leads = self.name == next((name for name in names if name not in gone), self.name)
         else:
             shutdown.drain(self, until)
         with contextlib.suppress(JoinError):  # the store went with the worker that hosted it
-            self.directory.leave(self.me)
+            self.directory.leave(self.local_member)
         if leads:  # the others may still wait for its answer, and rank 0 may host the store that they use
             self.connections.wait_until_alone(_WAIT_FOR_OTHERS)
         self.close()
@@ -240,9 +241,9 @@ class Agent:
         for link in self.links():
             link.close(last_words)
         self.connections.close(last_words)
-        self.gathering.close()
+        self.collectives.close()
         self.executor.close()
-        self.loops.close()
+        self.event_loops.close()
         self.clock.close()
         self.threads.close(_JOIN_THREADS)
         self.peers.clear()
@@ -251,26 +252,26 @@ class Agent:
 
     # Calls
 
-    def call(self, to: To, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self, to: WorkerAddress, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function(*args, **kwargs)` on another worker and return its result."""
         result: T = self.invoke(to, function, args, kwargs)
         return result
 
-    def submit(self, to: To, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def submit(self, to: WorkerAddress, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Like `call`, but returns a future at once."""
         return self.start(to, function, args, kwargs)
 
     def invoke(
         self,
-        to: To,
+        to: WorkerAddress,
         function: Function,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
         timeout: Any = DEFAULT,
     ) -> Any:
         """`call` with the arguments in containers and a time limit in seconds (None: no limit)."""
-        if local.around is not None:
-            return local.around.invoke(self, to, function, args, kwargs, timeout)
+        if thread_state.around is not None:
+            return thread_state.around.invoke(self, to, function, args, kwargs, timeout)
         if timeout is DEFAULT:
             timeout = self.timeout
         link = self.peers.known(to)
@@ -281,12 +282,12 @@ class Agent:
             link = self.peers.reach(to, timeout)
         except TimeoutError:
             name = to.name if isinstance(to, WorkerInfo) else str(to)
-            raise timed_out(name, describe(function), timeout, sent=False) from None
+            raise timeout_error(name, describe(function), timeout, sent=False) from None
         return link.call(function, tuple(args), kwargs, timeout, until)
 
     def start(
         self,
-        to: To,
+        to: WorkerAddress,
         function: Function,
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
@@ -298,20 +299,20 @@ class Agent:
 
         `internal` calls are not waited for by `shutdown`. `keep` is kept alive until the callee has answered.
         """
-        if local.around is not None and not internal:
-            return local.around.start(self, to, function, args, kwargs, timeout, keep)
+        if thread_state.around is not None and not internal:
+            return thread_state.around.start(self, to, function, args, kwargs, timeout, keep)
         future: Future[Any] = Future()
         self.send(to, function, args, kwargs, timeout, future, internal, keep)
         return future
 
     def send(
         self,
-        to: To,
+        to: WorkerAddress,
         function: Function,
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
         timeout: Any,
-        outcome: Outcome,
+        outcome: CompletionListener,
         internal: bool = False,
         keep: object = None,
     ) -> None:
@@ -329,13 +330,13 @@ class Agent:
 
     # The group
 
-    def get_worker_info(self, to: To | None = None) -> WorkerInfo:
+    def get_worker_info(self, to: WorkerAddress | None = None) -> WorkerInfo:
         """The worker with this name or rank; this one if none is named."""
         if to is not None and not self._opened:
             self.require_open()
-        return self.me.info if to is None else self.directory.find(key_of(to)).info
+        return self.local_member.info if to is None else self.directory.find(worker_key(to)).info
 
-    def member(self, to: To) -> Member:
+    def member(self, to: WorkerAddress) -> Member:
         """What the directory knows of a worker: the incarnation that a call would reach."""
         return self.peers.member(to)
 
@@ -348,18 +349,18 @@ class Agent:
         """Wait until every worker (or every one of `names`) is here. Raises `GroupBroken`, naming who was missing."""
         self.require_open()
         participants = self._participants(names)
-        outcome = self.gathering.gather(None, participants, timeout, "barrier")
+        outcome = self.collectives.gather(None, participants, timeout, "barrier")
         if outcome.lost or outcome.late:
-            raise broken("the barrier", outcome, timeout)
+            raise group_broken("the barrier", outcome, timeout)
 
     def all_gather(
         self, value: Any, names: Sequence[str] | None = None, timeout: float | None = None
     ) -> dict[str, Any]:
         """Everybody's value, by name. Raises `GroupBroken` if somebody is missing."""
         self.require_open()
-        outcome = self.gathering.gather(value, self._participants(names), timeout)
+        outcome = self.collectives.gather(value, self._participants(names), timeout)
         if outcome.lost or outcome.late:
-            raise broken("the gather", outcome, timeout)
+            raise group_broken("the gather", outcome, timeout)
         return outcome.values
 
     def on_loss(self, listener: Callable[[str, str], None]) -> None:
@@ -390,7 +391,7 @@ class Agent:
             else:
                 reason = "another worker has taken its name"
             if alive is False:
-                self.peer_gone(name, incarnation, reason=reason)
+                self.declare_lost(name, incarnation, reason=reason)
             elif alive is None:
                 self.clock.at(time.monotonic() + _LOOK_AGAIN, lambda: self._soon(look))
 
@@ -418,7 +419,7 @@ class Agent:
         """Call `listener()` when this agent has begun to end, in any way: nobody may wait here any longer."""
         self._end_listeners.append(listener)
 
-    def on_parting(self, listener: Callable[[], None]) -> None:
+    def on_shutdown(self, listener: Callable[[], None]) -> None:
         """Call `listener()` when `shutdown` begins, before it waits for anybody."""
         self._parting_listeners.append(listener)
 
@@ -443,27 +444,27 @@ class Agent:
             **{name: count for figures in self._figures for name, count in figures().items()},
         }
 
-    def add_figures(self, figures: Callable[[], dict[str, int]]) -> None:
+    def add_statistics(self, figures: Callable[[], dict[str, int]]) -> None:
         """Let `statistics` show what a layer above counts, too."""
         self._figures.append(figures)
 
     # What links, connections and serving need (see their protocols)
 
-    def envelope(self, peer: str, incarnation: str, route: Route) -> Envelope:
-        return Envelope(self, peer, incarnation, route)
+    def envelope(self, peer: str, incarnation: str, route: DeviceRoute) -> MessageContext:
+        return MessageContext(self, peer, incarnation, route)
 
-    def dial(self, member: Member, purpose: str, timeout: float | None = None) -> Dialled:
+    def dial(self, member: Member, purpose: str, timeout: float | None = None) -> DialedConnection:
         if self.closing:
             raise PeerLost(f"worker {self.name!r} has left the group and cannot call {member.name!r}", peer=member.name)
         return self.connections.dial(member, purpose, timeout)
 
-    def link_lost(self, link: Link, reason: str) -> None:
-        self.peer_gone(link.member.name, link.member.incarnation, reason=reason)
+    def peer_lost(self, link: Peer, reason: str) -> None:
+        self.declare_lost(link.member.name, link.member.incarnation, reason=reason)
 
-    def inbound_ended(self, inbound: Inbound, error: BaseException) -> None:
+    def connection_ended(self, inbound: ServerConnection, error: BaseException) -> None:
         self.connections.ended(inbound, error)
 
-    def peer_gone(
+    def declare_lost(
         self, name: str, incarnation: str, last_words: str = "", reason: str = "it closed its connections"
     ) -> None:
         """Give up this incarnation of a peer, for good. All connections with it end, so that it hears of that, too."""
@@ -475,17 +476,17 @@ class Agent:
             if self.closing or incarnation in self._gone:
                 return
             self._gone.add(incarnation)
-        self.connections.shut_all(incarnation, given_up(self.name, reason))
+        self.connections.shut_all(incarnation, lost_notice(self.name, reason))
         self.connections.forget(incarnation)
         if self.directory.is_current(name, incarnation):
-            self.gathering.lost(name)
+            self.collectives.lost(name)
         for listener in self._loss_listeners:
             try:
                 listener(name, incarnation)
             except Exception:
                 _log.exception("a listener failed when worker %r was lost", name)
 
-    def unheard(self, name: str, incarnation: str) -> None:
+    def check_silent_peer(self, name: str, incarnation: str) -> None:
         """A peer has closed its last connection to this worker without a good-bye: has its process ended?
 
         Not for sure: it may have been interrupted while it connected. If this worker has a link to it, the end of that
@@ -495,11 +496,11 @@ class Agent:
         if not self.closing and (link is None or link.member.incarnation != incarnation):
             self.watch(incarnation)
 
-    def target(self, function: Function) -> Target:
+    def target(self, function: Function) -> ServedFunction:
         target = self._targets.get(function)
         if target is None:
-            target = Target(function)
-            if len(self._targets) < LIMIT:
+            target = ServedFunction(function)
+            if len(self._targets) < MAX_FUNCTIONS:
                 target = self._targets.setdefault(function, target)
         return target
 
@@ -514,11 +515,11 @@ class Agent:
     # Inside
 
     def _enter_thread(self) -> None:
-        local.agent = self
+        thread_state.agent = self
 
     def _check_free(self) -> None:
         """A name is free if nobody has it, or if whoever had it no longer answers."""
-        self.me = Member(self.name, -1 if self._rank is None else self._rank, "newcomer", ())
+        self.local_member = Member(self.name, -1 if self._rank is None else self._rank, "newcomer", ())
         named = self.directory.occupant(self.name)
         if named is not None and self.world_size is not None and named.rank != self._rank:
             named = None  # two ranks of a fixed group with one name: `meet` tells both
@@ -549,7 +550,7 @@ class Agent:
             return [member.name for member in self.directory.members(refresh=self.world_size is None)]
         return [member.name for member in sorted(map(self.directory.find, set(names)), key=lambda m: m.rank)]
 
-    def links(self) -> list[Link]:
+    def links(self) -> list[Peer]:
         """One link per peer that this agent has called."""
         return self.peers.all()
 
@@ -558,7 +559,7 @@ class Agent:
         self.closing = self.forked = True
         self.peers.drop()
         self.connections.drop()
-        self.loops.drop()
+        self.event_loops.drop()
 
 
 def _close_all() -> None:

@@ -1,7 +1,8 @@
 """What a thread of ours does before it blocks, so that nothing is ever serialised behind it.
 
-A thread that reads a connection and runs calls where it read them, or that occupies a place in the pool, puts a `Role`
-here. Every wait that Telegrad knows of (a nested call, `Future.wait`) brackets itself with `pause` and `resume`:
+A thread that reads a connection and runs calls where it read them, or that occupies a place in the pool, puts a
+`ThreadRole` here. Every wait that Telegrad knows of (a nested call, `Future.wait`) brackets itself with `pause` and
+`resume`:
 
     role = waiting.pause()
     try: ...block...
@@ -24,7 +25,7 @@ from collections.abc import Callable, Hashable
 from typing import Protocol
 
 
-class Role(Protocol):
+class ThreadRole(Protocol):
     def pause(self) -> None: ...
     def resume(self) -> None: ...
     def hold(self) -> None: ...
@@ -34,7 +35,7 @@ class Role(Protocol):
     def at(self, key: Hashable, moment: float, job: Callable[[], None]) -> bool: ...
 
 
-class Gate:
+class OneShotEvent:
     """A flag that threads wait for and that is set once.
 
     It has no lock of its own, unlike `threading.Event`: a signal handler that raises inside `Event.wait` may leave the
@@ -49,7 +50,7 @@ class Gate:
         self._waiters: list[_thread.LockType] = []
 
     def __repr__(self) -> str:
-        return f"<Gate {'open' if self.is_open else 'closed'}, {len(self._waiters)} waiting>"
+        return f"<OneShotEvent {'open' if self.is_open else 'closed'}, {len(self._waiters)} waiting>"
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the gate is open; False after `timeout` seconds."""
@@ -79,7 +80,7 @@ def _lock_timeout(timeout: float | None) -> float:
 
 
 class _Local(threading.local):
-    role: Role | None = None
+    role: ThreadRole | None = None
     since = 0.0
     waited = 0.0
 
@@ -87,18 +88,18 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def take(role: Role | None) -> Role | None:
+def take(role: ThreadRole | None) -> ThreadRole | None:
     """From now on, this thread plays `role`. Returns the one that it played before."""
     before, _local.role = _local.role, role
     return before
 
 
-def role() -> Role | None:
+def role() -> ThreadRole | None:
     """What this thread plays."""
     return _local.role
 
 
-def pause() -> Role | None:
+def pause() -> ThreadRole | None:
     """Call before blocking; give what it returns to `resume` afterwards."""
     role = _local.role
     if role is not None:
@@ -107,7 +108,7 @@ def pause() -> Role | None:
     return role
 
 
-def resume(role: Role | None) -> None:
+def resume(role: ThreadRole | None) -> None:
     if role is not None:
         role.resume()
         _local.waited += time.perf_counter() - _local.since
@@ -118,7 +119,7 @@ def waited() -> float:
     return _local.waited
 
 
-def hold() -> Role | None:
+def hold() -> ThreadRole | None:
     """Call before blocking on purpose: nobody takes over what this thread does. Ended by `release`."""
     role = _local.role
     if role is not None:
@@ -126,7 +127,7 @@ def hold() -> Role | None:
     return role
 
 
-def release(role: Role | None) -> None:
+def release(role: ThreadRole | None) -> None:
     if role is not None:
         role.release()
 

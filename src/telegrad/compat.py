@@ -135,13 +135,13 @@ class _Redirection:
         @functools.wraps(prepare)
         def get_preparation_data(name: str) -> dict[str, Any]:
             data: dict[str, Any] = prepare(name)
-            return {"telegrad.compat": _Stowaway(data["sys_path"]), **data} if self.undo else data
+            return {"telegrad.compat": _InstallInChild(data["sys_path"]), **data} if self.undo else data
 
         spawn.get_preparation_data = get_preparation_data
         self.undo.append(lambda: setattr(spawn, "get_preparation_data", prepare))
 
 
-class _Stowaway:
+class _InstallInChild:
     """Travels in what a new process is told first; unpickling it installs. `sys.path` is not the parent's yet then."""
 
     def __init__(self, path: Sequence[Any]) -> None:
@@ -164,10 +164,10 @@ class _Finder(MetaPathFinder):
         if module is None:
             return None
         self.found.append(fullname)
-        return ModuleSpec(fullname, _Loaded(module))
+        return ModuleSpec(fullname, _ExistingModuleLoader(module))
 
 
-class _Loaded(Loader):
+class _ExistingModuleLoader(Loader):
     """The loader of a module that there is already."""
 
     def __init__(self, module: ModuleType) -> None:

@@ -11,16 +11,16 @@ from telegrad.futures import Future
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
-    from telegrad.client.peers import To
+    from telegrad.client.peers import WorkerAddress
 
 
-class Around(Protocol):
+class CallInterceptor(Protocol):
     """Makes the calls of a thread instead of the agent, with the arguments of `Agent.invoke` and `Agent.start`."""
 
     def invoke(
         self,
         agent: Agent,
-        to: To,
+        to: WorkerAddress,
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
@@ -30,7 +30,7 @@ class Around(Protocol):
     def start(
         self,
         agent: Agent,
-        to: To,
+        to: WorkerAddress,
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
@@ -39,39 +39,39 @@ class Around(Protocol):
     ) -> Future[Any]: ...
 
 
-class _Process:
+class _ProcessState:
     """The agent of a process that has just one, as `init_rpc` makes it."""
 
     agent: Agent | None = None
 
 
-class _Local(threading.local):
+class _ThreadState(threading.local):
     agent: Agent | None = None
     caller: str | None = None
     deadline: Deadline | None = None
-    around: Around | None = None
+    around: CallInterceptor | None = None
 
 
-local = _Local()
-process = _Process()
+thread_state = _ThreadState()
+process_state = _ProcessState()
 
 
 def active_agent() -> Agent | None:
     """The agent that runs the current remote function, else the process's own; None if there is none in use."""
-    agent = local.agent or process.agent
+    agent = thread_state.agent or process_state.agent
     return None if agent is None or agent.closing else agent
 
 
 def current_agent() -> Agent | None:
     """Inside a remote function: the agent that runs it. Elsewhere None."""
-    return local.agent
+    return thread_state.agent
 
 
 def current_caller() -> str | None:
     """Inside a remote function: the name of the worker that called it."""
-    return local.caller
+    return thread_state.caller
 
 
 def current_deadline() -> Deadline | None:
     """Inside a remote function: the moment after which its caller no longer waits."""
-    return local.deadline
+    return thread_state.deadline

@@ -29,7 +29,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-class Outcome(Protocol):
+class CompletionListener(Protocol):
     """What is told how a call ended. The first who tells is believed."""
 
     _arrivals: Sequence[Any]
@@ -53,7 +53,7 @@ class Future(torch.futures.Future[T]):
     _settled = False
     _cancelled = False
     _on_cancel: Callable[[], None] | None = None
-    _gate: blocking.Gate | None = None
+    _gate: blocking.OneShotEvent | None = None
     _callers = 0
     _error: Exception | None = None
     _arrivals: Sequence[Any] = ()  # copies between devices that bring tensors of the result
@@ -216,13 +216,13 @@ class Future(torch.futures.Future[T]):
             torch._C.Future.set_result(self, value)
         return True
 
-    def _completion(self) -> blocking.Gate:
+    def _completion(self) -> blocking.OneShotEvent:
         """Return a gate that opens when the result is there; made once, however often somebody waits."""
         with _settling:
             gate = self._gate
             if gate is not None:
                 return gate
-            gate = self._gate = blocking.Gate()
+            gate = self._gate = blocking.OneShotEvent()
         super().add_done_callback(lambda _: gate.open())
         return gate
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from telegrad.current import active_agent
 from telegrad.errors import SerializationError, UsageError
 from telegrad.futures import Future
-from telegrad.messages.packing import current_envelope
+from telegrad.messages.packing import current_message
 from telegrad.refs import RRef, remote
-from telegrad.refs.counts import Key
-from telegrad.refs.manager import Keeper, with_object
+from telegrad.refs.counts import ObjectKey
+from telegrad.refs.manager import ReferenceManager, with_object
 from telegrad.server.functions import trusted
 
 __all__ = ["RemoteModule"]
@@ -158,7 +158,7 @@ class RemoteModule(nn.Module):
         return f"on={self.on!r}, device={self.device!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        if current_envelope() is None:
+        if current_message() is None:
             raise SerializationError(
                 "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
             )
@@ -230,8 +230,8 @@ def _make(
 
 
 @trusted
-def _forward(owner: str, key: Key, device: str, /, *args: Any, **kwargs: Any) -> Any:
-    def run(_: Keeper, module: nn.Module) -> Any:
+def _forward(owner: str, key: ObjectKey, device: str, /, *args: Any, **kwargs: Any) -> Any:
+    def run(_: ReferenceManager, module: nn.Module) -> Any:
         if device == "cpu":
             return module(*args, **kwargs)
         came_from_host = not any(isinstance(value, Tensor) and not value.is_cpu for value in (*args, *kwargs.values()))
@@ -253,13 +253,13 @@ def _to(value: Any, device: str) -> Any:
 
 
 @trusted
-def _parameters(owner: str, key: Key, recurse: bool) -> Any:
+def _parameters(owner: str, key: ObjectKey, recurse: bool) -> Any:
     return with_object(owner, key, lambda _, module: [RRef(parameter) for parameter in module.parameters(recurse)])
 
 
 @trusted
-def _convert(owner: str, key: Key, /, *args: Any, **kwargs: Any) -> Any:
-    def run(_: Keeper, module: nn.Module) -> str:
+def _convert(owner: str, key: ObjectKey, /, *args: Any, **kwargs: Any) -> Any:
+    def run(_: ReferenceManager, module: nn.Module) -> str:
         module.to(*args, **kwargs)
         first = next(iter([*module.parameters(), *module.buffers()]), None)
         return "cpu" if first is None else str(first.device)
@@ -268,5 +268,5 @@ def _convert(owner: str, key: Key, /, *args: Any, **kwargs: Any) -> Any:
 
 
 @trusted
-def _load(owner: str, key: Key, state: dict[str, Any], strict: bool, assign: bool) -> Any:
+def _load(owner: str, key: ObjectKey, state: dict[str, Any], strict: bool, assign: bool) -> Any:
     return with_object(owner, key, lambda _, module: tuple(module.load_state_dict(state, strict, assign)))

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 __all__ = ["DistributedOptimizer"]
 
 
-class _Turn:
+class _StepLock:
     """One per agent: whose step it is."""
 
     def __init__(self, agent: Agent) -> None:
         self.lock = threading.Lock()
 
 
-class _Share(NamedTuple):
+class _WorkerParameters(NamedTuple):
     """The parameters of one group that live on one worker."""
 
     group: int
@@ -51,11 +51,13 @@ class _Share(NamedTuple):
     parameters: list[RRef[Tensor]]
 
 
-class _Part:
+class _WorkerOptimizer:
     """The optimizer of those parameters that live on this worker."""
 
-    def __init__(self, agent: Agent, make: Callable[[list[dict[str, Any]]], Optimizer], shares: list[_Share]) -> None:
-        self._turn = agent.service(_Turn)
+    def __init__(
+        self, agent: Agent, make: Callable[[list[dict[str, Any]]], Optimizer], shares: list[_WorkerParameters]
+    ) -> None:
+        self._turn = agent.service(_StepLock)
         self._numbers: list[int] = []
         self._groups: list[int] = []
         self._versions = Contexts.of(agent).versions
@@ -63,9 +65,9 @@ class _Part:
         self._versions.share(self._parameters)
 
     def __repr__(self) -> str:
-        return f"<Part of a DistributedOptimizer: parameters {self._numbers}, {self._optimizer!r}>"
+        return f"<WorkerOptimizer of a DistributedOptimizer: parameters {self._numbers}, {self._optimizer!r}>"
 
-    def _take(self, share: _Share) -> dict[str, Any]:
+    def _take(self, share: _WorkerParameters) -> dict[str, Any]:
         self._numbers += share.numbers
         self._groups.append(share.group)
         return {**share.options, "params": [parameter.local_value() for parameter in share.parameters]}
@@ -75,7 +77,7 @@ class _Part:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     @trusted
-    def add(self, share: _Share) -> None:
+    def add(self, share: _WorkerParameters) -> None:
         with self._turn.lock:
             taken = self._take(share)
             self._optimizer.add_param_group(taken)
@@ -166,12 +168,12 @@ class _Part:
 
 @trusted
 def _make_part(
-    optimizer_class: Callable[..., Optimizer], shares: list[_Share], args: tuple[Any, ...], kwargs: Options
-) -> RRef[_Part]:
+    optimizer_class: Callable[..., Optimizer], shares: list[_WorkerParameters], args: tuple[Any, ...], kwargs: Options
+) -> RRef[_WorkerOptimizer]:
     agent = active_agent()
     if agent is None:
         raise InternalError("a part of an optimizer was to be made outside a worker")
-    return RRef(_Part(agent, lambda shared: optimizer_class(shared, *args, **kwargs), shares), agent=agent)
+    return RRef(_WorkerOptimizer(agent, lambda shared: optimizer_class(shared, *args, **kwargs), shares), agent=agent)
 
 
 class DistributedOptimizer(Optimizer):
@@ -204,7 +206,7 @@ class DistributedOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         self._make = optimizer_class, args, kwargs
-        self._parts: dict[str, RRef[_Part]] = {}  # by owner
+        self._parts: dict[str, RRef[_WorkerOptimizer]] = {}  # by owner
         self._count = 0
         self._known: list[Options] = []  # what the parts know of each group's options
         given: list[Any] = list(params_rref)
@@ -223,7 +225,7 @@ class DistributedOptimizer(Optimizer):
         return f"{type(self).__name__} of {self._make[0].__name__} on {owners}: {super().__repr__()}"  # type: ignore[attr-defined]
 
     @property
-    def remote_optimizers(self) -> list[RRef[_Part]]:
+    def remote_optimizers(self) -> list[RRef[_WorkerOptimizer]]:
         """References to the parts, one per worker that owns parameters."""
         return list(self._parts.values())
 
@@ -307,12 +309,12 @@ class DistributedOptimizer(Optimizer):
 
     def _distribute(self, numbers: Iterable[int], new: list[dict[str, Any]]) -> None:
         """Give the workers that own parameters of new groups their parts of them."""
-        shares: dict[str, list[_Share]] = {}
+        shares: dict[str, list[_WorkerParameters]] = {}
         for number, group in zip(numbers, new, strict=True):
             for parameter in group["params"]:
                 owned = shares.setdefault(parameter.owner_name(), [])
                 if not owned or owned[-1].group != number:
-                    owned.append(_Share(number, param_groups.options(group), [], []))
+                    owned.append(_WorkerParameters(number, param_groups.options(group), [], []))
                 owned[-1].numbers.append(self._count)
                 owned[-1].parameters.append(parameter)
                 self._count += 1

@@ -1,11 +1,11 @@
 """What a call did on its callee, in the profile of its caller.
 
-While `torch.autograd.profiler_legacy.profile` is on in a thread, the calls of that thread go through a `_Session`
-(`agent.current.local.around`). It has the callee run each function under a profiler with the same options; the answer
-brings along what that saw. In the profile, a call is an event named `rpc_sync#f(w0 -> w1)`, and what happened on the
-callee follows under `rpc_sync#f(w0 -> w1)#remote_op: aten::add`, with `is_remote` set and the rank as `node_id`. Calls
-that the callee made in turn are there in the same way. With no profiler on, this costs a call one look at a
-thread-local.
+While `torch.autograd.profiler_legacy.profile` is on in a thread, the calls of that thread go through a
+`_ProfilerSession` (`agent.current.thread_state.around`). It has the callee run each function under a profiler with the
+same options; the answer brings along what that saw. In the profile, a call is an event named `rpc_sync#f(w0 -> w1)`,
+and what happened on the callee follows under `rpc_sync#f(w0 -> w1)#remote_op: aten::add`, with `is_remote` set and the
+rank as `node_id`. Calls that the callee made in turn are there in the same way. With no profiler on, this costs a call
+one look at a thread-local.
 
 torch's profiler has no place for events of others, so `watch` wraps two of its functions: the one that starts a profile
 and the one that makes its list of events. Its other profiler, `torch.profiler.profile`, stays as it is: torch does not
@@ -30,15 +30,15 @@ import torch
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
-from telegrad.current import current_agent, local
+from telegrad.current import current_agent, thread_state
 from telegrad.errors import UsageError, as_exception
 from telegrad.futures import Future
-from telegrad.server.functions import ASYNC_MARK, Later, trusted
+from telegrad.server.functions import ASYNC_MARK, DeferredReply, trusted
 from telegrad.wire.function_table import describe
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
-    from telegrad.client.peers import To
+    from telegrad.client.peers import WorkerAddress
 
 __all__ = ["profiling_key", "watch"]
 
@@ -50,7 +50,7 @@ _FIELDS = (  # of a FunctionEvent: attributes and parameters of the same name
 _REMOTE = "#remote_op: "
 
 
-class _Event(NamedTuple):
+class _RemoteEvent(NamedTuple):
     """An event as it travels: when it was, and the fields of a FunctionEvent."""
 
     start: float
@@ -59,16 +59,16 @@ class _Event(NamedTuple):
     kernels: list[tuple[str, int, float]]
 
 
-class _Report(NamedTuple):
+class _RemoteProfile(NamedTuple):
     """What a callee answers to a call that is profiled."""
 
     value: Any
     start: float
     end: float
-    events: list[_Event]
+    events: list[_RemoteEvent]
 
 
-class _Call(NamedTuple):
+class _ProfiledCall(NamedTuple):
     key: str
     start: float
 
@@ -88,7 +88,7 @@ def profiling_key(mode: str, function: str, source: str, target: str) -> str:
     return f"rpc_{mode}#{function}({source} -> {target})"
 
 
-class _Session:
+class _ProfilerSession:
     """A profile that is on in a thread, and what its calls brought."""
 
     def __init__(self, profile: Any) -> None:
@@ -96,17 +96,17 @@ class _Session:
         self.rank = -1
         self._options = {name: getattr(profile, name) for name in _OPTIONS}
         self._use_cuda = bool(profile.use_cuda)
-        self._events: deque[_Event] = deque()
+        self._events: deque[_RemoteEvent] = deque()
 
     def __repr__(self) -> str:
-        return f"<Session of rank {self.rank}, {len(self._events)} events>"
+        return f"<ProfilerSession of rank {self.rank}, {len(self._events)} events>"
 
     # What `Agent` hands over
 
     def invoke(
         self,
         agent: Agent,
-        to: To,
+        to: WorkerAddress,
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
@@ -124,7 +124,7 @@ class _Session:
     def start(
         self,
         agent: Agent,
-        to: To,
+        to: WorkerAddress,
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
@@ -139,7 +139,7 @@ class _Session:
         def cancel() -> None:
             reported.cancel()
 
-        def arrived(done: torch.futures.Future[_Report]) -> None:
+        def arrived(done: torch.futures.Future[_RemoteProfile]) -> None:
             try:
                 future._settle(self._finish(call, done.value()), None)
             except BaseException as error:
@@ -152,42 +152,42 @@ class _Session:
 
     # What profiles take
 
-    def collect(self) -> list[_Event]:
+    def collect(self) -> list[_RemoteEvent]:
         """The events that have arrived since this was last asked."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
-    def report(self, value: Any, profile: Any) -> _Report:
+    def report(self, value: Any, profile: Any) -> _RemoteProfile:
         """The answer of a callee: its own events, and those of its calls that ended after the function returned."""
         own = [_pack(event, self.origin) for event in profile.function_events]
-        return _Report(value, self.origin, _now(), own + self.collect())
+        return _RemoteProfile(value, self.origin, _now(), own + self.collect())
 
     # Inside
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Calls in this block are made by the agent itself."""
-        local.around = None
+        thread_state.around = None
         try:
             yield
         finally:
-            local.around = self
+            thread_state.around = self
 
     def _order(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         return function, tuple(args), kwargs or {}, self._use_cuda, self._options
 
-    def _begin(self, agent: Agent, to: To, function: Callable[..., Any], mode: str) -> _Call:
-        self.rank = agent.me.rank
+    def _begin(self, agent: Agent, to: WorkerAddress, function: Callable[..., Any], mode: str) -> _ProfiledCall:
+        self.rank = agent.local_member.rank
         created = getattr(function, "creates", None)
         name = _name(function) if created is None else _name(created)
         target = agent.get_worker_info(to).name
-        return _Call(profiling_key(mode if created is None else "remote", name, agent.name, target), _now())
+        return _ProfiledCall(profiling_key(mode if created is None else "remote", name, agent.name, target), _now())
 
-    def _end(self, call: _Call, end: float) -> None:
+    def _end(self, call: _ProfiledCall, end: float) -> None:
         fields = {"id": 0, "name": call.key, "thread": threading.get_native_id(), "node_id": self.rank}
         fields |= {"trace_name": call.key, "is_async": True, "is_legacy": True, "stack": []}
-        self._events.append(_Event(call.start, end, fields, []))
+        self._events.append(_RemoteEvent(call.start, end, fields, []))
 
-    def _finish(self, call: _Call, report: _Report) -> Any:
+    def _finish(self, call: _ProfiledCall, report: _RemoteProfile) -> Any:
         end = _now()
         self._end(call, end)
         shift = (call.start + end - report.start - report.end) / 2
@@ -195,7 +195,7 @@ class _Session:
             fields = {**event.fields, "is_remote": True}
             for name in ("name", "trace_name"):
                 fields[name] = f"{call.key}{_REMOTE}{fields[name]}"
-            self._events.append(_Event(event.start + shift, event.end + shift, fields, event.kernels))
+            self._events.append(_RemoteEvent(event.start + shift, event.end + shift, fields, event.kernels))
         return report.value
 
 
@@ -215,27 +215,29 @@ def _run(
     watch()
     make: Any = profiler_legacy.profile
     with make(use_cuda=use_cuda and torch.cuda.is_available(), **options) as profile:
-        session = local.around
-        assert isinstance(session, _Session)
-        session.rank = agent.me.rank
+        session = thread_state.around
+        assert isinstance(session, _ProfilerSession)
+        session.rank = agent.local_member.rank
         value = function(*args, **kwargs)
-    if type(value) is Later:
+    if type(value) is DeferredReply:
         value = value.future
     elif getattr(function, ASYNC_MARK, None) is None:
         return session.report(value, profile)
-    return Later(_report_later(session, profile, function, value))
+    return DeferredReply(_report_later(session, profile, function, value))
 
 
 _run.must_run = True  # type: ignore[attr-defined]  # it may be for `remote`, whose object others may refer to
 
 
-def _report_later(session: _Session, profile: Any, function: Callable[..., Any], value: Any) -> Future[_Report]:
+def _report_later(
+    session: _ProfilerSession, profile: Any, function: Callable[..., Any], value: Any
+) -> Future[_RemoteProfile]:
     if not isinstance(value, torch._C.Future):
         raise UsageError(
             f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
             f"but {describe(function)} returned {type(value).__name__}"
         )
-    reported: Future[_Report] = Future()
+    reported: Future[_RemoteProfile] = Future()
 
     def arrived(done: torch.futures.Future[Any]) -> None:
         try:
@@ -252,7 +254,7 @@ def _starting(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def start(profile: Any) -> Any:
         entered = enter(profile)
         if profile.enabled:
-            local.around = _Session(profile)
+            thread_state.around = _ProfilerSession(profile)
         return entered
 
     return start
@@ -262,8 +264,8 @@ def _merging(parse: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
     @functools.wraps(parse)
     def merge(records: Any) -> list[Any]:
         events = parse(records)
-        session, local.around = local.around, None
-        if not isinstance(session, _Session):
+        session, thread_state.around = thread_state.around, None
+        if not isinstance(session, _ProfilerSession):
             return events  # the profile began before `watch`
         session.origin = next(each.start_us() for thread in records for each in thread if each.name() == _FIRST)
         for event in events:
@@ -275,13 +277,13 @@ def _merging(parse: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
     return merge
 
 
-def _pack(event: Any, origin: float) -> _Event:
+def _pack(event: Any, origin: float) -> _RemoteEvent:
     fields = {name: getattr(event, name) for name in _FIELDS}
     kernels = [(kernel.name, kernel.device, kernel.duration) for kernel in event.kernels]
-    return _Event(event.time_range.start + origin, event.time_range.end + origin, fields, kernels)
+    return _RemoteEvent(event.time_range.start + origin, event.time_range.end + origin, fields, kernels)
 
 
-def _unpack(event: _Event, origin: float) -> Any:
+def _unpack(event: _RemoteEvent, origin: float) -> Any:
     made: Any = FunctionEvent(start_us=event.start - origin, end_us=event.end - origin, **event.fields)  # type: ignore[no-untyped-call]
     for kernel in event.kernels:
         made.append_kernel(*kernel)

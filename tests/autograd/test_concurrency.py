@@ -14,7 +14,7 @@ from torch import Tensor
 from telegrad import autograd
 from telegrad.agent import Agent
 from telegrad.autograd import engine
-from telegrad.autograd.contexts import Contexts, Send
+from telegrad.autograd.contexts import Contexts, SentTensor
 from telegrad.errors import JoinError
 from telegrad.futures import Future
 from telegrad.testing import LocalCluster
@@ -103,8 +103,8 @@ def test_leaves_are_used_and_sent_by_many_threads() -> None:
         for thread in threads:
             thread.start()
         for _ in range(5_000):
-            Send(leaf, "somebody").edge()
-            Send(view, "somebody").edge()
+            SentTensor(leaf, "somebody").edge()
+            SentTensor(view, "somebody").edge()
     finally:
         sys.setswitchinterval(interval)
         stop.set()
@@ -115,13 +115,13 @@ def test_leaves_are_used_and_sent_by_many_threads() -> None:
 # Inside a pass
 
 
-def new_pass(w0: Agent) -> tuple[engine.Pass, str]:
+def new_pass(w0: Agent) -> tuple[engine.BackwardPass, str]:
     """A pass on w0 that has something to tell w1, as the thread that is busy with it sees it."""
     context = Contexts.of(w0).begin()
     token = engine.current_scope.set(context)
     y = w0.call("w1", weigh, new_leaf())
     engine.current_scope.reset(token)
-    this = engine.Pass(context, (w0.me.incarnation, 1), False, [y.sum()])
+    this = engine.BackwardPass(context, (w0.local_member.incarnation, 1), False, [y.sum()])
     this._busy = True
     return this, w0.member("w1").incarnation
 
@@ -129,7 +129,7 @@ def new_pass(w0: Agent) -> tuple[engine.Pass, str]:
 class Interrupted:
     """A lock behind which something happens, once, as soon as nobody is busy with the pass any more."""
 
-    def __init__(self, this: engine.Pass) -> None:
+    def __init__(self, this: engine.BackwardPass) -> None:
         self._lock, self._this, self._happened = this._lock, this, False
 
     def __enter__(self) -> None:
@@ -139,7 +139,7 @@ class Interrupted:
         self._lock.release()
         if not self._this._busy and not self._happened:
             self._happened = True
-            assert self._this._put(engine._Arrival("somebody", None, Future()))
+            assert self._this._put(engine._ReceivedMessage("somebody", None, Future()))
 
 
 @pytest.mark.parametrize("transport", ["memory"])
@@ -147,7 +147,7 @@ def test_one_thread_at_a_time_deals_with_a_pass(w0: Agent) -> None:
     """A message arrives between letting go and sending: whoever brought it deals with the pass from then on."""
     this, peer = new_pass(w0)
     this._lock = Interrupted(this)  # type: ignore[assignment]
-    assert not this._send([(peer, engine.Message([], [], []))])
+    assert not this._send([(peer, engine.GradientMessage([], [], []))])
     assert len(this._inbox) == 2
 
 
@@ -158,5 +158,5 @@ def test_a_message_that_cannot_be_sent_fails_the_pass(w0: Agent, monkeypatch: py
 
     this, peer = new_pass(w0)
     monkeypatch.setattr(w0, "start", refuse)
-    assert this._send([(peer, engine.Message([], [], [])), (peer, engine.Message([], [], []))])
+    assert this._send([(peer, engine.GradientMessage([], [], [])), (peer, engine.GradientMessage([], [], []))])
     assert [type(arrival.message) for arrival in this._inbox] == [JoinError, JoinError]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from telegrad import autograd
 from telegrad.agent import Agent
-from telegrad.autograd.contexts import ANCHOR, Arrived, Send, Slot, accumulator
+from telegrad.autograd.contexts import ANCHOR, GradientSlot, ReceivedTensor, SentTensor, accumulator
 from telegrad.autograd.graph import LocalGraph
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import TwoLayers, alone, assert_equal, everything, here, new_leaf, weigh, weight, weights
@@ -90,11 +90,11 @@ def test_a_hook_on_a_leaf_sees_the_whole_gradient_once(workers: LocalCluster, w0
 def test_a_hook_never_sees_part_of_a_gradient() -> None:
     """Something unrelated can be answered while one of two gradients of a tensor is there: its hooks must wait."""
     seen: list[list[float]] = []
-    leaf, slot = new_leaf(), Slot()
-    arrived = Arrived.apply(ANCHOR, (torch.ones(3),), slot)  # type: ignore[no-untyped-call]
+    leaf, slot = new_leaf(), GradientSlot()
+    arrived = ReceivedTensor.apply(ANCHOR, (torch.ones(3),), slot)  # type: ignore[no-untyped-call]
     y = 2 * leaf
     y.register_hook(lambda gradient: seen.append(gradient.tolist()))
-    sources = {"y": Send(y, "somebody"), "z": Send(3 * y, "somebody")}
+    sources = {"y": SentTensor(y, "somebody"), "z": SentTensor(3 * y, "somebody")}
     graph = LocalGraph(sources, {arrived.grad_fn: ("somebody", 1)}, {arrived.grad_fn: slot}, retain_graph=False)
     graph.resolve("y", torch.ones_like(y))
     assert graph.run() == ([], [(("somebody", 1), False, None)])

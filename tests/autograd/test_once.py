@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from telegrad import autograd
 from telegrad.agent import Agent
-from telegrad.autograd.contexts import ANCHOR, Arrived, Send, Slot
+from telegrad.autograd.contexts import ANCHOR, GradientSlot, ReceivedTensor, SentTensor
 from telegrad.autograd.graph import LocalGraph
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import alone, assert_equal, everything, new_leaf, weigh, weight
@@ -318,22 +318,22 @@ def calls_for(count: int, loss_of: Callable[[list[Tensor], Tensor, Tensor], Tens
     """Count the calls of Python that a graph of `count` steps takes, whose sources are resolved one by one."""
     leaf = new_leaf()
     shared = leaf.exp().sin()
-    sources: dict[Any, Send] = {}
+    sources: dict[Any, SentTensor] = {}
     receives, slots = {}, {}
     states: list[Tensor] = []
     sent: list[Tensor] = []
     for number in range(count):
-        slot = Slot()
-        arrived = Arrived.apply(ANCHOR, (torch.ones(3, dtype=torch.double),), slot)  # type: ignore[no-untyped-call]
+        slot = GradientSlot()
+        arrived = ReceivedTensor.apply(ANCHOR, (torch.ones(3, dtype=torch.double),), slot)  # type: ignore[no-untyped-call]
         states.append(arrived)
         receives[arrived.grad_fn] = "somebody", number
         slots[arrived.grad_fn] = slot
         sent.append((arrived * leaf).sin() * shared)
-        sources[number] = Send(sent[-1], "somebody")
+        sources[number] = SentTensor(sent[-1], "somebody")
     loss = loss_of(states, sent[-1], leaf)
     ends = [loss, *sent]
     (expected,) = torch.autograd.grad(ends, leaf, [torch.ones_like(end) for end in ends], retain_graph=True)
-    sources["loss"] = Send(loss, "somebody")
+    sources["loss"] = SentTensor(loss, "somebody")
     graph = LocalGraph(sources, receives, slots, retain_graph=False)
     found = 0
 

@@ -36,14 +36,14 @@ class Delivered:
     """The messages of passes that workers got."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.messages: list[engine.Message] = []
-        receive = engine.Pass.receive
+        self.messages: list[engine.GradientMessage] = []
+        receive = engine.BackwardPass.receive
 
-        def noted(this: engine.Pass, peer: str, message: tuple[Any, ...]) -> Any:
-            self.messages.append(engine.Message(*message))
+        def noted(this: engine.BackwardPass, peer: str, message: tuple[Any, ...]) -> Any:
+            self.messages.append(engine.GradientMessage(*message))
             return receive(this, peer, message)
 
-        monkeypatch.setattr(engine.Pass, "receive", noted)
+        monkeypatch.setattr(engine.BackwardPass, "receive", noted)
 
 
 @pytest.fixture
@@ -104,15 +104,15 @@ def test_first_messages_that_cross(workers: LocalCluster, w0: Agent, first: int)
         z = w0.call("w1", tripled, y)
         loss = (z + y).sum()
         contexts = [Contexts.of(worker).find(context_id) for worker in (w0, w1)]
-        name = (w0.me.incarnation, 0)
+        name = (w0.local_member.incarnation, 0)
         ours, theirs = contexts
         assert ours is not None
         assert theirs is not None
         passes = [
-            engine.Pass(ours, name, False, [loss]),
-            engine.Pass(theirs, name, False),
+            engine.BackwardPass(ours, name, False, [loss]),
+            engine.BackwardPass(theirs, name, False),
         ]
-        peers = [w1.me.incarnation, w0.me.incarnation]
+        peers = [w1.local_member.incarnation, w0.local_member.incarnation]
         for this in passes:
             this._run()
         queues = [[this._news(peer)] for this, peer in zip(passes, peers, strict=True)]

@@ -13,7 +13,7 @@ import torch
 
 from telegrad import Deadline, Future, batched, current_agent, current_caller, current_deadline
 from telegrad.agent import Agent
-from telegrad.batching.calls import Entry
+from telegrad.batching.calls import BatchedCall
 from telegrad.errors import CallTimeout, PeerLost, QueueFull, UsageError
 from telegrad.refs import remote
 from telegrad.rpc.functions import async_execution
@@ -462,7 +462,7 @@ def test_a_call_whose_deadline_passes_in_the_queue_does_not_run(log: Log, gate: 
     queue = Model.double.batching._queue(model)
     first = in_background(model.double, tensor(0))
     gate.wait_for()
-    late = queue.enter(Entry(None, "w0", Deadline.after(0.0), (model,), (tensor(1),), {}))
+    late = queue.enter(BatchedCall(None, "w0", Deadline.after(0.0), (model,), (tensor(1),), {}))
     patient = in_background(model.double, tensor(2))
     until(lambda: len(queue) == 2)
     gate.open()
@@ -532,7 +532,7 @@ def test_a_full_queue_holds_up_its_callers(workers: LocalCluster, log: Log, gate
 
 def held_up(agent: Agent) -> bool:
     """Does a pipe wait to be read on? (On a very busy machine: does a call hold a place of the executor?)"""
-    held = any(inbound.held for inbound in agent.connections.inbounds)
+    held = any(inbound.held for inbound in agent.connections.server_connections)
     return held or agent.executor.active > 0
 
 

@@ -22,26 +22,26 @@ class Recorded:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> cuda_graphs.Graphs:
-    monkeypatch.setattr(cuda_graphs, "_Graph", Recorded)
+def calls(monkeypatch: pytest.MonkeyPatch) -> cuda_graphs.CudaGraphs:
+    monkeypatch.setattr(cuda_graphs, "_CapturedGraph", Recorded)
     monkeypatch.setattr(cuda_graphs, "_can_stay", lambda leaf: isinstance(leaf, torch.Tensor))
-    return cuda_graphs.Graphs(lambda x: "run", "run")
+    return cuda_graphs.CudaGraphs(lambda x: "run", "run")
 
 
-def results(calls: cuda_graphs.Graphs, *args: Any) -> list[str]:
+def results(calls: cuda_graphs.CudaGraphs, *args: Any) -> list[str]:
     return [calls((), args, {}) for _ in range(4)]
 
 
-def test_the_first_batch_of_a_form_runs(calls: cuda_graphs.Graphs) -> None:
+def test_the_first_batch_of_a_form_runs(calls: cuda_graphs.CudaGraphs) -> None:
     assert results(calls, torch.ones(3)) == ["run", "replayed", "replayed", "replayed"]
     assert results(calls, torch.ones(4)) == ["run", "replayed", "replayed", "replayed"]
 
 
-def test_what_is_no_tensor_is_never_replayed(calls: cuda_graphs.Graphs) -> None:
+def test_what_is_no_tensor_is_never_replayed(calls: cuda_graphs.CudaGraphs) -> None:
     assert results(calls, [3]) == ["run"] * 4
 
 
-def test_a_context_gets_the_gradients_of_weights(calls: cuda_graphs.Graphs) -> None:
+def test_a_context_gets_the_gradients_of_weights(calls: cuda_graphs.CudaGraphs) -> None:
     token = current_scope.set(object())  # type: ignore[arg-type]
     try:
         assert results(calls, torch.ones(3)) == ["run"] * 4

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import Deadline
-from telegrad.batching.calls import Entry
-from telegrad.batching.fair_queue import Line
-from telegrad.batching.options import Options
-from telegrad.batching.policy import Companions, Company, Everybody, Quorum, company_for
+from telegrad.batching.calls import BatchedCall
+from telegrad.batching.fair_queue import FairQueue
+from telegrad.batching.options import BatchOptions
+from telegrad.batching.policy import AdaptivePolicy, AllCallersPolicy, BatchPolicy, MinimumSizePolicy, policy_for
 
 
 def entry(
     caller: str | int = "w0", arrived: float = 0.0, priority: float = 0.0, deadline: float | None = None
-) -> Entry:
-    made = Entry(None, caller, None if deadline is None else Deadline(deadline), (), (), {})
+) -> BatchedCall:
+    made = BatchedCall(None, caller, None if deadline is None else Deadline(deadline), (), (), {})
     made.arrived, made.priority, made.queued = arrived, priority, True
     return made
 
@@ -28,7 +28,7 @@ def entry(
 
 
 def test_callers_take_turns() -> None:
-    line = Line()
+    line = FairQueue()
     for number, caller in enumerate("aaaabbc"):
         line.add(entry(caller, number))
     assert [(each.caller, each.arrived) for each in line.take(5)] == [("a", 0), ("b", 4), ("c", 6), ("a", 1), ("b", 5)]
@@ -36,23 +36,23 @@ def test_callers_take_turns() -> None:
 
 
 def test_a_higher_priority_goes_first() -> None:
-    line = Line()
+    line = FairQueue()
     for number, priority in enumerate((0, 1, 0, 5)):
         line.add(entry("a", number, priority))
     assert [each.arrived for each in line.take(3)] == [3, 1, 0]
 
 
 def test_of_two_lines_the_more_urgent_then_the_older_goes_first() -> None:
-    old, new, urgent = Line(), Line(), Line()
+    old, new, urgent = FairQueue(), FairQueue(), FairQueue()
     old.add(entry(arrived=1))
     new.add(entry(arrived=2))
     urgent.add(entry(arrived=3, priority=1))
-    assert sorted([new, urgent, old], key=Line.rank) == [urgent, old, new]
+    assert sorted([new, urgent, old], key=FairQueue.rank) == [urgent, old, new]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.booleans())), st.integers(1, 7))
 def test_everybody_gets_through_a_line_once_and_in_order(calls: list[tuple[str, int, bool]], size: int) -> None:
-    line, entries = Line(), []
+    line, entries = FairQueue(), []
     for number, (caller, priority, leaves) in enumerate(calls):
         made = entry(caller, number, priority)
         entries.append((made, leaves))
@@ -61,7 +61,7 @@ def test_everybody_gets_through_a_line_once_and_in_order(calls: list[tuple[str, 
         if leaves:
             made.queued = False
             line.left()
-    taken: list[Entry] = []
+    taken: list[BatchedCall] = []
     while len(line):
         batch = line.take(size)
         assert len(batch) == min(size, len(batch) + len(line))
@@ -78,20 +78,20 @@ def test_everybody_gets_through_a_line_once_and_in_order(calls: list[tuple[str, 
 # Company
 
 
-def rule(**settings: Any) -> Company:
-    made = company_for(Options(**settings))
+def rule(**settings: Any) -> BatchPolicy:
+    made = policy_for(BatchOptions(**settings))
     assert made is not None
     return made
 
 
-def together(company: Company, *callers: str | int, now: float = 0.0) -> None:
+def together(company: BatchPolicy, *callers: str | int, now: float = 0.0) -> None:
     for caller in callers:
         if len(company):
             company.overlapped(caller)
         company.add(entry(caller, now), 0.0)
 
 
-def learned(*callers: str) -> Company:
+def learned(*callers: str) -> BatchPolicy:
     """A rule with `max_wait=1` that knows these callers to come together."""
     company = rule(max_wait=1.0)
     for now in range(0, 30, 10):
@@ -102,10 +102,10 @@ def learned(*callers: str) -> Company:
 
 
 def test_nobody_waits_unless_told_to() -> None:
-    assert company_for(Options()) is None
-    assert isinstance(rule(max_wait=1.0), Companions)
-    assert isinstance(rule(min_size=2), Quorum)
-    assert isinstance(rule(min_size="all"), Everybody)
+    assert policy_for(BatchOptions()) is None
+    assert isinstance(rule(max_wait=1.0), AdaptivePolicy)
+    assert isinstance(rule(min_size=2), MinimumSizePolicy)
+    assert isinstance(rule(min_size="all"), AllCallersPolicy)
 
 
 def test_at_first_a_call_waits_to_see_who_comes() -> None:

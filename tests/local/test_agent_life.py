@@ -116,7 +116,7 @@ def test_closing_while_a_connection_is_being_made(
     w0.close()
     gate.open()
     assert isinstance(calling.exception(PATIENCE), TelegradError)
-    until(lambda: w1.connections.inbounds == [])
+    until(lambda: w1.connections.server_connections == [])
 
 
 def test_closing_what_was_never_opened_is_harmless(solo: Agent) -> None:
@@ -181,7 +181,7 @@ def test_repr_in_every_state(cluster: Clusters, gate: Gate, in_background: Backg
     future = w0.submit("w1", hold_at, gate)
     gate.wait_for()
     assert "1 pending" in repr(w0)
-    assert "<Inbound from 'w0'" in repr(workers["w1"].connections.inbounds)
+    assert "<Inbound from 'w0'" in repr(workers["w1"].connections.server_connections)
     leaving = in_background(workers["w1"].close)
     assert future.exception(PATIENCE) is not None
     gate.open()

@@ -305,13 +305,13 @@ def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(workers: L
     promises.note(Future())
     hasty = workers["w0"].start("w1", same_promise, (promises,), None, 0.05 if how == "timed out" else None)
     patient = workers["w2"].submit("w1", same_promise, promises)
-    until(lambda: sum(inbound.under_way for inbound in workers["w1"].connections.inbounds) == 2)
+    until(lambda: sum(inbound.under_way for inbound in workers["w1"].connections.server_connections) == 2)
     if how == "cancelled":
         hasty.cancel()
     elif how == "killed":
         workers.kill("w0")
     assert hasty.exception(PATIENCE) is not None
-    until(lambda: sum(inbound.under_way for inbound in workers["w1"].connections.inbounds) <= 1)
+    until(lambda: sum(inbound.under_way for inbound in workers["w1"].connections.server_connections) <= 1)
     promises.entries[0].set_result("for all who are left")
     assert patient.result(PATIENCE) == "for all who are left"
 

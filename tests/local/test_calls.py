@@ -14,7 +14,7 @@ import torch
 from telegrad import current_agent, current_caller, current_deadline
 from telegrad.agent import Agent
 from telegrad.errors import RemoteError, RemoteTraceback, SerializationError, UsageError
-from telegrad.server.connection import Inbound
+from telegrad.server.connection import ServerConnection
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import until
@@ -283,8 +283,10 @@ def test_a_local_class_and_its_instances_travel(w0: Agent) -> None:
 
 def test_a_function_is_defined_once_per_connection(w0: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     defined: list[int] = []
-    define = Inbound._define
-    monkeypatch.setattr(Inbound, "_define", lambda self, frame: (defined.append(frame.function), define(self, frame)))
+    define = ServerConnection._define
+    monkeypatch.setattr(
+        ServerConnection, "_define", lambda self, frame: (defined.append(frame.function), define(self, frame))
+    )
     for _ in range(5):
         w0.submit("w1", operator.add, 1, 2).wait()
     assert len(defined) == 1

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from telegrad import Agent
-from telegrad.client.peer import Dialled
+from telegrad.client.peer import DialedConnection
 from telegrad.errors import CallTimeout, PeerLost
-from telegrad.server.connection import Inbound
+from telegrad.server.connection import ServerConnection
 from telegrad.server.listener import Connections
 from telegrad.testing import LocalCluster
 from telegrad.wire.frames import Frame, Kind
@@ -39,7 +39,7 @@ def w0(pair: LocalCluster, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Agent
     """A worker that connects to another only when the gate is open."""
     dial = Connections.dial
 
-    def dial_later(self: Connections, *args: Any) -> Dialled:
+    def dial_later(self: Connections, *args: Any) -> DialedConnection:
         gate.hold()
         return dial(self, *args)
 
@@ -71,14 +71,14 @@ def test_a_call_before_the_connection_is_packed_and_waits(w0: Agent, gate: Gate)
 
 def test_calls_before_the_connection_keep_their_order(w0: Agent, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     arrived: list[int] = []
-    handle = Inbound.handle
+    handle = ServerConnection.handle
 
-    def note(self: Inbound, frame: Frame) -> None:
+    def note(self: ServerConnection, frame: Frame) -> None:
         if frame.kind == Kind.CALL and self.is_shared:
             arrived.append(frame.call)
         handle(self, frame)
 
-    monkeypatch.setattr(Inbound, "handle", note)
+    monkeypatch.setattr(ServerConnection, "handle", note)
     futures = [w0.submit("w1", abs, -number) for number in range(50)]
     gate.wait_for()
     gate.open()
@@ -132,7 +132,7 @@ def test_the_next_call_connects_again(w0: Agent, gate: Gate, monkeypatch: pytest
     gate.open()
     dial, failures = w0.connections.dial, iter([PeerLost("out of descriptors", peer="w1", sent=False)])
 
-    def fail_once(*args: Any) -> Dialled:
+    def fail_once(*args: Any) -> DialedConnection:
         for failure in failures:
             raise failure
         return dial(*args)
@@ -146,7 +146,7 @@ def test_calls_that_wait_fail_when_the_worker_is_given_up(silent: tuple[Agent, s
     w0, incarnation = silent
     future = w0.submit("silent", abs, -1)
     until(lambda: bool(w0.connections._dialling))
-    w0.peer_gone("silent", incarnation, reason="it was given up")
+    w0.declare_lost("silent", incarnation, reason="it was given up")
     error = future.exception(PATIENCE)
     assert isinstance(error, PeerLost)
     assert "it was given up" in str(error)

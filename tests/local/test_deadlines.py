@@ -13,7 +13,7 @@ import torch
 
 from telegrad import Deadline, Future, current_agent, current_deadline
 from telegrad.agent import Agent
-from telegrad.client.multiplexed import Pending
+from telegrad.client.multiplexed import PendingCall
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import LocalCluster
@@ -171,7 +171,7 @@ def test_thousands_of_deadlines_pass(w0: Agent, pair: LocalCluster) -> None:
     futures = [w0.start("w1", promise, (promises,), None, 0.01 + i % 100 / 500) for i in range(2000)]
     assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)
     assert w0.statistics()["calls pending"] == 0
-    inbounds = pair["w1"].connections.inbounds
+    inbounds = pair["w1"].connections.server_connections
     until(lambda: not any(inbound._waiting or inbound.under_way for inbound in inbounds))
 
 
@@ -199,7 +199,7 @@ def test_a_deadline_that_passes_before_the_call_is_sent_leaves_nothing_at_the_ca
     future = w0.start("w1", promise, (promises,), None, SHORT)
     assert isinstance(future.exception(PATIENCE), CallTimeout)
     promises.wait_for(1)
-    inbounds = pair["w1"].connections.inbounds
+    inbounds = pair["w1"].connections.server_connections
     until(lambda: not any(inbound._waiting or inbound.under_way for inbound in inbounds))
 
 
@@ -211,7 +211,7 @@ def test_a_call_that_outlives_its_deadline_leaves_nothing_at_the_callee(
     assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)
     assert w0.submit("w1", abs, -1).wait() == 1  # the cancellations have been read
     gate.open()
-    inbounds = pair["w1"].connections.inbounds
+    inbounds = pair["w1"].connections.server_connections
     until(lambda: not any(inbound.under_way for inbound in inbounds))
     assert [inbound._cancelled for inbound in inbounds] == [set() for _ in inbounds]
 
@@ -221,7 +221,7 @@ def test_a_promise_that_comes_after_its_deadline_is_not_kept(w0: Agent, pair: Lo
     late = w0.start("w1", promise_at_last, (promises, gate), None, SHORT)
     gate.wait_for(1)
     assert isinstance(late.exception(PATIENCE), CallTimeout)
-    inbounds = pair["w1"].connections.inbounds
+    inbounds = pair["w1"].connections.server_connections
     until(lambda: any(inbound._cancelled for inbound in inbounds))
     gate.open()
     until(lambda: not any(inbound.under_way for inbound in inbounds))
@@ -268,6 +268,6 @@ def test_a_callee_that_finds_the_deadline_passed_a_moment_before_its_caller(clus
     """It answers a call that it did not begin with an empty reply."""
     pipe = cluster(2)["w0"].peers.reach("w1").pipe
     future: Future[int] = Future()
-    pipe._complete(Pending(future, math.inf, 1.0, "slow", False, None, []), Frame(Kind.REPLY, 0, 1, 0, 0, b"", ()))
+    pipe._complete(PendingCall(future, math.inf, 1.0, "slow", False, None, []), Frame(Kind.REPLY, 0, 1, 0, 0, b"", ()))
     with pytest.raises(CallTimeout, match="slow on worker 'w1'"):
         future.wait()

@@ -15,13 +15,13 @@ from telegrad import Future, batched, blocking
 from telegrad.agent import Agent
 from telegrad.current import active_agent
 from telegrad.rpc.functions import async_execution
-from telegrad.scheduling.event_loop import _FRAMES_PER_TURN, Connection, EventLoop, EventLoops
+from telegrad.scheduling.event_loop import _FRAMES_PER_TURN, EventLoop, EventLoops, LoopConnection
 from telegrad.server import connection
-from telegrad.server.functions import Later
+from telegrad.server.functions import DeferredReply
 from telegrad.testing import LocalCluster
 from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.stream import StreamChannel
-from telegrad.wire.buffer_pool import Pool
+from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import Frame, Kind, head
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Shared, hold_at, until
@@ -96,7 +96,7 @@ def test_one_thread_serves_all_callers(workers: LocalCluster) -> None:
     asynchronous = {workers[name].submit("w0", identity).wait() for name in CALLERS}
     synchronous = {workers[name].call("w0", identity) for name in CALLERS}
     assert len(asynchronous | synchronous) == 1
-    assert sum(loop.hand_overs for loop in workers["w0"].loops) == 0
+    assert sum(loop.hand_overs for loop in workers["w0"].event_loops) == 0
 
 
 @pytest.mark.usefixtures("undisturbed")
@@ -115,7 +115,7 @@ def test_calls_that_are_answered_later_share_the_thread(workers: LocalCluster, i
 def test_a_call_that_waits_goes_on_where_it_was_and_another_thread_reads(workers: LocalCluster) -> None:
     here, there = workers["w1"].call("w0", ask_identity, "w2")
     assert here != there
-    assert sum(loop.hand_overs for loop in workers["w0"].loops) == 1
+    assert sum(loop.hand_overs for loop in workers["w0"].event_loops) == 1
     assert workers["w1"].call("w0", identity) != here  # that thread has left the loop
 
 
@@ -123,7 +123,7 @@ def test_a_call_whose_thread_loses_the_loop_before_the_call_begins_is_answered(
     workers: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w0 = workers["w0"]
-    [loop] = w0.loops
+    [loop] = w0.event_loops
     find = w0.target
 
     def wait_and_find(function: Any) -> Any:
@@ -162,12 +162,14 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(cluste
         awake.wait(PATIENCE)
 
     # w1 no longer reads: its leader is held in a callback, and the clock may not relieve it.
-    for loop in w1.loops:
+    for loop in w1.event_loops:
         w1.clock.unwatch(loop)
     w1.submit("w0", abs, -1).add_done_callback(sleep)
     assert asleep.wait(PATIENCE)
     futures = [w1.submit("w0", bytes, 1 << 13) for _ in range(4000)]
-    inbound = next(each for each in workers["w0"].connections.inbounds if each.peer_name == "w1" and each.is_shared)
+    inbound = next(
+        each for each in workers["w0"].connections.server_connections if each.peer_name == "w1" and each.is_shared
+    )
     if inbound.channel.kind != "memory":
         until(lambda: inbound.mask == select.EPOLLOUT)
     assert workers["w2"].call("w0", abs, -2) == 2
@@ -179,7 +181,7 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(cluste
 # The loop by itself
 
 
-class Recorder(Connection):
+class Recorder(LoopConnection):
     """Notes the frames of a connection; `act` is what it does with one."""
 
     def __init__(self, channel: Any) -> None:
@@ -203,8 +205,8 @@ class Line:
 
     def __init__(self, loop: EventLoops) -> None:
         near, far = socket.socketpair()
-        self.far = StreamChannel(far, Pool(), 1 << 30)
-        self.recorder = Recorder(StreamChannel(near, Pool(), 1 << 30))
+        self.far = StreamChannel(far, BufferPool(), 1 << 30)
+        self.recorder = Recorder(StreamChannel(near, BufferPool(), 1 << 30))
         self._loop = loop
 
     def add(self) -> None:
@@ -226,13 +228,13 @@ def line(agent: Agent) -> Iterator[Callable[[], Line]]:
     lines: list[Line] = []
 
     def make() -> Line:
-        lines.append(Line(agent.loops))
+        lines.append(Line(agent.event_loops))
         return lines[-1]
 
     yield make
     for each in lines:
         each.far.close()
-        if agent.loops.reads(each.recorder):
+        if agent.event_loops.reads(each.recorder):
             assert each.recorder.over.wait(PATIENCE)
         each.recorder.channel.close()
 
@@ -356,7 +358,7 @@ def test_nothing_is_read_after_the_end(cluster: Clusters, line: Callable[[], Lin
     agent = cluster(1)["w0"]
     agent.close()
     with pytest.raises(ChannelClosed):
-        agent.loops.add(line().recorder)
+        agent.event_loops.add(line().recorder)
 
 
 sizes: list[int] = []
@@ -375,7 +377,7 @@ def test_calls_that_arrive_together_run_together(line: Callable[[], Line]) -> No
 
     def act(frame: Frame) -> None:
         outcome = count.batching.serve(frame.call)  # type: ignore[attr-defined]
-        if type(outcome) is Later:
+        if type(outcome) is DeferredReply:
             outcome.listen(lambda done: answers.append(done.value()))
         else:
             answers.append(outcome)
@@ -399,12 +401,12 @@ def test_an_executor_that_is_full_holds_up_who_fills_it(cluster: Clusters, gate:
     target = w0.target(hold_at)
     target.seconds = 1.0  # it is known to be slow
     futures = [workers["w1"].submit("w0", hold_at, gate) for _ in range(8)]
-    until(lambda: any(inbound.held for inbound in w0.connections.inbounds))
+    until(lambda: any(inbound.held for inbound in w0.connections.server_connections))
     assert workers["w2"].call("w0", abs, -3) == 3
     gate.open()
     for future in futures:
         future.result(PATIENCE)
-    until(lambda: not any(inbound.held for inbound in w0.connections.inbounds))
+    until(lambda: not any(inbound.held for inbound in w0.connections.server_connections))
 
 
 def test_a_connection_that_must_not_be_read_is_not_looked_at_either(agent: Agent, line: Callable[[], Line]) -> None:

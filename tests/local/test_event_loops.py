@@ -39,8 +39,8 @@ def call_on(to: str, value: int) -> int:
 
 def spread(agent: Agent, purpose: str) -> list[int]:
     """Return how many connections of one purpose each loop of an agent reads."""
-    found = collections.Counter(each.loop for each in agent.connections.inbounds if each.group == purpose)
-    return sorted(found[loop] for loop in agent.loops)
+    found = collections.Counter(each.loop for each in agent.connections.server_connections if each.group == purpose)
+    return sorted(found[loop] for loop in agent.event_loops)
 
 
 def test_connections_of_each_purpose_are_spread_evenly(workers: LocalCluster) -> None:
@@ -52,7 +52,7 @@ def test_connections_of_each_purpose_are_spread_evenly(workers: LocalCluster) ->
 
 def test_loops_read_at_the_same_time(workers: LocalCluster) -> None:
     """Each call waits for the others, on the thread that read it."""
-    for loop in workers["w0"].loops:
+    for loop in workers["w0"].event_loops:
         workers["w0"].clock.unwatch(loop)  # nobody relieves a leader that is stuck
     meeting = Meeting(LOOPS)
     futures = [workers[name].submit("w0", meet, meeting) for name in CALLERS[:LOOPS]]
@@ -77,13 +77,13 @@ def test_where_descriptors_run_out_fewer_loops_do(cluster: Clusters, monkeypatch
 
     monkeypatch.setattr(event_loop.os, "eventfd", refuse)
     assert [workers[name].call("w0", abs, -1) for name in ("w1", "w2")] == [1, 1]
-    assert len(list(workers["w0"].loops)) == 1
+    assert len(list(workers["w0"].event_loops)) == 1
 
 
 def test_a_python_with_an_interpreter_lock_has_one_loop(cluster: Clusters) -> None:
     workers = cluster(3)
     assert [workers[name].call("w0", abs, -1) for name in ("w1", "w2")] == [1, 1]
-    loops = len(list(workers["w0"].loops))
+    loops = len(list(workers["w0"].event_loops))
     assert loops == min(2, event_loop.default_count())
     assert event_loop.default_count() == 1 or not has_lock()
 

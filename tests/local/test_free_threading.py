@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from telegrad.interpreter import has_lock, snapshot
-from telegrad.scheduling.threads import Threads
-from telegrad.wire.buffer_pool import Pool
+from telegrad.scheduling.threads import ThreadPool
+from telegrad.wire.buffer_pool import BufferPool
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE
 
@@ -69,7 +69,7 @@ def test_the_lock_stays_off() -> None:
 def test_threads_do_not_inherit_the_context_of_who_starts_them() -> None:
     found: list[str | None] = []
     done = threading.Event()
-    threads = Threads("telegrad-test", lambda: None)
+    threads = ThreadPool("telegrad-test", lambda: None)
     token = inherited.set("the scope of a call")
     try:
         threads.start(lambda: (found.append(inherited.get()), done.set()))  # type: ignore[func-returns-value]
@@ -117,7 +117,7 @@ def test_threads_that_call_a_new_peer_at_once_share_one_link(cluster: Clusters) 
 
 
 def test_memory_of_the_pool_has_one_user_at_a_time() -> None:
-    pool = Pool(floor=64, limit=1 << 20)
+    pool = BufferPool(floor=64, limit=1 << 20)
 
     def use(mark: int) -> Callable[[], bool]:
         def run() -> bool:

@@ -217,7 +217,7 @@ def test_listeners_hear_of_a_loss_once(trio: LocalCluster) -> None:
     log = Log()
     w0 = trio["w0"]
     w0.on_loss(lambda name, incarnation: log.note((name, incarnation)))
-    lost = trio["w1"].me.incarnation
+    lost = trio["w1"].local_member.incarnation
     for _ in range(3):
         w0.call("w1", abs, -1)
         w0.submit("w1", abs, -1).wait()
@@ -257,7 +257,7 @@ def test_each_incarnation_is_lost_for_itself(cluster: Clusters) -> None:
     incarnations = []
     for number in range(3):
         until(lambda: _answers(workers["w0"], "w1"))
-        incarnations.append(workers["w1"].me.incarnation)
+        incarnations.append(workers["w1"].local_member.incarnation)
         workers.kill("w1")
         assert log.wait_for(number + 1) == incarnations
         workers.join("w1", 1)
@@ -285,13 +285,15 @@ def test_everybody_gets_everything(trio: LocalCluster, in_background: Background
 
 
 def test_some_meet_without_the_others(trio: LocalCluster, in_background: Background) -> None:
-    gathered = everywhere(in_background, trio.agents[1:], lambda agent: agent.all_gather(agent.me.rank, ["w2", "w1"]))
+    gathered = everywhere(
+        in_background, trio.agents[1:], lambda agent: agent.all_gather(agent.local_member.rank, ["w2", "w1"])
+    )
     assert gathered == [{"w1": 1, "w2": 2}] * 2
 
 
 def test_a_barrier_does_not_open_early(trio: LocalCluster, in_background: Background) -> None:
     early = [in_background(agent.barrier) for agent in trio.agents[:2]]
-    until(lambda: "leading" in repr(trio["w0"]) and "['w2']" in repr(trio["w0"].gathering))
+    until(lambda: "leading" in repr(trio["w0"]) and "['w2']" in repr(trio["w0"].collectives))
     assert not any(each.done() for each in early)
     trio["w2"].barrier()
     assert [each.result(PATIENCE) for each in early] == [None, None]
@@ -317,7 +319,7 @@ def test_a_death_during_the_barrier_is_named(trio: LocalCluster, in_background: 
     alive = [agent for agent in trio if agent.name != victim]
     leader = trio["w0"]
     waiting = [in_background(agent.barrier) for agent in alive]
-    until(lambda: f"['{victim}']" in repr(leader.gathering))
+    until(lambda: f"['{victim}']" in repr(leader.collectives))
     trio.kill(victim)
     for each in waiting:
         error = each.exception(PATIENCE)
@@ -328,7 +330,7 @@ def test_a_death_during_the_barrier_is_named(trio: LocalCluster, in_background: 
 def test_the_leader_dies_after_it_has_come_itself(trio: LocalCluster, in_background: Background) -> None:
     leading = in_background(trio["w0"].all_gather, "from w0")
     follower = in_background(trio["w1"].all_gather, "from w1")
-    until(lambda: "['w2']" in repr(trio["w0"].gathering))
+    until(lambda: "['w2']" in repr(trio["w0"].collectives))
     trio.kill("w0")
     assert isinstance(leading.exception(PATIENCE), (PeerLost, UsageError))
     latecomer = in_background(trio["w2"].all_gather, "from w2")
@@ -345,7 +347,7 @@ def pass_time_limit(trio: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Call
     at = leader.clock.at
 
     def keep_limits(moment: float, run: Callable[[], None]) -> None:
-        if run.__qualname__.startswith("Gathering.arrive"):
+        if run.__qualname__.startswith("Collectives.arrive"):
             limits.append(run)
         else:
             at(moment, run)
@@ -353,7 +355,7 @@ def pass_time_limit(trio: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Call
     monkeypatch.setattr(leader.clock, "at", keep_limits)
 
     def pass_it(late: str) -> None:
-        until(lambda: bool(limits) and f"['{late}']" in repr(leader.gathering))
+        until(lambda: bool(limits) and f"['{late}']" in repr(leader.collectives))
         limits.pop()()
 
     return pass_it
@@ -424,7 +426,7 @@ def test_shutdown_names_those_who_do_not_come(
 
 def test_a_death_during_shutdown(trio: LocalCluster, in_background: Background) -> None:
     leaving = [in_background(agent.shutdown) for agent in trio.agents[:2]]
-    until(lambda: "['w2']" in repr(trio["w0"].gathering))
+    until(lambda: "['w2']" in repr(trio["w0"].collectives))
     trio.kill("w2")
     assert [each.result(PATIENCE) for each in leaving] == [("w2",)] * 2
 
@@ -471,7 +473,7 @@ class Beats:
     def __init__(self) -> None:
         self.silent: set[str] = set()
         self._given = threading.Semaphore(0)
-        self._beat = maintenance.beat
+        self._beat = maintenance.send_heartbeats
 
     def beat(self, agent: Agent) -> None:
         if agent.name not in self.silent:
@@ -486,7 +488,7 @@ class Beats:
 @pytest.fixture
 def beats(monkeypatch: pytest.MonkeyPatch) -> Beats:
     beats = Beats()
-    monkeypatch.setattr(maintenance, "beat", beats.beat)
+    monkeypatch.setattr(maintenance, "send_heartbeats", beats.beat)
     return beats
 
 
@@ -536,14 +538,14 @@ def test_a_peer_that_beats_more_slowly_is_not_silent(cluster: Clusters, beats: B
 def test_who_shuts_down_says_so_before_it_waits(cluster: Clusters) -> None:
     workers = cluster(2)
     said: list[bool] = []
-    workers["w0"].on_parting(lambda: said.append(workers["w0"].call("w1", abs, -1) == 1))
+    workers["w0"].on_shutdown(lambda: said.append(workers["w0"].call("w1", abs, -1) == 1))
     assert workers["w0"].shutdown(timeout=0.2) == ("w1",)
     assert said == [True]
 
 
 def test_a_lost_worker_is_known_as_lost(cluster: Clusters) -> None:
     workers = cluster(2)
-    incarnation = workers["w1"].me.incarnation
+    incarnation = workers["w1"].local_member.incarnation
     lost = threading.Event()
     known: list[bool] = []
     workers["w0"].on_loss(lambda _, which: (known.append(workers["w0"].is_lost(which)), lost.set()))
@@ -565,6 +567,6 @@ def test_who_connects_to_a_worker_that_is_given_up_does_not_wait(cluster: Cluste
         w0.connections._config = transports
         dialling = in_background(w0.connections.dial, member, "lane")
         until(lambda: bool(w0.connections._dialling))
-        w0.peer_gone("gone", "its incarnation", reason="it was silent")
+        w0.declare_lost("gone", "its incarnation", reason="it was silent")
         assert isinstance(dialling.exception(PATIENCE), PeerLost)
         assert not w0.connections._dialling

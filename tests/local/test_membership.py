@@ -29,7 +29,7 @@ def transport() -> str:
 def incarnation() -> str:
     agent = current_agent()
     assert agent is not None
-    return agent.me.incarnation
+    return agent.local_member.incarnation
 
 
 def config(**settings: Any) -> Config:
@@ -127,7 +127,7 @@ def test_a_rank_that_was_asked_for_is_not_given_to_the_next(cluster: Clusters) -
     chosen, given = workers.join("chosen", rank=0), workers.join("given")
     assert chosen.get_worker_info().id != given.get_worker_info().id
     assert [info.name for info in chosen.get_worker_infos()] == ["chosen", "given"]
-    assert given.call("chosen", incarnation) == chosen.me.incarnation
+    assert given.call("chosen", incarnation) == chosen.local_member.incarnation
 
 
 def test_a_rank_that_is_taken_is_refused(cluster: Clusters) -> None:
@@ -135,7 +135,7 @@ def test_a_rank_that_is_taken_is_refused(cluster: Clusters) -> None:
     first = workers.join("first", rank=3)
     with pytest.raises(JoinError, match="rank 3"):
         workers.join("second", rank=3)
-    assert first.call("first", incarnation) == first.me.incarnation
+    assert first.call("first", incarnation) == first.local_member.incarnation
 
 
 def test_who_left_is_gone_for_the_others(cluster: Clusters) -> None:
@@ -154,7 +154,7 @@ def test_who_left_may_come_back(cluster: Clusters) -> None:
     workers["w0"].call("w1", abs, -1)
     workers["w1"].shutdown()
     back = workers.join("w1")
-    assert workers["w0"].call("w1", incarnation) == back.me.incarnation
+    assert workers["w0"].call("w1", incarnation) == back.local_member.incarnation
 
 
 def test_a_name_that_is_alive_is_refused(cluster: Clusters) -> None:
@@ -199,8 +199,8 @@ def test_a_worker_comes_back_under_its_name(cluster: Clusters, fixed_size: bool)
     back = workers.join("w1", 1 if fixed_size else None)
     assert back.get_worker_info() == WorkerInfo("w1", 1)
     for target in ("w1", 1, WorkerInfo("w1", 1)):
-        assert workers["w0"].call(target, incarnation) == back.me.incarnation != first
-        assert workers["w0"].submit(target, incarnation).wait() == back.me.incarnation
+        assert workers["w0"].call(target, incarnation) == back.local_member.incarnation != first
+        assert workers["w0"].submit(target, incarnation).wait() == back.local_member.incarnation
 
 
 @pytest.mark.parametrize("fixed_size", [True, False])
@@ -208,7 +208,7 @@ def test_who_never_met_the_first_incarnation_reaches_the_second(cluster: Cluster
     workers = cluster(2, fixed_size=fixed_size)
     workers.kill("w1")
     back = workers.join("w1", 1 if fixed_size else None)
-    assert workers["w0"].call("w1", incarnation) == back.me.incarnation
+    assert workers["w0"].call("w1", incarnation) == back.local_member.incarnation
 
 
 def test_who_comes_back_calls_the_others(cluster: Clusters) -> None:
@@ -246,7 +246,7 @@ def test_calls_to_a_returned_worker_from_many_threads(cluster: Clusters) -> None
     until(lambda: _reached_again(workers["w0"]))
     with ThreadPoolExecutor(8) as pool:
         reached = set(pool.map(lambda _: workers["w0"].call("w1", incarnation), range(32)))
-    assert reached == {back.me.incarnation}
+    assert reached == {back.local_member.incarnation}
 
 
 def test_a_peer_has_one_link_however_it_is_named(cluster: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_a_peer_has_one_link_however_it_is_named(cluster: Clusters, monkeypatch:
     monkeypatch.setattr(w0, "dial", dial_together)
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda to: w0.submit(to, abs, -1).wait(), ["w1", 1])) == [1, 1]
-    assert len(workers["w1"].connections.inbounds) == 1
+    assert len(workers["w1"].connections.server_connections) == 1
 
 
 # Refused
@@ -323,8 +323,8 @@ def _other(workers: LocalCluster, **settings: Any) -> Agent:
 
 def _smuggle(agent: Agent, into: LocalCluster, rank: int) -> None:
     """Write a worker of one group into the directory of another."""
-    entry = {"name": "smuggled", "rank": rank, "incarnation": agent.me.incarnation, "left": False}
-    into.store.set(f"rank/{rank}", json.dumps({**entry, "addresses": agent.me.addresses}))
+    entry = {"name": "smuggled", "rank": rank, "incarnation": agent.local_member.incarnation, "left": False}
+    into.store.set(f"rank/{rank}", json.dumps({**entry, "addresses": agent.local_member.addresses}))
 
 
 # Stores

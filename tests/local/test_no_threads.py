@@ -11,8 +11,8 @@ import pytest
 
 from telegrad.errors import PeerLost, ProtocolError, TelegradError
 from telegrad.refs import remote
-from telegrad.scheduling.threads import Job, Threads
-from telegrad.server.connection import Inbound
+from telegrad.scheduling.threads import Job, ThreadPool
+from telegrad.server.connection import ServerConnection
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.conftest import Background
@@ -27,13 +27,13 @@ NoThreads = Callable[[], AbstractContextManager[None]]
 def no_threads(monkeypatch: pytest.MonkeyPatch) -> NoThreads:
     """Within this, no thread of an agent is idle, and the system refuses new ones."""
 
-    def refuse(threads: Threads, job: Job) -> None:
+    def refuse(threads: ThreadPool, job: Job) -> None:
         raise RuntimeError("can't start new thread")
 
     @contextmanager
     def without_threads() -> Iterator[None]:
         with monkeypatch.context() as patch:
-            patch.setattr(Threads, "start", refuse)
+            patch.setattr(ThreadPool, "start", refuse)
             yield
 
     return without_threads
@@ -80,9 +80,9 @@ def test_a_connection_waits_for_a_thread(
     """The callee has proven itself and cannot start to serve: that is no reason to give it up."""
     w0, w1 = workers["w0"], workers["w1"]
     refused, here = Gate(), threading.local()
-    welcome, start = type(w1.connections)._welcome, Threads.start
+    welcome, start = type(w1.connections)._welcome, ThreadPool.start
 
-    def start_unless_refused(threads: Threads, job: Job) -> None:
+    def start_unless_refused(threads: ThreadPool, job: Job) -> None:
         if getattr(here, "refuses", False):
             raise RuntimeError("can't start new thread")
         start(threads, job)
@@ -96,7 +96,7 @@ def test_a_connection_waits_for_a_thread(
         if connections is w1.connections:
             refused.hold()
 
-    monkeypatch.setattr(Threads, "start", start_unless_refused)
+    monkeypatch.setattr(ThreadPool, "start", start_unless_refused)
     monkeypatch.setattr(type(w1.connections), "_welcome", welcome_without_threads)
     calls = [in_background(w0.invoke, "w1", abs, (-number,), None, PATIENCE) for number in range(3)]
     calls.append(in_background(lambda: w0.start("w1", abs, (-3,), None, PATIENCE).wait()))
@@ -142,11 +142,11 @@ def test_a_connection_that_its_callee_ends_costs_the_call_alone(
     kept = remote("w1", Thing, (5,), agent=w0)
     assert kept.rpc_sync().get() == 5
 
-    def refuse(inbound: Inbound, *args: Any) -> None:
+    def refuse(inbound: ServerConnection, *args: Any) -> None:
         raise ProtocolError("this makes no sense")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Inbound, "_execute", refuse)
+        patch.setattr(ServerConnection, "_execute", refuse)
         with pytest.raises(PeerLost, match=r"this makes no sense.*Other calls to the worker go on"):
             w0.call("w1", abs, -1)
     assert w0.call("w1", abs, -1) == 1

@@ -16,7 +16,7 @@ import telegrad.rpc as rpc
 from telegrad import Agent, Config
 from telegrad.errors import CallTimeout, GroupBroken, JoinError, PeerLost, UsageError
 from telegrad.rpc import api, backend_registry, constants, device_maps
-from telegrad.rpc.device_maps import Declared
+from telegrad.rpc.device_maps import DeclaredDevices
 from tests.local.conftest import Background
 from tests.local.gates import PATIENCE, Gate, hold_at
 
@@ -406,14 +406,16 @@ def test_a_refused_device_map_changes_nothing() -> None:
     ],
 )
 def test_device_maps_that_make_no_sense_are_refused(declared: dict[str, Any], complaint: str) -> None:
-    first = Declared(**{"gpus": 2, "maps": {}, "devices": [], **declared})
+    first = DeclaredDevices(**{"gpus": 2, "maps": {}, "devices": [], **declared})
     with pytest.raises(ValueError, match=complaint):
-        device_maps.check({"w0": first, "w1": Declared(2, {}, [])}, complete=True)
+        device_maps.check({"w0": first, "w1": DeclaredDevices(2, {}, [])}, complete=True)
 
 
 def test_device_maps_that_make_sense_are_accepted() -> None:
     maps = {"w1": {"cpu": "cuda:1", "cuda:0": "cpu", "cuda:1": "cuda:0"}}
-    device_maps.check({"w0": Declared(2, maps, []), "w1": Declared(2, {}, ["cuda:0", "cuda:1"])}, complete=True)
+    device_maps.check(
+        {"w0": DeclaredDevices(2, maps, []), "w1": DeclaredDevices(2, {}, ["cuda:0", "cuda:1"])}, complete=True
+    )
 
 
 def test_the_backend_is_named_tensorpipe_as_in_torch(url: str) -> None:

@@ -26,7 +26,7 @@ from telegrad.group.secret import group_secret, key_file
 from telegrad.testing import LocalCluster
 from telegrad.transport import sockets
 from telegrad.wire import handshake
-from telegrad.wire.buffer_pool import Pool
+from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import DEFINES, HEADER, INLINE_FUNCTION, PLACE, Kind
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Log, until
@@ -86,7 +86,7 @@ def test_only_abstract_unix_sockets_and_loopback_by_default() -> None:
         unix = [fields[7] for fields in _table("unix") if f"socket:[{fields[6]}]" in mine and len(fields) > 7]
         assert [address.partition(":")[0] for address in tcp] == ["0100007F"]  # 127.0.0.1
         assert {name.partition("-")[0] for name in unix} == {"@telegrad"}
-        assert [address.partition(":")[0] for address in agent.me.addresses] == ["memory", "unix", "tcp"]
+        assert [address.partition(":")[0] for address in agent.local_member.addresses] == ["memory", "unix", "tcp"]
 
 
 def _is_open(fd: str) -> bool:
@@ -214,7 +214,7 @@ def test_closing_an_agent_ends_its_strangers(cluster: Clusters, transport: str) 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("transport", ["unix"])
 def test_another_user_is_refused_on_a_unix_socket(agent: Agent, transport: str) -> None:
-    name = agent.me.addresses[0].removeprefix("unix:@")
+    name = agent.local_member.addresses[0].removeprefix("unix:@")
     program = (
         "import os, socket, sys; sock = socket.socket(socket.AF_UNIX); os.setuid(65534); "
         "sock.connect(chr(0) + sys.argv[1]); sys.exit(sock.recv(1) != b'')"
@@ -265,10 +265,10 @@ def test_a_reply_to_a_callee_is_closed_and_counted(agent: Agent, transport: str)
 def test_a_message_for_which_there_is_no_memory_is_skipped_and_answered(
     agent: Agent, transport: str, purpose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exhausted(pool: Pool, nbytes: int) -> memoryview:
+    def exhausted(pool: BufferPool, nbytes: int) -> memoryview:
         raise MemoryError(f"no room for {nbytes} bytes")
 
-    monkeypatch.setattr(Pool, "reserve", exhausted)
+    monkeypatch.setattr(BufferPool, "reserve", exhausted)
     with stranger(agent, transport) as sock:
         shake_hands(sock, agent, purpose=purpose)
         for call, flags in ((1, DEFINES), (2, 0), (3, DEFINES)):  # the connection goes on
@@ -294,7 +294,7 @@ def test_a_member_that_claims_much_and_sends_little_costs_little(agent: Agent, t
             sock = stack.enter_context(stranger(agent, transport))
             shake_hands(sock, agent)
             sock.sendall(HEADER.pack(1 << 30, 1, 1, 0, 0, Kind.CALL, 0, 0) + b"x" * 100)
-        until(lambda: repr(agent.connections.inbounds).count("inside a frame") == 8)
+        until(lambda: repr(agent.connections.server_connections).count("inside a frame") == 8)
         assert _resident() - before < 1 << 29
 
 

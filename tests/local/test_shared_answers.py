@@ -17,7 +17,7 @@ from telegrad.futures import Future
 from telegrad.refs import RRef
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import LocalCluster
-from telegrad.transport.shared_memory import Mapped
+from telegrad.transport.shared_memory import MappedSegment
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Shared, until
 
@@ -139,7 +139,7 @@ def test_a_caller_that_gave_up_costs_nothing(workers: LocalCluster) -> None:
     meeting = Meeting()
     futures = waiting(workers, meeting)
     futures[0].cancel()
-    until(lambda: sum(inbound.calls_answered_later for inbound in workers["w0"].connections.inbounds) == 2)
+    until(lambda: sum(inbound.calls_answered_later for inbound in workers["w0"].connections.server_connections) == 2)
     meeting.future.set_result(torch.ones(LARGE))
     assert [future.result(PATIENCE).sum().item() for future in futures[1:]] == [LARGE] * 2
 
@@ -215,7 +215,9 @@ def test_a_batch_that_has_one_answer_packs_it_once(workers: LocalCluster) -> Non
 def test_only_those_who_share_map_privately(monkeypatch: pytest.MonkeyPatch) -> None:
     views: list[bool] = []
     monkeypatch.setattr(
-        Mapped, "private_view", lambda self, place, view=Mapped.private_view: views.append(True) or view(self, place)
+        MappedSegment,
+        "private_view",
+        lambda self, place, view=MappedSegment.private_view: views.append(True) or view(self, place),
     )
     with LocalCluster(3, transports=("unix",)) as workers:
         assert workers["w1"].call("w0", torch.ones, LARGE).sum().item() == LARGE
@@ -234,7 +236,7 @@ def test_a_receiver_that_takes_nothing_holds_up_no_other(
     meeting = Meeting()
     futures = waiting(workers, meeting)
     stuck, go = threading.Event(), threading.Event()
-    for inbound in workers["w0"].connections.inbounds:
+    for inbound in workers["w0"].connections.server_connections:
         if inbound.peer_name == "w1":
             send = inbound.channel.send
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from telegrad import ps
 from telegrad.agent import Agent
 from telegrad.config import Config
-from telegrad.current import process as this_process
+from telegrad.current import process_state as this_process
 
 RULES: dict[str, Any] = {"sync": ps.Sync(), "quorum": ps.Sync(quorum=2), "async": ps.Async(), "stale": ps.Stale(3)}
 LIVES = 256  # of trainers, at most

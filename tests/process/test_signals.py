@@ -15,7 +15,7 @@ import torch
 
 import telegrad.rpc as rpc
 from telegrad import Config
-from telegrad.current import process
+from telegrad.current import process_state
 from tests.process.fleet import Fleet
 from tests.refs.objects import Thing, until
 
@@ -106,7 +106,7 @@ def interrupt_calls(to: str, signals: int, seed: int) -> int:
 
 
 def is_settled() -> bool:
-    agent = process.agent
+    agent = process_state.agent
     assert agent is not None
     figures = agent.statistics()
     names = ("calls pending", "owned objects", "objects not created yet", "held objects", "shared blocks in use")
@@ -118,7 +118,7 @@ def settle() -> bool:
         gc.collect()
         return is_settled()
 
-    until(settled, lambda: str(process.agent and process.agent.statistics()))
+    until(settled, lambda: str(process_state.agent and process_state.agent.statistics()))
     return True
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from telegrad import Agent, Config, autograd
-from telegrad.current import process
+from telegrad.current import process_state
 from telegrad.refs import remote
 from tests.process.fleet import Fleet
 from tests.refs.objects import Thing, until
@@ -42,12 +42,12 @@ def join(rank: int, size: int, path: str) -> None:
     agent = Agent(f"w{rank}", store=store, rank=rank, world_size=size, config=config)
     agent.open()
     agent.meet()
-    process.agent = agent
+    process_state.agent = agent
 
 
 def this_agent() -> Agent:
-    assert process.agent is not None
-    return process.agent
+    assert process_state.agent is not None
+    return process_state.agent
 
 
 def echo(value: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from telegrad import current_agent
 from telegrad.agent import Agent
 from telegrad.futures import Future
-from telegrad.ps.server.registry import Holdings
+from telegrad.ps.server.registry import ShardRegistry
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
 
@@ -50,12 +50,12 @@ class Accidents:
         end_threads = victim.threads.close
 
         def cut_off(timeout: float) -> None:  # its connections are closed by now, so nobody hears from it any more
-            for holding in victim.service(Holdings)._all.values():
+            for holding in victim.service(ShardRegistry)._all.values():
                 holding._archive = None  # a process that is killed writes nothing any more
             self._dead.release()
             end_threads(timeout)
 
         victim.threads.close = cut_off  # type: ignore[method-assign]
         cluster.kill(victim.name)
-        victim.service(Holdings)._all.clear()  # a process that is killed leaves nothing behind
-        cluster.join(victim.name, victim.me.rank)
+        victim.service(ShardRegistry)._all.clear()  # a process that is killed leaves nothing behind
+        cluster.join(victim.name, victim.local_member.rank)

@@ -2,7 +2,7 @@
 clock.
 
 Everything that is under way (a message, a write, a timer) is an event; a seeded random choice says which
-happens next. What servers do is the real code: `Holding` with its `Coordinator`, and `founding`. What is
+happens next. What servers do is the real code: `BaseShard` with its `Coordinator`, and `founding`. What is
 simulated are the network, the disk, the calls of trainers, and what is trained: a *ledger*, which says for
 every step whose reports it was made of.
 
@@ -23,12 +23,12 @@ from telegrad import ps
 from telegrad.errors import JoinError, PeerLost, StaleReference, UsageError
 from telegrad.futures import Future
 from telegrad.ps.consistency import Consistency
-from telegrad.ps.messages import Answer, Saved, worker_of
-from telegrad.ps.server.base_shard import Holding, Role, act
-from telegrad.ps.server.checkpoint import Archive, Snapshot
-from telegrad.ps.server.coordinator import Report, RoundCoordinator, Vote
-from telegrad.ps.trainer.creation import find_or_found
-from telegrad.ps.trainer.joining import GONE
+from telegrad.ps.messages import PushReply, SavedVersions, worker_of
+from telegrad.ps.server.base_shard import BaseShard, ServerRole, run_actions
+from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
+from telegrad.ps.server.coordinator import RoundCoordinator, RoundVote, StepReport
+from telegrad.ps.trainer.creation import find_or_create_shards
+from telegrad.ps.trainer.joining import LOSS_ERRORS
 
 RUN = "run"
 PATIENCE = 400  # timers
@@ -80,11 +80,11 @@ def together(promises: list[Promise]) -> Promise:
 class Disk:
     """What a server has written of one thing."""
 
-    versions: dict[int, Snapshot] = field(default_factory=dict)
+    versions: dict[int, ShardSnapshot] = field(default_factory=dict)
     members: dict[str, Any] | None = None
 
 
-class MemoryArchive(Archive):
+class MemoryArchive(CheckpointArchive):
     """The real archive, but for the disk."""
 
     def __init__(self, world: World, rule: ps.Checkpoint, disk: Disk) -> None:
@@ -94,13 +94,13 @@ class MemoryArchive(Archive):
         self._world, self._disk = world, disk
         self._folder = None  # type: ignore[assignment]
         self._members, self._noted = None, True
-        self._waiting: list[Snapshot] = []
+        self._waiting: list[ShardSnapshot] = []
         self.dead = False
 
     def versions(self) -> list[int]:
         return sorted(self._disk.versions)
 
-    def find(self, version: int) -> Snapshot | None:
+    def find(self, version: int) -> ShardSnapshot | None:
         return self._disk.versions.get(version)
 
     def readable(self) -> list[int]:
@@ -115,7 +115,7 @@ class MemoryArchive(Archive):
             if version > after:
                 del self._disk.versions[version]
 
-    def save(self, snapshot: Snapshot) -> None:
+    def save(self, snapshot: ShardSnapshot) -> None:
         if self.rule.wait:
             self._attempt(self._write, snapshot)
         else:
@@ -131,7 +131,7 @@ class MemoryArchive(Archive):
         if self._waiting and not self.dead:
             self._attempt(self._write, self._waiting.pop())
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: ShardSnapshot) -> None:
         self._world.writing()
         self._disk.versions[snapshot.version] = snapshot
         if not self._noted:
@@ -146,55 +146,55 @@ class MemoryArchive(Archive):
         self._noted = True
 
 
-class LedgerShard(Holding):
+class LedgerShard(BaseShard):
     """What a server holds: a ledger. Like tables, it may be unable to take over what trainers have."""
 
-    def __init__(self, what: What, archive: Archive | None, role: Role) -> None:
+    def __init__(self, what: What, archive: CheckpointArchive | None, role: ServerRole) -> None:
         super().__init__(what.rule, what.trainers, RUN, archive, role)
         self.what = what
         self.ledger: Ledger = ()
 
-    def apply(self, reports: list[Report]) -> None:
+    def apply(self, reports: list[StepReport]) -> None:
         self.ledger = (*self.ledger, frozenset((report.trainer, report.step) for report in reports))
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> ShardSnapshot:
         applied, made = dict(self._coordinator.applied), self._last_round
-        return Snapshot(self.version, RUN, {"ledger": self.ledger}, [], [], applied, made)  # type: ignore[dict-item]
+        return ShardSnapshot(self.version, RUN, {"ledger": self.ledger}, [], [], applied, made)  # type: ignore[dict-item]
 
-    def _load(self, snapshot: Snapshot) -> None:
+    def _load(self, snapshot: ShardSnapshot) -> None:
         self.ledger = snapshot.values["ledger"]  # type: ignore[assignment]
 
-    def answer(self, report: Report) -> Answer:
+    def answer(self, report: StepReport) -> PushReply:
         return self._current()._replace(staleness=report.staleness)
 
-    def welcome(self, trainer: str) -> Answer:
+    def welcome(self, trainer: str) -> PushReply:
         return self._current()
 
-    def _current(self) -> Answer:
-        return Answer(self.version, values=self.ledger, applied=dict(self._coordinator.applied))  # type: ignore[arg-type]
+    def _current(self) -> PushReply:
+        return PushReply(self.version, values=self.ledger, applied=dict(self._coordinator.applied))  # type: ignore[arg-type]
 
-    def restore(self, snapshot: Snapshot, expected: list[str], started: bool) -> None:
+    def restore(self, snapshot: ShardSnapshot, expected: list[str], started: bool) -> None:
         self._load(snapshot)
         self._restore(snapshot, expected, started)
 
     def announce(self, trainer: str) -> int:
         return self._coordinator.announce(trainer)
 
-    def enter(self, trainer: str, first: int) -> Future[Answer]:
-        future: Future[Answer] = Future()
-        act(self._enter(trainer, first, future))
+    def enter(self, trainer: str, first: int) -> Future[PushReply]:
+        future: Future[PushReply] = Future()
+        run_actions(self._enter(trainer, first, future))
         return future
 
-    def resume(self, trainer: str, first: int, acknowledged: int, held: Answer) -> None:
+    def resume(self, trainer: str, first: int, acknowledged: int, held: PushReply) -> None:
         newer = held.version > self.version
         if newer and self.what.brings_values:
             self.ledger = held.values  # type: ignore[assignment]
         applied = held.applied if newer and self.what.brings_values else {}
-        act(self._resume(trainer, first, acknowledged, held.version, applied or {}))
+        run_actions(self._resume(trainer, first, acknowledged, held.version, applied or {}))
 
-    def push(self, trainer: str, step: int, version: int) -> Future[Answer]:
-        future: Future[Answer] = Future()
-        act(self._carry_out(self._coordinator.report(Report(trainer, step, version, None, future))))
+    def push(self, trainer: str, step: int, version: int) -> Future[PushReply]:
+        future: Future[PushReply] = Future()
+        run_actions(self._carry_out(self._coordinator.report(StepReport(trainer, step, version, None, future))))
         return future
 
 
@@ -248,11 +248,11 @@ class Server(Process):
         disk = self.world.disks.setdefault((self.name, what.name), Disk())
         return MemoryArchive(self.world, what.checkpoint, disk)
 
-    def saved(self, what: What) -> Saved:
+    def saved(self, what: What) -> SavedVersions:
         shard = self.shards.get(what.name)
         versions = self.archive(what).versions()
         pristine = shard is not None and shard.version == 0 and not shard.known
-        return Saved(shard is not None, pristine, bool(versions), versions)
+        return SavedVersions(shard is not None, pristine, bool(versions), versions)
 
     def create(self, what: What, version: int | None) -> None:
         shard = self.shards.get(what.name)
@@ -271,10 +271,10 @@ class Server(Process):
                 raise JoinError(f"{self} has come back without its part of {what.name}")
             self._make(what, archive, snapshot)
 
-    def _make(self, what: What, archive: MemoryArchive, snapshot: Snapshot | None) -> None:
+    def _make(self, what: What, archive: MemoryArchive, snapshot: ShardSnapshot | None) -> None:
         leads = self.name == what.servers[0]
         ask = None if leads else partial(self._ask, what)
-        shard = LedgerShard(what, archive, Role(self.incarnation, what.servers[1:] if leads else (), ask))
+        shard = LedgerShard(what, archive, ServerRole(self.incarnation, what.servers[1:] if leads else (), ask))
         expected: list[str] = []
         if snapshot is not None:
             expected, started = archive.members()
@@ -297,7 +297,7 @@ class Server(Process):
         else:
             membership.come_back_if_idle(self.name)
 
-    def _ask(self, what: What, vote: Vote) -> None:
+    def _ask(self, what: What, vote: RoundVote) -> None:
         if not self.alive or not self.find(what).is_asking(vote):
             return
         verdict = self.world.call(
@@ -333,7 +333,7 @@ class ServerSide:
 
     def __init__(self, trainer: Membership, server: str) -> None:
         self.trainer, self.server, self.plan = trainer, server, trainer.what
-        self.held = Answer(0, values=(), applied={})  # type: ignore[arg-type]
+        self.held = PushReply(0, values=(), applied={})  # type: ignore[arg-type]
 
     def _now(self) -> Server:
         self.trainer.process.world.maybe_accident()
@@ -345,7 +345,7 @@ class ServerSide:
     def may_found(self) -> bool | None:
         return None if self.plan.name in self._now().shards else True
 
-    def saved(self) -> Saved:
+    def saved(self) -> SavedVersions:
         return self._now().saved(self.plan)
 
     def create(self, version: int | None) -> None:
@@ -376,7 +376,7 @@ class Membership:
         while True:
             try:
                 self.trains = True
-                find_or_found(self.sides, self.what.rule)  # type: ignore[arg-type]
+                find_or_create_shards(self.sides, self.what.rule)  # type: ignore[arg-type]
                 firsts = []
                 for side in self.sides:
                     firsts.append((yield self._call(side, lambda shard: shard.announce(self.name))))
@@ -388,7 +388,7 @@ class Membership:
                 yield from self._wait_for_start(entered)
                 for side, answer in zip(self.sides, entered, strict=True):
                     side.held = answer.value
-            except (UsageError, *GONE):  # UsageError: the first checkpoint could not be written
+            except (UsageError, *LOSS_ERRORS):  # UsageError: the first checkpoint could not be written
                 yield self.process.world.pause()
             else:
                 self.busy = False
@@ -425,7 +425,7 @@ class Membership:
         for promise in [self._call(side, lambda shard: shard.leave(self.name)) for side in self.sides]:
             try:
                 yield promise
-            except GONE:
+            except LOSS_ERRORS:
                 continue
 
     def forgotten_by(self) -> list[str]:
@@ -451,11 +451,11 @@ class Membership:
                 if back:
                     yield self._resume(side, step - 1, side.held)
                 return (yield self._call(side, lambda shard: shard.push(self.name, step, version)))
-            except GONE:
+            except LOSS_ERRORS:
                 back = True
                 yield self.process.world.pause()
 
-    def _resume(self, side: ServerSide, acknowledged: int, held: Answer) -> Promise:
+    def _resume(self, side: ServerSide, acknowledged: int, held: PushReply) -> Promise:
         def resume(server: Server) -> None:
             server.recreate(self.what)
             server.find(self.what).resume(self.name, self.first, acknowledged, held)
@@ -476,15 +476,15 @@ class Membership:
         self.busy = False
         self.acknowledged[self.step] = any(push.value.dropped for push in pushes)
 
-    def _stay(self, side: ServerSide, answer: Answer) -> Task:
+    def _stay(self, side: ServerSide, answer: PushReply) -> Task:
         try:
             if (yield self._call(side, lambda shard: shard.has_member(self.name))):
                 return
-        except GONE:
+        except LOSS_ERRORS:
             yield self.process.world.pause()
         try:
             yield self._resume(side, self.step, answer)
-        except GONE:
+        except LOSS_ERRORS:
             return
 
 

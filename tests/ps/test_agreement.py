@@ -12,10 +12,10 @@ from torch import nn
 
 from telegrad import ps
 from telegrad.futures import Future
-from telegrad.ps.messages import Answer
-from telegrad.ps.server.service import Shards
-from telegrad.ps.server.shard import Shard
-from telegrad.ps.trainer.shard_client import Attachment, Pushed
+from telegrad.ps.messages import PushReply
+from telegrad.ps.server.service import ParameterShards
+from telegrad.ps.server.shard import ParameterShard
+from telegrad.ps.trainer.shard_client import PushRequest, ShardClient
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 from tests.ps import training
@@ -35,8 +35,8 @@ def three(workers: LocalCluster) -> tuple[list[nn.Module], list[ps.Optimizer]]:
         return nets, [each.result(PATIENCE) for each in made]
 
 
-def shards(workers: LocalCluster) -> list[Shard]:
-    return [workers[server].service(Shards).find("default") for server in ("w0", "w1")]
+def shards(workers: LocalCluster) -> list[ParameterShard]:
+    return [workers[server].service(ParameterShards).find("default") for server in ("w0", "w1")]
 
 
 @pytest.mark.parametrize("reached", [["w0"], ["w1"], ["w0", "w1"]], ids=str)
@@ -48,13 +48,13 @@ def test_who_dies_between_two_reports_counts_nowhere(
     nets, optimizers = three(workers)
     victim, second, third = (optimizer._trainer for optimizer in optimizers)
     reports_to = {victim: reached, second: ["w1"], third: ["w0", "w1"]}
-    start = Attachment.start_push
-    unsent: Future[Answer] = Future()
+    start = ShardClient.start_push
+    unsent: Future[PushReply] = Future()
 
-    def some(self: Attachment, *args: Any) -> Future[Answer]:
+    def some(self: ShardClient, *args: Any) -> Future[PushReply]:
         return start(self, *args) if self.server in reports_to[self._me] else unsent
 
-    monkeypatch.setattr(Attachment, "start_push", some)
+    monkeypatch.setattr(ShardClient, "start_push", some)
     with ThreadPoolExecutor(3) as pool:
         steps = [
             pool.submit(training.train, optimizer, net, range(1), [number])
@@ -69,7 +69,7 @@ def test_who_dies_between_two_reports_counts_nowhere(
         assert steps[0].exception(PATIENCE) is not None
         until(lambda: victim not in lead.waiting)
         late = optimizers[1]._attachments[0]
-        start(late, Pushed(1, 0, {})).add_done_callback(lambda done: unsent.set_result(done.value()))
+        start(late, PushRequest(1, 0, {})).add_done_callback(lambda done: unsent.set_result(done.value()))
         for step in steps[1:]:
             step.result(PATIENCE)
     expected = model()

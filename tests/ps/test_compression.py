@@ -12,7 +12,7 @@ from torch import nn
 from telegrad import ps
 from telegrad.errors import UsageError
 from telegrad.ps.compression import Compressor, unpack
-from telegrad.ps.layout import Layout
+from telegrad.ps.layout import ParameterLayout
 from telegrad.ps.server import service
 from telegrad.testing import LocalCluster
 from tests.ps import training
@@ -23,7 +23,7 @@ GRADIENT = 1 + 2**-10  # neither float16 nor bfloat16 has it after a few additio
 
 
 def test_what_rounding_takes_away_comes_with_the_next_steps() -> None:
-    share = Layout.of([[(0, "a", torch.zeros(3)), (1, "b", torch.zeros(2, dtype=torch.int64))]]).divide(1)[0]
+    share = ParameterLayout.of([[(0, "a", torch.zeros(3)), (1, "b", torch.zeros(2, dtype=torch.int64))]]).divide(1)[0]
     compressor = Compressor(share, torch.bfloat16)
     flat = torch.zeros(share.nbytes, dtype=torch.uint8)
     total = torch.zeros(3)

@@ -13,7 +13,7 @@ from torch import nn
 from telegrad import ps
 from telegrad.errors import CallTimeout, JoinError, StaleReference
 from telegrad.ps.server import service
-from telegrad.ps.server.shard import Shard
+from telegrad.ps.server.shard import ParameterShard
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 from tests.ps.training import model
@@ -68,8 +68,8 @@ def trainer() -> Iterator[Callable[..., Trainer]]:
         made.pop().end()
 
 
-def shard(cluster: LocalCluster) -> Shard:
-    return cluster["w0"].service(service.Shards).find("default")
+def shard(cluster: LocalCluster) -> ParameterShard:
+    return cluster["w0"].service(service.ParameterShards).find("default")
 
 
 def waiting(cluster: LocalCluster, trainer: Trainer) -> Callable[[], bool]:

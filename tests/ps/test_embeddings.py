@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from telegrad import ps
 from telegrad.errors import JoinError, PeerLost, StaleReference, UsageError
 from telegrad.ps.embeddings import growable_array, lookup, service
-from telegrad.ps.embeddings.row_batch import Batch
-from telegrad.ps.embeddings.row_cache import Recent
+from telegrad.ps.embeddings.row_batch import RowBatch
+from telegrad.ps.embeddings.row_cache import RowCache
 from telegrad.ps.embeddings.row_hash import initialize, owners
-from telegrad.ps.embeddings.row_index import Index
-from telegrad.ps.embeddings.shard import Shard
-from telegrad.ps.server.registry import Holdings
+from telegrad.ps.embeddings.row_index import RowIndex
+from telegrad.ps.embeddings.shard import TableShard
+from telegrad.ps.server.registry import ShardRegistry
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 
@@ -50,8 +50,8 @@ def loss_of(output: Tensor) -> Tensor:
     return ((output.sin() - target) ** 2).sum(-1).mean()
 
 
-def shard(cluster: LocalCluster, worker: str = "w1", name: str = "table") -> Shard:
-    return cluster[worker].service(Holdings).find(f"tables {name!r}", Shard)
+def shard(cluster: LocalCluster, worker: str = "w1", name: str = "table") -> TableShard:
+    return cluster[worker].service(ShardRegistry).find(f"tables {name!r}", TableShard)
 
 
 def in_one_process(start: Tensor, inputs: list[Tensor], make: Callable[[list[Tensor]], Any], mode: str) -> Tensor:
@@ -342,18 +342,18 @@ def test_it_does_not_matter_who_makes_a_row_and_where(cluster: Clusters) -> None
 def test_tables_are_fetched_and_updated_together(cluster: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
     workers = cluster(3)
     calls: list[tuple[str, list[str]]] = []
-    pull, push = Shard.pull, Shard.push
+    pull, push = TableShard.pull, TableShard.push
 
-    def counted_pull(self: Shard, wanted: Any, keep: bool) -> Any:
+    def counted_pull(self: TableShard, wanted: Any, keep: bool) -> Any:
         calls.append(("pull", [each.table for each in wanted]))
         return pull(self, wanted, keep)
 
-    def counted_push(self: Shard, trainer: str, step: int, version: int, updates: Any) -> Any:
+    def counted_push(self: TableShard, trainer: str, step: int, version: int, updates: Any) -> Any:
         calls.append(("push", [each.table for each in updates]))
         return push(self, trainer, step, version, updates)
 
-    monkeypatch.setattr(Shard, "pull", counted_pull)
-    monkeypatch.setattr(Shard, "push", counted_push)
+    monkeypatch.setattr(TableShard, "pull", counted_pull)
+    monkeypatch.setattr(TableShard, "push", counted_push)
     tables = ps.Tables(["w1", "w2"], agent=workers["w0"])
     bags = [ps.EmbeddingBag(ROWS, width, tables, mode="sum") for width in (2, 3, 4)]
     inputs = [torch.arange(10 * (number + 1)).view(5, -1) for number in range(3)]
@@ -392,7 +392,7 @@ def test_rows_are_used_again_for_some_steps(cluster: Clusters) -> None:
 
 
 def test_few_rows_are_used_again() -> None:
-    recent = Recent(steps=1, limit=4, dim=1, dtype=torch.float64)
+    recent = RowCache(steps=1, limit=4, dim=1, dtype=torch.float64)
     for now, ids in ((0, [1, 2, 3]), (1, [3, 4]), (2, [5, 6, 7])):
         tensor = torch.tensor(ids)
         recent.note(tensor, 10.0 * now + tensor[:, None].double(), now)
@@ -405,7 +405,7 @@ def test_few_rows_are_used_again() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2**62) | st.integers(0, 30), max_size=200), max_size=12))
 def test_an_index_is_a_dictionary(batches: list[list[int]]) -> None:
-    index, known = Index(), dict[int, int]()
+    index, known = RowIndex(), dict[int, int]()
     for batch in batches:
         new = [number for number in dict.fromkeys(batch) if number not in known]
         assert (index.find(np.array(new, np.int64)) == -1).all()
@@ -647,7 +647,7 @@ def inputs_of_bags(case: str) -> tuple[Tensor, Tensor | None, bool]:
 @pytest.mark.parametrize("case", ["matrix", "offsets", "last offset"])
 def test_bags_and_their_gradients_are_those_of_torch(case: str, mode: str, servers: int) -> None:
     input, offsets, last = inputs_of_bags(case)
-    batch = Batch.of(input.reshape(-1), servers)
+    batch = RowBatch.of(input.reshape(-1), servers)
     places = batch.places.view(input.shape)
     leaves = [torch.randn(len(batch.ids), 4, dtype=torch.float64).requires_grad_()]
     leaves.append(leaves[0].detach().clone().requires_grad_())
@@ -668,7 +668,7 @@ def test_bags_and_their_gradients_are_those_of_torch(case: str, mode: str, serve
 @pytest.mark.parametrize("servers", [1, 3])
 def test_embeddings_and_their_gradients_are_those_of_torch(servers: int) -> None:
     input = torch.randint(0, 30, (6, 5))
-    batch = Batch.of(input.reshape(-1), servers)
+    batch = RowBatch.of(input.reshape(-1), servers)
     rows = torch.randn(len(batch.ids), 4, dtype=torch.float64).requires_grad_()
     ours = lookup.embedding(rows, batch, input.shape)
     theirs = F.embedding(batch.places.view(input.shape), rows)
@@ -682,7 +682,7 @@ def test_embeddings_and_their_gradients_are_those_of_torch(servers: int) -> None
 @given(st.lists(st.sampled_from([0, 1, 2, 5, 9, 2**40, 2**62 + 1, 2**63 - 1]), max_size=40), st.integers(1, 3))
 def test_a_batch_has_each_row_once_and_knows_where_it_is_used(numbers: list[int], servers: int) -> None:
     ids = torch.tensor(numbers, dtype=torch.int64)
-    batch = Batch.of(ids, servers)
+    batch = RowBatch.of(ids, servers)
     assert torch.equal(batch.ids[batch.places], ids)
     assert sorted(batch.ids.tolist()) == sorted(set(numbers))
     assert sum(batch.counts) == len(batch.ids)

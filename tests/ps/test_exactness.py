@@ -13,7 +13,7 @@ from telegrad import ps
 from telegrad.config import TRANSPORTS
 from telegrad.errors import UsageError
 from telegrad.ps.server import shard_optimizer
-from telegrad.ps.server.service import Shards
+from telegrad.ps.server.service import ParameterShards
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
 from tests.ps import training
@@ -357,4 +357,4 @@ def test_servers_step_in_one_pass_unless_told_otherwise(pair: Any, options: dict
 
 
 def how_steps_are_made() -> list[Any]:
-    return [unit.optimizer.param_groups[0]["fused"] for unit in Shards.here().find("default")._solver._units]
+    return [unit.optimizer.param_groups[0]["fused"] for unit in ParameterShards.here().find("default")._solver._units]

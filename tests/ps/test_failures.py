@@ -18,10 +18,10 @@ from telegrad.agent import Agent
 from telegrad.errors import PeerLost, UsageError
 from telegrad.ps.messages import worker_of
 from telegrad.ps.server import service
-from telegrad.ps.server.checkpoint import Archive, Snapshot
-from telegrad.ps.server.service import Shards
-from telegrad.ps.server.shard import Shard
-from telegrad.ps.trainer.shard_client import Attachment
+from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
+from telegrad.ps.server.service import ParameterShards
+from telegrad.ps.server.shard import ParameterShard
+from telegrad.ps.trainer.shard_client import ShardClient
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 from tests.ps import training
@@ -71,11 +71,14 @@ def started(trainers_of: Make) -> Iterator[Callable[..., Any]]:
 
 
 POINTS = {
-    "before a step": (Shard, "apply", [6, 11]),
-    "before it is saved": (Archive, "_write", [7, 12]),
-    "after a step": (Shard, "_save_if_due", [8]),
+    "before a step": (ParameterShard, "apply", [6, 11]),
+    "before it is saved": (CheckpointArchive, "_write", [7, 12]),
+    "after a step": (ParameterShard, "_save_if_due", [8]),
 }
-BETWEEN_SERVERS = {"asked by another": (Shard, "hear", [4, 7]), "told by another": (Shard, "answered", [4, 7])}
+BETWEEN_SERVERS = {
+    "asked by another": (ParameterShard, "hear", [4, 7]),
+    "told by another": (ParameterShard, "answered", [4, 7]),
+}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ def test_trainers_bring_back_what_a_server_had_not_saved(
     servers: list[str],
 ) -> None:
     workers = cluster(5)
-    accidents = Accidents(Shard, "apply", [9], monkeypatch)
+    accidents = Accidents(ParameterShard, "apply", [9], monkeypatch)
     rule = ps.Checkpoint(tmp_path, every=1000)
     ended = started(workers, 3, 2, servers=servers, checkpoint=rule, lr=0.1)
     accidents.happen(workers)
@@ -141,7 +144,7 @@ def test_a_step_that_another_trainer_brings_back_counts_once(
     for net in nets:
         net.weight.grad = torch.ones_like(net.weight)
     pushed, lost, brought = threading.Event(), threading.Event(), threading.Event()
-    push, come_back = service.now_or_later, Attachment._come_back
+    push, come_back = service.now_or_later, ShardClient._come_back
 
     def answer_later(future: Any) -> Any:
         answer = push(future)
@@ -150,13 +153,13 @@ def test_a_step_that_another_trainer_brings_back_counts_once(
             assert lost.wait(PATIENCE)
         return answer
 
-    def come_back_later(self: Attachment, acknowledged: int) -> None:
+    def come_back_later(self: ShardClient, acknowledged: int) -> None:
         if self is first._attachments[0]:
             assert brought.wait(PATIENCE)
         come_back(self, acknowledged)
 
     monkeypatch.setattr(service, "now_or_later", answer_later)
-    monkeypatch.setattr(Attachment, "_come_back", come_back_later)
+    monkeypatch.setattr(ShardClient, "_come_back", come_back_later)
     with ThreadPoolExecutor(1) as pool:
         step = pool.submit(first.step)
         assert pushed.wait(PATIENCE)
@@ -271,8 +274,10 @@ def test_without_resume_a_new_run_starts_anew(cluster: Clusters, tmp_path: Path)
         workers.close()
 
 
-def snapshot(version: int) -> Snapshot:
-    return Snapshot(version, "run", {"weight": torch.full((3,), float(version))}, [], [{"lr": 0.1}], {"a": version})
+def snapshot(version: int) -> ShardSnapshot:
+    return ShardSnapshot(
+        version, "run", {"weight": torch.full((3,), float(version))}, [], [{"lr": 0.1}], {"a": version}
+    )
 
 
 def in_the_foreground(job: Callable[[], None]) -> None:
@@ -280,7 +285,7 @@ def in_the_foreground(job: Callable[[], None]) -> None:
 
 
 def test_an_archive_keeps_the_newest_and_ignores_what_is_not_whole(tmp_path: Path) -> None:
-    archive = Archive(ps.Checkpoint(tmp_path, keep=2), "default", "w0", in_the_foreground)
+    archive = CheckpointArchive(ps.Checkpoint(tmp_path, keep=2), "default", "w0", in_the_foreground)
     for version in (1, 2, 10):
         archive.save(snapshot(version))
     (tmp_path / "default" / "w0" / "11.new").mkdir()
@@ -292,7 +297,7 @@ def test_an_archive_keeps_the_newest_and_ignores_what_is_not_whole(tmp_path: Pat
 
 
 def test_what_cannot_be_written_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    archive = Archive(ps.Checkpoint(tmp_path), "default", "w0", in_the_foreground)
+    archive = CheckpointArchive(ps.Checkpoint(tmp_path), "default", "w0", in_the_foreground)
 
     def full(*_: object) -> None:
         raise OSError("no space left")
@@ -311,7 +316,7 @@ def test_what_cannot_be_written_is_heard_of(tmp_path: Path, monkeypatch: pytest.
 
 def test_writing_goes_on_beside_training_and_the_newest_wins(tmp_path: Path) -> None:
     jobs: list[Callable[[], None]] = []
-    archive = Archive(ps.Checkpoint(tmp_path), "default", "w0", jobs.append)
+    archive = CheckpointArchive(ps.Checkpoint(tmp_path), "default", "w0", jobs.append)
     for version in (1, 2, 3):
         archive.save(snapshot(version))
     assert archive.versions() == []
@@ -361,7 +366,7 @@ def test_trainers_die_and_others_take_their_place(cluster: Clusters) -> None:
         net, optimizer = alive.pop(victim)
         with ThreadPoolExecutor(1) as pool:
             doomed = pool.submit(training.train, optimizer, net, range(step, step + 1), [int(victim[1:])])
-            shards = [workers[server].service(Shards).find("default") for server in servers]
+            shards = [workers[server].service(ParameterShards).find("default") for server in servers]
             until(lambda victim=victim, shards=shards: all(_has(each, workers[victim]) for each in shards))  # type: ignore[misc]
             workers.kill(victim)
             assert doomed.exception(PATIENCE) is not None
@@ -372,6 +377,6 @@ def test_trainers_die_and_others_take_their_place(cluster: Clusters) -> None:
     round_of(alive, 3)
 
 
-def _has(shard: Shard, agent: Agent) -> bool:
+def _has(shard: ParameterShard, agent: Agent) -> bool:
     """Has this trainer reported in the round that is under way?"""
-    return agent.me.incarnation in map(worker_of, shard.waiting)
+    return agent.local_member.incarnation in map(worker_of, shard.waiting)

@@ -14,8 +14,8 @@ from torch import nn
 
 from telegrad import ps
 from telegrad.errors import UsageError
-from telegrad.ps.server.service import Shards
-from telegrad.ps.trainer.registration import Names
+from telegrad.ps.server.service import ParameterShards
+from telegrad.ps.trainer.registration import TrainerNames
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 
@@ -87,14 +87,14 @@ def test_one_that_is_dropped_leaves(cluster: Clusters, make: str) -> None:
         return ps.Optimizer(nn.Linear(2, 1), "w1", name="a", lr=0.1, agent=agent)
 
     def members() -> set[str]:
-        held = workers["w1"].service(Shards)._holdings._all
+        held = workers["w1"].service(ParameterShards)._holdings._all
         return next(iter(held.values())).members
 
     dropped, other = made(agent), made(workers["w2"])
     assert len(members()) == 2
     del dropped
     gc.collect()
-    agent.service(Names)._look()  # as the clock does
+    agent.service(TrainerNames)._look()  # as the clock does
     until(lambda: len(members()) == 1)
     again = made(agent)
     assert len(members()) == 2

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from telegrad import ps
 from telegrad.errors import StaleReference
-from telegrad.ps.layout import Layout
-from telegrad.ps.server.service import Shards
-from telegrad.ps.server.shard import Shard
+from telegrad.ps.layout import ParameterLayout
+from telegrad.ps.server.service import ParameterShards
+from telegrad.ps.server.shard import ParameterShard
 from telegrad.ps.trainer import overlap
-from telegrad.ps.trainer.overlap import Early, Staging, divide
+from telegrad.ps.trainer.overlap import GradientBuffer, OverlappedPush, divide_into_buckets
 from telegrad.testing import LocalCluster
 from tests.local.gates import until
 from tests.ps import training
@@ -45,7 +45,7 @@ class Both:
         self.local = torch.optim.SGD(self.local_net.parameters(), lr=0.1, momentum=0.9)
 
     @property
-    def early(self) -> list[Early]:
+    def early(self) -> list[OverlappedPush]:
         return [early for each in self.remote._attachments for early in [each._early] if early is not None]
 
     def wait(self) -> None:
@@ -67,13 +67,13 @@ def both(cluster: Clusters) -> Both:
 def pushed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What goes with each push: None or a tensor or, if some was there before, the other buckets."""
     found: list[Any] = []
-    real = Shard.push
+    real = ParameterShard.push
 
-    def push(self: Shard, *args: Any) -> Any:
+    def push(self: ParameterShard, *args: Any) -> Any:
         found.append(args[4])
         return real(self, *args)
 
-    monkeypatch.setattr(Shard, "push", push)
+    monkeypatch.setattr(ParameterShard, "push", push)
     return found
 
 
@@ -240,7 +240,7 @@ def test_a_trainer_that_leaves_takes_back_what_it_sent(both: Both) -> None:
 
 
 def staged() -> int:
-    return len(Shards.here().find("default")._stagings)
+    return len(ParameterShards.here().find("default")._stagings)
 
 
 # The parts
@@ -248,8 +248,8 @@ def staged() -> int:
 
 def test_buckets_cover_every_element_once() -> None:
     entries = [(0, "a", torch.zeros(100)), (1, "b", torch.zeros(3, dtype=torch.float64)), (2, "c", torch.zeros(40))]
-    for share in Layout.of([entries]).divide(2):
-        found = divide(share)
+    for share in ParameterLayout.of([entries]).divide(2):
+        found = divide_into_buckets(share)
         runs = [run.of(torch.zeros(share.nbytes, dtype=torch.uint8)) for run in share.runs]
         for bucket in found:
             bucket.of(runs).add_(1)
@@ -258,9 +258,9 @@ def test_buckets_cover_every_element_once() -> None:
 
 
 def test_what_was_brought_for_another_step_does_not_count() -> None:
-    (share,) = Layout.of([[(0, "a", torch.zeros(50))]]).divide(1)
-    staging = Staging(share)
-    first, second = [torch.ones(bucket.last - bucket.first) for bucket in divide(share)]
+    (share,) = ParameterLayout.of([[(0, "a", torch.zeros(50))]]).divide(1)
+    staging = GradientBuffer(share)
+    first, second = [torch.ones(bucket.last - bucket.first) for bucket in divide_into_buckets(share)]
     staging.bring(1, {0: first})
     assert bool((share.parts[0].of(staging.complete(1, {1: second})) == 1).all())
     staging.bring(2, {0: first})
@@ -269,12 +269,12 @@ def test_what_was_brought_for_another_step_does_not_count() -> None:
 
 
 def test_an_error_of_the_sender_is_heard_at_the_step() -> None:
-    (share,) = Layout.of([[(0, "a", torch.zeros(50))]]).divide(1)
+    (share,) = ParameterLayout.of([[(0, "a", torch.zeros(50))]]).divide(1)
 
     def send(number: int, piece: Tensor) -> None:
         raise ArithmeticError("not today")
 
-    early = Early(share, lambda bucket: torch.zeros(1), send, lambda job: job())
+    early = OverlappedPush(share, lambda bucket: torch.zeros(1), send, lambda job: job())
     early.ready(0)
     with pytest.raises(ArithmeticError, match="not today"):
         early.stop()

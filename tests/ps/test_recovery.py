@@ -19,11 +19,11 @@ from torch import nn
 
 from telegrad import current_agent, ps
 from telegrad.errors import JoinError, UsageError
-from telegrad.ps.server.checkpoint import Archive, Snapshot
-from telegrad.ps.server.registry import Holdings
-from telegrad.ps.server.service import Shards
-from telegrad.ps.server.shard import Shard
-from telegrad.ps.trainer.shard_client import Attachment, Pushed
+from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
+from telegrad.ps.server.registry import ShardRegistry
+from telegrad.ps.server.service import ParameterShards
+from telegrad.ps.server.shard import ParameterShard
+from telegrad.ps.trainer.shard_client import PushRequest, ShardClient
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 
@@ -60,14 +60,14 @@ def together(pairs: list[Any]) -> list[list[float]]:
 def kill(workers: LocalCluster, name: str) -> None:
     """A process that is killed leaves nothing behind, and writes nothing any more."""
     victim = workers[name]
-    for holding in victim.service(Holdings)._all.values():
+    for holding in victim.service(ShardRegistry)._all.values():
         holding._archive = None
     workers.kill(name)
-    victim.service(Holdings)._all.clear()
+    victim.service(ShardRegistry)._all.clear()
 
 
 def restart(workers: LocalCluster, name: str) -> None:
-    workers.join(name, workers[name].me.rank)
+    workers.join(name, workers[name].local_member.rank)
 
 
 def test_a_folder_that_is_gone_keeps_nobody_waiting(cluster: Clusters, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_folder_that_is_gone_keeps_nobody_waiting(cluster: Clusters, tmp_path:
     together([pair, (net, leaving)])
     shutil.rmtree(folder)
     folder.write_text("a file where a folder should be")
-    shard = workers["w0"].service(Shards).find("default")
+    shard = workers["w0"].service(ParameterShards).find("default")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(step, *pair)
         until(lambda: len(shard.waiting) == 1)
@@ -125,10 +125,10 @@ def test_both_servers_die_while_the_second_makes_its_step(
     for _ in range(2):
         step(net, optimizer)
     armed, reached, dead = threading.Event(), threading.Event(), threading.Event()
-    real = Shard.apply
+    real = ParameterShard.apply
     armed.set()
 
-    def hold(self: Shard, reports: list[Any]) -> None:
+    def hold(self: ParameterShard, reports: list[Any]) -> None:
         if armed.is_set() and current_agent().name == "w1":
             armed.clear()
             reached.set()
@@ -136,11 +136,11 @@ def test_both_servers_die_while_the_second_makes_its_step(
             raise RuntimeError("this worker is dead")
         real(self, reports)
 
-    monkeypatch.setattr(Shard, "apply", hold)
+    monkeypatch.setattr(ParameterShard, "apply", hold)
     with ThreadPoolExecutor(1) as pool:
         stepping = pool.submit(step, net, optimizer)
         assert reached.wait(PATIENCE)
-        until(lambda: workers["w0"].service(Shards).find("default").version == 3)
+        until(lambda: workers["w0"].service(ParameterShards).find("default").version == 3)
         victim = workers["w1"]
         end_threads = victim.threads.close
 
@@ -186,10 +186,10 @@ def test_a_skipped_round_stays_skipped_if_the_server_dies_before_it_answers(
     pairs = trainers(workers, ["w1", "w2"], ["w0"], checkpoint=point)
     together(pairs)
     armed, reached, dead = threading.Event(), threading.Event(), threading.Event()
-    real = Shard.answer
+    real = ParameterShard.answer
     armed.set()
 
-    def hold(self: Shard, report: Any) -> Any:
+    def hold(self: ParameterShard, report: Any) -> Any:
         if armed.is_set():
             armed.clear()
             reached.set()
@@ -197,7 +197,7 @@ def test_a_skipped_round_stays_skipped_if_the_server_dies_before_it_answers(
             raise RuntimeError("this worker is dead")
         return real(self, report)
 
-    monkeypatch.setattr(Shard, "answer", hold)
+    monkeypatch.setattr(ParameterShard, "answer", hold)
     infinite = pairs[0][1]
     infinite.found_inf = torch.ones(())  # as a GradScaler does it
     with ThreadPoolExecutor(1) as pool:
@@ -242,7 +242,7 @@ def test_a_step_that_was_interrupted_is_no_write_to_the_model(
     ((net, optimizer),) = trainers(workers, ["w1"], ["w0"])
     step(net, optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr(Attachment, "take", _interrupt)
+        patch.setattr(ShardClient, "take", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             step(net, optimizer)
     assert step(net, optimizer) == [-2.0, -2.0]  # its gradients are of a round that is over
@@ -264,7 +264,7 @@ def test_a_trainer_joins_after_servers_with_different_versions_were_restarted(
     step(net, optimizer)
     ahead = optimizer._attachments[0]
     for number in range(2, 6):  # a trainer that dies between its calls to servers leaves such versions behind
-        ahead.take(ahead.push(Pushed(number, ahead.version, {})))
+        ahead.take(ahead.push(PushRequest(number, ahead.version, {})))
     for server in ("w0", "w1"):
         kill(workers, server)
         restart(workers, server)
@@ -321,8 +321,10 @@ def flip(file: Path) -> None:
 DAMAGES = {"truncated": truncate, "flipped": flip, "missing": os.unlink, "empty": lambda file: file.write_bytes(b"")}
 
 
-def snapshot(version: int) -> Snapshot:
-    return Snapshot(version, "run", {"weight": torch.full((3,), float(version))}, [], [{"lr": 0.1}], {"a": version})
+def snapshot(version: int) -> ShardSnapshot:
+    return ShardSnapshot(
+        version, "run", {"weight": torch.full((3,), float(version))}, [], [{"lr": 0.1}], {"a": version}
+    )
 
 
 @pytest.mark.parametrize("name", ["parameters.safetensors", "optimizer.pt"])
@@ -330,7 +332,7 @@ def snapshot(version: int) -> Snapshot:
 def test_the_last_good_checkpoint_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: str
 ) -> None:
-    archive = Archive(ps.Checkpoint(tmp_path, wait=True), "default", "w0", lambda job: job())
+    archive = CheckpointArchive(ps.Checkpoint(tmp_path, wait=True), "default", "w0", lambda job: job())
     for version in (1, 2):
         archive.save(snapshot(version))
     DAMAGES[damage](tmp_path / "default" / "w0" / "2" / name)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from telegrad import ps
 from telegrad.ps.compression import Compressor, unpack
 from telegrad.ps.embeddings import row_storage
-from telegrad.ps.layout import Layout
+from telegrad.ps.layout import ParameterLayout
 from telegrad.ps.server.shard_optimizer import _mean
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
@@ -190,7 +190,7 @@ class Sender:
     """A compressor of two parameters, and the sum of what arrives."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.share = Layout.of([[(0, "a", torch.zeros(3)), (1, "b", torch.zeros(2))]]).divide(1)[0]
+        self.share = ParameterLayout.of([[(0, "a", torch.zeros(3)), (1, "b", torch.zeros(2))]]).divide(1)[0]
         self.compressor = Compressor(self.share, dtype)
         self.total = torch.zeros(3)
         self.step = 0

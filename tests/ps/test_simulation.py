@@ -9,7 +9,7 @@ import pytest
 
 from telegrad import ps
 from telegrad.futures import Future
-from telegrad.ps.server.coordinator import RoundCoordinator, Vote
+from telegrad.ps.server.coordinator import RoundCoordinator, RoundVote
 from tests.ps.simulation import What, World
 
 RULES = [ps.Sync(), ps.Sync(quorum=1), ps.Sync(quorum=2), ps.Async(), ps.Stale(2)]
@@ -117,7 +117,7 @@ def test_a_leader_that_is_restarted_passes_over_a_round_again(said: str) -> None
     leader = RoundCoordinator(ps.Sync(), 1, ["s1"], exact=True, server="s0 again")
     leader.restore(0, {}, [], None)
     if said == "asked":
-        leader.hear("s1", Vote("s1", 1, 1, {}, frozenset({"trainer"}), complete=False), Future())
+        leader.hear("s1", RoundVote("s1", 1, 1, {}, frozenset({"trainer"}), complete=False), Future())
     else:
         leader.hear_of("s1", "s1", 1)
     future: Future[Any] = Future()

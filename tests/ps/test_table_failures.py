@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from telegrad import ps
 from telegrad.errors import PeerLost, StaleReference, UsageError
 from telegrad.ps.embeddings import service
-from telegrad.ps.embeddings.messages import Plan
+from telegrad.ps.embeddings.messages import TablesSpec
 from telegrad.ps.embeddings.row_hash import initialize
-from telegrad.ps.embeddings.shard import Shard
-from telegrad.ps.server.checkpoint import Archive, Snapshot
+from telegrad.ps.embeddings.shard import TableShard
+from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
 from tests.ps.accidents import Accidents
@@ -52,13 +52,16 @@ def undisturbed(trainers: int, steps: int = STEPS) -> Tensor:
 
 
 POINTS = {
-    "before a pull": (Shard, "pull", [9, 20]),
-    "before a push": (Shard, "push", [9, 20]),
-    "before a step": (Shard, "apply", [6, 11]),
-    "before it is saved": (Archive, "_write", [7, 12]),
-    "after a step": (Shard, "_save_if_due", [8]),
+    "before a pull": (TableShard, "pull", [9, 20]),
+    "before a push": (TableShard, "push", [9, 20]),
+    "before a step": (TableShard, "apply", [6, 11]),
+    "before it is saved": (CheckpointArchive, "_write", [7, 12]),
+    "after a step": (TableShard, "_save_if_due", [8]),
 }
-BETWEEN_SERVERS = {"asked by another": (Shard, "hear", [4, 7]), "told by another": (Shard, "answered", [4, 7])}
+BETWEEN_SERVERS = {
+    "asked by another": (TableShard, "hear", [4, 7]),
+    "told by another": (TableShard, "answered", [4, 7]),
+}
 
 
 @pytest.mark.parametrize(
@@ -160,9 +163,9 @@ def run_whole(cluster: Clusters, rule: Any, consistency: Any) -> Tensor:
 
 def test_servers_that_saved_different_versions_find_a_round() -> None:
     """Two trainers have announced themselves to all servers, one of which has made more steps, and then enter."""
-    plan = Plan("table", 0, ("w0",), ps.Sync(), trainers=2, checkpoint=None)
-    shard = Shard(plan, run="", archive=None)
-    shard.restore(Snapshot(2, "another", {}, [], [{"servers": [0, 1], "tables": {}}], {}), [])
+    plan = TablesSpec("table", 0, ("w0",), ps.Sync(), trainers=2, checkpoint=None)
+    shard = TableShard(plan, run="", archive=None)
+    shard.restore(ShardSnapshot(2, "another", {}, [], [{"servers": [0, 1], "tables": {}}], {}), [])
     assert [shard.announce(trainer, plan) for trainer in ("a", "b")] == [2, 2]
     entered = [shard.enter(trainer, 5) for trainer in ("a", "b")]
     assert [each.result(PATIENCE).version for each in entered] == [5, 5]

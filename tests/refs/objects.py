@@ -14,7 +14,7 @@ import telegrad.rpc as rpc
 from telegrad import current_agent
 from telegrad.agent import Agent
 from telegrad.refs import RRef, remote
-from telegrad.refs.manager import Keeper
+from telegrad.refs.manager import ReferenceManager
 
 PATIENCE = 20.0
 
@@ -136,7 +136,7 @@ def until(condition: Callable[[], bool], state: Callable[[], str] = str) -> None
 
 
 def figures(agent: Agent) -> dict[str, int]:
-    return Keeper.of(agent).statistics()
+    return ReferenceManager.of(agent).statistics()
 
 
 def owned(agent: Agent) -> int:

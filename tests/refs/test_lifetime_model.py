@@ -21,9 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from telegrad.agent import Agent
 from telegrad.futures import Future
 from telegrad.refs import RRef, remote
-from telegrad.refs.manager import Keeper
-from telegrad.refs.messages import Note, Outbox
-from telegrad.server.connection import Inbound
+from telegrad.refs.manager import ReferenceManager
+from telegrad.refs.messages import MessageOutbox, ReferenceMessage
+from telegrad.server.connection import ServerConnection
 from telegrad.testing import LocalCluster
 from telegrad.wire.frames import Frame, Kind
 from tests.refs import objects
@@ -40,7 +40,7 @@ HELD = {
     "late_copy",
 }
 WAYS = ["method", "fetch", "remote", "argument", "third", "temporary", "own", "derived"]
-_handle = Inbound.handle
+_handle = ServerConnection.handle
 
 
 class Waiting(NamedTuple):
@@ -54,7 +54,7 @@ class Waiting(NamedTuple):
 class Held(NamedTuple):
     """A call that has arrived at its callee and has not begun."""
 
-    inbound: Inbound
+    inbound: ServerConnection
     frame: Frame
 
     def run(self) -> None:
@@ -62,8 +62,8 @@ class Held(NamedTuple):
         self.inbound._host.threads.start(lambda: self.inbound._execute(self.frame, target))
 
 
-_transmit = Outbox._transmit
-_tick = Keeper._tick
+_transmit = MessageOutbox._transmit
+_tick = ReferenceManager._tick
 
 
 class Lives(RuleBasedStateMachine):
@@ -75,22 +75,22 @@ class Lives(RuleBasedStateMachine):
         self.dead: set[str] = set()
         self.made = 0
         self.holders: dict[int, tuple[str, int, str]] = {}  # slot -> (holder, object, owner)
-        self.under_way: list[tuple[Outbox, int, list[Note]]] = []
+        self.under_way: list[tuple[MessageOutbox, int, list[ReferenceMessage]]] = []
         self.held: list[Held] = []
         self.waiting: list[Waiting] = []
-        Keeper._tick = lambda self: None  # type: ignore[method-assign]  # sweeping is a step of the machine
+        ReferenceManager._tick = lambda self: None  # type: ignore[method-assign]  # sweeping is a step of the machine
         under_way = self.under_way
-        Outbox._transmit = lambda *batch: under_way.append(batch)  # type: ignore[method-assign]
+        MessageOutbox._transmit = lambda *batch: under_way.append(batch)  # type: ignore[method-assign]
         held = self.held
 
-        def hold(inbound: Inbound, frame: Frame) -> None:
+        def hold(inbound: ServerConnection, frame: Frame) -> None:
             target = inbound._target(frame) if frame.kind == Kind.CALL else None
             if target is not None and target.name in HELD:
                 held.append(Held(inbound, frame))
             else:
                 _handle(inbound, frame)
 
-        Inbound.handle = hold  # type: ignore[method-assign]
+        ServerConnection.handle = hold  # type: ignore[method-assign]
 
     def teardown(self) -> None:
         try:
@@ -101,9 +101,9 @@ class Lives(RuleBasedStateMachine):
 
     def restore(self) -> None:
         gc.unfreeze()
-        Outbox._transmit = _transmit  # type: ignore[method-assign]
-        Keeper._tick = _tick  # type: ignore[method-assign]
-        Inbound.handle = _handle  # type: ignore[method-assign]
+        MessageOutbox._transmit = _transmit  # type: ignore[method-assign]
+        ReferenceManager._tick = _tick  # type: ignore[method-assign]
+        ServerConnection.handle = _handle  # type: ignore[method-assign]
         for call in self.held:
             call.run()
         objects.kept.clear()
@@ -150,7 +150,7 @@ class Lives(RuleBasedStateMachine):
         self.holders[self.made] = to, thing, owner
         if moves:
             self.forget(slot)
-            Keeper.of(self.agent(holder)).sweep()
+            ReferenceManager.of(self.agent(holder)).sweep()
 
     @rule(data=st.data(), way=st.sampled_from(WAYS), then=st.sampled_from(["wait", "cancel", "time out"]))
     @precondition(lambda self: self.holders)
@@ -226,7 +226,7 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         for name in self.living():
-            Keeper.of(self.agent(name)).sweep()
+            ReferenceManager.of(self.agent(name)).sweep()
 
     @rule(choice=st.integers(0, 1000), twice=st.booleans())
     def deliver(self, choice: int, twice: bool) -> None:
@@ -237,7 +237,7 @@ class Lives(RuleBasedStateMachine):
             _transmit(*batch)
         self.deliver_one(batch)
 
-    def deliver_one(self, batch: tuple[Outbox, int, list[Note]]) -> None:
+    def deliver_one(self, batch: tuple[MessageOutbox, int, list[ReferenceMessage]]) -> None:
         self.under_way.remove(batch)
         _transmit(*batch)
 
@@ -266,7 +266,9 @@ class Lives(RuleBasedStateMachine):
                 return False
             return all(objects.owned(self.agent(name)) == len(wanted[name]) for name in wanted)
 
-        until(settled, lambda: f"{wanted}, {self.waiting}, {[Keeper.of(self.agent(name)) for name in wanted]}")
+        until(
+            settled, lambda: f"{wanted}, {self.waiting}, {[ReferenceManager.of(self.agent(name)) for name in wanted]}"
+        )
         for call in self.waiting:
             if not call.workers & self.dead:
                 assert call.future.wait() == call.thing

@@ -16,8 +16,8 @@ import torch
 from telegrad.agent import Agent
 from telegrad.errors import CallCancelled, CallTimeout, PeerLost, SerializationError, StaleReference, UsageError
 from telegrad.refs import RRef, remote
-from telegrad.refs.counts import Key
-from telegrad.refs.manager import Keeper
+from telegrad.refs.counts import ObjectKey
+from telegrad.refs.manager import ReferenceManager
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE
@@ -232,7 +232,7 @@ def test_a_reference_that_is_an_argument_for_its_owner_costs_no_note(trio: Local
     thing = remote("w1", Thing, ("home",), agent=w0)
     thing.to_here()
     notes: list[Any] = []
-    keeper = Keeper.of(w0)
+    keeper = ReferenceManager.of(w0)
     note = keeper.note
     keeper.note = lambda *args: (notes.append(args), note(*args))  # type: ignore[method-assign,assignment,return-value]
     for _ in range(3):
@@ -252,7 +252,7 @@ def test_an_argument_for_its_owner_lives_as_long_as_the_call(trio: LocalCluster,
     thing.to_here()
     kept = w0.submit("w1", objects.keep_when_open, "busy", "a", thing)
     del thing
-    Keeper.of(w0).sweep()
+    ReferenceManager.of(w0).sweep()
     objects.gates["busy"].set()
     slow.wait()
     kept.wait()
@@ -344,8 +344,8 @@ def test_what_is_left_is_counted_and_reported(
 
 def test_an_object_that_is_asked_for_after_its_owner_has_left_never_comes(cluster: Clusters) -> None:
     agent = cluster(2)["w0"]
-    books = Keeper.of(agent).books
+    books = ReferenceManager.of(agent).books
     agent.close()
-    entry = books.find(Key("an incarnation that has created nothing yet", 1))
+    entry = books.find(ObjectKey("an incarnation that has created nothing yet", 1))
     with pytest.raises(PeerLost, match="left the group"):
         entry.value(PATIENCE)

@@ -10,9 +10,9 @@ from typing import Any
 
 from telegrad.transport import in_process
 from telegrad.transport.channel import Channel
-from telegrad.transport.shared_memory import Arena, Mappings, Segment, Sharing
+from telegrad.transport.shared_memory import SegmentAllocator, SegmentMappings, SharedMemoryTransfer, SharedSegment
 from telegrad.transport.stream import StreamChannel
-from telegrad.wire.buffer_pool import Pool
+from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import Kind, head
 
 STREAMS = ["unix", "unix+shared", "tcp"]
@@ -28,20 +28,20 @@ class End:
     """What one side of a pair has."""
 
     name: str
-    arena: Arena = field(default_factory=lambda: Arena(FLOOR, 1 << 30))
-    mappings: Mappings = field(default_factory=Mappings)
+    arena: SegmentAllocator = field(default_factory=lambda: SegmentAllocator(FLOOR, 1 << 30))
+    mappings: SegmentMappings = field(default_factory=SegmentMappings)
 
-    def sharing_with(self, other: End) -> Sharing:
+    def sharing_with(self, other: End) -> SharedMemoryTransfer:
         """Shared memory with the other side; segments are passed on by mapping them there at once."""
         announced: set[int] = set()
 
-        def announce(segment: Segment, until: float) -> bool:
+        def announce(segment: SharedSegment, until: float) -> bool:
             if segment.number not in announced:
                 other.mappings.add(self.name, segment.number, segment.fd)
                 announced.add(segment.number)
             return True
 
-        return Sharing(self.arena, self.mappings, other.name, announce)
+        return SharedMemoryTransfer(self.arena, self.mappings, other.name, announce)
 
     def close(self) -> None:
         self.arena.close()
@@ -88,11 +88,11 @@ def connected(kind: str) -> Iterator[Pair]:
     near: Channel
     far: Channel
     if family == "memory":
-        near, far = in_process.pair(Pool())
+        near, far = in_process.pair(BufferPool())
     else:
         for sock in (near_socket, far_socket):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BUFFER)
-        pool = Pool()
+        pool = BufferPool()
         near = StreamChannel(near_socket, pool, MAX_FRAME, near_end.sharing_with(far_end) if shares else None)
         far = StreamChannel(far_socket, pool, MAX_FRAME, far_end.sharing_with(near_end) if shares else None)
     try:

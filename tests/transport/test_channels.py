@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from telegrad.errors import ProtocolError
-from telegrad.transport.channel import Channel, ChannelClosed, SaidGoodbye, SendTimeout, say_goodbye
-from telegrad.wire.frames import Frame, Kind, Place, head
+from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, SendTimeout, send_goodbye
+from telegrad.wire.frames import BufferPlace, Frame, Kind, head
 from tests.local.gates import until
 from tests.transport.pairs import KERNEL_BUFFER, MAX_FRAME, Background, Pair, connected, fill_with_frames
 
@@ -202,7 +202,7 @@ def test_a_frame_that_is_here_beats_the_time_limit(pair: Pair) -> None:
 
 def test_half_a_frame_then_a_timeout_then_the_rest(streams: Pair) -> None:
     body = b"b" * 20_000
-    data = head(Kind.CALL, 9, body, places=[Place(30_000)]) + body + b"c" * 30_000
+    data = head(Kind.CALL, 9, body, places=[BufferPlace(30_000)]) + body + b"c" * 30_000
     for end in (10, 40, 100, 25_000, 50_000):
         streams.near_socket.sendall(data[:end])
         with pytest.raises(TimeoutError):
@@ -364,18 +364,18 @@ def test_a_copy_that_is_dropped_does_not_end_the_conversation(streams: Pair) -> 
 
 
 def test_last_words_arrive(pair: Pair) -> None:
-    say_goodbye(pair.near, "out of memory — désolé")
+    send_goodbye(pair.near, "out of memory — désolé")
     frame = pair.far.recv(LATE)
     assert frame.kind == Kind.BYE
-    assert SaidGoodbye(frame).words == "out of memory — désolé"
+    assert PeerClosed(frame).words == "out of memory — désolé"
 
 
 def test_leaving_without_a_word_and_talking_to_nobody(pair: Pair) -> None:
-    say_goodbye(pair.near, None)
+    send_goodbye(pair.near, None)
     with pytest.raises(TimeoutError):
         pair.far.recv(timeout=SOON)
     pair.near.shut()
-    say_goodbye(pair.near, "nobody hears this")
+    send_goodbye(pair.near, "nobody hears this")
 
 
 # Cork and flush
@@ -532,13 +532,13 @@ def test_garbage_breaks_the_protocol(streams: Pair, data: bytes) -> None:
 
 
 def test_a_frame_over_the_limit_breaks_the_protocol(streams: Pair) -> None:
-    streams.near_socket.sendall(head(Kind.CALL, 1, b"", places=[Place(MAX_FRAME + 1)]))
+    streams.near_socket.sendall(head(Kind.CALL, 1, b"", places=[BufferPlace(MAX_FRAME + 1)]))
     with pytest.raises(ProtocolError, match="limit"):
         streams.far.recv(LATE)
 
 
 def test_a_buffer_in_shared_memory_that_nobody_announced_damages_its_frame_alone(shared: Pair) -> None:
-    shared.near_socket.sendall(head(Kind.CALL, 1, b"body", places=[Place(100_000, 4096, 1, 0)]) + b"body")
+    shared.near_socket.sendall(head(Kind.CALL, 1, b"body", places=[BufferPlace(100_000, 4096, 1, 0)]) + b"body")
     shared.near.send(Kind.CALL, 2, b"next")
     damaged, whole = shared.far.recv(LATE), shared.far.recv(LATE)
     assert (damaged.call, bytes(damaged.body), "unknown" in str(damaged.damage)) == (1, b"body", True)
@@ -548,7 +548,7 @@ def test_a_buffer_in_shared_memory_that_nobody_announced_damages_its_frame_alone
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_shared_memory_on_a_connection_that_has_none_breaks_the_protocol(kind: str) -> None:
     for pair in connected(kind):
-        pair.near_socket.sendall(head(Kind.CALL, 1, b"", places=[Place(100_000, 4096, 1, 0)]))
+        pair.near_socket.sendall(head(Kind.CALL, 1, b"", places=[BufferPlace(100_000, 4096, 1, 0)]))
         with pytest.raises(ProtocolError, match="shared"):
             pair.far.recv(LATE)
 

@@ -20,9 +20,17 @@ from hypothesis import strategies as st
 from telegrad.errors import ProtocolError
 from telegrad.transport import shared_memory
 from telegrad.transport.channel import SendTimeout
-from telegrad.transport.shared_memory import SLOTS, Arena, Copies, Mappings, Segment, SegmentUnknown, Sharing
+from telegrad.transport.shared_memory import (
+    SLOTS,
+    SegmentAllocator,
+    SegmentMappings,
+    SegmentUnknown,
+    SharedCopies,
+    SharedMemoryTransfer,
+    SharedSegment,
+)
 from telegrad.wire import codec
-from telegrad.wire.frames import Kind, Place, head
+from telegrad.wire.frames import BufferPlace, Kind, head
 from tests.transport.pairs import FLOOR, Background, End, Pair, fill_with_frames
 
 LATE = 20.0
@@ -36,8 +44,8 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena(FLOOR, 4 * MEGABYTE)
+def arena() -> Iterator[SegmentAllocator]:
+    arena = SegmentAllocator(FLOOR, 4 * MEGABYTE)
     yield arena
     arena.close()
 
@@ -45,7 +53,7 @@ def arena() -> Iterator[Arena]:
 @pytest.fixture
 def ends() -> Iterator[tuple[End, End]]:
     """A sender and a receiver."""
-    sender, receiver = (End(name, Arena(FLOOR, 4 * MEGABYTE)) for name in ("sender", "receiver"))
+    sender, receiver = (End(name, SegmentAllocator(FLOOR, 4 * MEGABYTE)) for name in ("sender", "receiver"))
     yield sender, receiver
     sender.close()
     receiver.close()
@@ -54,12 +62,12 @@ def ends() -> Iterator[tuple[End, End]]:
 SENDER = object()  # the connection that blocks are sent through
 
 
-def placed(sharing: Sharing, buffers: list[memoryview]) -> tuple[list[Place], list[memoryview]]:
-    places = [Place(buffer.nbytes) for buffer in buffers]
+def placed(sharing: SharedMemoryTransfer, buffers: list[memoryview]) -> tuple[list[BufferPlace], list[memoryview]]:
+    places = [BufferPlace(buffer.nbytes) for buffer in buffers]
     return places, sharing.place(buffers, places)
 
 
-def taken(arena: Arena, nbytes: int, peer: str = "receiver") -> tuple[Segment, Place]:
+def taken(arena: SegmentAllocator, nbytes: int, peer: str = "receiver") -> tuple[SharedSegment, BufferPlace]:
     found = arena.take(nbytes, peer, SENDER)
     assert found is not None
     return found
@@ -174,13 +182,13 @@ def test_blocks_in_use_are_never_given_out_again(ends: tuple[End, End]) -> None:
     assert receiver.mappings.live == len(held) == 26
 
 
-def test_a_block_nobody_was_told_of_can_be_returned(arena: Arena) -> None:
+def test_a_block_nobody_was_told_of_can_be_returned(arena: SegmentAllocator) -> None:
     _, place = taken(arena, 10_000)
     arena.take_back([place])
     assert taken(arena, 10_000)[1] == place
 
 
-def test_neighbours_that_are_free_become_one_block(arena: Arena) -> None:
+def test_neighbours_that_are_free_become_one_block(arena: SegmentAllocator) -> None:
     found = [taken(arena, 200_000) for _ in range(4)]
     for index in (1, 3, 0, 2):
         arena.take_back([found[index][1]])
@@ -191,9 +199,9 @@ def test_neighbours_that_are_free_become_one_block(arena: Arena) -> None:
 @given(st.lists(st.integers(1, 300_000) | st.just(0), max_size=40), st.randoms(use_true_random=False))
 def test_blocks_never_overlap(sizes: list[int], random: Any) -> None:
     """A size is taken; 0 returns one that was."""
-    segment = Segment(1, MEGABYTE)
+    segment = SharedSegment(1, MEGABYTE)
     try:
-        held: list[Place] = []
+        held: list[BufferPlace] = []
         for size in sizes:
             if size:
                 place = segment.take(size, "receiver", SENDER)
@@ -212,7 +220,7 @@ def test_blocks_never_overlap(sizes: list[int], random: Any) -> None:
 
 
 def test_a_segment_has_so_many_slots_and_no_more() -> None:
-    segment = Segment(1, 32 * MEGABYTE)
+    segment = SharedSegment(1, 32 * MEGABYTE)
     try:
         places = [segment.take(1, "receiver", SENDER) for _ in range(SLOTS)]
         assert len({place.slot for place in places if place}) == SLOTS
@@ -226,14 +234,14 @@ def test_a_segment_has_so_many_slots_and_no_more() -> None:
 # Limits
 
 
-def test_beyond_the_limit_there_is_no_room(arena: Arena) -> None:
+def test_beyond_the_limit_there_is_no_room(arena: SegmentAllocator) -> None:
     assert taken(arena, 3_000_000)[0].size == 4 * MEGABYTE
     assert arena.take(3_000_000, "receiver", SENDER) is None
     assert taken(arena, 1_000_000)[1].segment == 1
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, MEGABYTE - PAGE, MEGABYTE - PAGE + 1, MEGABYTE, 2 * MEGABYTE - PAGE])
-def test_a_new_segment_is_always_large_enough(arena: Arena, nbytes: int) -> None:
+def test_a_new_segment_is_always_large_enough(arena: SegmentAllocator, nbytes: int) -> None:
     segment, place = taken(arena, nbytes)
     assert place.offset + nbytes <= segment.size
 
@@ -247,15 +255,17 @@ def test_small_buffers_and_those_without_room_stay_in_the_stream(ends: tuple[End
     assert inside == [buffers[0], buffers[2], buffers[3]]
 
 
-def test_a_segment_that_cannot_be_passed_on_is_not_used(arena: Arena) -> None:
-    sharing = Sharing(arena, Mappings(), "receiver", lambda segment, until: False)
+def test_a_segment_that_cannot_be_passed_on_is_not_used(arena: SegmentAllocator) -> None:
+    sharing = SharedMemoryTransfer(arena, SegmentMappings(), "receiver", lambda segment, until: False)
     places, inside = placed(sharing, [memoryview(bytes(FLOOR))])
     assert ([place.segment for place in places], len(inside)) == ([0], 1)
     arena.trim()
     assert repr(arena) == "<Arena []>"
 
 
-def test_without_descriptors_everything_stays_in_the_stream(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_descriptors_everything_stays_in_the_stream(
+    arena: SegmentAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_more(*_: Any) -> int:
         raise OSError(24, "Too many open files")
 
@@ -263,7 +273,7 @@ def test_without_descriptors_everything_stays_in_the_stream(arena: Arena, monkey
     assert arena.take(FLOOR, "receiver", SENDER) is None
 
 
-def test_a_closed_arena_has_no_room(arena: Arena) -> None:
+def test_a_closed_arena_has_no_room(arena: SegmentAllocator) -> None:
     arena.close()
     assert arena.take(FLOOR, "receiver", SENDER) is None
 
@@ -298,7 +308,7 @@ def test_the_blocks_of_a_lost_receiver_are_never_used_again(ends: tuple[End, End
     assert bytes(held) == b"y" * 10_000
 
 
-def test_another_peers_loss_changes_nothing(arena: Arena) -> None:
+def test_another_peers_loss_changes_nothing(arena: SegmentAllocator) -> None:
     taken(arena, 10_000)
     arena.abandon("stranger", None)
     assert taken(arena, 10_000)[1].segment == 1
@@ -327,17 +337,19 @@ def test_the_segments_of_a_lost_sender_are_forgotten(ends: tuple[End, End]) -> N
     assert "0 segments" in repr(receiver.mappings)
 
 
-def test_a_segment_that_is_retired_while_it_is_being_passed_on_keeps_its_descriptor(arena: Arena) -> None:
+def test_a_segment_that_is_retired_while_it_is_being_passed_on_keeps_its_descriptor(arena: SegmentAllocator) -> None:
     """Another thread may close a connection between `take` and `announce`; the number must not go to another file."""
-    receiver = Mappings()
+    receiver = SegmentMappings()
 
-    def announce(segment: Segment, until: float) -> bool:
+    def announce(segment: SharedSegment, until: float) -> bool:
         arena.abandon("receiver", SENDER)
         taken(arena, 50_000, "another")  # a new segment, which would get the number of a closed descriptor
         receiver.add("sender", segment.number, segment.fd)
         return True
 
-    [place], _ = placed(Sharing(arena, Mappings(), "receiver", announce), [memoryview(b"m" * 20_000)])
+    [place], _ = placed(
+        SharedMemoryTransfer(arena, SegmentMappings(), "receiver", announce), [memoryview(b"m" * 20_000)]
+    )
     if place.segment:
         assert bytes(receiver.locate("sender", place)) == b"m" * 20_000
     receiver.close()
@@ -346,7 +358,7 @@ def test_a_segment_that_is_retired_while_it_is_being_passed_on_keeps_its_descrip
 # Peers that break the rules
 
 
-def bogus(place: Place, **changes: int) -> Place:
+def bogus(place: BufferPlace, **changes: int) -> BufferPlace:
     return place._replace(**changes)
 
 
@@ -409,7 +421,7 @@ def memfd(size: int, *, sealed: bool) -> int:
 )
 def test_a_segment_that_could_hurt_us_is_refused(size: int, sealed: bool) -> None:
     fd = memfd(size, sealed=sealed)
-    mappings = Mappings()
+    mappings = SegmentMappings()
     try:
         with pytest.raises(ProtocolError, match="segment"):
             mappings.add("mallory", 1, fd)
@@ -419,7 +431,7 @@ def test_a_segment_that_could_hurt_us_is_refused(size: int, sealed: bool) -> Non
 
 
 def test_a_descriptor_that_is_no_memory_at_all_is_refused() -> None:
-    mappings = Mappings()
+    mappings = SegmentMappings()
     near, far = socket.socketpair()
     with near, far, open("/dev/null") as null:
         for fd in (near.fileno(), null.fileno()):
@@ -430,15 +442,15 @@ def test_a_descriptor_that_is_no_memory_at_all_is_refused() -> None:
 @settings(deadline=None, max_examples=100)
 @given(
     st.builds(
-        Place,
+        BufferPlace,
         nbytes=st.integers(0, 2 * MEGABYTE) | st.integers(0, 2**64 - 1),
         offset=st.integers(0, 2 * MEGABYTE) | st.integers(0, 2**64 - 1),
         segment=st.integers(0, 2),
         slot=st.integers(0, 3) | st.integers(0, 2**32 - 1),
     )
 )
-def test_any_place_is_inside_a_sent_block_of_a_known_segment_or_refused(place: Place) -> None:
-    sender, receiver = End("sender", Arena(FLOOR, 4 * MEGABYTE)), End("receiver")
+def test_any_place_is_inside_a_sent_block_of_a_known_segment_or_refused(place: BufferPlace) -> None:
+    sender, receiver = End("sender", SegmentAllocator(FLOOR, 4 * MEGABYTE)), End("receiver")
     try:
         segment, _ = taken(sender.arena, 10_000)
         receiver.mappings.add("sender", segment.number, segment.fd)
@@ -459,7 +471,7 @@ def test_any_place_is_inside_a_sent_block_of_a_known_segment_or_refused(place: P
 
 def test_no_descriptor_or_mapping_outlives_its_owners() -> None:
     before = memfds()
-    sender, receiver = End("sender", Arena(FLOOR, 64 * MEGABYTE)), End("receiver")
+    sender, receiver = End("sender", SegmentAllocator(FLOOR, 64 * MEGABYTE)), End("receiver")
     held = [send(sender, receiver, bytes(900_000)) for _ in range(5)]
     assert memfds() > before
     sender.arena.abandon("receiver", None)
@@ -478,7 +490,7 @@ def test_trim_returns_what_nobody_uses_and_nothing_else(ends: tuple[End, End]) -
     before = memfds()
     sender.arena.trim()
     receiver.mappings.forget()
-    assert repr(sender.arena).count("Segment") == 2
+    assert repr(sender.arena).count("SharedSegment") == 2
     assert memfds() < before
     del held
     sender.arena.trim()
@@ -520,7 +532,7 @@ def test_a_thousand_sends_reuse_the_same_memory(shared: Pair) -> None:
         frame = shared.far.recv(LATE)
         assert frame.buffers[0][0] == frame.buffers[0][-1] == value % 256
         del frame
-    assert repr(shared.near_end.arena).count("Segment") == 1
+    assert repr(shared.near_end.arena).count("SharedSegment") == 1
 
 
 def test_a_closed_channel_abandons_what_was_on_its_way(shared: Pair) -> None:
@@ -576,7 +588,7 @@ def test_a_segment_is_found_while_another_connection_carries_a_block_of_it(ends:
 
 def test_a_bogus_place_on_a_channel_breaks_the_protocol(shared: Pair) -> None:
     shared.near.send(Kind.CALL, 1, b"", [memoryview(bytes(10_000))])
-    place = Place(10_000, PAGE, 1, 0)
+    place = BufferPlace(10_000, PAGE, 1, 0)
     shared.near_socket.sendall(head(Kind.CALL, 2, b"", places=[place]))
     first = shared.far.recv(LATE)
     with pytest.raises(ProtocolError, match="shared"):
@@ -585,7 +597,7 @@ def test_a_bogus_place_on_a_channel_breaks_the_protocol(shared: Pair) -> None:
 
 
 def test_nobody_waits_for_the_arena_while_pages_are_faulted_in(
-    arena: Arena, background: Background, monkeypatch: pytest.MonkeyPatch
+    arena: SegmentAllocator, background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock gives signs of life; if it waited, a worker that sends gigabytes would look dead."""
     begun, go_on = threading.Event(), threading.Event()
@@ -620,7 +632,7 @@ def test_many_pages_are_faulted_in_step_by_step(monkeypatch: pytest.MonkeyPatch)
     assert steps == [(PAGE, 16 * PAGE), (17 * PAGE, 16 * PAGE), (33 * PAGE, 8 * PAGE)]
 
 
-def test_a_block_without_memory_is_given_back(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_without_memory_is_given_back(arena: SegmentAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(shared_memory, "_populate", lambda *args: False)
         assert arena.take(FLOOR, "peer", None) is None
@@ -631,7 +643,7 @@ def test_a_block_without_memory_is_given_back(arena: Arena, monkeypatch: pytest.
 def test_two_threads_that_ask_for_the_same_copy_share_it(
     monkeypatch: pytest.MonkeyPatch, background: Background
 ) -> None:
-    arena = Arena(FLOOR, 1 << 30)
+    arena = SegmentAllocator(FLOOR, 1 << 30)
     take, both_are_here = arena.take_for_many, threading.Barrier(2)
 
     def take_together(nbytes: int) -> Any:
@@ -640,7 +652,7 @@ def test_two_threads_that_ask_for_the_same_copy_share_it(
         return take(nbytes)
 
     monkeypatch.setattr(arena, "take_for_many", take_together)
-    copies, buffer = Copies(), memoryview(bytes([7]) * 10_000)
+    copies, buffer = SharedCopies(), memoryview(bytes([7]) * 10_000)
     found = [background(copies.block, arena, 0, buffer) for _ in range(2)]
     (segment, place), again = (each.result(LATE) for each in found)
     assert again == (segment, place)
@@ -652,5 +664,5 @@ def test_two_threads_that_ask_for_the_same_copy_share_it(
 
 
 def test_one_receiver_is_admitted_once() -> None:
-    copies = Copies()
+    copies = SharedCopies()
     assert [copies.admits(peer) for peer in ("a", "b", "a")] == [True, True, False]

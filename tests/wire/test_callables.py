@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from telegrad.wire import function_table
-from telegrad.wire.function_table import Numbers, defined_in_main, describe
+from telegrad.wire.function_table import FunctionTable, defined_in_main, describe
 
 
 def plain(value: int) -> int:
@@ -96,7 +96,7 @@ BY_NUMBER = [
 
 @pytest.mark.parametrize("function", BY_NUMBER, ids=describe)
 def test_what_pickles_by_reference_gets_a_number_and_a_definition(function: Any) -> None:
-    numbers = Numbers()
+    numbers = FunctionTable()
     found = numbers.find(function)
     assert found is not None
     number, definition = found
@@ -106,15 +106,15 @@ def test_what_pickles_by_reference_gets_a_number_and_a_definition(function: Any)
 
 
 def test_numbers_are_given_out_in_turn_and_stay() -> None:
-    numbers = Numbers()
+    numbers = FunctionTable()
     first = [numbers.find(function) for function in BY_NUMBER]
     assert [number for number, _ in filter(None, first)] == list(range(1, len(BY_NUMBER) + 1))
     assert [numbers.find(function) for function in reversed(BY_NUMBER)] == first[::-1]
-    assert repr(numbers) == f"<Numbers {len(BY_NUMBER)} functions>"
+    assert repr(numbers) == f"<FunctionTable {len(BY_NUMBER)} functions>"
 
 
 def test_a_callable_that_never_changes_may_say_so() -> None:
-    numbers = Numbers()
+    numbers = FunctionTable()
     found = numbers.find(Shift(1))
     assert found is not None
     assert pickle.loads(found[1])(5) == 6
@@ -122,7 +122,7 @@ def test_a_callable_that_never_changes_may_say_so() -> None:
 
 
 def test_each_agent_has_a_table_of_its_own() -> None:
-    one, other = Numbers(), Numbers()
+    one, other = FunctionTable(), FunctionTable()
     one.find(abs)
     assert one.find(plain) != other.find(plain)
 
@@ -176,15 +176,15 @@ def renamed() -> Any:
     ],
 )
 def test_what_may_change_between_two_calls_gets_none(function: Any) -> None:
-    numbers = Numbers()
+    numbers = FunctionTable()
     assert numbers.find(function) is None
     assert numbers.find(function) is None
     assert repr(numbers) == "<Numbers 0 functions>"
 
 
 def test_a_full_table_still_knows_what_it_has_and_takes_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function_table, "LIMIT", 2)
-    numbers = Numbers()
+    monkeypatch.setattr(function_table, "MAX_FUNCTIONS", 2)
+    numbers = FunctionTable()
     assert numbers.find(abs) is not None
     assert numbers.find(plain) is not None
     assert numbers.find(math.sqrt) is None

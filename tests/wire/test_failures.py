@@ -249,7 +249,7 @@ class PickyFileTrouble(OSError):
         (unpicklable(), f"{__name__}.Plain"),
         (Unbuildable("odd"), f"{__name__}.Unbuildable"),
         (NotAnException("odd"), f"{__name__}.NotAnException"),
-        (PickyFileTrouble("/a", owner="me"), f"{__name__}.PickyFileTrouble"),
+        (PickyFileTrouble("/a", owner="local_member"), f"{__name__}.PickyFileTrouble"),
         (FrozenFileTrouble(1), f"{__name__}.FrozenFileTrouble"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",

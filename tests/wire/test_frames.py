@@ -15,10 +15,10 @@ from telegrad.wire.frames import (
     MAX_BUFFERS,
     PLACE,
     SCRATCH,
+    BufferPlace,
     Frame,
     FrameDecoder,
     Kind,
-    Place,
     head,
 )
 
@@ -32,14 +32,14 @@ class Reader:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.reserved: list[int] = []
-        self.located: list[Place] = []
+        self.located: list[BufferPlace] = []
         self.decoder = FrameDecoder(self._reserve, self._locate, limit)
 
     def _reserve(self, nbytes: int) -> memoryview:
         self.reserved.append(nbytes)
         return memoryview(bytearray(nbytes))
 
-    def _locate(self, place: Place) -> memoryview:
+    def _locate(self, place: BufferPlace) -> memoryview:
         self.located.append(place)
         return memoryview(b"shared %d" % place.segment)
 
@@ -66,7 +66,7 @@ def frame(body: bytes = b"", buffers: Sequence[bytes] = (), *, call: int = 7, ki
 
 
 def encode(message: Frame) -> bytes:
-    places = [Place(len(buffer)) for buffer in message.buffers]
+    places = [BufferPlace(len(buffer)) for buffer in message.buffers]
     start = head(
         message.kind,
         message.call,
@@ -234,7 +234,7 @@ def test_any_frames_in_any_pieces_come_out_equal(sent: list[Frame], sizes: list[
 
 
 def test_buffers_in_shared_memory_are_located_and_keep_their_order() -> None:
-    places = [Place(9, 4096, 5, 2), Place(3), Place(9, 8192, 6, 1)]
+    places = [BufferPlace(9, 4096, 5, 2), BufferPlace(3), BufferPlace(9, 8192, 6, 1)]
     data = head(Kind.CALL, 1, b"body", places=places) + b"body" + b"own"
     reader = Reader()
     [message] = reader.feed(data)
@@ -245,7 +245,7 @@ def test_buffers_in_shared_memory_are_located_and_keep_their_order() -> None:
 
 def test_a_frame_whose_buffers_are_all_shared_needs_no_more_bytes() -> None:
     reader = Reader()
-    [message] = reader.feed(head(Kind.REPLY, 1, b"", places=[Place(9, 4096, 5, 2)]))
+    [message] = reader.feed(head(Kind.REPLY, 1, b"", places=[BufferPlace(9, 4096, 5, 2)]))
     assert (message.body, [bytes(buffer) for buffer in message.buffers]) == (b"", [b"shared 5"])
 
 
@@ -289,7 +289,7 @@ def test_a_frame_over_the_limit_is_refused_however_it_arrives(sent: Frame, piece
 def test_shared_memory_counts_towards_the_limit() -> None:
     reader = Reader(limit=1000)
     with pytest.raises(ProtocolError, match="limit"):
-        list(reader.feed(head(Kind.CALL, 1, b"", places=[Place(1001, 4096, 5, 2)])))
+        list(reader.feed(head(Kind.CALL, 1, b"", places=[BufferPlace(1001, 4096, 5, 2)])))
     assert reader.located == []
 
 

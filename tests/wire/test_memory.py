@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from telegrad.wire import codec
-from telegrad.wire.buffer_pool import Pool
+from telegrad.wire.buffer_pool import BufferPool
 
 FLOOR = 1000
 
@@ -17,24 +17,24 @@ def address(memory: memoryview) -> int:
 
 
 @pytest.fixture
-def pool() -> Pool:
-    return Pool(floor=FLOOR, limit=10 * FLOOR)
+def pool() -> BufferPool:
+    return BufferPool(floor=FLOOR, limit=10 * FLOOR)
 
 
-def test_memory_is_writable_and_of_the_size_that_was_asked_for(pool: Pool) -> None:
+def test_memory_is_writable_and_of_the_size_that_was_asked_for(pool: BufferPool) -> None:
     for size in (0, 1, FLOOR - 1, FLOOR, 11 * FLOOR):
         memory = pool.reserve(size)
         assert (memory.nbytes, memory.readonly, memory.format, memory.ndim) == (size, False, "B", 1)
         memory[:] = bytes(size)
 
 
-def test_memory_that_nobody_holds_is_used_again(pool: Pool) -> None:
+def test_memory_that_nobody_holds_is_used_again(pool: BufferPool) -> None:
     first = address(pool.reserve(FLOOR))
     assert address(pool.reserve(FLOOR)) == first
     assert pool.nbytes == FLOOR
 
 
-def test_memory_that_somebody_holds_is_not_used_again(pool: Pool) -> None:
+def test_memory_that_somebody_holds_is_not_used_again(pool: BufferPool) -> None:
     held = [pool.reserve(FLOOR) for _ in range(5)]
     assert len({address(memory) for memory in held}) == 5
     del held[2]
@@ -43,7 +43,7 @@ def test_memory_that_somebody_holds_is_not_used_again(pool: Pool) -> None:
     assert pool.nbytes == 5 * FLOOR
 
 
-def test_a_slice_holds_the_memory(pool: Pool) -> None:
+def test_a_slice_holds_the_memory(pool: BufferPool) -> None:
     whole = pool.reserve(FLOOR)
     start, part = address(whole), whole[10:20]
     del whole
@@ -53,7 +53,7 @@ def test_a_slice_holds_the_memory(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tensor", "view", "numpy", "slice of the array", "storage"])
-def test_whatever_sits_on_the_memory_holds_it(pool: Pool, kind: str) -> None:
+def test_whatever_sits_on_the_memory_holds_it(pool: BufferPool, kind: str) -> None:
     memory = pool.reserve(4 * FLOOR)
     start = address(memory)
     tensor = torch.frombuffer(memory, dtype=torch.float32)
@@ -75,7 +75,7 @@ def test_whatever_sits_on_the_memory_holds_it(pool: Pool, kind: str) -> None:
 
 
 def test_a_decoded_tensor_holds_its_memory_until_it_dies() -> None:
-    pool = Pool(FLOOR, limit=1 << 20)
+    pool = BufferPool(FLOOR, limit=1 << 20)
     body, [buffer] = codec.encode(torch.arange(codec.OUT_OF_BAND))
     memory = pool.reserve(buffer.nbytes)
     memory[:] = buffer
@@ -89,26 +89,26 @@ def test_a_decoded_tensor_holds_its_memory_until_it_dies() -> None:
     assert address(pool.reserve(buffer.nbytes)) == start
 
 
-def test_only_memory_of_the_same_size_is_used_again(pool: Pool) -> None:
+def test_only_memory_of_the_same_size_is_used_again(pool: BufferPool) -> None:
     first = np.frombuffer(pool.reserve(FLOOR), np.uint8)
     pool.reserve(FLOOR + 1)
     del first
     assert pool.reserve(FLOOR + 1).nbytes == FLOOR + 1
 
 
-def test_small_memory_is_not_kept(pool: Pool) -> None:
+def test_small_memory_is_not_kept(pool: BufferPool) -> None:
     pool.reserve(FLOOR - 1)
     assert pool.nbytes == 0
 
 
-def test_memory_beyond_the_limit_is_not_kept(pool: Pool) -> None:
+def test_memory_beyond_the_limit_is_not_kept(pool: BufferPool) -> None:
     pool.reserve(10 * FLOOR + 1)
     assert pool.nbytes == 0
     pool.reserve(10 * FLOOR)
     assert pool.nbytes == 10 * FLOOR
 
 
-def test_old_memory_makes_room_for_new(pool: Pool) -> None:
+def test_old_memory_makes_room_for_new(pool: BufferPool) -> None:
     for size in range(FLOOR, 10 * FLOOR, 500):
         pool.reserve(size)
         assert pool.nbytes <= 10 * FLOOR
@@ -116,7 +116,7 @@ def test_old_memory_makes_room_for_new(pool: Pool) -> None:
     assert address(pool.reserve(size)) == last
 
 
-def test_memory_that_the_pool_forgot_stays_valid(pool: Pool) -> None:
+def test_memory_that_the_pool_forgot_stays_valid(pool: BufferPool) -> None:
     held = pool.reserve(6 * FLOOR)
     held[:] = b"x" * (6 * FLOOR)
     pool.reserve(7 * FLOOR)[:] = bytes(7 * FLOOR)
@@ -124,6 +124,6 @@ def test_memory_that_the_pool_forgot_stays_valid(pool: Pool) -> None:
     assert held.tobytes() == b"x" * (6 * FLOOR)
 
 
-def test_the_repr_says_how_much_is_kept(pool: Pool) -> None:
+def test_the_repr_says_how_much_is_kept(pool: BufferPool) -> None:
     pool.reserve(FLOOR)
-    assert repr(pool) == f"<Pool {FLOOR} of {10 * FLOOR} bytes kept>"
+    assert repr(pool) == f"<BufferPool {FLOOR} of {10 * FLOOR} bytes kept>"

@@ -156,5 +156,5 @@ def _is_valid_context(context_id: int) -> None:
 
 def _get_max_id() -> int:
     agent = active_agent()
-    rank = 0 if agent is None else agent.me.rank
+    rank = 0 if agent is None else agent.local_member.rank
     return (rank << NUMBER_BITS) | ((1 << NUMBER_BITS) - 1)

@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd import hooks
-from telegrad.autograd.shared_parameters import Versions
+from telegrad.autograd.shared_parameters import SharedParameters
 from telegrad.current import active_agent
 from telegrad.errors import PeerLost, TelegradError, UsageError
 from telegrad.group.membership import Member
 from telegrad.messages import scope
-from telegrad.messages.packing import Envelope, accompany, current_envelope
+from telegrad.messages.packing import MessageContext, current_message, message_resource
 from telegrad.messages.scope import current_scope
 from telegrad.server.functions import internal
 from telegrad.wire import tensors
@@ -57,7 +57,7 @@ _log = logging.getLogger("telegrad")
 _begun: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
 
 
-class Send:
+class SentTensor:
     """A tensor that left: where its gradient, once it is back, enters the local graph."""
 
     __slots__ = ("_behind", "_edge", "device", "leaf", "peer")
@@ -93,7 +93,7 @@ class Send:
         return self._behind
 
 
-class Slot:
+class GradientSlot:
     """Takes the gradient of an arrived tensor when the engine of torch runs into it with `catching` on."""
 
     __slots__ = ("_tensor", "catching", "gradient")
@@ -114,11 +114,11 @@ class Slot:
         return tensor is None or not tensor.retains_grad
 
 
-class Arrived(torch.autograd.Function):
+class ReceivedTensor(torch.autograd.Function):
     """The node of a tensor that came from another worker."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: tuple[Tensor], slot: Slot) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, tensor: tuple[Tensor], slot: GradientSlot) -> Tensor:
         ctx.slot = slot
         data = tensor[0]
         return data.detach() if data._is_view() else data  # operations in place are not allowed on views
@@ -134,11 +134,11 @@ class Arrived(torch.autograd.Function):
         return None, None, None
 
 
-ANCHOR = torch.empty(0, requires_grad=True)  # makes torch record `Arrived`
+ANCHOR = torch.empty(0, requires_grad=True)  # makes torch record `ReceivedTensor`
 
 
-def _arrive(data: Tensor, slot: Slot) -> Tensor:
-    tensor: Tensor = Arrived.apply(ANCHOR, (data,), slot)  # type: ignore[no-untyped-call]
+def _arrive(data: Tensor, slot: GradientSlot) -> Tensor:
+    tensor: Tensor = ReceivedTensor.apply(ANCHOR, (data,), slot)  # type: ignore[no-untyped-call]
     slot.belongs_to(tensor)
     return tensor
 
@@ -188,9 +188,9 @@ class Context:
         self.tickets = contexts.tickets
         self.contexts = contexts
         self.lock = threading.Lock()
-        self.sends: dict[int, Send] = {}
+        self.sends: dict[int, SentTensor] = {}
         self.receives: dict[Node, Receive] = {}
-        self.slots: dict[Node, Slot] = {}
+        self.slots: dict[Node, GradientSlot] = {}
         self.peers: dict[str, str] = {}  # incarnation to name: who tensors went to or came from
         self.followers: dict[str, str] = {}  # who calls under this context went to
         self.gradients: dict[Tensor, Tensor] = {}
@@ -210,7 +210,7 @@ class Context:
         """The rank of the worker where it began."""
         return self.number >> NUMBER_BITS
 
-    def follow(self, to: Envelope) -> bytes:
+    def follow(self, to: MessageContext) -> bytes:
         """A call takes the context to a peer, and the numbers of those that have ended."""
         if not torch.is_grad_enabled() or not self.followed_by(to.peer, to.incarnation):
             return b""
@@ -232,18 +232,18 @@ class Context:
         with versions.call():
             call()
 
-    def send(self, tensors: Iterable[tuple[int, Tensor]], to: Envelope) -> None:
+    def send(self, tensors: Iterable[tuple[int, Tensor]], to: MessageContext) -> None:
         """Note tensors that leave, by ticket."""
         with self.lock:
             if not self.released:
                 peer = to.incarnation
                 for ticket, tensor in tensors:
-                    self.sends[ticket] = Send(tensor, peer)
+                    self.sends[ticket] = SentTensor(tensor, peer)
                 self.peers[peer] = to.peer
 
-    def receive(self, data: Sequence[Tensor], tickets: Sequence[int], sender: Envelope) -> list[Tensor]:
+    def receive(self, data: Sequence[Tensor], tickets: Sequence[int], sender: MessageContext) -> list[Tensor]:
         """Return tensors that arrived as outputs of nodes, and note these."""
-        slots = [Slot() for _ in tickets]
+        slots = [GradientSlot() for _ in tickets]
         if torch.is_grad_enabled():
             tensors = list(map(_arrive, data, slots))
         else:
@@ -266,7 +266,7 @@ class Context:
             for leaf, gradient in gradients:
                 known = self.gradients.setdefault(leaf, gradient)
                 if known is not gradient:
-                    self.gradients[leaf] = plus(known, gradient)
+                    self.gradients[leaf] = add_gradients(known, gradient)
 
     def replace(self, leaf: Tensor, gradient: Tensor) -> None:
         """Another gradient in place of what a leaf has."""
@@ -295,10 +295,10 @@ class Context:
         """Return the ranks of the workers that calls under this context went to."""
         return {self.agent.get_worker_info(name).id for name in list(self.followers.values())}
 
-    def _send_functions(self) -> dict[int, Send]:
+    def _send_functions(self) -> dict[int, SentTensor]:
         """Return the tensors that left, by an id that the receiver has for them, too."""
         with self.lock:
-            return {_message_id(self.agent.me.rank, ticket): send for ticket, send in self.sends.items()}
+            return {_message_id(self.agent.local_member.rank, ticket): send for ticket, send in self.sends.items()}
 
     def _recv_functions(self) -> dict[int, Node]:
         """Return the autograd nodes of the tensors that arrived, by an id that the sender has for them, too."""
@@ -322,7 +322,7 @@ def _message_id(sender_rank: int, ticket: int) -> int:
     return (max(sender_rank, 0) << NUMBER_BITS) | ticket
 
 
-def plus(a: Tensor, b: Tensor) -> Tensor:
+def add_gradients(a: Tensor, b: Tensor) -> Tensor:
     return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
@@ -334,7 +334,7 @@ class Contexts:
         self.tickets = itertools.count(1)
         self.passes = itertools.count(1)
         self._numbers = itertools.count(secrets.randbits(NUMBER_BITS - 1))
-        self.versions = Versions()
+        self.versions = SharedParameters()
         self._open: dict[int, Context] = {}
         self._ended: dict[int, None] = {}
         self._untold: dict[str, tuple[str, list[int]]] = {}  # by incarnation: name, numbers it has not been told ended
@@ -343,7 +343,7 @@ class Contexts:
         self._passes_begun_here = 0
         hooks.record_hooks()
         agent.on_loss(self._lost)
-        agent.add_figures(self.statistics)
+        agent.add_statistics(self.statistics)
         agent.clock.every(_AUDIT_EVERY, self._tick)
 
     @classmethod
@@ -355,7 +355,9 @@ class Contexts:
 
     def begin(self) -> Context:
         """A new context, which begins here."""
-        number = (max(self.agent.me.rank, 0) << NUMBER_BITS) | (next(self._numbers) & ((1 << NUMBER_BITS) - 1))
+        number = (max(self.agent.local_member.rank, 0) << NUMBER_BITS) | (
+            next(self._numbers) & ((1 << NUMBER_BITS) - 1)
+        )
         context = Context(number, self)
         with self._lock:
             self._open[number] = context
@@ -398,7 +400,7 @@ class Contexts:
         """Let peers know soon that a context has ended."""
         with self._lock:
             for incarnation, name in followers.items():
-                if incarnation != self.agent.me.incarnation:
+                if incarnation != self.agent.local_member.incarnation:
                     self._untold.setdefault(incarnation, (name, []))[1].append(number)
             if self._tells_soon or not self._untold or self.agent.closing:
                 return
@@ -435,7 +437,7 @@ class Contexts:
 
     def count_passes(self) -> int:
         """Count the backward passes that began here, and those of others that this worker waits for gradients of."""
-        me = self.agent.me.incarnation
+        me = self.agent.local_member.incarnation
         waiting = 0
         for context in list(self._open.values()):
             with context.lock:
@@ -454,11 +456,13 @@ class Contexts:
         """Forget the contexts that have ended where they began, or whose beginning is gone."""
         by_rank: dict[int, list[int]] = {}
         for context in list(self._open.values()):
-            if context.number not in _begun or context.rank != self.agent.me.rank:
+            if context.number not in _begun or context.rank != self.agent.local_member.rank:
                 by_rank.setdefault(context.rank, []).append(context.number)
         for rank, numbers in by_rank.items():
             try:
-                alive = self.agent.start(rank, _alive, (numbers, self.agent.me), None, _PATIENCE, internal=True).wait()
+                alive = self.agent.start(
+                    rank, _alive, (numbers, self.agent.local_member), None, _PATIENCE, internal=True
+                ).wait()
             except PeerLost:
                 alive = [False] * len(numbers)
             except TelegradError as error:
@@ -480,7 +484,7 @@ class Contexts:
             self.agent.threads.start(self.audit)
 
 
-class _ResultsOfCallsOutside:
+class _UntrackedResults:
     """Leaves that stand for tensors which another worker computed, and which came outside of any context.
 
     Their gradients would have to go on to that worker, so a pass that reaches one of them is an error.
@@ -508,17 +512,17 @@ class _ResultsOfCallsOutside:
                 )
 
 
-results_of_calls_outside = _ResultsOfCallsOutside()
+untracked_results = _UntrackedResults()
 
 
-class _Leaving:
+class _SentTensors:
     """The tensors of one message that need gradients, as a companion of the message.
 
     If packing starts again, a tensor gets another ticket, and only that one counts. Tickets and tensors are in two
     dictionaries, since a tuple for each of many tensors would be more work for the garbage collector.
     """
 
-    def __init__(self, context: Context, to: Envelope) -> None:
+    def __init__(self, context: Context, to: MessageContext) -> None:
         self._context = context
         self._to = to
         self._tickets: dict[int, int] = {}
@@ -537,19 +541,19 @@ class _Leaving:
         self._context.send(zip(self._tickets.values(), self._tensors.values(), strict=True), self._to)
 
 
-def _new_leaving() -> _Leaving:
-    context, envelope = current_scope.get(), current_envelope()
+def _new_leaving() -> _SentTensors:
+    context, envelope = current_scope.get(), current_message()
     assert isinstance(context, Context)
     assert envelope is not None
-    return _Leaving(context, envelope)
+    return _SentTensors(context, envelope)
 
 
-class _Tracker:
+class _ContextTracker:
     """Notes tensors that travel under a context."""
 
     def wants_gradients(self) -> bool:
         context = current_scope.get()
-        if not isinstance(context, Context) or context.released or current_envelope() is None:
+        if not isinstance(context, Context) or context.released or current_message() is None:
             return False
         return torch.is_grad_enabled()  # without, the call would not be noted in one process
 
@@ -558,7 +562,7 @@ class _Tracker:
         if not isinstance(context, Context) or not self.wants_gradients():
             return _OUTSIDE if _is_computed(tensor) else 0
         ticket = next(context.tickets)
-        accompany(_Leaving, _new_leaving).add(ticket, tensor)
+        message_resource(_SentTensors, _new_leaving).add(ticket, tensor)
         return ticket
 
     def leaving_together(self, tensors: Sequence[Tensor]) -> list[int]:
@@ -566,29 +570,29 @@ class _Tracker:
         if not isinstance(context, Context) or not self.wants_gradients():
             return [self.leaving(tensor) for tensor in tensors]
         tickets = list(itertools.islice(context.tickets, len(tensors)))
-        accompany(_Leaving, _new_leaving).add_all(tickets, tensors)
+        message_resource(_SentTensors, _new_leaving).add_all(tickets, tensors)
         return tickets
 
     def arriving(self, data: Tensor, ticket: int) -> Tensor:
-        context, envelope = current_scope.get(), current_envelope()
+        context, envelope = current_scope.get(), current_message()
         is_late = ticket <= 0 and isinstance(context, Context) and context.released  # the callee knew that it ended
         if not isinstance(context, Context) or envelope is None or is_late:
             tensor = data.requires_grad_()
             if ticket == _OUTSIDE:
-                results_of_calls_outside.add(tensor, "" if envelope is None else envelope.peer)
+                untracked_results.add(tensor, "" if envelope is None else envelope.peer)
             return tensor
         if ticket <= 0:
             return data  # the answer to a call that was made without gradients
         return context.receive((data,), (ticket,), envelope)[0]
 
     def arriving_together(self, data: Sequence[Tensor], tickets: Sequence[int]) -> list[Tensor]:
-        context, envelope = current_scope.get(), current_envelope()
+        context, envelope = current_scope.get(), current_message()
         if not isinstance(context, Context) or envelope is None or min(tickets) <= 0:
             return list(map(self.arriving, data, tickets))
         return context.receive(data, tickets, envelope)
 
 
-def _open(said: bytes, envelope: Envelope) -> Context | None:
+def _open(said: bytes, envelope: MessageContext) -> Context | None:
     """The context that a call came with; those that it says have ended are forgotten."""
     number, *ended = _NUMBERS[len(said) // _NUMBER - 1].unpack(said)
     contexts = Contexts.of(envelope.agent)
@@ -617,7 +621,7 @@ def find_context(number: int) -> Context:
 @internal
 def _release(incarnation: str, numbers: list[int]) -> None:
     agent = active_agent()
-    if agent is not None and agent.me.incarnation == incarnation:
+    if agent is not None and agent.local_member.incarnation == incarnation:
         for number in numbers:
             Contexts.of(agent).end(number)
 
@@ -632,5 +636,5 @@ def _alive(numbers: list[int], asker: Member) -> list[bool]:
     return [context is not None and context.followed_by(asker.name, asker.incarnation) for context in found]
 
 
-tensors.track(_Tracker())
-scope.register(_open)
+tensors.set_gradient_tracker(_ContextTracker())
+scope.register_opener(_open)

@@ -1,4 +1,4 @@
-"""The backward pass over all workers of a context: `Pass` is one worker's part of it.
+"""The backward pass over all workers of a context: `BackwardPass` is one worker's part of it.
 
 Gradients go the way the tensors came. In a pass each worker tells each peer that it exchanged tensors with, once, which
 of the tensors that it has from that peer will be answered later. An answer is a gradient (None if it is undefined, as
@@ -34,14 +34,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from telegrad.autograd.contexts import Context, Contexts, Receive, Send, plus
-from telegrad.autograd.graph import LocalGraph, Source
+from telegrad.autograd.contexts import Context, Contexts, Receive, SentTensor, add_gradients
+from telegrad.autograd.graph import GradientSource, LocalGraph
 from telegrad.current import active_agent
 from telegrad.errors import InternalError, PeerLost, TelegradError, UsageError
 from telegrad.futures import Future
-from telegrad.messages.routes import anywhere
+from telegrad.messages.routes import allow_any_device
 from telegrad.messages.scope import current_scope
-from telegrad.server.functions import Later, trusted
+from telegrad.server.functions import DeferredReply, trusted
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
@@ -121,7 +121,7 @@ def _is_small(gradient: Tensor) -> bool:
 Shortcut = tuple[int, int]  # tickets: of a tensor that was sent back, and of the same tensor when it came
 
 
-class Message(NamedTuple):
+class GradientMessage(NamedTuple):
     """Answers for tensors that came from the peer, by ticket. It travels as a plain tuple, which is faster."""
 
     gradients: Gradients | PackedGradients
@@ -131,7 +131,7 @@ class Message(NamedTuple):
     has_heard: bool = True  # the sender had the first message of the receiver when it wrote this
 
 
-class _Reply:
+class _GradientReply:
     """What a message will be answered with. A future is made only if somebody has to wait for it."""
 
     __slots__ = ("_future", "_outcome")
@@ -140,7 +140,7 @@ class _Reply:
         self._outcome: tuple[Any, Exception | None] | None = None
         self._future: Future[Any] | None = None
 
-    def settle(self, message: Message | None, error: Exception | None = None) -> None:
+    def settle(self, message: GradientMessage | None, error: Exception | None = None) -> None:
         self._outcome = message and tuple(message), error
         if self._future is not None:
             self._future._settle(*self._outcome)
@@ -157,17 +157,17 @@ class _Reply:
         return message
 
 
-class _Arrival(NamedTuple):
+class _ReceivedMessage(NamedTuple):
     peer: str
-    message: Sequence[Any] | Exception | None  # the fields of a `Message`
-    reply: _Reply | None  # None: this is itself a reply
+    message: Sequence[Any] | Exception | None  # the fields of a `GradientMessage`
+    reply: _GradientReply | None  # None: this is itself a reply
 
 
 def run(context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
     """A backward pass that begins here."""
     agent = context.agent
-    identity = (agent.me.incarnation, next(context.contexts.passes))
-    this = Pass(context, identity, retain_graph, roots)
+    identity = (agent.local_member.incarnation, next(context.contexts.passes))
+    this = BackwardPass(context, identity, retain_graph, roots)
     with context.lock:
         context.passes[identity] = this
     token = current_scope.set(None)  # the messages of a pass do not run under the context themselves
@@ -179,7 +179,7 @@ def run(context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
         raise InternalError(f"the backward pass ended without the gradients of {this.unanswered} tensors; {this!r}")
 
 
-class Pass:
+class BackwardPass:
     def __init__(
         self,
         context: Context,
@@ -190,7 +190,7 @@ class Pass:
     ) -> None:
         self._context = context
         self._agent = context.agent
-        self._me = context.agent.me.incarnation
+        self._me = context.agent.local_member.incarnation
         self._identity = identity
         self._retain_graph = retain_graph
         with context.lock:
@@ -199,7 +199,7 @@ class Pass:
         self._used: dict[str, dict[int, int]] = {}  # by peer, those of its shortcuts that are used here
         self._passed_on: dict[str, dict[int, int]] = {}  # by peer, those of ours that it did not use
         self._sent: dict[str, set[int]] = {}  # by peer, the tickets that it has not answered
-        sources: dict[Any, Source] = {}
+        sources: dict[Any, GradientSource] = {}
         for ticket, send in sends.items():
             peer = send.peer
             if send.leaf is None and peer != woken_by and self._is_shortcut(send, ticket, receives):
@@ -216,28 +216,28 @@ class Pass:
             else:
                 self._owed[peer] = {ticket}
         for number, root in enumerate(roots):
-            sources[number, "root"] = _Root(root)
+            sources[number, "root"] = _RootTensor(root)
         self._sends = sends
         self._graph = LocalGraph(sources, receives, context.slots, retain_graph)
         for number, root in enumerate(roots):
             self._graph.resolve((number, "root"), torch.ones_like(root))
         self._additions: dict[int, int] = {}  # by ticket, how many further gradients the peer will send
         self._partial: dict[int, tuple[bool, Tensor | None]] = {}  # by ticket, what came of answers to pass on
-        self._early: dict[str, list[Message]] = {}  # messages of peers whose first message has not come
+        self._early: dict[str, list[GradientMessage]] = {}  # messages of peers whose first message has not come
         self._told: set[str] = set()
         self._heard: set[str] = set()
         self._outgoing: dict[str, tuple[list[tuple[int, Tensor | None]], list[int]]] = {}
-        self._waker: _Arrival | None = None
+        self._waker: _ReceivedMessage | None = None
         self._error: Exception | None = None
         self._lock = threading.Lock()
-        self._inbox: list[_Arrival] = []
+        self._inbox: list[_ReceivedMessage] = []
         self._busy = False
         self._under_way = 0
 
     def __repr__(self) -> str:
-        return f"<Pass {self._identity} on {self._agent.name!r}: {self._graph!r}, {self._under_way} messages under way>"
+        return f"<BackwardPass {self._identity} on {self._agent.name!r}: {self._graph!r}, {self._under_way} messages under way>"
 
-    def _is_shortcut(self, send: Send, ticket: int, receives: dict[Node, Receive]) -> bool:
+    def _is_shortcut(self, send: SentTensor, ticket: int, receives: dict[Node, Receive]) -> bool:
         """Note if a tensor was sent back to where it came from, so that the peer can answer for it itself."""
         node = send.edge().node
         receive = receives.get(node)
@@ -255,24 +255,24 @@ class Pass:
 
     def begin(self) -> None:
         """Start here, and return when all workers are done."""
-        done = _Reply()
-        self._take(_Arrival(self._me, None, done))
+        done = _GradientReply()
+        self._take(_ReceivedMessage(self._me, None, done))
         outcome = done.take()
         if isinstance(outcome, Future):
             outcome.wait()
 
     def receive(self, peer: str, message: Sequence[Any]) -> Any:
         """A message of another worker; returns the reply."""
-        reply = _Reply()
-        self._take(_Arrival(peer, message, reply))
+        reply = _GradientReply()
+        self._take(_ReceivedMessage(peer, message, reply))
         outcome = reply.take()
-        return Later(outcome) if isinstance(outcome, Future) else outcome
+        return DeferredReply(outcome) if isinstance(outcome, Future) else outcome
 
-    def _take(self, arrival: _Arrival) -> None:
+    def _take(self, arrival: _ReceivedMessage) -> None:
         if self._put(arrival):
             self._work()
 
-    def _put(self, arrival: _Arrival) -> bool:
+    def _put(self, arrival: _ReceivedMessage) -> bool:
         """True if the calling thread has to deal with it, since nobody else is busy."""
         with self._lock:
             self._inbox.append(arrival)
@@ -300,7 +300,7 @@ class Pass:
             if not self._send(messages):
                 return
 
-    def _step(self, arrivals: list[_Arrival]) -> list[tuple[str, Message]]:
+    def _step(self, arrivals: list[_ReceivedMessage]) -> list[tuple[str, GradientMessage]]:
         """Apply messages, run, reply to those that need not wait; returns the messages to send."""
         if self._error is not None:
             raise self._error
@@ -309,7 +309,7 @@ class Pass:
             if isinstance(arrival.message, Exception):
                 raise arrival.message
             if arrival.message is not None:
-                self._apply(arrival.peer, Message(*arrival.message))
+                self._apply(arrival.peer, GradientMessage(*arrival.message))
         self._run()
         for arrival in arrivals:
             if arrival.reply is not None:
@@ -319,7 +319,7 @@ class Pass:
                     arrival.reply.settle(self._news(arrival.peer))
         return self._messages()
 
-    def _apply(self, peer: str, message: Message) -> None:
+    def _apply(self, peer: str, message: GradientMessage) -> None:
         is_first = message.announced is not None and peer not in self._heard
         if not is_first and peer not in self._heard:
             self._early.setdefault(peer, []).append(message)
@@ -342,7 +342,7 @@ class Pass:
             for early in self._early.pop(peer, ()):
                 self._apply(peer, early)
 
-    def _agree_on_shortcuts(self, peer: str, message: Message) -> None:
+    def _agree_on_shortcuts(self, peer: str, message: GradientMessage) -> None:
         """Find out from the first message of a peer which shortcuts are used, the peer's and ours."""
         ours = self._shortcuts.pop(peer, None)
         if ours and not message.has_heard:
@@ -387,7 +387,7 @@ class Pass:
         passed_on = self._passed_on.get(peer)
         if passed_on and ticket in passed_on:
             before_reached, before = self._partial.pop(ticket, (False, None))
-            total = plus(before, gradient) if before is not None and gradient is not None else gradient
+            total = add_gradients(before, gradient) if before is not None and gradient is not None else gradient
             answer = (reached or before_reached, before if total is None else total)
             if additions:
                 self._partial[ticket] = answer
@@ -431,7 +431,7 @@ class Pass:
             elif not go_on:
                 return
 
-    def _messages(self) -> list[tuple[str, Message]]:
+    def _messages(self) -> list[tuple[str, GradientMessage]]:
         """What peers have to be told now. The waker can wait for its reply, unless others make that late."""
         waker = self._waker.peer if self._waker is not None else self._me
         messages = []
@@ -446,7 +446,7 @@ class Pass:
             messages.append((waker, to_waker))
         return messages
 
-    def _news(self, peer: str) -> Message | None:
+    def _news(self, peer: str) -> GradientMessage | None:
         """What a peer has not been told yet."""
         gradients, unreached = self._outgoing.pop(peer, ([], []))
         if peer not in self._told:  # it may not be one of the peers: what it sent can have come after the pass began
@@ -458,10 +458,10 @@ class Pass:
             shortcuts = list(self._shortcuts.get(peer, passed_on).items())
             added_to = set(passed_on.values())  # what is not mentioned of others is unreached
             unreached = [ticket for ticket in unreached if ticket in added_to]
-            return Message(pack(gradients), unreached, announced, shortcuts, peer in self._heard)
+            return GradientMessage(pack(gradients), unreached, announced, shortcuts, peer in self._heard)
         if not gradients and not unreached:
             return None
-        return Message(pack(gradients), unreached, None)
+        return GradientMessage(pack(gradients), unreached, None)
 
     def _reply_to_waker(self) -> None:
         """All is done here, unless somebody died since: what went through it, or ended there, is lost."""
@@ -474,7 +474,7 @@ class Pass:
         assert waker is not None and waker.reply is not None  # noqa: PT018
         waker.reply.settle(None if waker.peer == self._me else self._news(waker.peer))
 
-    def _fail(self, error: Exception, arrivals: list[_Arrival]) -> None:
+    def _fail(self, error: Exception, arrivals: list[_ReceivedMessage]) -> None:
         """End the pass on this worker: everybody who waits for it learns why."""
         if self._agent.closing:  # whoever it could not reach is not to blame
             name = self._agent.name
@@ -486,7 +486,7 @@ class Pass:
             if arrival.reply is not None:
                 arrival.reply.settle(None, error)
 
-    def _send(self, messages: list[tuple[str, Message]]) -> bool:
+    def _send(self, messages: list[tuple[str, GradientMessage]]) -> bool:
         """Send messages. This thread waits for the last reply, if nothing else is to be done.
 
         False: somebody else deals with what arrives from now on.
@@ -508,48 +508,48 @@ class Pass:
             reply = self._agent.invoke(self._peers[peer], _deliver, self._arguments(peer, message), None, None)
         except Exception as error:
             reply = error
-        return self._put(_Arrival(peer, reply, None))
+        return self._put(_ReceivedMessage(peer, reply, None))
 
-    def _start(self, peer: str, message: Message) -> None:
+    def _start(self, peer: str, message: GradientMessage) -> None:
         try:
             future = self._agent.start(self._peers[peer], _deliver, self._arguments(peer, message), None, None)
         except Exception as error:
-            self._put(_Arrival(peer, error, None))  # for the thread that is busy, which is this one
+            self._put(_ReceivedMessage(peer, error, None))  # for the thread that is busy, which is this one
             return
 
         def take() -> None:
             error = future.exception()
-            self._take(_Arrival(peer, error if isinstance(error, Exception) else future.wait(), None))
+            self._take(_ReceivedMessage(peer, error if isinstance(error, Exception) else future.wait(), None))
 
         future.add_done_callback(lambda _: self._agent.threads.start(take))
 
-    def _arguments(self, peer: str, message: Message) -> tuple[Any, ...]:
+    def _arguments(self, peer: str, message: GradientMessage) -> tuple[Any, ...]:
         return peer, self._context.number, self._identity, self._retain_graph, self._me, tuple(message)
 
 
 @trusted
-@anywhere
+@allow_any_device
 def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender: str, message: Sequence[Any]) -> Any:
     """A message of a pass arrives."""
     agent = active_agent()
-    if agent is None or agent.me.incarnation != me:
+    if agent is None or agent.local_member.incarnation != me:
         raise PeerLost("a worker restarted since tensors were sent to it under this autograd context; start a new one")
     contexts = Contexts.of(agent)
     context = contexts.find(number)
     if context is None:
         if contexts.has_ended(number):
             raise UsageError(f"autograd context {number} has ended on worker {agent.name!r}, and its graph is gone")
-        return tuple(Message([], [], []))  # nothing of the context has arrived here
+        return tuple(GradientMessage([], [], []))  # nothing of the context has arrived here
     with context.lock:
         this = context.passes.get(identity)
     if this is None:
-        made = Pass(context, identity, retain_graph, woken_by=sender)
+        made = BackwardPass(context, identity, retain_graph, woken_by=sender)
         with context.lock:
             this = context.passes.setdefault(identity, made)
     return this.receive(sender, message)
 
 
-class _Root:
+class _RootTensor:
     """A tensor that a pass begins with."""
 
     leaf: Tensor | None = None
@@ -570,4 +570,6 @@ def _located(error: Exception, agent: Agent) -> Exception:
     if isinstance(error, TelegradError):
         return error
     what = str(error) if isinstance(error, RuntimeError) else f"{error} ({type(error).__name__})"
-    return RuntimeError(f"Error on Node {agent.me.rank}: {what} [worker {agent.name!r}, in the backward pass]")
+    return RuntimeError(
+        f"Error on Node {agent.local_member.rank}: {what} [worker {agent.name!r}, in the backward pass]"
+    )

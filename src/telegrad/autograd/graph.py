@@ -39,18 +39,26 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd import accumulation, hooks
-from telegrad.autograd.contexts import ANCHOR, Arrived, Receive, Slot, accumulator, plus, results_of_calls_outside
+from telegrad.autograd.contexts import (
+    ANCHOR,
+    GradientSlot,
+    Receive,
+    ReceivedTensor,
+    accumulator,
+    add_gradients,
+    untracked_results,
+)
 from telegrad.errors import UsageError
 
 _AccumulateGrad = type(accumulator(ANCHOR))
-_RECEIVED: Any = Arrived._backward_cls  # the type of the node of a received tensor
+_RECEIVED: Any = ReceivedTensor._backward_cls  # the type of the node of a received tensor
 _run_backward = torch.autograd.graph._engine_run_backward
 _FEW = 16  # unresolved sources; with more, `Dependencies` are likely to be needed
 _LONGEST_WAY = 4  # nodes between one that runs and a leaf that need not wait
 _through_grad = threading.Lock()  # held while gradients pass through `.grad`
 
 
-class Source(Protocol):
+class GradientSource(Protocol):
     """Where a gradient enters the graph."""
 
     leaf: Tensor | None  # if it enters at a leaf
@@ -63,36 +71,36 @@ class Source(Protocol):
 
 # What a pass found for a received tensor: whether the loss depends on it, and its gradient.
 # There can be many, and a named tuple takes several times as long to make.
-Answer = tuple[Receive, bool, Tensor | None]
+ReceivedGradient = tuple[Receive, bool, Tensor | None]
 
 
-class Outcome(NamedTuple):
+class RunResult(NamedTuple):
     """What a run found: gradients of leaves, and answers for received tensors."""
 
     leaves: list[tuple[Tensor, Tensor]]
-    receives: list[Answer]
+    receives: list[ReceivedGradient]
 
 
-class _Gradient(NamedTuple):
+class _NodeGradient(NamedTuple):
     tensor: Tensor
     is_own: bool  # nobody else has it
 
 
-class _Root(NamedTuple):
+class _RunRoot(NamedTuple):
     """Where a run of the engine starts."""
 
     edge: GradientEdge
-    gradient: _Gradient
+    gradient: _NodeGradient
 
 
-class _Part(NamedTuple):
+class _Subgraph(NamedTuple):
     """Nodes that some sources lead to, and which of them are leaves."""
 
     leaves: list[Node]
     nodes: set[Node]
 
 
-class _NotSeparate(Exception):
+class _SubgraphsOverlap(Exception):
     """Two parts of the graph have a node in common."""
 
 
@@ -233,9 +241,9 @@ class Dependencies:
 class LocalGraph:
     def __init__(
         self,
-        sources: Mapping[Any, Source],
+        sources: Mapping[Any, GradientSource],
         receives: Mapping[Node, Receive],
-        slots: Mapping[Node, Slot],
+        slots: Mapping[Node, GradientSlot],
         retain_graph: bool,
     ) -> None:
         self._sources = sources
@@ -245,13 +253,13 @@ class LocalGraph:
         self._slots = slots
         self._unanswered = dict.fromkeys(receives)
         self._retain_graph = retain_graph
-        self._pending: dict[Node, dict[int, _Gradient]] = {}  # for nodes that have not run
+        self._pending: dict[Node, dict[int, _NodeGradient]] = {}  # for nodes that have not run
         self._undefined: dict[Node, Node] = {}  # reached by undefined gradients; a node behind each
         self._of_leaves: list[tuple[Tensor, Tensor]] = []  # of sources that are leaves
         self._dependencies: Dependencies | None = None
-        self._sensitive: list[_Sensitive] | None = None
+        self._sensitive: list[_ObservingNode] | None = None
         self._has_run = False
-        self._later: _Part | None = None  # what the unresolved sources lead to, if that is a part of its own
+        self._later: _Subgraph | None = None  # what the unresolved sources lead to, if that is a part of its own
         self._lock = threading.Lock()
         self._replicated = accumulation.replicated()
 
@@ -309,7 +317,7 @@ class LocalGraph:
             self._of_leaves.append((leaf, gradient if own and _is_like(gradient, leaf) else _copy(gradient, leaf)))
         return True
 
-    def run(self) -> Outcome:
+    def run(self) -> RunResult:
         """Compute what is ready, if somebody waits for it."""
         if not self._unresolved:
             return self._run_rest()
@@ -322,11 +330,13 @@ class LocalGraph:
         for node, _ in decided:
             del self._unanswered[node]
         ends = [node for node, reached in decided if reached]
-        answers: list[Answer] = [(self._receives[node], False, None) for node, reached in decided if not reached]
+        answers: list[ReceivedGradient] = [
+            (self._receives[node], False, None) for node, reached in decided if not reached
+        ]
         if ends:
             gradients = self._run_part(self._dependencies, ends)
             answers += [(self._receives[node], True, gradient) for node, gradient in gradients.items()]
-        return Outcome([], answers)
+        return RunResult([], answers)
 
     def _count(self) -> Dependencies:
         """Count dependencies, with the sources that are resolved already."""
@@ -343,44 +353,44 @@ class LocalGraph:
         pending = self._pending.setdefault(node, {})
         known = pending.get(output)
         if known is None:
-            pending[output] = _Gradient(gradient, False)
+            pending[output] = _NodeGradient(gradient, False)
         elif known.is_own and _can_add_in_place(known.tensor, gradient):
             known.tensor.add_(gradient)
         else:
-            pending[output] = _Gradient(plus(known.tensor, gradient), True)
+            pending[output] = _NodeGradient(add_gradients(known.tensor, gradient), True)
 
-    def _take_pending(self, nodes: Iterable[Node]) -> list[_Root]:
+    def _take_pending(self, nodes: Iterable[Node]) -> list[_RunRoot]:
         """Return edges and gradients to start the engine with, for nodes that are about to run."""
         roots = []
         for node in nodes:
             for output, gradient in self._pending.pop(node, {}).items():
-                roots.append(_Root(GradientEdge(node, output), gradient))
+                roots.append(_RunRoot(GradientEdge(node, output), gradient))
             behind = self._undefined.pop(node, None)
             if behind is not None:
                 metadata: Any = behind._input_metadata[0]
                 zeros = torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
                 hooks.add_hook(behind.register_hook, _return_undefined)
-                roots.append(_Root(GradientEdge(behind, 0), _Gradient(zeros, False)))
+                roots.append(_RunRoot(GradientEdge(behind, 0), _NodeGradient(zeros, False)))
         return roots
 
     # Everything is resolved, of the whole graph or of a part that nothing else leads to
 
-    def _run_rest(self) -> Outcome:
+    def _run_rest(self) -> RunResult:
         receives, self._unanswered = self._unanswered, {}
         return self._run_whole(self._rest(), receives)
 
-    def _rest(self) -> _Part:
+    def _rest(self) -> _Subgraph:
         """Return the leaves that the loss depends on, and the received tensors, not answered yet."""
         if self._dependencies is not None:
             decided = self._dependencies.take_receives()
             found, self._dependencies.leaves = dict.fromkeys(self._dependencies.leaves), []
             found.update((node, None) for node in self._pending if type(node) is _AccumulateGrad)
-            return _Part(list(found), {node for node, reached in decided if reached})
+            return _Subgraph(list(found), {node for node, reached in decided if reached})
         part, self._later = self._later, None
         return part or self._explore((*self._pending, *self._undefined))
 
-    def _explore(self, starts: Iterable[Node], others: Collection[Node] = (), *, reached: bool = True) -> _Part:
-        """Return what nodes lead to; `_NotSeparate` is raised if that is one of the `others`.
+    def _explore(self, starts: Iterable[Node], others: Collection[Node] = (), *, reached: bool = True) -> _Subgraph:
+        """Return what nodes lead to; `_SubgraphsOverlap` is raised if that is one of the `others`.
 
         Not `reached`: it is not known yet whether the loss depends on them.
         """
@@ -390,19 +400,19 @@ class LocalGraph:
         receives = self._receives
         for node in stack:
             if others and node in others:
-                raise _NotSeparate
+                raise _SubgraphsOverlap
             if type(node) is _AccumulateGrad:
                 leaves.append(node)
             elif node not in receives:
                 if type(node) is _RECEIVED:
-                    raise _other_context() if reached else _NotSeparate()
+                    raise _other_context() if reached else _SubgraphsOverlap()
                 for following, _ in node.next_functions:
                     if following is not None and following not in seen:
                         seen.add(following)
                         stack.append(following)
-        return _Part(leaves, seen)
+        return _Subgraph(leaves, seen)
 
-    def _run_separate_part(self) -> Outcome | None:
+    def _run_separate_part(self) -> RunResult | None:
         """Run what the resolved sources lead to, if the others do not lead there. None: they do."""
         if self._has_run or len(self._unresolved) > _FEW:
             return None
@@ -412,7 +422,7 @@ class LocalGraph:
         try:
             later = self._explore(starts, reached=False)
             part = self._explore((*self._pending, *self._undefined), later.nodes)
-        except _NotSeparate:
+        except _SubgraphsOverlap:
             return None
         if part.leaves and accumulation.any_watched(part.leaves, self._replicated):
             return None  # they may belong together with others
@@ -423,12 +433,12 @@ class LocalGraph:
             del self._unanswered[node]
         return self._run_whole(part, receives)
 
-    def _run_whole(self, part: _Part, receives: Iterable[Node]) -> Outcome:
+    def _run_whole(self, part: _Subgraph, receives: Iterable[Node]) -> RunResult:
         """Run a part of the graph that is complete, and answer for `receives`."""
         nodes = part.leaves
         of_leaves, self._of_leaves = self._of_leaves, []
         leaves = [_leaf(node) for node in nodes]
-        results_of_calls_outside.refuse(leaves, of_leaves)
+        untracked_results.refuse(leaves, of_leaves)
         accumulation.refuse_sharded(leaves, of_leaves)
         wanted = [node for node in receives if node in part.nodes]
         answers: dict[Node, Tensor | None] = {}
@@ -447,7 +457,7 @@ class LocalGraph:
                 of_leaves += _owned(leaves, gradients, roots)
         answers.update(zip(wanted, gradients[len(leaves) :], strict=True))
         known = self._receives
-        return Outcome(of_leaves, [(known[node], node in answers, answers.get(node)) for node in receives])
+        return RunResult(of_leaves, [(known[node], node in answers, answers.get(node)) for node in receives])
 
     def _take_undefined(
         self, dependencies: Dependencies, ends: list[Node], nodes: Collection[Node]
@@ -471,7 +481,7 @@ class LocalGraph:
             return False
         return all(node in self._pending and self._slots[node].is_unobserved(node) for node in receives)
 
-    def _run_through_grad(self, roots: list[_Root], nodes: list[Node], receives: list[Node]) -> list[Tensor | None]:
+    def _run_through_grad(self, roots: list[_RunRoot], nodes: list[Node], receives: list[Node]) -> list[Tensor | None]:
         """Compute ends with `.grad` as the place where gradients of leaves go, as `loss.backward()` does."""
         leaves = [_leaf(node) for node in nodes]
         slots = [self._slots[node] for node in receives]
@@ -537,11 +547,11 @@ class LocalGraph:
 
     def _execute_cut(
         self,
-        roots: list[_Root],
+        roots: list[_RunRoot],
         wanted: list[GradientEdge],
         dependencies: Dependencies,
         cuts: dict[Node, list[int]],
-        silenced: hooks.Silenced,
+        silenced: hooks.SilencedHooks,
         keep_graph: bool,
     ) -> list[Tensor | None]:
         """Run, with post-hooks that take off the gradients which go to nodes outside."""
@@ -556,7 +566,7 @@ class LocalGraph:
             for handle in handles:
                 handle.remove()
 
-    def _cut(self, edges: Sequence[tuple[Node | None, int]], numbers: list[int], silenced: hooks.Silenced) -> Any:
+    def _cut(self, edges: Sequence[tuple[Node | None, int]], numbers: list[int], silenced: hooks.SilencedHooks) -> Any:
         """Return a post-hook that keeps the gradients for some edges and lets none through."""
 
         def cut(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
@@ -575,21 +585,21 @@ class LocalGraph:
 
     def _silence(
         self, dependencies: Dependencies, outside: Iterable[Node], inside: set[Node], is_alone: bool
-    ) -> hooks.Silenced:
+    ) -> hooks.SilencedHooks:
         """Return what must not notice that the engine comes by."""
         if is_alone:
-            return hooks.Silenced([each for node in outside for each in hooks.tensor_hooks(node)], [])
+            return hooks.SilencedHooks([each for node in outside for each in hooks.tensor_hooks(node)], [])
         if self._sensitive is None:
             self._sensitive = _sensitive_nodes(dependencies.children)
         self._sensitive = [each for each in self._sensitive if each.node not in inside]
-        return hooks.Silenced(
+        return hooks.SilencedHooks(
             [found for each in self._sensitive for found in each.hooks],
             [each.node for each in self._sensitive if each.is_function],
         )
 
     def _execute(
         self,
-        roots: list[_Root],
+        roots: list[_RunRoot],
         ends: Sequence[Tensor | GradientEdge],
         keep_graph: bool,
         *,
@@ -609,7 +619,7 @@ class LocalGraph:
         return [] if accumulate else list(gradients)
 
 
-class _Sensitive(NamedTuple):
+class _ObservingNode(NamedTuple):
     """A node that would notice if the engine ran it with undefined gradients."""
 
     node: Node
@@ -617,18 +627,18 @@ class _Sensitive(NamedTuple):
     is_function: bool  # written in Python
 
 
-def _sensitive_nodes(nodes: Iterable[Node]) -> list[_Sensitive]:
+def _sensitive_nodes(nodes: Iterable[Node]) -> list[_ObservingNode]:
     found = []
     look_closely = hooks.some_were_added()
     for node in nodes:
         if type(node) is _RECEIVED or type(node) is _AccumulateGrad:  # nothing but tensor hooks runs
-            each = _Sensitive(node, hooks.tensor_hooks(node), False)
+            each = _ObservingNode(node, hooks.tensor_hooks(node), False)
         else:
             is_function = isinstance(node, torch._C._FunctionBase)
             of_node = hooks.tensor_hooks(node)
             if look_closely:
                 of_node += hooks.node_hooks(node)
-            each = _Sensitive(node, of_node, is_function)
+            each = _ObservingNode(node, of_node, is_function)
         if each.hooks or each.is_function:
             found.append(each)
     return found
@@ -643,7 +653,9 @@ def _leaf(accumulator: Any) -> Tensor:
     return leaf
 
 
-def _owned(leaves: list[Tensor], gradients: Sequence[Tensor | None], roots: list[_Root]) -> list[tuple[Tensor, Tensor]]:
+def _owned(
+    leaves: list[Tensor], gradients: Sequence[Tensor | None], roots: list[_RunRoot]
+) -> list[tuple[Tensor, Tensor]]:
     """Return leaves with gradients that belong to nobody else and are laid out like the leaf, as in `.grad`."""
     uses = {id(root.gradient.tensor): 1 for root in roots if not root.gradient.is_own}
     for gradient in gradients:

@@ -2,14 +2,14 @@
 
 A part of a backward pass can end before a node whose gradient is not complete (see `graph`). The
 engine of torch cannot stop before a node: it looks at the node with an undefined gradient, and
-calls its hooks with None. `Silenced` prevents that: for the graph task of one run, hooks of the
+calls its hooks with None. `SilencedHooks` prevents that: for the graph task of one run, hooks of the
 given nodes return None, and functions written in Python return no gradients.
 
 Torch does not say which tensor hooks a node has. So `record_hooks` wraps `Tensor.register_hook`
 (once, when a process gets its first autograd context), and the wrapper notes the dictionary of
 hooks in the metadata of the node. The reference is weak, so it keeps nothing alive.
 
-State: `_Substitute` objects stand in hook dictionaries, and as attribute `apply` of nodes, while a
+State: `_SilencedHook` objects stand in hook dictionaries, and as attribute `apply` of nodes, while a
 run needs them; `_lock` guards putting them in and taking them out.
 """
 
@@ -118,13 +118,13 @@ def _ignore(*_: Any) -> None:
     """Stand for a hook that is removed at once, so this never runs."""
 
 
-class _Substitute:
+class _SilencedHook:
     """Takes the place of a hook, or of a function's `apply`, and does nothing in some tasks."""
 
     def __init__(self, original: Any, result: Any) -> None:
         self.original = original
         self._result = result
-        self.runs: list[Silenced] = []
+        self.runs: list[SilencedHooks] = []
 
     def __call__(self, *args: Any) -> Any:
         task = _current_task()
@@ -133,7 +133,7 @@ class _Substitute:
         return self.original(*args)
 
 
-class Silenced:
+class SilencedHooks:
     """While this is entered, nodes do nothing in the graph task whose number is `task`."""
 
     def __init__(self, hooks: Iterable[dict[int, Any]], functions: Iterable[Any]) -> None:
@@ -151,14 +151,14 @@ class Silenced:
         with _lock:
             for hooks in self._hooks:
                 for key, hook in list(hooks.items()):
-                    if not isinstance(hook, _Substitute):
-                        hook = hooks[key] = _Substitute(hook, None)
+                    if not isinstance(hook, _SilencedHook):
+                        hook = hooks[key] = _SilencedHook(hook, None)
                     hook.runs.append(self)
             for node in self._functions:
                 substitute = node.__dict__.get("apply")
-                if not isinstance(substitute, _Substitute):
+                if not isinstance(substitute, _SilencedHook):
                     nothing = (None,) * len(node.needs_input_grad)
-                    substitute = node.apply = _Substitute(node.apply, nothing)
+                    substitute = node.apply = _SilencedHook(node.apply, nothing)
                 substitute.runs.append(self)
 
     def __exit__(self, *_: object) -> None:
@@ -167,7 +167,7 @@ class Silenced:
         with _lock:
             for hooks in self._hooks:
                 for key, hook in list(hooks.items()):
-                    if isinstance(hook, _Substitute) and self in hook.runs:
+                    if isinstance(hook, _SilencedHook) and self in hook.runs:
                         hook.runs.remove(self)
                         if not hook.runs:
                             hooks[key] = hook.original

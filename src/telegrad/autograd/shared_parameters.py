@@ -1,4 +1,4 @@
-"""`Versions`: parameters that several trainers update at the same time, each with exact gradients.
+"""`SharedParameters`: parameters that several trainers update at the same time, each with exact gradients.
 
 A forward pass saves the parameters that its backward pass will need. If another trainer's step changes them in between,
 torch refuses to go on. So once a second optimizer shares parameters on a worker, calls under a context run there with
@@ -34,7 +34,7 @@ _OWNERS_TO_SHARE = 2
 _LONGEST = 10.0  # seconds
 
 
-class _Saved:
+class _SavedParameter:
     """A saved parameter, as the memory that it had."""
 
     __slots__ = ("__weakref__", "tensor")
@@ -43,10 +43,10 @@ class _Saved:
         self.tensor = tensor
 
 
-class _Call:
+class _RunningCallRole:
     """A call under way, as a role of its thread: see `telegrad.blocking`."""
 
-    def __init__(self, versions: Versions, outer: blocking.Role | None) -> None:
+    def __init__(self, versions: SharedParameters, outer: blocking.ThreadRole | None) -> None:
         self._versions = versions
         self.outer = outer
 
@@ -81,25 +81,25 @@ class _Call:
         return self.outer is not None and self.outer.at(key, moment, job)
 
 
-class _Local(threading.local):
-    call: _Call | None = None
+class _ThreadState(threading.local):
+    call: _RunningCallRole | None = None
 
 
-class Versions:
+class SharedParameters:
     """The shared parameters of one worker."""
 
     def __init__(self) -> None:
         self.active = False
         self._changed = threading.Condition()
         self._users: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id: the parameter, how many optimizers
-        self._memory: dict[int, weakref.WeakSet[_Saved]] = {}
-        self._reading: set[_Call] = set()
+        self._memory: dict[int, weakref.WeakSet[_SavedParameter]] = {}
+        self._reading: set[_RunningCallRole] = set()
         self._updates = 0
-        self._replaced: list[tuple[set[_Call], list[Tensor]]] = []
-        self._local = _Local()
+        self._replaced: list[tuple[set[_RunningCallRole], list[Tensor]]] = []
+        self._local = _ThreadState()
 
     def __repr__(self) -> str:
-        return f"<Versions of {len(self._users)} parameters, {'shared' if self.active else 'not shared'}>"
+        return f"<SharedParameters of {len(self._users)} parameters, {'shared' if self.active else 'not shared'}>"
 
     def share(self, parameters: Iterable[Tensor]) -> None:
         """One more optimizer updates these."""
@@ -119,7 +119,7 @@ class Versions:
             with saved_tensors_hooks(self._save, _restore):
                 yield
             return
-        call = self._local.call = _Call(self, blocking.role())
+        call = self._local.call = _RunningCallRole(self, blocking.role())
         self.start_reading(call)
         blocking.take(call)
         try:
@@ -175,19 +175,19 @@ class Versions:
 
     # Of calls
 
-    def start_reading(self, call: _Call) -> None:
+    def start_reading(self, call: _RunningCallRole) -> None:
         with self._changed:
             if self._updates:
                 self._wait(lambda: not self._updates, call.outer)
             self._reading.add(call)
 
-    def stop_reading(self, call: _Call) -> None:
+    def stop_reading(self, call: _RunningCallRole) -> None:
         with self._changed:
             self._reading.discard(call)
             if self._updates:
                 self._changed.notify_all()
 
-    def _wait(self, condition: Callable[[], bool], role: blocking.Role | None) -> None:
+    def _wait(self, condition: Callable[[], bool], role: blocking.ThreadRole | None) -> None:
         if role is not None:
             role.pause()
         try:
@@ -200,13 +200,13 @@ class Versions:
         users = self._memory.get(_address(tensor))
         if users is None:
             return tensor, tensor._version
-        saved = _Saved(tensor.detach())  # not the parameter itself, which will have other memory
+        saved = _SavedParameter(tensor.detach())  # not the parameter itself, which will have other memory
         users.add(saved)
         return saved
 
 
 def _restore(saved: Any) -> Tensor:
-    if isinstance(saved, _Saved):
+    if isinstance(saved, _SavedParameter):
         return saved.tensor
     tensor, version = saved
     if tensor._version != version:

@@ -1,4 +1,4 @@
-"""`Entry`: one call of a batched function, from its arrival to its answer.
+"""`BatchedCall`: one call of a batched function, from its arrival to its answer.
 
 State: `_outcome` is set once, and `_listeners` are told of it; both under `_answering`, for they may meet.
 """
@@ -30,7 +30,7 @@ _NOTHING = object()
 _answering = threading.Lock()
 
 
-class Surroundings:
+class CallerState:
     """What a caller has set around its call and the function sees: modes of torch, and context variables.
 
     An autograd context is one of the variables. Those of two callers are equal if they are the same objects.
@@ -46,7 +46,7 @@ class Surroundings:
             self._variables.pop(current_scope, None)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Surroundings):
+        if not isinstance(other, CallerState):
             return NotImplemented
         return self._modes == other._modes and self._variables == other._variables
 
@@ -76,7 +76,7 @@ def _autocast() -> tuple[bool, tuple[torch.dtype | None, ...]]:
     return torch.is_autocast_cache_enabled(), tuple(on)
 
 
-class Entry:
+class BatchedCall:
     """A call that does not run at once. `queued` is True until it is taken or leaves."""
 
     __slots__ = (
@@ -116,12 +116,12 @@ class Entry:
         self.shape: tuple[Shape, Shape] | None = None
         self.bucket: Hashable = None  # equal for calls that may run together
         self._outcome: Any = _NOTHING
-        self._listeners: list[Callable[[Entry], None]] = []
+        self._listeners: list[Callable[[BatchedCall], None]] = []
 
     def prepare(self) -> None:
         """Find out what a call that has to wait needs."""
         self.arrived = time.monotonic()
-        self.surroundings = Surroundings()
+        self.surroundings = CallerState()
         self.shape = self.find_shape()
         self.bucket = self.shape, self.surroundings
 
@@ -140,7 +140,7 @@ class Entry:
         for listener in listeners:
             listener(self)
 
-    def listen(self, callback: Callable[[Entry], None]) -> None:
+    def listen(self, callback: Callable[[BatchedCall], None]) -> None:
         """Call `callback(self)` when the answer is there; see `Promise`."""
         with _answering:
             answered = self._outcome is not _NOTHING

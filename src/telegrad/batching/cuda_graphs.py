@@ -28,13 +28,13 @@ Call = Callable[..., Any]
 _log = logging.getLogger("telegrad")
 
 
-class Graphs:
+class CudaGraphs:
     """Calls a function, by its graphs where it can."""
 
     def __init__(self, function: Call, name: str) -> None:
         self._function = function
         self._name = name
-        self._graphs: dict[Shape, _Graph | None] = {}
+        self._graphs: dict[Shape, _CapturedGraph | None] = {}
         self._fails = False
 
     def __call__(self, receiver: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -54,9 +54,9 @@ class Graphs:
 
     def _capture(
         self, form: Shape, receiver: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> _Graph | None:
+    ) -> _CapturedGraph | None:
         try:
-            graph = self._graphs[form] = _Graph(functools.partial(self._function, *receiver), args, kwargs)
+            graph = self._graphs[form] = _CapturedGraph(functools.partial(self._function, *receiver), args, kwargs)
         except (RuntimeError, TypeError) as error:  # whatever the function does that cannot be recorded
             self._fails = True
             reason = str(error.__context__ or error).strip().partition("\n")[0]
@@ -75,7 +75,7 @@ def _can_stay(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_cuda and not (leaf.requires_grad and torch.is_grad_enabled())
 
 
-class _Graph:
+class _CapturedGraph:
     """One recording."""
 
     def __init__(self, function: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
-from telegrad.batching.calls import Entry
-from telegrad.batching.execution import Work
-from telegrad.batching.metrics import Figures, Statistics
-from telegrad.batching.options import Options
-from telegrad.batching.queue import NOT_ALONE, Queue
-from telegrad.current import active_agent, local
+from telegrad.batching.calls import BatchedCall
+from telegrad.batching.execution import BatchExecutor
+from telegrad.batching.metrics import QueueMetrics, Statistics
+from telegrad.batching.options import BatchOptions
+from telegrad.batching.queue import NOT_ALONE, BatchQueue
+from telegrad.current import active_agent, thread_state
 from telegrad.errors import UsageError
-from telegrad.server.functions import ASYNC_MARK, Later, serve_as
+from telegrad.server.functions import ASYNC_MARK, DeferredReply, serve_as
 from telegrad.wire.function_table import Function, describe
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Batching:
     """The batching of one function: `function.batching`."""
 
-    def __init__(self, function: Function, options: Options) -> None:
+    def __init__(self, function: Function, options: BatchOptions) -> None:
         self.options = options
         self.wrapper: Function = function
         self._function = function
-        self._queues: dict[int, tuple[weakref.ref[Any], Queue]] = {}
+        self._queues: dict[int, tuple[weakref.ref[Any], BatchQueue]] = {}
         self._receivers: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
         self._receiver: type | None = None  # the last one that was
-        self._past = Figures()  # of queues that are gone
+        self._past = QueueMetrics()  # of queues that are gone
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -57,7 +57,7 @@ class Batching:
         if of is not None:
             queue = self._queue(of)
             return queue.figures.snapshot(len(queue))
-        total, waiting = Figures(), 0
+        total, waiting = QueueMetrics(), 0
         total.merge(self._past)
         for _, queue in list(self._queues.values()):
             total.merge(queue.figures)
@@ -67,11 +67,11 @@ class Batching:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """What the decorated function does when it is called directly: it waits for its result."""
         outcome = self.serve(*args, **kwargs)
-        if type(outcome) is not Later:
+        if type(outcome) is not DeferredReply:
             return outcome
         if getattr(self.wrapper, ASYNC_MARK, None) is not None:
             return outcome.future
-        deadline = local.deadline
+        deadline = thread_state.deadline
         try:
             return outcome.future.result(None if deadline is None else max(deadline.left(), 0))  # type: ignore[attr-defined]
         except BaseException:
@@ -88,11 +88,11 @@ class Batching:
         else:
             receiver, rest = (), args
             queue = self._queue(agent)
-        caller = local.caller or threading.get_ident()
+        caller = thread_state.caller or threading.get_ident()
         result = queue.run_alone(agent, caller, receiver, rest, kwargs)
         if result is not NOT_ALONE:
             return result
-        entry = Entry(agent, caller, local.deadline, receiver, rest, kwargs)
+        entry = BatchedCall(agent, caller, thread_state.deadline, receiver, rest, kwargs)
         if self.options.priority is not None:
             entry.priority = self.options.priority(*args, **kwargs)
         return queue.enter(entry)
@@ -111,7 +111,7 @@ class Batching:
             self._receiver = kind
         return known
 
-    def _queue(self, owner: Agent | object | None) -> Queue:
+    def _queue(self, owner: Agent | object | None) -> BatchQueue:
         if owner is None:
             owner = self
         found = self._queues.get(id(owner))
@@ -123,9 +123,9 @@ class Batching:
                 found = self._queues[id(owner)] = self._watch(owner), self._make()
         return found[1]
 
-    def _make(self) -> Queue:
+    def _make(self) -> BatchQueue:
         answers_later = getattr(self.wrapper, ASYNC_MARK, None) is not None
-        return Queue(Work(self._function, self.options, answers_later), self.options)
+        return BatchQueue(BatchExecutor(self._function, self.options, answers_later), self.options)
 
     def _watch(self, owner: object) -> weakref.ref[Any]:
         key, me = id(owner), weakref.ref(self)
@@ -186,7 +186,7 @@ def batched(function: Any = None, /, **settings: Any) -> Any:
         return type(function)(batched(function.__func__, **settings))
     if not callable(function):
         raise UsageError(f"batched takes a function, not {type(function).__name__}")
-    options = Options(**{**settings, "pad_to": tuple(settings.get("pad_to", ()))})
+    options = BatchOptions(**{**settings, "pad_to": tuple(settings.get("pad_to", ()))})
     batching = Batching(function, options)
 
     @functools.wraps(function)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from telegrad.batching.calls import Entry, Surroundings
-from telegrad.batching.cuda_graphs import Graphs
-from telegrad.batching.options import Options
+from telegrad.batching.calls import BatchedCall, CallerState
+from telegrad.batching.cuda_graphs import CudaGraphs
+from telegrad.batching.options import BatchOptions
 from telegrad.batching.stacking import shape_of, split, stack
 from telegrad.errors import UsageError
 from telegrad.wire.function_table import Function, describe
@@ -22,16 +22,16 @@ from telegrad.wire.function_table import Function, describe
 Finish = Callable[[list[Any]], None]
 
 
-class Work:
+class BatchExecutor:
     """A function that takes batches."""
 
-    def __init__(self, function: Function, options: Options, answers_later: bool) -> None:
+    def __init__(self, function: Function, options: BatchOptions, answers_later: bool) -> None:
         self.name = describe(function)
-        self.answers_later = answers_later  # it returns a future
+        self.is_deferred = answers_later  # it returns a future
         if options.cuda_graph and answers_later:
             raise UsageError(f"batched: cuda_graph does not go with {self.name}, which returns a future")
         self._function = function
-        self._graphs = Graphs(function, self.name) if options.cuda_graph else None
+        self._graphs = CudaGraphs(function, self.name) if options.cuda_graph else None
         self._options = options
         self._rows_for_one = options.padded(1)
 
@@ -53,7 +53,7 @@ class Work:
             raise outcome
         return outcome
 
-    def run(self, batch: list[Entry]) -> list[Any]:
+    def run(self, batch: list[BatchedCall]) -> list[Any]:
         """The outcome of each call."""
         try:
             value = self._call(batch)
@@ -63,7 +63,7 @@ class Work:
             return [self._run_again(entry, len(batch), error) for entry in batch]
         return self._split(value, batch)
 
-    def begin(self, batch: list[Entry], finish: Finish) -> None:
+    def begin(self, batch: list[BatchedCall], finish: Finish) -> None:
         """For a function that returns a future: `finish` is called with the outcomes when it completes."""
         try:
             future = self._call(batch)
@@ -85,13 +85,13 @@ class Work:
 
         future.add_done_callback(complete)
 
-    def _call(self, batch: list[Entry]) -> Any:
+    def _call(self, batch: list[BatchedCall]) -> Any:
         theirs = batch[0].surroundings  # which all of them have
-        if theirs == Surroundings():
+        if theirs == CallerState():
             return self._call_here(batch)
         return theirs.run(self._call_here, batch)
 
-    def _call_here(self, batch: list[Entry]) -> Any:
+    def _call_here(self, batch: list[BatchedCall]) -> Any:
         first = batch[0]
         args_shape, kwargs_shape = first.shape or first.find_shape()
         if self._options.pad_to:
@@ -105,24 +105,24 @@ class Work:
             return self._graphs(receiver, args, kwargs)
         return self._function(*receiver, *args, **kwargs)
 
-    def _split(self, value: Any, batch: list[Entry]) -> list[Any]:
+    def _split(self, value: Any, batch: list[BatchedCall]) -> list[Any]:
         try:
             return split(value, len(batch), self.name, self._options.padded(len(batch)))
         except Exception as error:
             return [error] * len(batch)
 
-    def _retries(self, batch: list[Entry]) -> bool:
+    def _retries(self, batch: list[BatchedCall]) -> bool:
         return len(batch) > 1 and self._options.retry_alone
 
-    def _blame(self, batch: list[Entry], error: Exception) -> list[Any]:
+    def _blame(self, batch: list[BatchedCall], error: Exception) -> list[Any]:
         if len(batch) > 1:
             _add_note(error, f"{self.name} raised this for a batch of {len(batch)} calls, of which this was one.")
         return [error] * len(batch)
 
-    def _run_again(self, entry: Entry, size: int, error: Exception) -> Any:
+    def _run_again(self, entry: BatchedCall, size: int, error: Exception) -> Any:
         return self._explain(self.run([entry])[0], size, error)
 
-    def _begin_again(self, batch: list[Entry], error: Exception, finish: Finish) -> None:
+    def _begin_again(self, batch: list[BatchedCall], error: Exception, finish: Finish) -> None:
         if not self._retries(batch):
             finish(self._blame(batch, error))
             return

@@ -1,21 +1,22 @@
-"""`Line`: calls that may run together, in the order in which they will.
+"""`FairQueue`: calls that may run together, in the order in which they will.
 
 The highest priority goes first. Among equals, callers take turns, so that one who sends many calls does not keep the
 others waiting; each caller's own calls stay in order.
 
-State: changed under the lock of the queue. Whoever leaves (`Entry.queued` is False) is skipped when its turn comes.
+State: changed under the lock of the queue. Whoever leaves (`BatchedCall.queued` is False) is skipped when its turn
+comes.
 """
 
 from __future__ import annotations
 
 import collections
 
-from telegrad.batching.calls import Entry
+from telegrad.batching.calls import BatchedCall
 
-Turns = dict[str | int, collections.deque[Entry]]  # by caller; the first in the dict is next
+Turns = dict[str | int, collections.deque[BatchedCall]]  # by caller; the first in the dict is next
 
 
-class Line:
+class FairQueue:
     def __init__(self) -> None:
         self._levels: dict[float, Turns] = {}
         self._count = 0
@@ -23,7 +24,7 @@ class Line:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: BatchedCall) -> None:
         turns = self._levels.setdefault(entry.priority, {})
         turns.setdefault(entry.caller, collections.deque()).append(entry)
         self._count += 1
@@ -32,9 +33,9 @@ class Line:
         """Somebody in this line no longer wants to be in it."""
         self._count -= 1
 
-    def take(self, count: int) -> list[Entry]:
+    def take(self, count: int) -> list[BatchedCall]:
         """The next calls, `count` of them or as many as there are."""
-        taken: list[Entry] = []
+        taken: list[BatchedCall] = []
         while len(taken) < count and self._levels:
             priority = max(self._levels)
             turns = self._levels[priority]
@@ -44,7 +45,7 @@ class Line:
         self._count -= len(taken)
         return taken
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[BatchedCall]:
         return [
             entry for turns in self._levels.values() for entries in turns.values() for entry in entries if entry.queued
         ]
@@ -55,7 +56,7 @@ class Line:
         return -priority, min(entries[0].arrived for entries in self._levels[priority].values())
 
 
-def _take_turns(turns: Turns, count: int, taken: list[Entry]) -> None:
+def _take_turns(turns: Turns, count: int, taken: list[BatchedCall]) -> None:
     end = len(taken) + count
     while turns and len(taken) < end:
         caller = next(iter(turns))

@@ -1,7 +1,7 @@
 """What is counted about a batched function.
 
-State of `Figures`: changed by the thread that runs a batch or holds the lock of the queue, read by anybody. Two batches
-may overlap while one of them waits for a nested call; then a count may be lost, nothing more.
+State of `QueueMetrics`: changed by the thread that runs a batch or holds the lock of the queue, read by anybody. Two
+batches may overlap while one of them waits for a nested call; then a count may be lost, nothing more.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Statistics:
         return self.calls / self.batches if self.batches else 0.0
 
 
-class Figures:
+class QueueMetrics:
     """The counters of one queue."""
 
     __slots__ = ("_batch_time", "_sizes", "alone", "expired", "failed", "given_up", "queue_time", "rejected")
@@ -91,7 +91,7 @@ class Figures:
         self._batch_time.add(seconds)
         self.failed += failed
 
-    def merge(self, other: Figures) -> None:
+    def merge(self, other: QueueMetrics) -> None:
         self._sizes.update(other._sizes)
         for name in ("_batch_time", "alone", "queue_time"):
             getattr(self, name).merge(getattr(other, name))

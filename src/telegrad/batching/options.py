@@ -11,7 +11,7 @@ from telegrad.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Options:
+class BatchOptions:
     max_size: int = 64
     max_wait: float | None = None
     min_size: int | Literal["all"] = 1

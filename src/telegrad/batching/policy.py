@@ -1,8 +1,9 @@
-"""When do calls that wait for company start? `Company` keeps them until then.
+"""When do calls that wait for company start? `BatchPolicy` keeps them until then.
 
-`Companions` (max_wait) waits for those who have been calling at the same time as others lately, and not for anybody
-else: a caller who is alone does not wait at all. `Quorum` (min_size) waits for a number of calls, `Everybody`
-(min_size="all") for every worker that has called and is alive. In all of them, `max_wait` is the longest wait.
+`AdaptivePolicy` (max_wait) waits for those who have been calling at the same time as others lately, and not for anybody
+else: a caller who is alone does not wait at all. `MinimumSizePolicy` (min_size) waits for a number of calls,
+`AllCallersPolicy` (min_size="all") for every worker that has called and is alive. In all of them, `max_wait` is the
+longest wait.
 
 State: changed under the lock of the queue.
 """
@@ -12,19 +13,19 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
-from telegrad.batching.calls import Entry
-from telegrad.batching.options import Options
+from telegrad.batching.calls import BatchedCall
+from telegrad.batching.options import BatchOptions
 
 _CURIOUS = 3  # how often a new queue waits to see who else is there
 
 
-class Company(ABC):
+class BatchPolicy(ABC):
     """Calls that wait for others; the base of the rules."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: BatchOptions) -> None:
         self._max_size = options.max_size
         self._max_wait = options.max_wait
-        self._entries: dict[Entry, None] = {}
+        self._entries: dict[BatchedCall, None] = {}
         self._present: dict[str | int, int] = {}  # how many calls each caller has here
         self._until = math.inf
         self.newcomers: list[str] = []  # workers to be waited for from now on; the queue checks that they are alive
@@ -32,7 +33,7 @@ class Company(ABC):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, entry: Entry) -> bool:
+    def __contains__(self, entry: BatchedCall) -> bool:
         return entry in self._entries
 
     @property
@@ -55,13 +56,13 @@ class Company(ABC):
     def overlapped(self, caller: str | int) -> None:  # noqa: B027 (only some rules care)
         """A call arrived while others waited or ran."""
 
-    def add(self, entry: Entry, margin: float) -> None:
+    def add(self, entry: BatchedCall, margin: float) -> None:
         """One more call, which should start `margin` seconds before its deadline."""
         self._entries[entry] = None
         self._present[entry.caller] = self._present.get(entry.caller, 0) + 1
         self._until = min(self._until, self._limit(entry, margin))
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: BatchedCall) -> None:
         del self._entries[entry]
         self._present[entry.caller] -= 1
         if not self._present[entry.caller]:
@@ -71,7 +72,7 @@ class Company(ABC):
     def ready(self, now: float) -> bool:
         return bool(self._entries) and (len(self) >= self._max_size or now >= self._until or self.complete())
 
-    def release(self, now: float) -> list[Entry]:
+    def release(self, now: float) -> list[BatchedCall]:
         """Everybody who waits; the next wait begins anew."""
         entries = list(self._entries)
         self._entries.clear()
@@ -79,18 +80,18 @@ class Company(ABC):
         self._until = math.inf
         return entries
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[BatchedCall]:
         return list(self._entries)
 
-    def _limit(self, entry: Entry, margin: float) -> float:
+    def _limit(self, entry: BatchedCall, margin: float) -> float:
         if self._max_wait is None:
             return math.inf
         limit = entry.arrived + self._max_wait
         return limit if entry.deadline is None else min(limit, entry.deadline.at - margin)
 
 
-class Companions(Company):
-    def __init__(self, options: Options) -> None:
+class AdaptivePolicy(BatchPolicy):
+    def __init__(self, options: BatchOptions) -> None:
         super().__init__(options)
         self._expected: set[str | int] = set()
         self._curious = _CURIOUS
@@ -108,7 +109,7 @@ class Companions(Company):
     def lost(self, caller: str) -> None:
         self._expected.discard(caller)
 
-    def release(self, now: float) -> list[Entry]:
+    def release(self, now: float) -> list[BatchedCall]:
         if now >= self._until:  # who was waited for and did not come is not waited for again until it overlaps
             self._expected.intersection_update(self._present)
             self._curious = max(self._curious - 1, 0)
@@ -117,8 +118,8 @@ class Companions(Company):
         return super().release(now)
 
 
-class Quorum(Company):
-    def __init__(self, options: Options, size: int) -> None:
+class MinimumSizePolicy(BatchPolicy):
+    def __init__(self, options: BatchOptions, size: int) -> None:
         super().__init__(options)
         self._size = size
         self._seen: set[str | int] = set()
@@ -131,7 +132,7 @@ class Quorum(Company):
     def complete(self) -> bool:
         return len(self) >= self._needed
 
-    def add(self, entry: Entry, margin: float) -> None:
+    def add(self, entry: BatchedCall, margin: float) -> None:
         self._saw(entry.caller)
         super().add(entry, margin)
 
@@ -151,8 +152,8 @@ class Quorum(Company):
             self.newcomers.append(caller)
 
 
-class Everybody(Company):
-    def __init__(self, options: Options) -> None:
+class AllCallersPolicy(BatchPolicy):
+    def __init__(self, options: BatchOptions) -> None:
         super().__init__(options)
         self._alive: set[str] = set()
 
@@ -163,7 +164,7 @@ class Everybody(Company):
     def complete(self) -> bool:
         return self._alive <= self._present.keys()
 
-    def add(self, entry: Entry, margin: float) -> None:
+    def add(self, entry: BatchedCall, margin: float) -> None:
         self._saw(entry.caller)
         super().add(entry, margin)
 
@@ -176,10 +177,10 @@ class Everybody(Company):
             self.newcomers.append(caller)
 
 
-def company_for(options: Options) -> Company | None:
+def policy_for(options: BatchOptions) -> BatchPolicy | None:
     """The rule that the options ask for; None if nobody waits for anybody."""
     if options.min_size == "all":
-        return Everybody(options)
+        return AllCallersPolicy(options)
     if options.min_size > 1:
-        return Quorum(options, options.min_size)
-    return None if options.max_wait is None else Companions(options)
+        return MinimumSizePolicy(options, options.min_size)
+    return None if options.max_wait is None else AdaptivePolicy(options)

@@ -1,9 +1,9 @@
-"""`Queue`: when the calls of one batched function run, and where.
+"""`BatchQueue`: when the calls of one batched function run, and where.
 
 A call that finds nobody waiting and nothing running runs at once, on the thread that brought it. Otherwise it goes to
-the `WaitingRoom`. The thread that brings the last one that was needed runs the batch, unless it has more to read, which
-may belong to the batch; what gathers meanwhile runs next, on a thread of the agent. One batch runs at a time, but a
-batch that blocks in a wait we know of (a nested call) lets the next one run, so that batched functions may call each
+the `BatchScheduler`. The thread that brings the last one that was needed runs the batch, unless it has more to read,
+which may belong to the batch; what gathers meanwhile runs next, on a thread of the agent. One batch runs at a time, but
+a batch that blocks in a wait we know of (a nested call) lets the next one run, so that batched functions may call each
 other, and themselves, in circles.
 
 State, under `_lock`: `_room`, `_running` (batches that are not in such a wait) and `_alarm` (the earliest moment for
@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad import blocking
 from telegrad.batching import registry
-from telegrad.batching.calls import Entry
-from telegrad.batching.execution import Work
-from telegrad.batching.metrics import Figures
-from telegrad.batching.options import Options
-from telegrad.batching.running import Turn, playing
-from telegrad.batching.scheduler import WaitingRoom
+from telegrad.batching.calls import BatchedCall
+from telegrad.batching.execution import BatchExecutor
+from telegrad.batching.metrics import QueueMetrics
+from telegrad.batching.options import BatchOptions
+from telegrad.batching.running import BatchRole, running_batch
+from telegrad.batching.scheduler import BatchScheduler
 from telegrad.errors import CallTimeout, PeerLost, QueueFull
-from telegrad.messages.packing import answering_many
-from telegrad.server.functions import Later
+from telegrad.messages.packing import sharing_replies
+from telegrad.server.functions import DeferredReply
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
@@ -40,12 +40,12 @@ Args = tuple[Any, ...]
 NOT_ALONE = object()
 
 
-class Queue:
-    def __init__(self, work: Work, options: Options) -> None:
-        self.figures = Figures()
+class BatchQueue:
+    def __init__(self, work: BatchExecutor, options: BatchOptions) -> None:
+        self.figures = QueueMetrics()
         self._work = work
         self._options = options
-        self._room = WaitingRoom(options, self.figures)
+        self._room = BatchScheduler(options, self.figures)
         self._running = 0
         self._alarm = math.inf
         self._seconds = 0.0  # that a batch takes, a moving average
@@ -54,7 +54,7 @@ class Queue:
         self._left = threading.Condition(self._lock)  # somebody left the room
 
     def __repr__(self) -> str:
-        return f"<Queue of {self._work.name}: {len(self._room)} wait, {self._running} running>"
+        return f"<BatchQueue of {self._work.name}: {len(self._room)} wait, {self._running} running>"
 
     def __len__(self) -> int:
         return len(self._room)
@@ -71,10 +71,10 @@ class Queue:
         if blocking.role() is not None and (self._seconds > _SLOW or blocking.more()):
             return NOT_ALONE
         with self._lock:
-            if self._running or len(self._room) or self._work.answers_later or not self._room.suffices(caller):
+            if self._running or len(self._room) or self._work.is_deferred or not self._room.suffices(caller):
                 return NOT_ALONE
             self._running = 1
-        turn = Turn(self)
+        turn = BatchRole(self)
         turn.outer = blocking.take(turn)
         started = _now()
         try:
@@ -93,8 +93,8 @@ class Queue:
             if batch or self._room.expired:
                 self._start(batch)
 
-    def enter(self, entry: Entry) -> Any:
-        """A call that does not run at once: its result, or a `Later`. Raises what the function raises."""
+    def enter(self, entry: BatchedCall) -> Any:
+        """A call that does not run at once: its result, or a `DeferredReply`. Raises what the function raises."""
         here = self._seconds < _SLOW or blocking.role() is None
         batch = self._push(entry)
         if here and batch:
@@ -104,7 +104,7 @@ class Queue:
                 return outcome.get()
         else:
             self._start(batch)
-        return Later(entry, lambda: self._give_up(entry))
+        return DeferredReply(entry, lambda: self._give_up(entry))
 
     def lost(self, name: str) -> None:
         """A worker is gone: its calls leave, and nobody waits for it."""
@@ -140,10 +140,10 @@ class Queue:
     def _meet(self, agent: Agent | None) -> None:
         """The first call through this agent, or the first since one through another."""
         if agent is not None:
-            agent.service(registry.Desk).add(self)
+            agent.service(registry.QueueRegistry).add(self)
             self._agent = agent
 
-    def _push(self, entry: Entry) -> list[Entry]:
+    def _push(self, entry: BatchedCall) -> list[BatchedCall]:
         """Queue a call; the batch that may start now, if there is one."""
         entry.prepare()  # may fail, so not under the lock
         more = blocking.more()
@@ -178,7 +178,7 @@ class Queue:
         self.figures.rejected += 1
         raise QueueFull(f"{len(self._room)} calls of {self._work.name} wait already", call=self._work.name)
 
-    def _wait_for_room(self, entry: Entry) -> None:
+    def _wait_for_room(self, entry: BatchedCall) -> None:
         """Hold up the thread that brings calls, so that the caller feels it."""
         limit, deadline = self._options.max_queue or 0, entry.deadline
         role = blocking.hold()
@@ -191,7 +191,7 @@ class Queue:
         if not in_time:
             raise self._too_late()
 
-    def _give_up(self, entry: Entry) -> None:
+    def _give_up(self, entry: BatchedCall) -> None:
         """The caller no longer waits."""
         with self._lock:
             if self._room.remove(entry):
@@ -200,7 +200,7 @@ class Queue:
 
     # Whose turn it is; all under the lock
 
-    def _next(self) -> list[Entry]:
+    def _next(self) -> list[BatchedCall]:
         """If nothing runs: the batch that does now. Empty if there is none."""
         if self._running:
             return []
@@ -210,7 +210,7 @@ class Queue:
         self._running = int(bool(batch))
         return batch
 
-    def _next_if_any(self) -> list[Entry]:
+    def _next_if_any(self) -> list[BatchedCall]:
         """`_next`, for when it is likely that nobody waits."""
         if not len(self._room):
             return []
@@ -250,56 +250,56 @@ class Queue:
 
     # Running
 
-    def _start(self, batch: list[Entry]) -> None:
+    def _start(self, batch: list[BatchedCall]) -> None:
         if batch or self._room.expired:
             registry.start(self._agent, lambda: self._run_all(batch))
 
-    def _run_all(self, batch: list[Entry]) -> None:
+    def _run_all(self, batch: list[BatchedCall]) -> None:
         """On a thread of its own: run batches until nobody waits."""
         while batch:
             self._run(batch)
             batch = self._follow()
         self._tell_expired()
 
-    def _run(self, batch: list[Entry], own: Entry | None = None) -> Outcome | None:
+    def _run(self, batch: list[BatchedCall], own: BatchedCall | None = None) -> CallOutcome | None:
         """Run a batch and answer its calls, except `own` if it is one of them: its outcome is returned."""
-        if self._work.answers_later:
+        if self._work.is_deferred:
             self._begin(batch)
             return None
         started = _now()
         try:
-            with playing(Turn(self), batch):
+            with running_batch(BatchRole(self), batch):
                 outcomes = self._work.run(batch)
         except BaseException as error:  # the thread is being ended; the calls are answered all the same
             outcomes = [error] * len(batch)
         self._took(len(batch), _failures(outcomes), _now() - started)
         mine = None
-        with answering_many(outcomes):
+        with sharing_replies(outcomes):
             for entry, outcome in zip(batch, outcomes, strict=True):
                 if entry is own:
-                    mine = Outcome(outcome)
+                    mine = CallOutcome(outcome)
                 else:
                     entry.settle(outcome)
         return mine
 
-    def _begin(self, batch: list[Entry]) -> None:
+    def _begin(self, batch: list[BatchedCall]) -> None:
         """Run a batch of a function that returns a future. With that it is over; the calls are answered later."""
         started = _now()
 
         def finish(outcomes: list[Any]) -> None:
             self._took(len(batch), _failures(outcomes), _now() - started)
-            with answering_many(outcomes):
+            with sharing_replies(outcomes):
                 for entry, outcome in zip(batch, outcomes, strict=True):
                     entry.settle(outcome)
 
-        with playing(Turn(self), batch):
+        with running_batch(BatchRole(self), batch):
             self._work.begin(batch, finish)
 
     def _took(self, size: int, failed: int, seconds: float) -> None:
         self._seconds += (seconds - self._seconds) * 0.25
         self.figures.ran(size, failed, seconds)
 
-    def _follow(self) -> list[Entry]:
+    def _follow(self) -> list[BatchedCall]:
         """A batch is over: the next one, which the caller has to run or start."""
         with self._lock:
             self._running -= 1
@@ -317,7 +317,7 @@ class Queue:
         return CallTimeout(f"the deadline passed while the call of {self._work.name} waited", call=self._work.name)
 
 
-class Outcome(NamedTuple):
+class CallOutcome(NamedTuple):
     """What came out of a call on the thread that brought it."""
 
     value: Any

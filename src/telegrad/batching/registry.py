@@ -1,6 +1,6 @@
 """Where batches find threads and timers: the agent they run on, or the process if there is none.
 
-State of a `Desk`: the queues that calls of its agent have gone through, held weakly.
+State of a `QueueRegistry`: the queues that calls of its agent have gone through, held weakly.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from telegrad.batching.metrics import Figures
+from telegrad.batching.metrics import QueueMetrics
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 Job = Callable[[], None]
 
 
-class Listener(Protocol):
+class RegisteredQueue(Protocol):
     """What a desk needs of a queue."""
 
-    figures: Figures
+    figures: QueueMetrics
 
     def __len__(self) -> int: ...
     def lost(self, name: str) -> None: ...
     def close(self, agent: Agent) -> None: ...
 
 
-class Desk:
+class QueueRegistry:
     """Tells the queues of an agent who was lost and when it closes, and reports what they count."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._queues: weakref.WeakSet[Listener] = weakref.WeakSet()
+        self._queues: weakref.WeakSet[RegisteredQueue] = weakref.WeakSet()
         self._lock = threading.Lock()
         agent.on_loss(lambda name, _: self._tell(lambda queue: queue.lost(name)))
         agent.on_close(lambda: self._tell(lambda queue: queue.close(agent)))
-        agent.add_figures(self.statistics)
+        agent.add_statistics(self.statistics)
 
-    def add(self, queue: Listener) -> None:
+    def add(self, queue: RegisteredQueue) -> None:
         with self._lock:
             self._queues.add(queue)
 
-    def queues(self) -> list[Listener]:
+    def queues(self) -> list[RegisteredQueue]:
         with self._lock:
             return list(self._queues)
 
@@ -56,14 +56,14 @@ class Desk:
             "batched calls waiting": sum(len(queue) for queue in queues),
         }
 
-    def _tell(self, what: Callable[[Listener], None]) -> None:
+    def _tell(self, what: Callable[[RegisteredQueue], None]) -> None:
         for queue in self.queues():
             what(queue)
 
 
 def is_connected(agent: Agent, name: str) -> bool:
     """Does a worker of this name have a connection to the agent?"""
-    return any(inbound.peer_name == name for inbound in agent.connections.inbounds)
+    return any(inbound.peer_name == name for inbound in agent.connections.server_connections)
 
 
 def start(agent: Agent | None, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""`Turn`: what a thread is while it runs a batch.
+"""`BatchRole`: what a thread is while it runs a batch.
 
 Before the batch blocks in a wait that we know of, its queue lets the next batch run. Inside, `current_caller` is the
 one worker that all calls come from, if it is one, and `current_deadline` is when nobody waits any more.
@@ -11,27 +11,27 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Protocol
 
 from telegrad import blocking
-from telegrad.batching.calls import Entry
-from telegrad.current import local
+from telegrad.batching.calls import BatchedCall
+from telegrad.current import thread_state
 from telegrad.deadline import Deadline
 from telegrad.errors import InternalError
 
 
-class Busy(Protocol):
+class BatchOwner(Protocol):
     """What a turn needs of its queue."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
 
 
-class Turn:
+class BatchRole:
     """`outer` is what the thread was before."""
 
     __slots__ = ("_queue", "outer")
 
-    def __init__(self, queue: Busy) -> None:
+    def __init__(self, queue: BatchOwner) -> None:
         self._queue = queue
-        self.outer: blocking.Role | None = None
+        self.outer: blocking.ThreadRole | None = None
 
     def pause(self) -> None:
         self._queue.pause()
@@ -64,25 +64,25 @@ class Turn:
 
 
 @contextlib.contextmanager
-def playing(turn: Turn, batch: list[Entry]) -> Iterator[None]:
+def running_batch(turn: BatchRole, batch: list[BatchedCall]) -> Iterator[None]:
     """This thread runs a batch, some or all of which others brought."""
-    before = local.agent, local.caller, local.deadline
-    local.agent, local.caller, local.deadline = batch[0].agent, _caller(batch), _deadline(batch)
+    before = thread_state.agent, thread_state.caller, thread_state.deadline
+    thread_state.agent, thread_state.caller, thread_state.deadline = batch[0].agent, _caller(batch), _deadline(batch)
     turn.outer = blocking.take(turn)
     try:
         yield
     finally:
         blocking.take(turn.outer)
-        local.agent, local.caller, local.deadline = before
+        thread_state.agent, thread_state.caller, thread_state.deadline = before
 
 
-def _caller(batch: list[Entry]) -> str | None:
+def _caller(batch: list[BatchedCall]) -> str | None:
     caller = batch[0].caller
     same = isinstance(caller, str) and all(entry.caller == caller for entry in batch)
     return caller if same else None  # type: ignore[return-value]
 
 
-def _deadline(batch: list[Entry]) -> Deadline | None:
+def _deadline(batch: list[BatchedCall]) -> Deadline | None:
     latest = batch[0].deadline
     for entry in batch:
         if entry.deadline is None or latest is None:

@@ -1,7 +1,7 @@
-"""`WaitingRoom`: the calls of one batched function that wait, and which of them run next.
+"""`BatchScheduler`: the calls of one batched function that wait, and which of them run next.
 
-A call first waits in the `Company` that gathers until enough are there, if there is such a rule, then in the `Line` of
-those it can run with.
+A call first waits in the `Company` that gathers until enough are there, if there is such a rule, then in the
+`FairQueue` of those it can run with.
 
 State: all of it is changed under the lock of the queue; nothing here blocks or runs code of the user. `expired` are
 calls that were taken out because they are late; the queue tells their callers.
@@ -12,20 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 
-from telegrad.batching.calls import Entry
-from telegrad.batching.fair_queue import Line
-from telegrad.batching.metrics import Figures
-from telegrad.batching.options import Options
-from telegrad.batching.policy import company_for
+from telegrad.batching.calls import BatchedCall
+from telegrad.batching.fair_queue import FairQueue
+from telegrad.batching.metrics import QueueMetrics
+from telegrad.batching.options import BatchOptions
+from telegrad.batching.policy import policy_for
 
 
-class WaitingRoom:
-    def __init__(self, options: Options, figures: Figures) -> None:
-        self.expired: list[Entry] = []
+class BatchScheduler:
+    def __init__(self, options: BatchOptions, figures: QueueMetrics) -> None:
+        self.expired: list[BatchedCall] = []
         self._max_size = options.max_size
         self._figures = figures
-        self._company = company_for(options)
-        self._lines: dict[Hashable, Line] = {}
+        self._company = policy_for(options)
+        self._lines: dict[Hashable, FairQueue] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -44,7 +44,7 @@ class WaitingRoom:
         """A worker that is waited for from now on, if there is one that was not named here before."""
         return self._company.newcomers.pop() if self._company is not None and self._company.newcomers else None
 
-    def add(self, entry: Entry, running: bool, margin: float) -> None:
+    def add(self, entry: BatchedCall, running: bool, margin: float) -> None:
         """One more call, which should start `margin` seconds before its deadline."""
         entry.queued = True
         self._count += 1
@@ -55,7 +55,7 @@ class WaitingRoom:
             self._company.overlapped(entry.caller)
         self._company.add(entry, margin)
 
-    def remove(self, entry: Entry) -> bool:
+    def remove(self, entry: BatchedCall) -> bool:
         """A call leaves; False if it is not here any more."""
         if not entry.queued:
             return False
@@ -70,19 +70,19 @@ class WaitingRoom:
                 del self._lines[entry.bucket]
         return True
 
-    def remove_all(self, matches: Callable[[Entry], bool]) -> list[Entry]:
+    def remove_all(self, matches: Callable[[BatchedCall], bool]) -> list[BatchedCall]:
         entries = [] if self._company is None else self._company.entries()
         for line in self._lines.values():
             entries += line.entries()
         return [entry for entry in entries if matches(entry) and self.remove(entry)]
 
-    def lost(self, name: str) -> list[Entry]:
+    def lost(self, name: str) -> list[BatchedCall]:
         """A worker is gone: nobody waits for it, and its calls leave."""
         if self._company is not None:
             self._company.lost(name)
         return self.remove_all(lambda entry: entry.caller == name)
 
-    def take(self, now: float) -> list[Entry]:
+    def take(self, now: float) -> list[BatchedCall]:
         """The next batch; empty if there is none."""
         if self._company is not None and self._company.ready(now):
             gathered = self._company.release(now)
@@ -90,12 +90,12 @@ class WaitingRoom:
                 return self._taken(gathered, now)  # all of them run, so it does not matter who would go first
             for entry in gathered:
                 self._line(entry.bucket).add(entry)
-        batch: list[Entry] = []
+        batch: list[BatchedCall] = []
         while self._lines and not batch:
             batch = self._cut(now)
         return batch
 
-    def _cut(self, now: float) -> list[Entry]:
+    def _cut(self, now: float) -> list[BatchedCall]:
         """Calls that can run together, less those that are too late."""
         lines = self._lines
         bucket = min(lines, key=lambda each: lines[each].rank()) if len(lines) > 1 else next(iter(lines))
@@ -104,7 +104,7 @@ class WaitingRoom:
             del lines[bucket]
         return self._taken(taken, now)
 
-    def _taken(self, taken: list[Entry], now: float) -> list[Entry]:
+    def _taken(self, taken: list[BatchedCall], now: float) -> list[BatchedCall]:
         self._count -= len(taken)
         batch = []
         for entry in taken:
@@ -117,13 +117,13 @@ class WaitingRoom:
                 batch.append(entry)
         return batch
 
-    def _line(self, bucket: Hashable) -> Line:
+    def _line(self, bucket: Hashable) -> FairQueue:
         line = self._lines.get(bucket)
         if line is None:
-            line = self._lines[bucket] = Line()
+            line = self._lines[bucket] = FairQueue()
         return line
 
 
-def _alike(entries: list[Entry]) -> bool:
+def _alike(entries: list[BatchedCall]) -> bool:
     bucket = entries[0].bucket
     return all(entry.bucket == bucket for entry in entries[1:])

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import telegrad.rpc as rpc
 from telegrad import ps
-from telegrad.cli.progress import Journal, Progress
+from telegrad.cli.progress import Progress, TrainingReport
 
 __all__ = ["accuracy", "checkpoint", "epochs", "parser", "run"]
 
@@ -87,13 +87,13 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor, device: str) -> float:
     return float(torch.cat(right).float().mean())
 
 
-def run(train: Train, options: argparse.Namespace, measure: str = "accuracy") -> Journal:
+def run(train: Train, options: argparse.Namespace, measure: str = "accuracy") -> TrainingReport:
     """Run `train(number, options, progress)` in as many processes as there shall be trainers, with their servers.
 
     Shows how it goes, and writes a plot and a report. `train` must be importable by its name, or be in `__main__`.
     `measure` says what it reports of the test data.
     """
-    journal = Journal(f"{options.data}, {options.servers} servers, {options.trainers} trainers", measure)
+    journal = TrainingReport(f"{options.data}, {options.servers} servers, {options.trainers} trainers", measure)
     reports = mp.get_context("forkserver").SimpleQueue()
     try:
         with _interrupted() as interrupted, journal:
@@ -151,7 +151,7 @@ def _interrupted() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def _watch(workers: Any, reports: Any, journal: Journal, interrupted: threading.Event) -> None:
+def _watch(workers: Any, reports: Any, journal: TrainingReport, interrupted: threading.Event) -> None:
     """Until all have ended. What one of them died of is raised."""
     while True:
         codes = [process.exitcode for process in workers.processes]

@@ -1,4 +1,4 @@
-"""How a training goes, for people: `Progress` is what a trainer says, `Journal` shows it.
+"""How a training goes, for people: `Progress` is what a trainer says, `TrainingReport` shows it.
 
 The view is a table that changes in place if `rich` is installed and this is a terminal; otherwise a line per epoch and
 trainer. Afterwards there are a plot and a report.
@@ -27,13 +27,13 @@ try:
 except ImportError:  # the report does without a plot
     Figure = None  # type: ignore[assignment,misc]
 
-__all__ = ["Entry", "Journal", "Progress"]
+__all__ = ["EpochReport", "Progress", "TrainingReport"]
 
 _MOMENT = 0.5  # seconds between two entries of one epoch
 _STYLE = "body{font:15px sans-serif;margin:2em}table{border-collapse:collapse}td,th{padding:.2em 1em;text-align:right}"
 
 
-class Entry(NamedTuple):
+class EpochReport(NamedTuple):
     """One epoch of one trainer, or what there is of it so far."""
 
     trainer: str
@@ -60,7 +60,7 @@ _COLUMNS = ["trainer", "epoch", "loss", "samples/s", "staleness"]
 class Progress:
     """What one trainer reports, from its own process: `note` after each step, `end` after each epoch."""
 
-    def __init__(self, trainer: str, put: Callable[[Entry], None]) -> None:
+    def __init__(self, trainer: str, put: Callable[[EpochReport], None]) -> None:
         self._trainer = trainer
         self._put = put
         self._begin(0)
@@ -90,12 +90,12 @@ class Progress:
         self._put(self._entry()._replace(accuracy=accuracy))
         self._begin(self._epoch + 1)
 
-    def _entry(self) -> Entry:
+    def _entry(self) -> EpochReport:
         speed = self._samples / max(self._noted - self._started, 1e-9)
-        return Entry(self._trainer, self._epoch, self._loss / max(self._steps, 1), speed, self._staleness)
+        return EpochReport(self._trainer, self._epoch, self._loss / max(self._steps, 1), speed, self._staleness)
 
 
-class Journal:
+class TrainingReport:
     """Use as a context manager around the training; `note` entries as they come.
 
     `measure` is what the accuracy of the entries is called, if it is another figure.
@@ -105,15 +105,15 @@ class Journal:
         self.title = title
         self.measure = measure
         self._columns = [*_COLUMNS, f"test {measure}"]
-        self.entries: list[Entry] = []
+        self.entries: list[EpochReport] = []
         self.seconds = 0.0
-        self._newest: dict[str, Entry] = {}
+        self._newest: dict[str, EpochReport] = {}
         self._started = time.monotonic()
         self._live: Any = None
         if Live is not None and sys.stdout.isatty():
             self._live = Live(console=Console(), get_renderable=self._table, refresh_per_second=4)
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> TrainingReport:
         if self._live is not None:
             self._live.start()
         return self
@@ -128,7 +128,7 @@ class Journal:
         """The last that was noted."""
         return next((entry.accuracy for entry in reversed(self.entries) if entry.accuracy is not None), float("nan"))
 
-    def note(self, entry: Entry) -> None:
+    def note(self, entry: EpochReport) -> None:
         self._newest[entry.trainer] = entry
         if not entry.complete:
             return

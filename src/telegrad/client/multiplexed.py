@@ -1,4 +1,4 @@
-"""The connection of a `Link` that asynchronous calls share; the thread that reads it completes their futures.
+"""The connection of a `Peer` that asynchronous calls share; the thread that reads it completes their futures.
 
 A call ends when its callee has answered it or is lost, not when its caller gives up. So an entry of `pending` stays
 until then: a deadline or a cancellation completes its future and marks it `given_up`, and what the call uses (`kept`:
@@ -11,10 +11,11 @@ A call that is made before the pipe has a channel is packed at once and waits in
 Callbacks of futures run where the answer was read. Those that were seen to block there in a wait that we do not know of
 run on the executor from then on, until they no longer take long (`_slow`).
 
-State: `Pipe.pending` (calls by id; whoever pops an entry makes sure that its future is complete); `_next_look`, the
-moment for which the clock was last asked to look at deadlines: never later than the earliest of those that are pending;
-`_queue`, changed under `_lock`, None once all that waited was sent; `_answered`, the calls whose futures the executor
-completes (whoever pops an entry completes it); and `_slow`, the seconds that callbacks take, by their code.
+State: `MultiplexedConnection.pending` (calls by id; whoever pops an entry makes sure that its future is complete);
+`_next_look`, the moment for which the clock was last asked to look at deadlines: never later than the earliest of those
+that are pending; `_queue`, changed under `_lock`, None once all that waited was sent; `_answered`, the calls whose
+futures the executor completes (whoever pops an entry completes it); and `_slow`, the seconds that callbacks take, by
+their code.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from telegrad import blocking
 from telegrad.deadline import to_wire
 from telegrad.errors import CallTimeout, ProtocolError, as_exception
-from telegrad.futures import Outcome
-from telegrad.messages.scope import Scope, current_scope
-from telegrad.scheduling.event_loop import Connection
+from telegrad.futures import CompletionListener
+from telegrad.messages.scope import CallScope, current_scope
+from telegrad.scheduling.event_loop import LoopConnection
 from telegrad.scheduling.threads import SLOW
-from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout, say_goodbye, words_of
+from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout, send_goodbye, text_of_frame
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES, Frame, Kind
-from telegrad.wire.function_table import LIMIT, Function, describe
+from telegrad.wire.function_table import MAX_FUNCTIONS, Function, describe
 
 if TYPE_CHECKING:
-    from telegrad.client.peer import Args, Dialer, Link, Message
+    from telegrad.client.peer import Args, Message, Peer, PeerRuntime
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
 PACE = 0.05  # seconds that a call waits for those before it to be sent: the queue must not grow while it is emptied
 _COARSEST = 0.01  # seconds between two looks at the deadlines of a pipe
 
 
-class Pending:
+class PendingCall:
     """A call that its callee has not answered."""
 
     __slots__ = (
@@ -64,12 +65,12 @@ class Pending:
 
     def __init__(
         self,
-        outcome: Outcome,
+        outcome: CompletionListener,
         until: float,
         timeout: float | None,
         call: str,
         internal: bool,
-        scope: Scope | None,
+        scope: CallScope | None,
         kept: list[Any],
     ) -> None:
         self.outcome = outcome
@@ -90,37 +91,37 @@ class Pending:
             self.outcome._settle(None, error)
 
 
-class _Queued(NamedTuple):
+class _QueuedCall(NamedTuple):
     """A call that waits for the connection."""
 
     call: int
-    pending: Pending
+    pending: PendingCall
     message: Message
     must_run: bool  # even if its caller gives up
 
 
-class Pipe(Connection):
+class MultiplexedConnection(LoopConnection):
     """The connection that asynchronous calls share."""
 
     stops_reading = False  # answers are read whatever the callee takes, so that it is never held up by them
 
-    def __init__(self, link: Link, agent: Dialer) -> None:
+    def __init__(self, link: Peer, agent: PeerRuntime) -> None:
         super().__init__()
         self.attached = False
-        self.pending: dict[int, Pending] = {}
+        self.pending: dict[int, PendingCall] = {}
         self._link = link
         self._agent = agent
         self._heard: set[int] = set()
         self._next_look = math.inf
-        self.caught_up = blocking.Gate()  # opens when no call waits for the connection any more
-        self._queue: collections.deque[_Queued] | None = collections.deque()
+        self.caught_up = blocking.OneShotEvent()  # opens when no call waits for the connection any more
+        self._queue: collections.deque[_QueuedCall] | None = collections.deque()
         self._lock = threading.Lock()
-        self._answered: dict[int, tuple[Pending, Frame]] = {}
+        self._answered: dict[int, tuple[PendingCall, Frame]] = {}
         self._running: tuple[Hashable, ...] = ()  # the callbacks that the leader of the loop runs
         self._slow: dict[Hashable, float] = {}
 
     def __repr__(self) -> str:
-        return f"<Pipe {len(self.pending)} pending, {self.channel if self.attached else 'not connected'!r}>"
+        return f"<MultiplexedConnection {len(self.pending)} pending, {self.channel if self.attached else 'not connected'!r}>"
 
     def attach(self, channel: Channel) -> None:
         """The connection is there."""
@@ -129,9 +130,9 @@ class Pipe(Connection):
 
     def start(self) -> None:
         """Begin to read. The link must be complete: the first frame may be a good-bye."""
-        self._agent.loops.add(self)
+        self._agent.event_loops.add(self)
 
-    def waited_for(self) -> list[Pending]:
+    def waited_for(self) -> list[PendingCall]:
         """Return the calls that somebody waits for."""
         return [pending for pending in list(self.pending.values()) if not pending.given_up]
 
@@ -143,7 +144,7 @@ class Pipe(Connection):
         kwargs: dict[str, Any] | None,
         timeout: float | None,
         internal: bool,
-        outcome: Outcome,
+        outcome: CompletionListener,
         keep: object = None,
     ) -> None:
         """Send a call, or let it wait for the connection, and tell `outcome` how it ended.
@@ -157,7 +158,7 @@ class Pipe(Connection):
         outcome._on_cancel = lambda: self._cancel(call)
         until = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            pending = Pending(outcome, until, timeout, describe(function), internal, scope, kept)
+            pending = PendingCall(outcome, until, timeout, describe(function), internal, scope, kept)
             self.pending[call] = pending
             if until < self._next_look:
                 self._look_at(until)
@@ -171,14 +172,14 @@ class Pipe(Connection):
         if link.lost:  # it may have been lost before this call was pending
             self.fail_all()
 
-    def _send(self, call: int, pending: Pending, message: Message, left: float | None) -> None:
+    def _send(self, call: int, pending: PendingCall, message: Message, left: float | None) -> None:
         link = self._link
         number, flags, body, buffers = message
         pending.sent = True
         try:
             self.channel.send(_CALL, call, body, buffers, number, to_wire(left), flags, left)
         except SendTimeout as error:
-            late = timed_out(link.member.name, pending.call, pending.timeout, sent=error.begun)
+            late = timeout_error(link.member.name, pending.call, pending.timeout, sent=error.begun)
             if error.begun:  # the rest goes out before the next frame
                 pending.give_up(late)
                 self.channel.offer(Kind.CANCEL, call, b"")
@@ -195,7 +196,7 @@ class Pipe(Connection):
             if pending.given_up:  # before it was sent, and the callee was told too early
                 self._tell_cancelled(call, pending)
 
-    def _wait(self, call: int, pending: Pending, message: Message, function: Function) -> bool:
+    def _wait(self, call: int, pending: PendingCall, message: Message, function: Function) -> bool:
         """Let a call wait for the connection. False: it can be sent now."""
         if self.attached:  # those before it are being sent
             role = blocking.pause()
@@ -207,7 +208,7 @@ class Pipe(Connection):
             return False
         number, flags, body, buffers = message
         message = number, flags, body, [memoryview(bytearray(buffer)) for buffer in buffers]
-        queued = _Queued(call, pending, message, getattr(function, "must_run", False))
+        queued = _QueuedCall(call, pending, message, getattr(function, "must_run", False))
         with self._lock:
             if self._queue is not None:
                 self._queue.append(queued)
@@ -229,7 +230,7 @@ class Pipe(Connection):
                 pending.outcome._settle(None, as_exception(error))
         self.caught_up.open()
 
-    def _next_queued(self) -> _Queued | None:
+    def _next_queued(self) -> _QueuedCall | None:
         with self._lock:
             if self._queue:
                 return self._queue.popleft()
@@ -245,7 +246,7 @@ class Pipe(Connection):
             self._finish(call, lambda pending: self._link.error_for(pending.call if pending.sent else None))
 
     def close(self, last_words: str | None) -> None:
-        say_goodbye(self.channel, last_words)
+        send_goodbye(self.channel, last_words)
         self.channel.shut()
 
     def handle(self, frame: Frame) -> None:
@@ -265,17 +266,17 @@ class Pipe(Connection):
         elif frame.kind == Kind.BYE:
             self._link.lose_to(frame)
         elif frame.kind == Kind.END:
-            raise ChannelClosed(words_of(frame))
+            raise ChannelClosed(text_of_frame(frame))
         elif frame.kind != Kind.ALIVE:
             raise ProtocolError(f"a frame of kind {frame.kind} where a reply was due")
 
     def blocked(self) -> None:
         """The leader is stuck in callbacks: from now on, those run on the executor."""
         for code in self._running:
-            if len(self._slow) < LIMIT:
+            if len(self._slow) < MAX_FUNCTIONS:
                 self._slow[code] = 2 * SLOW
 
-    def _complete_elsewhere(self, call: int, pending: Pending, frame: Frame) -> None:
+    def _complete_elsewhere(self, call: int, pending: PendingCall, frame: Frame) -> None:
         self._answered[call] = pending, frame
         if not self._agent.executor.offer(lambda: self._complete_slowly(call)) or self._link.lost:
             self._complete_slowly(call)
@@ -301,14 +302,14 @@ class Pipe(Connection):
         for call in list(self._answered):
             self._complete_slowly(call)
 
-    def _complete(self, pending: Pending, frame: Frame) -> None:
+    def _complete(self, pending: PendingCall, frame: Frame) -> None:
         """Give a call its answer. Unpickling runs code of the user, so anything may be raised here."""
         value: Any = None
         error: Exception | None = None
         try:
             if frame.kind == _REPLY and frame.damage is None and not len(frame.body):
                 # The callee found the deadline passed before it began, a moment before this worker did.
-                error = timed_out(self._link.member.name, pending.call, pending.timeout)
+                error = timeout_error(self._link.member.name, pending.call, pending.timeout)
             elif frame.kind == _REPLY:
                 token = current_scope.set(pending.scope)
                 try:
@@ -338,7 +339,7 @@ class Pipe(Connection):
             pending.give_up(None)
             self._tell_cancelled(call, pending)
 
-    def _tell_cancelled(self, call: int, pending: Pending) -> None:
+    def _tell_cancelled(self, call: int, pending: PendingCall) -> None:
         if not pending.sent:
             return
         try:
@@ -346,7 +347,7 @@ class Pipe(Connection):
         except ChannelClosed:
             return  # the callee cannot be told; its reply is ignored
 
-    def _finish(self, call: int, error: Callable[[Pending], Exception]) -> None:
+    def _finish(self, call: int, error: Callable[[PendingCall], Exception]) -> None:
         """End a call that the callee will not answer."""
         pending = self.pending.pop(call, None)
         if pending is not None:
@@ -377,11 +378,11 @@ class Pipe(Connection):
         for call in calls:
             pending = self.pending.get(call)
             if pending is not None and not pending.given_up:
-                pending.give_up(timed_out(self._link.member.name, pending.call, pending.timeout, pending.sent))
+                pending.give_up(timeout_error(self._link.member.name, pending.call, pending.timeout, pending.sent))
                 self._tell_cancelled(call, pending)
 
 
-def timed_out(peer: str, call: str, timeout: float | None, sent: bool = True) -> CallTimeout:
+def timeout_error(peer: str, call: str, timeout: float | None, sent: bool = True) -> CallTimeout:
     milliseconds = int((timeout or 0) * 1000)
     return CallTimeout(
         f"{call} on worker {peer!r}: RPC ran for more than set timeout ({milliseconds} ms) and will now be marked with "

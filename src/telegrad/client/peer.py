@@ -1,4 +1,4 @@
-"""The caller's side: a `Link` to one peer holds a pipe for asynchronous calls and lanes for synchronous ones.
+"""The caller's side: a `Peer` to one peer holds a pipe for asynchronous calls and lanes for synchronous ones.
 
 A synchronous caller owns a lane for the length of its call and reads the reply itself; nothing is handed between
 threads. Asynchronous calls share the pipe (`client/multiplexed.py`).
@@ -9,7 +9,7 @@ signs of life.
 A link is made before it is connected: the directory has all that packing a call needs. Asynchronous calls wait in the
 pipe for the connection, synchronous callers for the link to be `settled`.
 
-State: `Link._idle` (lanes nobody uses; list operations are atomic) and, under `_lock`, `Link._error` (set once when the
+State: `Peer._idle` (lanes nobody uses; list operations are atomic) and, under `_lock`, `Peer._error` (set once when the
 peer is lost or could not be reached; never cleared: the next call gets a new link), `ready`, and the channel of the
 pipe, which is set once.
 """
@@ -23,23 +23,23 @@ import time
 from typing import Any, NamedTuple, Protocol
 
 from telegrad import blocking
-from telegrad.client.multiplexed import Pipe, timed_out
+from telegrad.client.multiplexed import MultiplexedConnection, timeout_error
 from telegrad.config import Config
 from telegrad.deadline import to_wire
 from telegrad.errors import CallTimeout, PeerLost, ProtocolError, SerializationError, as_exception, text_of
-from telegrad.futures import Outcome
+from telegrad.futures import CompletionListener
 from telegrad.group.membership import Member
 from telegrad.messages import scope as scopes
-from telegrad.messages.packing import Envelope, pack, settle, unpack
-from telegrad.messages.routes import ANYWHERE, ANYWHERE_MARK, Route, outward
-from telegrad.messages.scope import Scope, current_scope
+from telegrad.messages.packing import MessageContext, pack, return_resources, unpack
+from telegrad.messages.routes import ANY_DEVICE, ANY_DEVICE_MARK, DeviceRoute, request_route
+from telegrad.messages.scope import CallScope, current_scope
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoops
-from telegrad.scheduling.threads import Executor, Threads
-from telegrad.transport.channel import Channel, ChannelClosed, end_quickly, words_of
+from telegrad.scheduling.threads import Executor, ThreadPool
+from telegrad.transport.channel import Channel, ChannelClosed, close_with_reason, text_of_frame
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Frame, Kind
-from telegrad.wire.function_table import Function, Numbers, defined_in_main, describe
+from telegrad.wire.function_table import Function, FunctionTable, defined_in_main, describe
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
 _SMALL_DIFFERENCE = 0.02  # seconds
@@ -49,32 +49,32 @@ Args = tuple[Any, ...]
 Message = tuple[int, int, bytes, list[memoryview]]  # function number, flags, body, buffers
 
 
-class Dialled(NamedTuple):
+class DialedConnection(NamedTuple):
     """A new connection and what its other end said of itself."""
 
     channel: Channel
     heartbeat: float
 
 
-class Dialer(Protocol):
+class PeerRuntime(Protocol):
     """What links need of their agent."""
 
     config: Config
-    threads: Threads
+    threads: ThreadPool
     executor: Executor
     clock: Clock
-    loops: EventLoops
-    numbers: Numbers
+    event_loops: EventLoops
+    numbers: FunctionTable
     calls_made: int
     name: str
-    me: Member
+    local_member: Member
 
-    def envelope(self, peer: str, incarnation: str, route: Route) -> Envelope: ...
-    def dial(self, member: Member, purpose: str, timeout: float | None = None) -> Dialled: ...
-    def link_lost(self, link: Link, reason: str) -> None: ...
+    def envelope(self, peer: str, incarnation: str, route: DeviceRoute) -> MessageContext: ...
+    def dial(self, member: Member, purpose: str, timeout: float | None = None) -> DialedConnection: ...
+    def peer_lost(self, link: Peer, reason: str) -> None: ...
 
 
-class Lane:
+class ExclusiveConnection:
     """A connection for one call at a time."""
 
     __slots__ = ("channel", "heard", "used")
@@ -85,28 +85,28 @@ class Lane:
         self.used = 0.0
 
 
-class Link:
+class Peer:
     """All connections to one incarnation of a peer."""
 
-    def __init__(self, agent: Dialer, member: Member) -> None:
+    def __init__(self, agent: PeerRuntime, member: Member) -> None:
         self.member = member
         self.heartbeat = 0.0
         self.ready = False  # it is connected, and no call waits for that any more
         self.abandoned = False  # it could not be made, which says nothing about the peer
-        self.settled = blocking.Gate()  # opens when the link is connected or lost
+        self.settled = blocking.OneShotEvent()  # opens when the link is connected or lost
         self._connector = threading.Lock()  # taken by the thread that connects, and never given back
         self._agent = agent
-        self._route = outward(agent.config.device_maps, member.name, agent.config.unmapped_devices)
+        self._route = request_route(agent.config.device_maps, member.name, agent.config.unmapped_devices)
         self._envelope = agent.envelope(member.name, member.incarnation, self._route)
-        self._at_rest = self._envelope._replace(at_rest=True)
+        self._at_rest = self._envelope._replace(exclusive=True)
         self._ids = itertools.count(1)
-        self._idle: list[Lane] = []
-        self._busy: set[Lane] = set()
+        self._idle: list[ExclusiveConnection] = []
+        self._busy: set[ExclusiveConnection] = set()
         self._error: Exception | None = None
-        self._same_main = member.main == agent.me.main
-        self._is_lost = blocking.Gate()
+        self._same_main = member.main == agent.local_member.main
+        self._is_lost = blocking.OneShotEvent()
         self._lock = threading.Lock()
-        self.pipe = Pipe(self, agent)
+        self.pipe = MultiplexedConnection(self, agent)
 
     @property
     def has_connector(self) -> bool:
@@ -130,7 +130,7 @@ class Link:
                 left = f"worker {self._agent.name!r} has left the group"
                 error = PeerLost(left, peer=self.member.name, sent=False)
             self.abandon(as_exception(error))  # the loop, if it reads the pipe, must not take this for a loss
-            if self._agent.loops.reads(self.pipe):
+            if self._agent.event_loops.reads(self.pipe):
                 dialled.channel.shut()
             else:
                 dialled.channel.close()
@@ -151,7 +151,7 @@ class Link:
 
     def __repr__(self) -> str:
         state = f"lost: {self._error}" if self._error else f"{len(self._idle)} idle lanes, {self.pipe!r}"
-        return f"<Link to {self.member.name!r} {state}>"
+        return f"<Peer to {self.member.name!r} {state}>"
 
     @property
     def lost(self) -> bool:
@@ -178,7 +178,7 @@ class Link:
         """Call and wait for the result, for `timeout` seconds, which end at `until` if they have begun before."""
         if until is None:
             until = 0.0 if timeout is None else time.monotonic() + timeout
-        lane: Lane | None = None
+        lane: ExclusiveConnection | None = None
         kept: list[Any] = []  # until this returns
         role = None
         try:
@@ -196,7 +196,7 @@ class Link:
                 else:  # nothing was sent
                     self._give_back(lane)
                 self._busy.discard(lane)
-            settle(kept, answered=False)
+            return_resources(kept, answered=False)
             raise self._explain(error, function, timeout) from None
         finally:
             blocking.resume(role)
@@ -211,7 +211,7 @@ class Link:
                 raise decode_failure(frame.body)
         finally:
             if kept:
-                settle(kept, answered=True)  # not before the result: it may be what orders their next use
+                return_resources(kept, answered=True)  # not before the result: it may be what orders their next use
         self.lose_to(frame)
         raise self.error_for(describe(function))
 
@@ -221,7 +221,7 @@ class Link:
         args: Args,
         kwargs: dict[str, Any] | None,
         timeout: float | None,
-        outcome: Outcome,
+        outcome: CompletionListener,
         internal: bool = False,
         keep: object = None,
     ) -> None:
@@ -238,17 +238,17 @@ class Link:
         args: Args,
         kwargs: dict[str, Any] | None,
         kept: list[Any],
-        scope: Scope | None,
-        lane: Lane | None = None,
+        scope: CallScope | None,
+        lane: ExclusiveConnection | None = None,
     ) -> Message:
         """Return a call as the body of a frame."""
         try:
-            at_rest = lane is not None  # the caller waits, and lets its arguments be
-            number, flags, body, buffers = self._encode(heard, function, args, kwargs, kept, at_rest)
+            exclusive = lane is not None  # the caller waits, and lets its arguments be
+            number, flags, body, buffers = self._encode(heard, function, args, kwargs, kept, exclusive)
             said = None if scope is None else scope.follow(self._envelope)
             if said:
                 flags |= SCOPED
-                body = scopes.append(body, said)
+                body = scopes.append_scope(body, said)
             return number, flags, body, buffers
         except SerializationError as error:
             error.peer, error.call = self.member.name, describe(function)
@@ -261,13 +261,13 @@ class Link:
         args: Args,
         kwargs: dict[str, Any] | None,
         kept: list[Any],
-        at_rest: bool,
+        exclusive: bool,
     ) -> Message:
         entry = self._agent.numbers.find(function)
         by_value = not self._same_main
-        envelope = self._at_rest if at_rest else self._envelope
-        if hasattr(function, ANYWHERE_MARK):
-            envelope = envelope._replace(route=ANYWHERE)
+        envelope = self._at_rest if exclusive else self._envelope
+        if hasattr(function, ANY_DEVICE_MARK):
+            envelope = envelope._replace(route=ANY_DEVICE)
         if entry is None or (by_value and defined_in_main(function)):
             body, buffers = pack(envelope, (function, args, kwargs or {}), by_value=by_value, kept=kept)
             return 0, INLINE_FUNCTION, body, buffers
@@ -319,8 +319,8 @@ class Link:
         self.pipe.fail_all()
         # The peer must hear that it was given up, whatever it was that broke: what it sends now is for nobody.
         if self.pipe.attached:
-            end_quickly(self.pipe.channel, given_up(self._agent.name, reason) if tell else None)
-        self._agent.link_lost(self, reason)
+            close_with_reason(self.pipe.channel, lost_notice(self._agent.name, reason) if tell else None)
+        self._agent.peer_lost(self, reason)
 
     def broke(self, error: Exception) -> None:
         """The pipe broke under a sender. Its reader may know better why, so it goes first."""
@@ -329,7 +329,7 @@ class Link:
 
     def lose_to(self, frame: Frame) -> None:
         """The peer said good-bye."""
-        self.lose("it left the group", words_of(frame), tell=False)
+        self.lose("it left the group", text_of_frame(frame), tell=False)
 
     def error_for(self, call: str | None = None) -> Exception:
         """A fresh error for a call that was sent to the lost peer, or (None) for one that was not."""
@@ -379,7 +379,7 @@ class Link:
         self._is_lost.open()
         self.settled.open()
 
-    def _take_lane(self) -> Lane | None:
+    def _take_lane(self) -> ExclusiveConnection | None:
         try:
             return self._idle.pop()
         except IndexError:
@@ -389,15 +389,15 @@ class Link:
         while (lane := self._take_lane()) is not None:
             lane.channel.close()
 
-    def _open_lane(self, function: Function, timeout: float | None, until: float) -> Lane:
+    def _open_lane(self, function: Function, timeout: float | None, until: float) -> ExclusiveConnection:
         if self._error is not None:
             raise self.error_for()
         try:
-            return Lane(self._agent.dial(self.member, "lane", _left(timeout, until)).channel)
+            return ExclusiveConnection(self._agent.dial(self.member, "lane", _time_left(timeout, until)).channel)
         except TimeoutError:
-            raise timed_out(self.member.name, describe(function), timeout, sent=False) from None
+            raise timeout_error(self.member.name, describe(function), timeout, sent=False) from None
 
-    def _give_back(self, lane: Lane) -> None:
+    def _give_back(self, lane: ExclusiveConnection) -> None:
         if self._error is None and len(self._idle) < self._agent.config.idle_lanes:
             lane.used = time.monotonic()
             self._idle.append(lane)
@@ -406,20 +406,20 @@ class Link:
         else:
             lane.channel.close()
 
-    def _exchange(self, lane: Lane, message: Message, timeout: float | None, until: float) -> Frame:
+    def _exchange(self, lane: ExclusiveConnection, message: Message, timeout: float | None, until: float) -> Frame:
         number, flags, body, buffers = message
         channel = lane.channel
         self._agent.calls_made += 1
         call = next(self._ids)
-        left = _left(timeout, until)
+        left = _time_left(timeout, until)
         channel.send(_CALL, call, body, buffers, number, to_wire(left), flags, left)
         if flags & DEFINES:
             lane.heard.add(number)
         del message, body, buffers
         while True:
-            frame = channel.recv(_left(timeout, until))
+            frame = channel.recv(_time_left(timeout, until))
             if frame.kind == Kind.END:
-                raise ChannelClosed(words_of(frame))
+                raise ChannelClosed(text_of_frame(frame))
             if frame.call == call or frame.kind not in (_REPLY, _FAILURE):
                 return frame
 
@@ -428,7 +428,7 @@ class Link:
         if isinstance(error, CallTimeout):
             return error
         if isinstance(error, TimeoutError):
-            return timed_out(self.member.name, describe(function), timeout)
+            return timeout_error(self.member.name, describe(function), timeout)
         if isinstance(error, ChannelClosed | ProtocolError):
             if self._is_lost.wait(_LAST_WORDS):  # the reader of the pipe knows best why
                 return self.error_for(describe(function))
@@ -442,7 +442,7 @@ class Link:
         return error
 
 
-def _left(timeout: float | None, until: float) -> float | None:
+def _time_left(timeout: float | None, until: float) -> float | None:
     """Return what is left of a time limit. A small difference does not count: setting a new limit is a system call."""
     if timeout is None:
         return None
@@ -450,6 +450,6 @@ def _left(timeout: float | None, until: float) -> float | None:
     return timeout if timeout - left < _SMALL_DIFFERENCE else max(left, 0.0)
 
 
-def given_up(name: str, reason: str) -> str:
+def lost_notice(name: str, reason: str) -> str:
     """Return what a worker tells a peer that it gives up."""
     return f"worker {name!r} has given this worker up ({reason}); to go on, this worker must join the group again"

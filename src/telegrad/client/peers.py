@@ -14,35 +14,35 @@ from typing import TYPE_CHECKING
 
 from telegrad import blocking
 from telegrad.client.multiplexed import PACE
-from telegrad.client.peer import Link
+from telegrad.client.peer import Peer
 from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError, as_exception
 from telegrad.group.membership import Member, WorkerInfo
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
 
-To = str | int | WorkerInfo
+WorkerAddress = str | int | WorkerInfo
 
 _log = logging.getLogger("telegrad")
 
 
-class Peers:
+class PeerTable:
     """The workers that an agent has called."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._by_key: dict[str | int, Link] = {}
+        self._by_key: dict[str | int, Peer] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<Peers of {self._agent.name!r}: {self.all()}>"
+        return f"<PeerTable of {self._agent.name!r}: {self.all()}>"
 
-    def all(self) -> list[Link]:
+    def all(self) -> list[Peer]:
         """One link per peer."""
         with self._lock:
             return list({id(link): link for link in self._by_key.values()}.values())
 
-    def known(self, to: To) -> Link | None:
+    def known(self, to: WorkerAddress) -> Peer | None:
         """The link to use, if there is one already and it is connected."""
         try:
             link = self._by_key.get(to)  # type: ignore[arg-type]  # a WorkerInfo is simply not found
@@ -50,12 +50,12 @@ class Peers:
             return None
         return link if link is not None and link.ready else None
 
-    def current(self, name: str) -> Link | None:
+    def current(self, name: str) -> Peer | None:
         """The link to a peer that was not lost, connected or not."""
         link = self._by_key.get(name)
         return None if link is None or link.lost else link
 
-    def reach(self, to: To, timeout: float | None = None) -> Link:
+    def reach(self, to: WorkerAddress, timeout: float | None = None) -> Peer:
         """A link to a peer, new if there is none or the peer was lost, within `timeout` seconds (`TimeoutError`)."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -73,11 +73,11 @@ class Peers:
             if self._agent.directory.is_current(link.member.name, link.member.incarnation):
                 raise link.error_for()  # else it has come back
 
-    def begin(self, to: To) -> Link:
+    def begin(self, to: WorkerAddress) -> Peer:
         """A link to a peer, which another thread connects if need be. Calls can be submitted at once."""
         agent = self._agent
         agent.require_open()
-        name = self._name_of(key_of(to))
+        name = self._name_of(worker_key(to))
         link = self.current(name)
         if link is None:
             link = self._add(self._find_again(name))
@@ -88,18 +88,18 @@ class Peers:
                 self._connect(link)
         return link
 
-    def _add(self, member: Member) -> Link:
+    def _add(self, member: Member) -> Peer:
         """A new link, unless another thread was faster."""
         agent = self._agent
         with self._lock:
             link = self.current(member.name)
             if link is None:
                 agent.require_open()  # `close` has looked at the links already, or is about to
-                link = Link(agent, member)
+                link = Peer(agent, member)
                 self._by_key[member.name] = self._by_key[member.rank] = link
             return link
 
-    def _connect(self, link: Link) -> None:
+    def _connect(self, link: Peer) -> None:
         try:
             link.connect()
         except BaseException as error:
@@ -109,9 +109,9 @@ class Peers:
             if not isinstance(error, Exception):
                 raise
 
-    def member(self, to: To) -> Member:
+    def member(self, to: WorkerAddress) -> Member:
         """What is known of a worker: the incarnation that a call would reach."""
-        key, directory = key_of(to), self._agent.directory
+        key, directory = worker_key(to), self._agent.directory
         link = self._by_key.get(key)
         if link is not None and not link.lost:
             return link.member
@@ -163,7 +163,7 @@ class Peers:
         return member
 
 
-def key_of(to: To) -> str | int:
+def worker_key(to: WorkerAddress) -> str | int:
     if isinstance(to, WorkerInfo):
         return to.name
     if isinstance(to, str | int) and not isinstance(to, bool):

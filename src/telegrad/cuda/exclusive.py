@@ -23,7 +23,7 @@ _PARTS = 16  # a result of more parts is not looked through
 _PLAIN = (int, float, bool, str, type(None))
 
 
-def is_sole(value: Any, at_least: int = WORTH_LENDING, anywhere: bool = False) -> bool:
+def is_exclusive(value: Any, at_least: int = WORTH_LENDING, anywhere: bool = False) -> bool:
     """Does nobody refer to the CUDA tensors of a result but the one variable that this is called with?
 
     Only results with one of `at_least` so many bytes are looked at; False for others. `anywhere`: on any device.

@@ -6,7 +6,7 @@ a while is unmapped, for memory that others have mapped does not return to the d
 between processes is kept by events that are shared the same way.
 
 State: `Exports._segments` (what this process has handed out, by the driver's number for the allocation) and
-`_Mappings` (what it has mapped, and how many copies use each), under their locks; of each stream, a ring of events,
+`_IpcMappings` (what it has mapped, and how many copies use each), under their locks; of each stream, a ring of events,
 made once.
 """
 
@@ -75,7 +75,7 @@ class Rows(ctypes.Structure):
     )
 
 
-class _Driver:
+class _CudaDriver:
     """The few functions of the CUDA driver that torch does not offer."""
 
     def __init__(self) -> None:
@@ -152,16 +152,16 @@ class _Driver:
             raise CudaError(f"{what}: {(text.value or b'unknown error').decode()} ({code})")
 
 
-class _Thread(threading.local):
+class _ThreadDevice(threading.local):
     entered: frozenset[int] = frozenset()
 
 
-_thread = _Thread()
+_thread = _ThreadDevice()
 
 
 @functools.cache
-def driver() -> _Driver:
-    return _Driver()
+def driver() -> _CudaDriver:
+    return _CudaDriver()
 
 
 @functools.cache
@@ -202,7 +202,7 @@ def copy(to: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
     driver().copy(to, source, size, stream.cuda_stream)
 
 
-class _Slot:
+class _SnapshotSlot:
     """A small snapshot's place in a slab that was handed out once. Free again when this object dies."""
 
     __slots__ = ("_free", "address", "place")
@@ -236,7 +236,7 @@ class Exports:
         size = tensor.numel() * tensor.itemsize
         if size <= _SLOT:
             try:
-                slot = _Slot(self._free)
+                slot = _SnapshotSlot(self._free)
             except IndexError:  # all are under way
                 pass
             else:
@@ -283,7 +283,7 @@ class SharedEvent:
         mappings.own_event(index, self.handle, self.event)
 
 
-class _Mapping:
+class _IpcMapping:
     """Memory of another process, as this one sees it."""
 
     __slots__ = ("base", "index", "since", "users")
@@ -295,12 +295,12 @@ class _Mapping:
         self.since = 0.0  # when the last of them was done
 
 
-class _Mappings:
+class _IpcMappings:
     """What other processes hand out, as this one sees it. What it hands out itself needs no mapping."""
 
     def __init__(self) -> None:
         self._mine: dict[bytes, int] = {}
-        self._theirs: dict[bytes, _Mapping] = {}
+        self._theirs: dict[bytes, _IpcMapping] = {}
         self._events: dict[tuple[int, bytes], Any] = {}
         self._lock = threading.Lock()
 
@@ -323,7 +323,7 @@ class _Mappings:
             mapping = self._theirs.get(handle)
             if mapping is None:
                 with torch.cuda.device(index):
-                    mapping = self._theirs[handle] = _Mapping(driver().open(handle), index)
+                    mapping = self._theirs[handle] = _IpcMapping(driver().open(handle), index)
             mapping.users += 1
             return mapping.base
 
@@ -358,7 +358,7 @@ class _Mappings:
                     driver().close(mapping.base)
 
 
-mappings = _Mappings()
+mappings = _IpcMappings()
 
 
 _exports: dict[int, Exports] = {}

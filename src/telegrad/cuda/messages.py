@@ -1,7 +1,7 @@
-"""What one message takes along from one device: a `Shipment` where it is packed, an `Arrival` where it is unpacked.
+"""What one message takes along from one device: a `CudaSend` where it is packed, an `CudaReceive` where it is unpacked.
 
-A shipment belongs to the thread that packs its message, and an arrival to the one that unpacks it; `Devices` holds both
-from then on until the receiver has copied.
+A shipment belongs to the thread that packs its message, and an arrival to the one that unpacks it; `CudaTransfers`
+holds both from then on until the receiver has copied.
 """
 
 from __future__ import annotations
@@ -15,25 +15,31 @@ import torch
 from torch import Tensor
 
 from telegrad.cuda import ipc
-from telegrad.cuda.small_copies import landing
+from telegrad.cuda.small_copies import small_copies
 from telegrad.errors import InternalError
-from telegrad.messages.packing import Envelope, Loan, accompany, current_envelope, keep_until_answered
+from telegrad.messages.packing import (
+    LentResource,
+    MessageContext,
+    current_message,
+    keep_until_answered,
+    message_resource,
+)
 from telegrad.wire import tensors
 
 if TYPE_CHECKING:
-    from telegrad.cuda.transfers import Devices
+    from telegrad.cuda.transfers import CudaTransfers
 
 
-class Shipment(Loan):
+class CudaSend(LentResource):
     """What one message takes along from one device: snapshots, or tensors at rest. Travels as a number and an event."""
 
-    def __init__(self, devices: Devices, envelope: Envelope, index: int, at_rest: bool) -> None:
+    def __init__(self, devices: CudaTransfers, envelope: MessageContext, index: int, exclusive: bool) -> None:
         self._devices = devices
-        self._at_rest = at_rest
+        self._at_rest = exclusive
         self._incarnation = envelope.incarnation
         self._exports = ipc.exports(index)
         self._stream = torch.cuda.current_stream(index)
-        self._event = None if at_rest and self._stream.query() else self._exports.event(self._stream)
+        self._event = None if exclusive and self._stream.query() else self._exports.event(self._stream)
         self._uuid = ipc.devices()[index]
         self._number = next(devices.numbers)
         self._done: list[int] | None = None
@@ -80,11 +86,17 @@ class Shipment(Loan):
             self._devices.retract(self._incarnation, [self._number])
 
 
-class Arrival:
+class CudaReceive:
     """What one message brought from one device of its sender."""
 
     def __init__(
-        self, devices: Devices, envelope: Envelope, number: int, index: int, event: bytes | None, origin: int | None
+        self,
+        devices: CudaTransfers,
+        envelope: MessageContext,
+        number: int,
+        index: int,
+        event: bytes | None,
+        origin: int | None,
     ) -> None:
         self.number = number
         self.incarnation = envelope.incarnation
@@ -140,7 +152,7 @@ class Arrival:
         if self._origin is None or self.is_settled:
             return
         self.is_settled = True
-        back = [each for each in companions if isinstance(each, Shipment)]
+        back = [each for each in companions if isinstance(each, CudaSend)]
         for stream, event in zip(self._streams.values(), self._events or (), strict=True):
             if not any(each.orders(stream, self._origin) for each in back):
                 event.synchronize()
@@ -156,7 +168,7 @@ class Arrival:
                         tensor.record_stream(current)
 
 
-class Landed:
+class InlineReceive:
     """The tensors for one device that came inside of a message."""
 
     def __init__(self, index: int) -> None:
@@ -193,24 +205,26 @@ def _torchs(stream: int, index: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(stream, device=index)  # type: ignore[no-untyped-call]
 
 
-def _open_shipment(number: int, uuid: str, event: bytes | None, done: list[int], origin: int | None) -> Arrival:
-    envelope = current_envelope()
+def _open_shipment(number: int, uuid: str, event: bytes | None, done: list[int], origin: int | None) -> CudaReceive:
+    envelope = current_message()
     if envelope is None:
         raise InternalError("CUDA tensors outside of a message")
     return envelope.agent.devices.arrival(envelope, number, uuid, event, done, origin)
 
 
-def copied(arrival: Arrival, segment: bytes, offset: int, index: int, code: int, shape: tuple[int, ...]) -> Tensor:
+def receive_tensor(
+    arrival: CudaReceive, segment: bytes, offset: int, index: int, code: int, shape: tuple[int, ...]
+) -> Tensor:
     """A tensor that came with an arrival; what travels instead of it."""
     return arrival.copy(ipc.Place(segment, offset), index, code, shape)
 
 
-def landed(data: bytes, index: int, code: int, shape: tuple[int, ...]) -> Tensor:
+def receive_inline_tensor(data: bytes, index: int, code: int, shape: tuple[int, ...]) -> Tensor:
     """A tensor that came inside of a message; what travels instead of it."""
-    tensor = landing(index).put(data, code, shape)
-    accompany(("landed", index), functools.partial(Landed, index)).add(tensor)
+    tensor = small_copies(index).put(data, code, shape)
+    message_resource(("receive_inline_tensor", index), functools.partial(InlineReceive, index)).add(tensor)
     return tensor
 
 
-for _number, _constructor in enumerate((copied, landed, _open_shipment)):
+for _number, _constructor in enumerate((receive_tensor, receive_inline_tensor, _open_shipment)):
     copyreg.add_extension(__name__, _constructor.__name__, tensors.EXTENSION_CODE + 16 + _number)

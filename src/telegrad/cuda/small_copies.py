@@ -5,9 +5,10 @@ so for kernels, for copies from device to device, for events that processes shar
 which the driver writes into the stream of commands. Copies to the host are made by copy engines, which do not switch;
 so are copies of rows to the device, however short. Bytes that are few therefore land as two rows.
 
-State of a `Landing`: `_free`, the pieces of page-locked memory that nobody uses, and `_busy`, those that a stream was
-told to copy from or to. Whoever takes one from `_free` owns it. Those of a stream are free again when it is found to be
-idle, which whoever fetches finds out anyway; `_lock` is held from counting them until they are taken from `_busy`.
+State of a `SmallCopies`: `_free`, the pieces of page-locked memory that nobody uses, and `_busy`, those that a stream
+was told to copy from or to. Whoever takes one from `_free` owns it. Those of a stream are free again when it is found
+to be idle, which whoever fetches finds out anyway; `_lock` is held from counting them until they are taken from
+`_busy`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 _PITCH = LARGEST  # rows have to lie apart, or the driver sees that two rows are one
 
 
-class _Piece:
+class _PinnedBuffer:
     """Page-locked memory for one copy."""
 
     def __init__(self, address: int) -> None:
@@ -39,7 +40,7 @@ class _Piece:
         self.rows = ipc.Rows(source_type=_HOST, source_host=address, source_pitch=_PITCH, to_type=_DEVICE, height=2)
 
 
-class Landing:
+class SmallCopies:
     """Where few bytes leave and reach one device."""
 
     def __init__(self, index: int) -> None:
@@ -49,8 +50,8 @@ class Landing:
         self._lock = threading.Lock()
         self._memory = torch.empty(_PIECES * 2 * _PITCH, dtype=torch.uint8, pin_memory=True)
         start = self._memory.data_ptr()
-        self._free = deque(_Piece(start + number * 2 * _PITCH) for number in range(_PIECES))
-        self._busy: defaultdict[int, deque[_Piece]] = defaultdict(deque)
+        self._free = deque(_PinnedBuffer(start + number * 2 * _PITCH) for number in range(_PIECES))
+        self._busy: defaultdict[int, deque[_PinnedBuffer]] = defaultdict(deque)
 
     def fetch(self, tensor: Tensor, size: int, patience: float) -> bytes | None:
         """The `size` bytes of a contiguous tensor, unless its stream takes longer than `patience` seconds."""
@@ -91,7 +92,7 @@ class Landing:
         self._busy[stream].append(piece)
         return tensor
 
-    def _take(self, stream: int) -> _Piece | None:
+    def _take(self, stream: int) -> _PinnedBuffer | None:
         for _ in range(2):
             try:
                 return self._free.popleft()
@@ -113,5 +114,5 @@ class Landing:
 
 
 @functools.cache
-def landing(index: int) -> Landing:
-    return Landing(index)
+def small_copies(index: int) -> SmallCopies:
+    return SmallCopies(index)

@@ -11,16 +11,16 @@ from torch import Tensor
 _CHUNK = 8 << 20  # bytes that go through page-locked memory at a time
 
 
-def to_host(tensor: Tensor, at_rest: bool = False) -> Tensor:
+def to_host(tensor: Tensor, exclusive: bool = False) -> Tensor:
     """Return a copy in host memory, through page-locked memory if it is large.
 
     Chunks are copied one after the other, and other threads may write to the tensor in between: unless it is
-    `at_rest`, they are copied from a snapshot on the device, which is one operation of the stream.
+    `exclusive`, they are copied from a snapshot on the device, which is one operation of the stream.
     """
     size = tensor.numel() * tensor.itemsize
     if size < _CHUNK:
         return tensor.cpu()
-    if not at_rest:
+    if not exclusive:
         try:
             tensor = tensor.clone()
         except torch.OutOfMemoryError:

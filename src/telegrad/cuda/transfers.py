@@ -7,9 +7,9 @@ caller waits for the answer, which the callee gives when it has copied, and a re
 bytes that are ready go inside the message (`cuda/small_copies.py`). Where processes cannot map each other's memory
 (other hosts, other containers), tensors go through page-locked host memory.
 
-State of `Devices`, under `_lock`: `_lent` (what receivers have not given back, by number), `_taken` (copies that this
-worker has begun, oldest first) and `_void` (numbers that the sender was told to take back: a message that still comes
-with one is refused). What is known of a peer is written once per incarnation.
+State of `CudaTransfers`, under `_lock`: `_lent` (what receivers have not given back, by number), `_taken` (copies that
+this worker has begun, oldest first) and `_void` (numbers that the sender was told to take back: a message that still
+comes with one is refused). What is known of a peer is written once per incarnation.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch import Tensor
 
 from telegrad.cuda import ipc, staging
 from telegrad.cuda.exclusive import WORTH_LENDING
-from telegrad.cuda.messages import Arrival, Shipment, copied, landed
-from telegrad.cuda.small_copies import LARGEST, landing
+from telegrad.cuda.messages import CudaReceive, CudaSend, receive_inline_tensor, receive_tensor
+from telegrad.cuda.small_copies import LARGEST, small_copies
 from telegrad.current import active_agent
 from telegrad.errors import InternalError, SerializationError, TelegradError, UsageError
-from telegrad.messages.packing import Envelope, accompany, current_envelope
+from telegrad.messages.packing import MessageContext, current_message, message_resource
 from telegrad.server.functions import internal
 from telegrad.wire import tensors
 from telegrad.wire.tensors import Reduced
@@ -47,38 +47,38 @@ _SHORTLY = 0.0003  # seconds that few bytes may be waited for: two switches of t
 _CPU = torch.device("cpu")
 
 
-class Peer(NamedTuple):
+class PeerDevices(NamedTuple):
     """What another worker said of its GPUs."""
 
     gpus: int
     maps: bool  # can it map memory of ours?
 
 
-class _Lent(NamedTuple):
+class _LentMemory(NamedTuple):
     incarnation: str
     memory: list[object]
     since: float
 
 
-class Devices:
+class CudaTransfers:
     """The GPUs of one agent and of its peers."""
 
     def __init__(self, agent: Agent) -> None:
         self.numbers = itertools.count(1)
         self._agent = agent
         self._lock = threading.Lock()
-        self._peers: dict[str, Peer] = {}
-        self._lent: dict[int, _Lent] = {}
-        self._taken: list[Arrival] = []
+        self._peers: dict[str, PeerDevices] = {}
+        self._lent: dict[int, _LentMemory] = {}
+        self._taken: list[CudaReceive] = []
         self._void: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._asked = 0.0
         self._in_use = False
         agent.on_loss(self._lost)
         agent.on_close(lambda: ipc.mappings.close_unused(0.0))
-        agent.add_figures(self._figures)
+        agent.add_statistics(self._figures)
 
     def __repr__(self) -> str:
-        return f"<Devices of {self._agent.name!r}: {len(self._lent)} lent, {len(self._taken)} taken>"
+        return f"<CudaTransfers of {self._agent.name!r}: {len(self._lent)} lent, {len(self._taken)} taken>"
 
     def _figures(self) -> dict[str, int]:
         return {
@@ -89,18 +89,18 @@ class Devices:
 
     # Packing
 
-    def leave(self, envelope: Envelope, tensor: Tensor, code: int) -> Reduced:
+    def leave(self, envelope: MessageContext, tensor: Tensor, code: int) -> Reduced:
         """How a contiguous CUDA tensor travels."""
         device, route = tensor.device, envelope.route
         target = route.target(device)
         if target is None:
             raise UsageError(_unmapped(envelope, device))
         if target.type == "cpu":
-            return tensors.reduce_as_it_is(staging.to_host(tensor, envelope.at_rest))
+            return tensors.reduce_as_it_is(staging.to_host(tensor, envelope.exclusive))
         peer = self._peers.get(envelope.incarnation) or self._introduce(envelope, device.index)
         if target.index >= peer.gpus:
             if route.falls_back_to_cpu(device):
-                return tensors.reduce_as_it_is(staging.to_host(tensor, envelope.at_rest))
+                return tensors.reduce_as_it_is(staging.to_host(tensor, envelope.exclusive))
             raise UsageError(
                 f"a tensor on {device} would arrive on {target}, but worker {envelope.peer!r} has {peer.gpus} CUDA "
                 f"devices: say where it should arrive with set_device_map (or Config.device_maps), for example "
@@ -110,23 +110,23 @@ class Devices:
             return tensors.empty, (code, tuple(tensor.shape), str(target))
         size = tensor.numel() * tensor.itemsize
         if size <= LARGEST:
-            data = landing(device.index).fetch(tensor, size, _SHORTLY)
+            data = small_copies(device.index).fetch(tensor, size, _SHORTLY)
             if data is not None:
-                return landed, (data, target.index, code, tuple(tensor.shape))
+                return receive_inline_tensor, (data, target.index, code, tuple(tensor.shape))
         if peer.maps:
-            for at_rest in (True, False) if envelope.at_rest and size >= WORTH_LENDING else (False,):
-                make = functools.partial(Shipment, self, envelope, device.index, at_rest)
+            for exclusive in (True, False) if envelope.exclusive and size >= WORTH_LENDING else (False,):
+                make = functools.partial(CudaSend, self, envelope, device.index, exclusive)
                 try:
-                    shipment = accompany(("device", device.index, at_rest), make)
+                    shipment = message_resource(("device", device.index, exclusive), make)
                     place = shipment.take(tensor, target.index)
                 except (torch.OutOfMemoryError, ipc.CudaError):  # no room for a snapshot; memory that cannot be mapped
                     continue
-                return copied, (shipment, *place, target.index, code, tuple(tensor.shape))
-        return staging.from_host, (*tensors.reduce_as_it_is(staging.to_host(tensor, envelope.at_rest)), target.index)
+                return receive_tensor, (shipment, *place, target.index, code, tuple(tensor.shape))
+        return staging.from_host, (*tensors.reduce_as_it_is(staging.to_host(tensor, envelope.exclusive)), target.index)
 
     def lend(self, number: int, incarnation: str, memory: list[object]) -> None:
         with self._lock:
-            self._lent[number] = _Lent(incarnation, memory, time.monotonic())
+            self._lent[number] = _LentMemory(incarnation, memory, time.monotonic())
         self._start()
         if self._agent.is_lost(incarnation):
             self.give_back([number])
@@ -150,7 +150,7 @@ class Devices:
             self._remove(done)
         return [each.number for each in done if not each.is_settled]
 
-    def _remove(self, arrivals: list[Arrival]) -> None:
+    def _remove(self, arrivals: list[CudaReceive]) -> None:
         if arrivals:
             self._taken = [each for each in self._taken if each not in arrivals]
             for arrival in arrivals:
@@ -159,18 +159,18 @@ class Devices:
     # Unpacking
 
     def arrival(
-        self, envelope: Envelope, number: int, uuid: str, event: bytes | None, done: list[int], origin: int | None
-    ) -> Arrival:
+        self, envelope: MessageContext, number: int, uuid: str, event: bytes | None, done: list[int], origin: int | None
+    ) -> CudaReceive:
         self.give_back(done)
         index = ipc.devices().index(uuid)
-        arrival = Arrival(self, envelope, number, index, event, origin)
+        arrival = CudaReceive(self, envelope, number, index, event, origin)
         with self._lock:
             if (envelope.incarnation, number) in self._void:
                 raise SerializationError(
                     f"a message of worker {envelope.peer!r} came so late that its CUDA tensors had been taken back"
                 )
             self._taken.append(arrival)
-        return accompany(("arrival", number), lambda: arrival)
+        return message_resource(("arrival", number), lambda: arrival)
 
     def taken(self) -> None:
         """All copies that a message asked for are under way."""
@@ -250,14 +250,19 @@ class Devices:
             if self._agent.closing or self._agent.is_lost(incarnation):
                 continue  # `_lost` is told
             question = self._agent.start(
-                self._name(incarnation), _void, (self._agent.me.incarnation, numbers), None, _FORGOTTEN, internal=True
+                self._name(incarnation),
+                _void,
+                (self._agent.local_member.incarnation, numbers),
+                None,
+                _FORGOTTEN,
+                internal=True,
             )
             try:
                 self.give_back(question.wait())
             except TelegradError:
                 continue  # if it is lost, `_lost` is told; if not, it is asked again
 
-    def _introduce(self, envelope: Envelope, index: int) -> Peer:
+    def _introduce(self, envelope: MessageContext, index: int) -> PeerDevices:
         segment: bytes | None = None
         if self._agent.config.cuda_ipc:
             try:
@@ -267,7 +272,7 @@ class Devices:
         question = self._agent.start(
             envelope.peer, _introduce, (ipc.devices()[index], segment), None, _INTRODUCTION, internal=True
         )
-        peer = self._peers[envelope.incarnation] = Peer(*question.wait())
+        peer = self._peers[envelope.incarnation] = PeerDevices(*question.wait())
         return peer
 
     def _name(self, incarnation: str) -> str:
@@ -280,25 +285,25 @@ class Devices:
         self._peers.pop(incarnation, None)
 
 
-class Carrier:
+class CudaCarrier:
     """Lets the codec ask the agent whose message it is packing."""
 
     def leaving(self, tensor: Tensor, code: int) -> Reduced | None:
-        envelope = current_envelope()
+        envelope = current_message()
         if envelope is None or not tensor.is_cuda:
             return None
         return envelope.agent.devices.leave(envelope, tensor, code)
 
     def leaving_host(self, tensor: Tensor) -> str | None:
-        envelope = current_envelope()
+        envelope = current_message()
         target = None if envelope is None else envelope.route.target(_CPU)
         return None if target is None or target == _CPU else str(target)
 
 
-tensors.carry(Carrier())
+tensors.set_device_carrier(CudaCarrier())
 
 
-def _unmapped(envelope: Envelope, device: torch.device) -> str:
+def _unmapped(envelope: MessageContext, device: torch.device) -> str:
     if envelope.route.is_reply:
         return (
             f"Response device mapping is not available for worker {envelope.peer!r}: the result has tensors on "
@@ -311,7 +316,7 @@ def _unmapped(envelope: Envelope, device: torch.device) -> str:
     )
 
 
-def _devices() -> Devices:
+def _devices() -> CudaTransfers:
     agent = active_agent()
     if agent is None:
         raise InternalError("CUDA tensors need an agent")

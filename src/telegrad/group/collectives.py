@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from telegrad.current import current_agent
 from telegrad.errors import CallTimeout, GroupBroken, InternalError, PeerLost, TelegradError
 from telegrad.futures import Future
-from telegrad.server.functions import Later, internal
+from telegrad.server.functions import DeferredReply, internal
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
@@ -36,7 +36,7 @@ _LOOK_AGAIN = 1.0
 _log = logging.getLogger("telegrad")
 
 
-class Report(NamedTuple):
+class Participation(NamedTuple):
     """Which worker came, in which of its lives, and to which of its gathers of a sequence."""
 
     name: str
@@ -44,44 +44,44 @@ class Report(NamedTuple):
     number: int
 
 
-class Outcome(NamedTuple):
+class GatherResult(NamedTuple):
     values: dict[str, Any]
     lost: tuple[str, ...]
     late: tuple[str, ...]
-    reports: tuple[Report, ...] = ()
+    reports: tuple[Participation, ...] = ()
     late_incarnations: tuple[str, ...] = ()
 
-    def answers(self, report: Report) -> bool:
+    def answers(self, report: Participation) -> bool:
         """Is this the outcome of the gather that a report belongs to?"""
         return report in self.reports or report.incarnation in self.late_incarnations
 
 
-class _Meeting:
+class _Gather:
     def __init__(self, expected: tuple[str, ...]) -> None:
         self.expected = expected
-        self.done: Future[Outcome] = Future()
+        self.done: Future[GatherResult] = Future()
         self.values: dict[str, Any] = {}
-        self.reports: dict[str, Report] = {}
+        self.reports: dict[str, Participation] = {}
         self.lost: set[str] = set()
 
     @property
     def missing(self) -> list[str]:
         return [name for name in self.expected if name not in self.reports and name not in self.lost]
 
-    def outcome(self, incarnations: dict[str, str]) -> Outcome:
+    def outcome(self, incarnations: dict[str, str]) -> GatherResult:
         late = tuple(self.missing)
         late_incarnations = tuple(incarnations[name] for name in late if name in incarnations)
         reports = tuple(self.reports.values())
-        return Outcome(dict(self.values), tuple(sorted(self.lost)), late, reports, late_incarnations)
+        return GatherResult(dict(self.values), tuple(sorted(self.lost)), late, reports, late_incarnations)
 
 
-class Gathering:
+class Collectives:
     """The barriers and gathers of one agent."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._meetings: dict[str, _Meeting] = {}
-        self._outcomes: dict[str, Outcome] = {}
+        self._meetings: dict[str, _Gather] = {}
+        self._outcomes: dict[str, GatherResult] = {}
         self._numbers: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -89,26 +89,26 @@ class Gathering:
         waits = {key: meeting.missing for key, meeting in list(self._meetings.items()) if not meeting.done.done()}
         return f"<Gathering, leading {waits}>"
 
-    def gather(self, value: Any, names: Sequence[str], timeout: float | None, topic: str = "gather") -> Outcome:
+    def gather(self, value: Any, names: Sequence[str], timeout: float | None, topic: str = "gather") -> GatherResult:
         """Everybody's value by name. All participants call it with the same names, in the same order, and topic."""
         names = tuple(names)
         sequence = f"{topic}:{','.join(names)}"
         with self._lock:
             self._numbers[sequence] += 1
-            report = Report(self._agent.name, self._agent.me.incarnation, self._numbers[sequence])
+            report = Participation(self._agent.name, self._agent.local_member.incarnation, self._numbers[sequence])
         patience = None if timeout is None else timeout + _GRACE
         lost: list[str] = []
         for leader in names:
             try:
                 arrival = (sequence, names, report, value, timeout)
-                outcome: Outcome = self._ask(leader, _arrive, arrival, patience).wait()
+                outcome: GatherResult = self._ask(leader, _arrive, arrival, patience).wait()
             except PeerLost:
                 if self._agent.closing:
                     raise  # it is this worker that leaves
                 lost.append(leader)
                 continue
             except CallTimeout:
-                outcome = Outcome({}, tuple(lost), (leader,))
+                outcome = GatherResult({}, tuple(lost), (leader,))
             with self._lock:
                 if not self._knows(sequence, outcome):  # who leads knows more of it
                     self._outcomes[sequence] = outcome
@@ -126,8 +126,8 @@ class Gathering:
         return self._agent.start(name, function, args, None, timeout, internal=True)
 
     def arrive(
-        self, sequence: str, names: tuple[str, ...], report: Report, value: Any, timeout: float | None
-    ) -> Future[Outcome]:
+        self, sequence: str, names: tuple[str, ...], report: Participation, value: Any, timeout: float | None
+    ) -> Future[GatherResult]:
         """A participant reports to this agent, which leads."""
         with self._lock:
             last = self._outcomes.get(sequence)
@@ -135,13 +135,13 @@ class Gathering:
                 self._outcomes[sequence] = last._replace(
                     late_incarnations=tuple(each for each in last.late_incarnations if each != report.incarnation)
                 )
-                done: Future[Outcome] = Future()
+                done: Future[GatherResult] = Future()
                 done.set_result(last)
                 return done
             meeting = self._meetings.get(sequence)
             first = meeting is None
             if meeting is None:
-                meeting = self._meetings[sequence] = _Meeting(names)
+                meeting = self._meetings[sequence] = _Gather(names)
             meeting.values[report.name] = value
             meeting.reports[report.name] = report
             meeting.lost.discard(report.name)  # it has come back
@@ -152,11 +152,11 @@ class Gathering:
         self._check(sequence, meeting)
         return meeting.done
 
-    def outcome_for(self, sequence: str, reports: Sequence[Report]) -> Outcome | None:
+    def outcome_for(self, sequence: str, reports: Sequence[Participation]) -> GatherResult | None:
         """What this agent knows of a gather, led by another, that these reports belong to."""
         with self._lock:
             last = self._outcomes.get(sequence)
-        return last if last is not None and any(last.answers(Report(*each)) for each in reports) else None
+        return last if last is not None and any(last.answers(Participation(*each)) for each in reports) else None
 
     def lost(self, name: str) -> None:
         """A worker is gone: no round waits for it any longer. (When we leave, it is not the others who are gone.)"""
@@ -169,7 +169,7 @@ class Gathering:
                 meeting.lost.add(name)
                 self._check(sequence, meeting)
 
-    def _watch(self, sequence: str, meeting: _Meeting) -> None:
+    def _watch(self, sequence: str, meeting: _Gather) -> None:
         """Look after those who are missing: connect to each, and ask if it knows the outcome from an earlier leader."""
         asked: set[str] = set()
 
@@ -202,22 +202,22 @@ class Gathering:
             except CallTimeout:
                 continue
 
-    def _knows(self, sequence: str, outcome: Outcome) -> bool:
+    def _knows(self, sequence: str, outcome: GatherResult) -> bool:
         """Under the lock: is this the last outcome that this agent knows of a sequence, or an earlier one?"""
         last = self._outcomes.get(sequence)
         numbers = {report.incarnation: report.number for report in last.reports} if last is not None else {}
         return any(report.number <= numbers.get(report.incarnation, 0) for report in outcome.reports)
 
-    def _check(self, sequence: str, meeting: _Meeting) -> None:
+    def _check(self, sequence: str, meeting: _Gather) -> None:
         if not meeting.missing:
             self._finish(sequence, meeting)
 
-    def _finish(self, sequence: str, meeting: _Meeting) -> None:
+    def _finish(self, sequence: str, meeting: _Gather) -> None:
         """End a gather; on a thread of its own, since whoever waits runs callbacks."""
         if not meeting.done.done():
             self._agent.threads.start_when_possible(lambda: self._complete(sequence, meeting, None), self._agent.clock)
 
-    def _complete(self, sequence: str, meeting: _Meeting, outcome: Outcome | None) -> None:
+    def _complete(self, sequence: str, meeting: _Gather, outcome: GatherResult | None) -> None:
         known = {member.name: member.incarnation for member in self._agent.directory.members(refresh=False)}
         with self._lock:
             if self._meetings.get(sequence) is not meeting:
@@ -230,7 +230,7 @@ class Gathering:
         meeting.done._settle(outcome, None)
 
 
-def broken(what: str, outcome: Outcome, timeout: float | None) -> GroupBroken:
+def group_broken(what: str, outcome: GatherResult, timeout: float | None) -> GroupBroken:
     """The error for a gather that did not get everybody."""
     said = []
     if outcome.lost:
@@ -240,19 +240,23 @@ def broken(what: str, outcome: Outcome, timeout: float | None) -> GroupBroken:
     return GroupBroken(f"{what} ended without everybody; {'; '.join(said)}", missing=(*outcome.lost, *outcome.late))
 
 
-def _leader() -> Gathering:
+def _leader() -> Collectives:
     agent = current_agent()
     if agent is None:
         raise InternalError("a gather outside an agent")
-    return agent.gathering
+    return agent.collectives
 
 
 @internal
-def _arrive(sequence: str, names: tuple[str, ...], report: Report, value: Any, timeout: float | None) -> Later:
-    report = Report(*report)
-    return Later(_leader().arrive(sequence, names, report, value, timeout))  # everybody's, so nobody may cancel it
+def _arrive(
+    sequence: str, names: tuple[str, ...], report: Participation, value: Any, timeout: float | None
+) -> DeferredReply:
+    report = Participation(*report)
+    return DeferredReply(
+        _leader().arrive(sequence, names, report, value, timeout)
+    )  # everybody's, so nobody may cancel it
 
 
 @internal
-def _outcome_for(sequence: str, reports: Sequence[Report]) -> Outcome | None:
+def _outcome_for(sequence: str, reports: Sequence[Participation]) -> GatherResult | None:
     return _leader().outcome_for(sequence, reports)

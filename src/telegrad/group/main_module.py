@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def main_identity() -> str:
+def main_module_identity() -> str:
     """Equal for two processes exactly if their `__main__` came from files with the same content."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     if path is not None and os.path.isfile(path):

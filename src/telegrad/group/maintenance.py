@@ -6,7 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from telegrad.client.peer import given_up
+from telegrad.client.peer import lost_notice
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
@@ -21,13 +21,13 @@ _log = logging.getLogger("telegrad")
 
 def start(agent: Agent) -> None:
     """Put an agent's upkeep on its clock."""
-    memory = _Memory(agent)
-    agent.clock.every(agent.config.heartbeat_interval, lambda: beat(agent))
+    memory = _IdleMemoryTrimmer(agent)
+    agent.clock.every(agent.config.heartbeat_interval, lambda: send_heartbeats(agent))
     agent.clock.every(_TIDY_EVERY, lambda: _close_idle_lanes(agent))
     agent.clock.every(_TIDY_EVERY, memory.tidy)
 
 
-def beat(agent: Agent) -> None:
+def send_heartbeats(agent: Agent) -> None:
     """Give a sign of life to every peer, and find those that have gone silent."""
     interval, patience = agent.config.heartbeat_interval, agent.config.heartbeat_timeout
     for link in agent.links():
@@ -38,11 +38,11 @@ def beat(agent: Agent) -> None:
                 lambda link=link, reason=reason: link.lose(reason),  # type: ignore[misc]
                 agent.clock,
             )
-    for inbound in agent.connections.inbounds:
+    for inbound in agent.connections.server_connections:
         longest = max(patience, _MISSED_BEATS * inbound.heartbeat)
         if inbound.is_shared and not inbound.beat(interval, longest):
             _log.warning("worker %r has heard nothing from %r for %s s", agent.name, inbound.peer_name, longest)
-            words = given_up(agent.name, f"it was silent for {longest} s")
+            words = lost_notice(agent.name, f"it was silent for {longest} s")
             agent.connections.shut_all(inbound.incarnation, words)
 
 
@@ -51,7 +51,7 @@ def _close_idle_lanes(agent: Agent) -> None:
         link.trim(time.monotonic() - _LANE_IDLE)
 
 
-class _Memory:
+class _IdleMemoryTrimmer:
     """Gives shared memory back when the agent has been quiet for a while."""
 
     def __init__(self, agent: Agent) -> None:

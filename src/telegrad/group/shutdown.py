@@ -12,7 +12,7 @@ _POLL = (0.001, 0.05)
 _AT_LEAST = 0.1  # seconds for a last round even if the time is up, so that those who are missing get named
 
 
-def wait_for_everybody(agent: Agent, names: list[str], until: float | None) -> set[str]:
+def wait_for_group(agent: Agent, names: list[str], until: float | None) -> set[str]:
     """Everybody drains and tells how many calls it has made, until the totals no longer change. Who was missing.
 
     One round is not enough: a worker that has drained may be called again by one that has not, and call on.
@@ -22,7 +22,7 @@ def wait_for_everybody(agent: Agent, names: list[str], until: float | None) -> s
     while True:
         drain(agent, until)
         left = None if until is None else max(until - time.monotonic(), _AT_LEAST)
-        outcome = agent.gathering.gather(agent.calls_made, names, left, "shutdown")
+        outcome = agent.collectives.gather(agent.calls_made, names, left, "shutdown")
         gone |= {*outcome.lost, *outcome.late}
         if outcome.late or outcome.values == before:
             return gone
@@ -38,5 +38,5 @@ def drain(agent: Agent, until: float | None) -> None:
 
 
 def _under_way(agent: Agent) -> bool:
-    inbounds = agent.connections.inbounds
+    inbounds = agent.connections.server_connections
     return any(link.under_way for link in agent.links()) or any(inbound.under_way for inbound in inbounds)

@@ -1,9 +1,10 @@
 """Values on their way in or out of an agent: pickling that knows who is talking to whom.
 
 Some objects (references) mean something only to an agent and a peer. While a message is packed or unpacked, the
-`Envelope` of the connection is in `current_envelope()`; their reducers and constructors look there. What has to happen
-once the message is packed, but before it leaves, they register with `before_sending`; what must live until a call has
-been answered, with `keep_until_answered`; what belongs to one message, on either side, with `accompany`.
+`MessageContext` of the connection is in `current_message()`; their reducers and constructors look there. What has to
+happen once the message is packed, but before it leaves, they register with `before_sending`; what must live until a
+call has been answered, with `keep_until_answered`; what belongs to one message, on either side, with
+`message_resource`.
 
 State: of each thread, what it is packing, changed only by that thread.
 """
@@ -17,33 +18,33 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from telegrad.messages.routes import Route
+from telegrad.messages.routes import DeviceRoute
 from telegrad.transport.channel import Channel
-from telegrad.transport.shared_memory import Copies
+from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire import codec
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
 
 
-class Envelope(NamedTuple):
+class MessageContext(NamedTuple):
     """Which agent packs or unpacks, which incarnation of which peer is at the other end, and where tensors go there."""
 
     agent: Agent
     peer: str
     incarnation: str
-    route: Route
-    at_rest: bool = False  # nobody writes to the tensors of this message before the peer has copied them
+    route: DeviceRoute
+    exclusive: bool = False  # nobody writes to the tensors of this message before the peer has copied them
 
 
-class Companion(Protocol):
+class MessageResource(Protocol):
     """Something that belongs to one message."""
 
     def finish(self) -> None:
         """The message is packed, or unpacked."""
 
 
-class Loan(ABC):
+class LentResource(ABC):
     """Something that the callee may use until it has answered. See `keep_until_answered`."""
 
     @abstractmethod
@@ -51,7 +52,7 @@ class Loan(ABC):
         """The call is over: it was answered, or it failed here and the callee may still be at it."""
 
 
-class Brought(Companion, Protocol):
+class ReceivedResource(MessageResource, Protocol):
     """What a message brought: a companion where it is unpacked."""
 
     def join(self) -> None:
@@ -64,7 +65,7 @@ class Brought(Companion, Protocol):
         """The answer, with its companions, is about to be sent: from then on the sender does with it what it wants."""
 
 
-C = TypeVar("C", bound=Companion)
+C = TypeVar("C", bound=MessageResource)
 
 
 class _Message:
@@ -72,23 +73,23 @@ class _Message:
 
     __slots__ = ("actions", "companions", "envelope", "is_personal", "kept")
 
-    def __init__(self, envelope: Envelope, kept: list[Any] | None) -> None:
+    def __init__(self, envelope: MessageContext, kept: list[Any] | None) -> None:
         self.envelope = envelope
         self.kept = kept
         self.companions: dict[Hashable, Any] | None = None
-        self.actions: dict[int, tuple[Any, Callable[[Envelope], None]]] | None = None
+        self.actions: dict[int, tuple[Any, Callable[[MessageContext], None]]] | None = None
         self.is_personal = False  # what it contains depends on who receives it
 
 
 class _Local(threading.local):
     message: _Message | None = None
-    shared: dict[int, Shared] | None = None
+    shared: dict[int, SharedReply] | None = None
 
 
 _local = _Local()
 
 
-def current_envelope() -> Envelope | None:
+def current_message() -> MessageContext | None:
     """The envelope of the message that this thread is packing or unpacking."""
     message = _local.message
     if message is None:
@@ -97,7 +98,7 @@ def current_envelope() -> Envelope | None:
     return message.envelope
 
 
-def before_sending(subject: object, action: Callable[[Envelope], None]) -> None:
+def before_sending(subject: object, action: Callable[[MessageContext], None]) -> None:
     """Run `action(envelope)` when the message is packed; once per subject, however often packing starts again."""
     message = _local.message
     assert message is not None
@@ -107,7 +108,7 @@ def before_sending(subject: object, action: Callable[[Envelope], None]) -> None:
     message.actions[id(subject)] = subject, action
 
 
-def accompany(key: Hashable, make: Callable[[], C]) -> C:
+def message_resource(key: Hashable, make: Callable[[], C]) -> C:
     """The one companion of the message in hand that is known by `key`, made on first use."""
     message = _local.message
     assert message is not None
@@ -132,25 +133,25 @@ def keep_until_answered(subject: object) -> bool:
     return True
 
 
-def settle(kept: list[Any], answered: bool) -> None:
+def return_resources(kept: list[Any], answered: bool) -> None:
     """A call is over for which these were kept."""
     for each in kept:
-        if isinstance(each, Loan):
+        if isinstance(each, LentResource):
             each.returned(answered)
 
 
-class Shared:
+class SharedReply:
     """A value that answers several calls: packed once, and its buffers copied once for all receivers on this host."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.copies: Copies | None = Copies()
+        self.copies: SharedCopies | None = SharedCopies()
         self._packed: codec.Encoded | None = None
         self._snapshot: list[memoryview] | None = None
         self._users = 1
         self._lock = threading.Lock()
 
-    def pack(self, envelope: Envelope) -> codec.Encoded:
+    def pack(self, envelope: MessageContext) -> codec.Encoded:
         """Encode the value for the peer of `envelope`. If what is sent depends on the peer, for each anew."""
         if self._packed is not None:
             return self._packed
@@ -169,7 +170,7 @@ class Shared:
         if self._snapshot is None:
             assert self.copies is not None
             self._snapshot = [
-                channel.copy_for_many(self.copies, number, buffer) or memoryview(bytearray(buffer))
+                channel.copy_to_shared_block(self.copies, number, buffer) or memoryview(bytearray(buffer))
                 for number, buffer in enumerate(buffers)
             ]
         return self._snapshot
@@ -189,15 +190,15 @@ class Shared:
 
 
 @contextlib.contextmanager
-def answering_many(values: Sequence[Any]) -> Iterator[None]:
+def sharing_replies(values: Sequence[Any]) -> Iterator[None]:
     """In this block, this thread answers calls with `values`. One that occurs several times is packed once."""
     numbers = {id(value) for value in values}
     if len(numbers) == len(values):
         yield
         return
     counts = collections.Counter(map(id, values))
-    several = {id(value): value for value in values if counts[id(value)] > 1 and type(value) not in _SMALL}
-    _local.shared = {number: Shared(value) for number, value in several.items()}
+    several = {id(value): value for value in values if counts[id(value)] > 1 and type(value) not in _SMALL_TYPES}
+    _local.shared = {number: SharedReply(value) for number, value in several.items()}
     try:
         yield
     finally:
@@ -206,22 +207,22 @@ def answering_many(values: Sequence[Any]) -> Iterator[None]:
         _local.shared = None
 
 
-def shared_answer(value: Any) -> Shared | None:
-    """What `answering_many` knows of a value."""
+def shared_reply_for(value: Any) -> SharedReply | None:
+    """What `sharing_replies` knows of a value."""
     return None if _local.shared is None else _local.shared.get(id(value))
 
 
 _NOTHING = codec.encode_atoms(None)
-_SMALL = frozenset({int, float, bool, str, type(None)})
+_SMALL_TYPES = frozenset({int, float, bool, str, type(None)})
 
 
 def pack(
-    envelope: Envelope,
+    envelope: MessageContext,
     value: Any,
     *,
     by_value: bool = False,
     kept: list[Any] | None = None,
-    owed: Sequence[Brought] = (),
+    owed: Sequence[ReceivedResource] = (),
 ) -> codec.Encoded:
     """Encode `value` for the peer of `envelope`.
 
@@ -234,7 +235,9 @@ def pack(
     return _pack(_Message(envelope, kept), value, by_value, owed)
 
 
-def _pack(message: _Message, value: Any, by_value: bool = False, owed: Sequence[Brought] = ()) -> codec.Encoded:
+def _pack(
+    message: _Message, value: Any, by_value: bool = False, owed: Sequence[ReceivedResource] = ()
+) -> codec.Encoded:
     outer = _local.message
     _local.message = message
     try:
@@ -254,7 +257,10 @@ def _pack(message: _Message, value: Any, by_value: bool = False, owed: Sequence[
 
 
 def unpack(
-    envelope: Envelope, body: bytes | memoryview, buffers: Sequence[Any], arrivals: list[Brought] | None = None
+    envelope: MessageContext,
+    body: bytes | memoryview,
+    buffers: Sequence[Any],
+    arrivals: list[ReceivedResource] | None = None,
 ) -> Any:
     """Decode what the peer of `envelope` sent.
 
@@ -273,7 +279,7 @@ def unpack(
             _finish_unpacking(message.companions, arrivals)
 
 
-def _finish_unpacking(companions: dict[Hashable, Any], arrivals: list[Brought] | None) -> None:
+def _finish_unpacking(companions: dict[Hashable, Any], arrivals: list[ReceivedResource] | None) -> None:
     for companion in companions.values():
         companion.finish()
     if arrivals is None:

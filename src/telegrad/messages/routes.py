@@ -16,7 +16,7 @@ _CPU = torch.device("cpu")
 SAME, CPU, REFUSE = UNMAPPED = ("same", "cpu", "refuse")
 
 
-class Route(NamedTuple):
+class DeviceRoute(NamedTuple):
     """From the devices of this worker to those of a peer. In a reply, the caller's map is read backwards."""
 
     known: Mapping[torch.device, torch.device]
@@ -34,44 +34,46 @@ class Route(NamedTuple):
         return self.unmapped == CPU and device not in self.known
 
 
-ANYWHERE = Route({}, CPU)  # for tensors that their receiver moves where they belong
-ANYWHERE_MARK = "_tensors_go_anywhere"
+ANY_DEVICE = DeviceRoute({}, CPU)  # for tensors that their receiver moves where they belong
+ANY_DEVICE_MARK = "_tensors_go_anywhere"
 
 
-def anywhere(function: F) -> F:
+def allow_any_device(function: F) -> F:
     """A decorator for functions of Telegrad that move the tensors in their arguments and results themselves."""
-    setattr(function, ANYWHERE_MARK, True)
+    setattr(function, ANY_DEVICE_MARK, True)
     return function
 
 
-def outward(maps: Mapping[str, Mapping[str, str]], peer: str, unmapped: str) -> Route:
+def request_route(maps: Mapping[str, Mapping[str, str]], peer: str, unmapped: str) -> DeviceRoute:
     """The route of calls to a peer."""
     targets = list(maps.get(peer, {}).values())
     if len(set(targets)) != len(targets):
         raise UsageError(f"the device map for {peer!r} sends two devices to one, so results could not find back")
-    return _route({parse(near): parse(far) for near, far in maps.get(peer, {}).items()}, unmapped)
+    return _route({parse_device(near): parse_device(far) for near, far in maps.get(peer, {}).items()}, unmapped)
 
 
-def backward(devices: Mapping[str, str], unmapped: str) -> Route:
+def reply_route(devices: Mapping[str, str], unmapped: str) -> DeviceRoute:
     """The route of replies to a peer that calls with this map."""
-    return _route({parse(far): parse(near) for near, far in devices.items()}, unmapped)._replace(is_reply=True)
+    return _route({parse_device(far): parse_device(near) for near, far in devices.items()}, unmapped)._replace(
+        is_reply=True
+    )
 
 
-def parse(device: str | int | torch.device) -> torch.device:
+def parse_device(device: str | int | torch.device) -> torch.device:
     """A device with its index; `cuda` alone is the first."""
     parsed = torch.device(device)
     return torch.device(parsed.type, 0) if parsed.index is None and parsed.type != "cpu" else parsed
 
 
-def is_map(devices: object) -> bool:
+def is_device_map(devices: object) -> bool:
     """Could this, which a peer sent, be a device map?"""
     try:
-        return isinstance(devices, dict) and all(parse(device) for pair in devices.items() for device in pair)
+        return isinstance(devices, dict) and all(parse_device(device) for pair in devices.items() for device in pair)
     except (RuntimeError, TypeError):
         return False
 
 
-def _route(known: dict[torch.device, torch.device], unmapped: str) -> Route:
+def _route(known: dict[torch.device, torch.device], unmapped: str) -> DeviceRoute:
     if known.get(_CPU, _CPU) != _CPU:
         tensors.move_host()
-    return Route(known, unmapped)
+    return DeviceRoute(known, unmapped)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from telegrad.errors import UsageError
 from telegrad.ps import flat_memory
-from telegrad.ps.layout import Run, Share
-from telegrad.ps.trainer.overlap import Bucket
+from telegrad.ps.layout import DtypeRun, ServerRange
+from telegrad.ps.trainer.overlap import GradientBucket
 
 _LARGE = (torch.float32, torch.float64)
 _SMALL = (torch.float16, torch.bfloat16)
@@ -32,11 +32,11 @@ def check(dtype: torch.dtype | None) -> None:
 
 
 class Compressor:
-    def __init__(self, share: Share, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(self, share: ServerRange, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self._share = share
         self._dtype = dtype
-        self._remainder = flat_memory.private(share.nbytes, device)
-        self._next = flat_memory.private(share.nbytes, device)
+        self._remainder = flat_memory.allocate_private(share.nbytes, device)
+        self._next = flat_memory.allocate_private(share.nbytes, device)
         self._step = -1
         self._packed: list[Tensor] = []
 
@@ -51,7 +51,7 @@ class Compressor:
         """Take note that the server has made its step with what was packed last."""
         self._remainder, self._next = self._next, self._remainder
 
-    def preview(self, bucket: Bucket, gradients: Tensor) -> Tensor:
+    def preview(self, bucket: GradientBucket, gradients: Tensor) -> Tensor:
         """Return what `pack` would make of a bucket, if its gradients stay what they are now."""
         run = self._share.runs[bucket.run]
         piece = run.of(gradients)[bucket.first : bucket.last]
@@ -60,7 +60,7 @@ class Compressor:
         total = run.of(self._remainder)[bucket.first : bucket.last] + piece
         return self._round(total)
 
-    def _pack_run(self, run: Run, gradients: Tensor, missing: AbstractSet[int]) -> Tensor:
+    def _pack_run(self, run: DtypeRun, gradients: Tensor, missing: AbstractSet[int]) -> Tensor:
         gradient = run.of(gradients)
         if gradient.dtype not in _LARGE:
             return gradient
@@ -86,9 +86,9 @@ class Compressor:
         return small
 
 
-def unpack(share: Share, packed: Sequence[Tensor]) -> Tensor:
+def unpack(share: ServerRange, packed: Sequence[Tensor]) -> Tensor:
     """What `pack` was given, rounded."""
-    gradients = flat_memory.private(share.nbytes, packed[0].device)
+    gradients = flat_memory.allocate_private(share.nbytes, packed[0].device)
     for run, part in zip(share.runs, packed, strict=True):
         run.of(gradients).copy_(part)
     return gradients

@@ -2,9 +2,9 @@
 
 Shared memory is what two workers of one user on one host both map: one writes what the other reads, nothing travels.
 
-A segment is a memfd. Whoever is told its `Handle` opens it through `/proc`, which the kernel allows to the same user in
-the same process namespace only, and compares the token that stands at its beginning: elsewhere, the same numbers may
-mean another file. The kernel frees it when the last process that maps it ends, however that ends.
+A segment is a memfd. Whoever is told its `SegmentHandle` opens it through `/proc`, which the kernel allows to the same
+user in the same process namespace only, and compares the token that stands at its beginning: elsewhere, the same
+numbers may mean another file. The kernel frees it when the last process that maps it ends, however that ends.
 
     bytes 0..31     the token
     bytes 32..39    a counter, which its owner alone writes
@@ -30,7 +30,7 @@ _TOKEN = 32
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SHRINK") else 0
 
 
-class Handle(NamedTuple):
+class SegmentHandle(NamedTuple):
     """How others find a segment."""
 
     process: int
@@ -39,7 +39,7 @@ class Handle(NamedTuple):
     nbytes: int
 
 
-class Mapping:
+class MappedMemory:
     """A mapped segment: its contents as bytes, and its counter."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -69,7 +69,7 @@ class Mapping:
         self._counter.fill_(value)
 
 
-class Segment(Mapping):
+class SharedMemory(MappedMemory):
     """Memory of this worker that it shares."""
 
     def __init__(self, nbytes: int) -> None:
@@ -79,30 +79,30 @@ class Segment(Mapping):
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         super().__init__(descriptor, nbytes)
         self._map[:_TOKEN] = secrets.token_bytes(_TOKEN)
-        self.handle = Handle(os.getpid(), descriptor, self.token, nbytes)
+        self.handle = SegmentHandle(os.getpid(), descriptor, self.token, nbytes)
 
 
-def private(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
+def allocate_private(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
     """Bytes of this worker alone, all zero."""
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
-def make(nbytes: int) -> Segment | None:
+def allocate(nbytes: int) -> SharedMemory | None:
     """A new segment, or None where the system has none to give."""
     try:
-        return Segment(nbytes)
+        return SharedMemory(nbytes)
     except (OSError, AttributeError):  # no memory or no descriptor left, or no such call on this system
         return None
 
 
-def find(handle: Handle) -> Mapping | None:
+def find_shared(handle: SegmentHandle) -> MappedMemory | None:
     """The segment of another worker, or None if it cannot be reached from here."""
     with contextlib.suppress(OSError, ValueError):
         descriptor = os.open(f"/proc/{handle.process}/fd/{handle.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if sealed and os.fstat(descriptor).st_size == _PAGE + handle.nbytes:
-                mapped = Mapping(descriptor, handle.nbytes)
+                mapped = MappedMemory(descriptor, handle.nbytes)
                 return mapped if mapped.token == handle.token else None
         finally:
             os.close(descriptor)

@@ -21,7 +21,7 @@ ALIGNMENT = 64  # a multiple of the size of every element
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlot:
     """Where one parameter lies."""
 
     number: int
@@ -46,10 +46,10 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterPart:
     """Elements `first` up to `last` of a parameter, which lie at `offset` of the range of a server."""
 
-    slot: Slot
+    slot: ParameterSlot
     first: int
     last: int
     offset: int
@@ -66,7 +66,7 @@ class Part:
     def label(self) -> str:
         return self.slot.name if self.is_whole else f"{self.slot.name}[{self.first}:{self.last}]"
 
-    def within(self, run: Run) -> slice:
+    def within(self, run: DtypeRun) -> slice:
         """Return where these elements are among those of the run that they belong to."""
         start = (self.offset - run.offset) // run.dtype.itemsize
         return slice(start, start + self.last - self.first)
@@ -77,37 +77,37 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Run:
+class DtypeRun:
     """Elements of one group and dtype that follow each other in the range of a server."""
 
     group: int
     dtype: torch.dtype
     offset: int
     nbytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterPart, ...]
 
     def of(self, flat: Tensor) -> Tensor:
         return flat[self.offset : self.offset + self.nbytes].view(self.dtype)
 
 
 @dataclass(frozen=True)
-class Share:
+class ServerRange:
     """The range of one server."""
 
     start: int
     stop: int
-    runs: tuple[Run, ...]
+    runs: tuple[DtypeRun, ...]
 
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ParameterPart]:
         return [part for run in self.runs for part in run.parts]
 
 
-class Layout:
+class ParameterLayout:
     """The places of all parameters of a model, which come in groups.
 
     >>> layout = Layout.of([[(0, "weight", torch.zeros(10, 10)), (1, "bias", torch.zeros(10))]])
@@ -117,24 +117,24 @@ class Layout:
     [(0, 256, 1), (256, 512, 2)]
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[ParameterSlot]) -> None:
         self.slots = tuple(slots)
         self.nbytes = slots[-1].end if slots else 0
 
     @classmethod
-    def of(cls, groups: Iterable[Iterable[tuple[int, str, Tensor]]]) -> Layout:
+    def of(cls, groups: Iterable[Iterable[tuple[int, str, Tensor]]]) -> ParameterLayout:
         """Of the parameters of each group: their numbers, their names, and themselves."""
         known = [(group, *entry) for group, entries in enumerate(groups) for entry in entries]
-        slots: list[Slot] = []
+        slots: list[ParameterSlot] = []
         for group, number, name, each in sorted(known, key=lambda entry: (entry[0], str(entry[3].dtype))):
             offset = slots[-1].end if slots else 0
-            slots.append(Slot(number, name, group, each.dtype, tuple(each.shape), offset))
+            slots.append(ParameterSlot(number, name, group, each.dtype, tuple(each.shape), offset))
         return cls(slots)
 
-    def divide(self, count: int, whole: bool = False) -> list[Share]:
+    def divide(self, count: int, whole: bool = False) -> list[ServerRange]:
         """A range for each of `count` servers; `whole` keeps parameters in one piece. Some may be empty."""
         cuts = [self._cut(self.nbytes * number // count, whole) for number in range(count + 1)]
-        return [Share(start, stop, tuple(self._runs(start, stop))) for start, stop in itertools.pairwise(cuts)]
+        return [ServerRange(start, stop, tuple(self._runs(start, stop))) for start, stop in itertools.pairwise(cuts)]
 
     def _cut(self, offset: int, whole: bool) -> int:
         if not whole:
@@ -143,17 +143,17 @@ class Layout:
         after = bisect.bisect_left(places, offset)
         return min(places[max(after - 1, 0) : after + 1], key=lambda place: abs(place - offset))
 
-    def _runs(self, start: int, stop: int) -> Iterable[Run]:
+    def _runs(self, start: int, stop: int) -> Iterable[DtypeRun]:
         inside = [slot for slot in self.slots if slot.offset < stop and slot.end > start]
         for (group, dtype), slots in itertools.groupby(inside, key=lambda slot: (slot.group, slot.dtype)):
             together = list(slots)
             first, last = max(together[0].offset, start), min(together[-1].end, stop)
             parts = [_clip(slot, start, stop) for slot in together]
-            yield Run(group, dtype, first - start, last - first, tuple(part for part in parts if part.nbytes))
+            yield DtypeRun(group, dtype, first - start, last - first, tuple(part for part in parts if part.nbytes))
 
 
-def _clip(slot: Slot, start: int, stop: int) -> Part:
+def _clip(slot: ParameterSlot, start: int, stop: int) -> ParameterPart:
     first = max(slot.offset, start)
     last = max(min(slot.offset + slot.nbytes, stop), first)
     size = slot.dtype.itemsize
-    return Part(slot, (first - slot.offset) // size, (last - slot.offset) // size, first - start)
+    return ParameterPart(slot, (first - slot.offset) // size, (last - slot.offset) // size, first - start)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, optim
 
 from telegrad.ps.consistency import Consistency
-from telegrad.ps.flat_memory import Handle
-from telegrad.ps.layout import Share
+from telegrad.ps.flat_memory import SegmentHandle
+from telegrad.ps.layout import ServerRange
 from telegrad.ps.server.checkpoint import Checkpoint
 from telegrad.ps.server.shard_optimizer import Options
 
@@ -31,11 +31,11 @@ def worker_of(trainer: str) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardSpec:
     """What trainers tell a server when they come to it. All of them say the same."""
 
     name: str
-    share: Share
+    share: ServerRange
     optimizer: Callable[..., optim.Optimizer]
     options: Options
     groups: tuple[Options, ...]
@@ -49,7 +49,7 @@ class Plan:
         return self.optimizer(groups, **self.options)
 
 
-class Saved(NamedTuple):
+class SavedVersions(NamedTuple):
     """What a server has of a parameter server that a trainer wants to make or join."""
 
     here: bool  # the shard is in memory
@@ -58,7 +58,7 @@ class Saved(NamedTuple):
     versions: list[int]  # that a shard of this run, or of a run that resumes, may begin with
 
 
-class Answer(NamedTuple):
+class PushReply(NamedTuple):
     """What a trainer learns: the version it may read now, and by how many others its gradients were overtaken."""
 
     version: int
@@ -70,9 +70,9 @@ class Answer(NamedTuple):
     problem: str | None = None  # why steps of this server are not on disk, if they should be
 
 
-class Welcome(NamedTuple):
+class JoinReply(NamedTuple):
     """What a trainer learns when it enters."""
 
-    answer: Answer
+    answer: PushReply
     shared: bool  # the server reads its gradients where they are
-    memory: Handle | None  # where the values are published
+    memory: SegmentHandle | None  # where the values are published

@@ -1,8 +1,8 @@
 """Who refers to what: the books that keep an object alive exactly while a live worker refers to it.
 
-Every object has one owner. The owner's `Entry` counts, for every other worker, how often a reference was sent to it
-minus how many of those it has given up (`balance`), and its own live references (`here`). The object goes when none is
-left.
+Every object has one owner. The owner's `OwnedObject` counts, for every other worker, how often a reference was sent to
+it minus how many of those it has given up (`balance`), and its own live references (`here`). The object goes when none
+is left.
 
 - The owner counts a reference when it packs it for a peer.
 - A user that passes a reference on tells the owner first (`lend`). Its notes to an owner are numbered and applied in
@@ -15,7 +15,8 @@ left.
   (`audit`) about balances that have not moved for a while, and writes off what the other side does not know.
 
 Creation: `remote` names the object before the owner knows of it: (its creator, a number that counts up without gaps per
-owner). So an unknown key is either still on its way, and one waits for it, or is gone for good; `Arrivals` tells which.
+owner). So an unknown key is either still on its way, and one waits for it, or is gone for good; `SequenceSet` tells
+which.
 
 State: entries, arrivals and holdings, under `_lock`; the queue of dropped references is a deque and takes no lock.
 """
@@ -41,14 +42,14 @@ _settling = threading.Lock()
 _LEFT = "this worker has left the group while the object was being created"
 
 
-class Key(NamedTuple):
+class ObjectKey(NamedTuple):
     """The name of an object at its owner: the incarnation that created it and a number."""
 
     creator: str
     number: int
 
 
-class Arrivals:
+class SequenceSet:
     """Which numbers of a sequence have arrived, in any order. A number that never comes costs one gap, no more."""
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ class Arrivals:
         return any(start <= number <= end for start, end in self._end_of.items())
 
 
-class Entry:
+class OwnedObject:
     """An object at its owner. Only those that somebody waits for have a future: making one takes long.
 
     State: what the object is, under `_settling`; set once. The rest belongs to the books.
@@ -85,7 +86,7 @@ class Entry:
 
     __slots__ = ("_error", "_future", "_object", "balance", "created", "done", "here", "key", "moved")
 
-    def __init__(self, key: Key, created: bool = False, here: int = 0) -> None:
+    def __init__(self, key: ObjectKey, created: bool = False, here: int = 0) -> None:
         self.key = key
         self.created = created
         self.here = here
@@ -138,61 +139,63 @@ class Entry:
         return not self.created or self.here > 0 or any(count > 0 for count in self.balance.values())
 
 
-class Lifetime(weakref.ref[Any]):
+class ReferenceWatch(weakref.ref[Any]):
     """Watches a reference. Its callback is a C function, so no signal handler can interrupt it."""
 
     __slots__ = ("key", "owner")
 
     owner: str
-    key: Key
+    key: ObjectKey
 
 
 @dataclass(eq=False)
-class Holding:
+class UserCount:
     """References of this worker to an object of another."""
 
     received: int = 0
     alive: int = 0
 
 
-class Books:
+class ReferenceCounts:
     """The books of one agent: objects it owns, and objects of others that it refers to."""
 
     def __init__(self, agent: Agent) -> None:
-        self._me = agent.me.incarnation
+        self._me = agent.local_member.incarnation
         self._lock = threading.RLock()
-        self._entries: dict[Key, Entry] = {}
+        self._entries: dict[ObjectKey, OwnedObject] = {}
         self._closed = False  # what has not arrived will not come
-        self._arrivals: defaultdict[str, Arrivals] = defaultdict(Arrivals)
-        self._holdings: dict[tuple[str, Key], Holding] = {}
+        self._arrivals: defaultdict[str, SequenceSet] = defaultdict(SequenceSet)
+        self._holdings: dict[tuple[str, ObjectKey], UserCount] = {}
         self._lost: set[str] = set()
-        self._dropped: deque[weakref.ref[Any]] = deque()  # the `Lifetime` of each reference that died
-        self._watching: dict[int, Lifetime] = {}
+        self._dropped: deque[weakref.ref[Any]] = deque()  # the `ReferenceWatch` of each reference that died
+        self._watching: dict[int, ReferenceWatch] = {}
         self._next = 0
         self._next_for: defaultdict[str, int] = defaultdict(int)
 
     def __repr__(self) -> str:
-        return f"<Books: {len(self._entries)} owned, {len(self._holdings)} held, {len(self._dropped)} to sweep>"
+        return (
+            f"<ReferenceCounts: {len(self._entries)} owned, {len(self._holdings)} held, {len(self._dropped)} to sweep>"
+        )
 
     # The owner's side
 
-    def own(self, value: Any) -> Key:
+    def own(self, value: Any) -> ObjectKey:
         """A new object of this worker, with one reference here."""
         with self._lock:
             self._next += 1
-            key = Key(self._me, self._next)
+            key = ObjectKey(self._me, self._next)
             self._arrivals[self._me].add(self._next)
-            entry = self._entries[key] = Entry(key, created=True, here=1)
+            entry = self._entries[key] = OwnedObject(key, created=True, here=1)
         entry.settle(value, None)
         return key
 
-    def create(self, key: Key) -> Entry:
+    def create(self, key: ObjectKey) -> OwnedObject:
         """A creator's `remote` has arrived: its reference counts from now on, the value follows."""
         with self._lock:
             self._arrivals[key.creator].add(key.number)
             entry = self._entries.get(key)
             if entry is None:
-                entry = self._entries[key] = Entry(key)
+                entry = self._entries[key] = OwnedObject(key)
             entry.created = True
             if key.creator == self._me:
                 entry.here += 1
@@ -200,7 +203,7 @@ class Books:
                 entry.count(key.creator, +1)
             return entry
 
-    def void(self, key: Key, reason: str) -> None:
+    def void(self, key: ObjectKey, reason: str) -> None:
         """A `remote` that failed before it was sent: nobody will ever create this number."""
         with self._lock:
             self._arrivals[key.creator].add(key.number)
@@ -210,12 +213,12 @@ class Books:
             del self._entries[key]
         entry.settle(None, StaleReference(f"this object was never created: {reason}"))
 
-    def settle(self, entry: Entry) -> None:
+    def settle(self, entry: OwnedObject) -> None:
         """The value is there; if nobody wants it any more, it goes."""
         with self._lock:
             self._discard_unwanted(entry)
 
-    def find(self, key: Key) -> Entry:
+    def find(self, key: ObjectKey) -> OwnedObject:
         """The entry of an object; for one that is still on its way, an entry whose value will come."""
         with self._lock:
             entry = self._entry(key)
@@ -225,16 +228,16 @@ class Books:
                 raise StaleReference(f"the object {key.number} of this reference no longer exists at its owner")
             raise PeerLost("the worker that was creating this object died before its request arrived")
 
-    def _entry(self, key: Key) -> Entry | None:
+    def _entry(self, key: ObjectKey) -> OwnedObject | None:
         """Return the entry of an object, or a new one if it is on its way; None if it is gone or will never come."""
         entry = self._entries.get(key)
         if entry is None and key.creator not in self._lost and key.number not in self._arrivals[key.creator]:
-            entry = self._entries[key] = Entry(key)
+            entry = self._entries[key] = OwnedObject(key)
             if self._closed:
                 entry.settle(None, PeerLost(_LEFT))
         return entry
 
-    def lend(self, key: Key, holder: str) -> None:
+    def lend(self, key: ObjectKey, holder: str) -> None:
         """A reference is on its way to `holder`."""
         with self._lock:
             entry = self._entry(key)
@@ -242,7 +245,7 @@ class Books:
                 entry.count(holder, +1)
                 self._discard_unwanted(entry)
 
-    def release(self, key: Key, holder: str, count: int) -> None:
+    def release(self, key: ObjectKey, holder: str, count: int) -> None:
         """A holder gives up `count` references."""
         with self._lock:
             entry = self._entry(key)
@@ -275,9 +278,9 @@ class Books:
         for entry in unfinished:
             entry.settle(None, PeerLost(_LEFT))
 
-    def suspects(self, now: float) -> dict[str, list[tuple[Key, float]]]:
+    def suspects(self, now: float) -> dict[str, list[tuple[ObjectKey, float]]]:
         """Balances that have not moved for a while, by holder."""
-        found: defaultdict[str, list[tuple[Key, float]]] = defaultdict(list)
+        found: defaultdict[str, list[tuple[ObjectKey, float]]] = defaultdict(list)
         with self._lock:
             for entry in self._entries.values():
                 if now - entry.moved > AUDIT_AFTER:
@@ -286,7 +289,7 @@ class Books:
                             found[holder].append((entry.key, entry.moved))
         return found
 
-    def write_off(self, key: Key, holder: str, moved: float) -> None:
+    def write_off(self, key: ObjectKey, holder: str, moved: float) -> None:
         """The holder knows nothing of this object, and nothing has moved since it was asked."""
         with self._lock:
             entry = self._entries.get(key)
@@ -294,22 +297,22 @@ class Books:
                 entry.balance.pop(holder, None)
                 self._discard_unwanted(entry)
 
-    def _discard_unwanted(self, entry: Entry) -> None:
+    def _discard_unwanted(self, entry: OwnedObject) -> None:
         if not entry.wanted and entry.done:
             self._entries.pop(entry.key, None)
 
     # The user's side
 
-    def next_key(self, owner: str) -> Key:
+    def next_key(self, owner: str) -> ObjectKey:
         """A name for an object that this worker is about to create at `owner`."""
         with self._lock:
             if owner == self._me:
                 self._next += 1
-                return Key(self._me, self._next)
+                return ObjectKey(self._me, self._next)
             self._next_for[owner] += 1
-            return Key(self._me, self._next_for[owner])
+            return ObjectKey(self._me, self._next_for[owner])
 
-    def receive(self, owner: str, key: Key) -> None:
+    def receive(self, owner: str, key: ObjectKey) -> None:
         """A reference has arrived here (or was made here by `remote`)."""
         with self._lock:
             if owner == self._me:
@@ -317,16 +320,16 @@ class Books:
                 entry.here += 1
                 entry.count(self._me, -1)
                 return
-            holding = self._holdings.setdefault((owner, key), Holding())
+            holding = self._holdings.setdefault((owner, key), UserCount())
             holding.received += 1
             holding.alive += 1
 
-    def come_home(self, key: Key) -> None:
+    def come_home(self, key: ObjectKey) -> None:
         """A reference to an object of this worker has arrived, from one who holds another meanwhile."""
         with self._lock:
             self.find(key).here += 1
 
-    def cancel(self, owner: str, key: Key) -> None:
+    def cancel(self, owner: str, key: ObjectKey) -> None:
         """Undo the making of a reference that `remote` could not send."""
         with self._lock:
             self._holdings.pop((owner, key), None)
@@ -334,9 +337,9 @@ class Books:
                 self._entries.pop(key, None)
                 self._arrivals[self._me].add(key.number)
 
-    def watch(self, rref: Any, owner: str, key: Key) -> None:
+    def watch(self, rref: Any, owner: str, key: ObjectKey) -> None:
         """Notice when a reference dies. The garbage collector tells, at any moment, in any thread: it takes no lock."""
-        lifetime = Lifetime(rref, self._dropped.append)
+        lifetime = ReferenceWatch(rref, self._dropped.append)
         lifetime.owner = owner
         lifetime.key = key
         self._watching[id(lifetime)] = lifetime
@@ -346,13 +349,13 @@ class Books:
         """References that died and are not counted yet."""
         return len(self._dropped)
 
-    def sweep(self) -> list[tuple[str, Key, int]]:
+    def sweep(self) -> list[tuple[str, ObjectKey, int]]:
         """Count the references that died since the last time. What is to be given back, and to whom."""
-        released: list[tuple[str, Key, int]] = []
+        released: list[tuple[str, ObjectKey, int]] = []
         with self._lock:
             for _ in range(len(self._dropped)):
                 lifetime = self._dropped.popleft()
-                assert isinstance(lifetime, Lifetime)
+                assert isinstance(lifetime, ReferenceWatch)
                 self._watching.pop(id(lifetime), None)
                 owner, key = lifetime.owner, lifetime.key
                 if owner == self._me:
@@ -370,10 +373,10 @@ class Books:
                     released.append((owner, key, holding.received))
         return released
 
-    def known(self, owner: str, keys: list[Key]) -> list[bool]:
+    def known(self, owner: str, keys: list[ObjectKey]) -> list[bool]:
         """Which of these objects of `owner` this worker refers to, or is about to give back."""
         with self._lock:
-            dropped = {(each.owner, each.key) for each in snapshot(self._dropped) if isinstance(each, Lifetime)}
+            dropped = {(each.owner, each.key) for each in snapshot(self._dropped) if isinstance(each, ReferenceWatch)}
             return [(owner, key) in self._holdings or (owner, key) in dropped for key in keys]
 
     # For people and tests

@@ -1,8 +1,8 @@
 """What `remote` asks an owner to do: run a function and keep the result.
 
-`creating(f)` is `f` as the owner runs it for `remote`. There is one per function, so it is numbered per connection and
-its cost is learned just as `f` itself would be. It is never dropped from a queue, even if its creator no longer waits:
-others may hold references to what it makes.
+`create_call(f)` is `f` as the owner runs it for `remote`. There is one per function, so it is numbered per connection
+and its cost is learned just as `f` itself would be. It is never dropped from a queue, even if its creator no longer
+waits: others may hold references to what it makes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from telegrad.errors import CallCancelled, UsageError, as_exception
 from telegrad.futures import Future
-from telegrad.refs.counts import Entry, Key
-from telegrad.refs.manager import Keeper, owner_keeper
-from telegrad.server.functions import ASYNC_MARK, Later, as_served, trusted
-from telegrad.wire.function_table import LIMIT, describe
+from telegrad.refs.counts import ObjectKey, OwnedObject
+from telegrad.refs.manager import ReferenceManager, owner_manager
+from telegrad.server.functions import ASYNC_MARK, DeferredReply, served_form, trusted
+from telegrad.wire.function_table import MAX_FUNCTIONS, describe
 
 _settling = threading.Lock()
 _log = logging.getLogger("telegrad")
-_known: dict[Callable[..., Any], Creating] = {}
+_known: dict[Callable[..., Any], CreateObject] = {}
 _lock = threading.Lock()
 
 
@@ -33,7 +33,7 @@ class Creation:
 
     __slots__ = ("_arrivals", "_done", "_future", "_keeper", "_key", "_name", "_on_cancel", "_owner", "error")
 
-    def __init__(self, keeper: Keeper, name: str, owner: str, key: Key) -> None:
+    def __init__(self, keeper: ReferenceManager, name: str, owner: str, key: ObjectKey) -> None:
         self._keeper = keeper
         self._name = name
         self._owner = owner
@@ -97,7 +97,7 @@ class Creation:
 
 
 @trusted
-class Creating:
+class CreateObject:
     """Runs a function at the owner of a new object."""
 
     pickles_by_reference = True
@@ -109,28 +109,30 @@ class Creating:
         self.__qualname__ = f"remote {describe(function)}"
 
     def __call__(self, owner: str, key: tuple[str, int], /, *args: Any, **kwargs: Any) -> Any:
-        return create(self.creates, owner, Key(*key), args, kwargs)
+        return create(self.creates, owner, ObjectKey(*key), args, kwargs)
 
-    def __reduce__(self) -> tuple[type[Creating], tuple[Callable[..., Any]]]:
-        return Creating, (self.creates,)
+    def __reduce__(self) -> tuple[type[CreateObject], tuple[Callable[..., Any]]]:
+        return CreateObject, (self.creates,)
 
 
-def creating(function: Callable[..., Any]) -> Creating:
-    """The one `Creating` of a function that lives as long as the program; for others, a new one."""
+def create_call(function: Callable[..., Any]) -> CreateObject:
+    """The one `CreateObject` of a function that lives as long as the program; for others, a new one."""
     try:
         return _known[function]
     except (KeyError, TypeError):
-        made = Creating(function)
+        made = CreateObject(function)
     if hasattr(function, "__qualname__") and "<" not in function.__qualname__ and not hasattr(function, "__self__"):
         with _lock:
-            if len(_known) < LIMIT:
+            if len(_known) < MAX_FUNCTIONS:
                 return _known.setdefault(function, made)
     return made
 
 
-def create(function: Callable[..., Any], owner: str, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def create(
+    function: Callable[..., Any], owner: str, key: ObjectKey, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """At the owner: run what `remote` asked for and keep the result. Its creator hears only that it is there."""
-    keeper = owner_keeper(owner)
+    keeper = owner_manager(owner)
     if not keeper.agent.allowed(function):
         raise UsageError(
             f"worker {keeper.agent.name!r} serves only registered functions; {describe(function)} is not one"
@@ -138,22 +140,22 @@ def create(function: Callable[..., Any], owner: str, key: Key, args: tuple[Any, 
     books = keeper.books
     entry = books.find(key) if key.creator == owner else books.create(key)
     try:
-        run = as_served(function)
+        run = served_form(function)
         value = run(*args, **kwargs)
-        if type(value) is Later:
+        if type(value) is DeferredReply:
             value = value.future
         elif getattr(run, ASYNC_MARK, None) is None:
             entry.settle(value, None)
             books.settle(entry)
             return None
-        return Later(_store_later(keeper, entry, value))
+        return DeferredReply(_store_later(keeper, entry, value))
     except BaseException as error:
         entry.settle(None, as_exception(error))
         books.settle(entry)
         raise
 
 
-def _store_later(keeper: Keeper, entry: Entry, value: Any) -> Future[None]:
+def _store_later(keeper: ReferenceManager, entry: OwnedObject, value: Any) -> Future[None]:
     """Store what a future will hold; the future returned completes when it is stored."""
     if not hasattr(value, "add_done_callback"):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""`Keeper`: everything an agent has to do with references. One per agent, made on first use.
+"""`ReferenceManager`: everything an agent has to do with references. One per agent, made on first use.
 
 It joins the books (`ownership`) with the agent: notes go out and come in, dropped references are swept on the clock,
 lost workers are written off, balances that look wrong are audited, and the functions at the end of this file are what
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from telegrad.current import active_agent
 from telegrad.errors import InternalError, StaleReference, TelegradError, as_exception, text_of
 from telegrad.futures import Future
-from telegrad.refs.counts import Books, Key
-from telegrad.refs.messages import Inbox, Note, Outbox
-from telegrad.server.functions import Later, internal, trusted
+from telegrad.refs.counts import ObjectKey, ReferenceCounts
+from telegrad.refs.messages import MessageInbox, MessageOutbox, ReferenceMessage
+from telegrad.server.functions import DeferredReply, internal, trusted
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
@@ -32,53 +32,55 @@ _PATIENCE = 30.0
 _log = logging.getLogger("telegrad")
 
 
-class Keeper:
+class ReferenceManager:
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self.books = Books(agent)
-        self.inbox = Inbox(self._apply)
-        self._outboxes: dict[str, Outbox] = {}
+        self.books = ReferenceCounts(agent)
+        self.inbox = MessageInbox(self._apply)
+        self._outboxes: dict[str, MessageOutbox] = {}
         self._lock = threading.Lock()
-        self._suspected: dict[tuple[str, Key], float] = {}
+        self._suspected: dict[tuple[str, ObjectKey], float] = {}
         self._watched: set[str] = set()
-        self.pending: set[Key] = set()  # creations that their owners have not confirmed
+        self.pending: set[ObjectKey] = set()  # creations that their owners have not confirmed
         agent.on_loss(self._lost)
         agent.on_close(self._report_leftovers)
         agent.on_end(self.books.close)
-        agent.add_figures(self.statistics)
+        agent.add_statistics(self.statistics)
         agent.clock.every(_SWEEP_EVERY, self._tick)
         agent.clock.every(_AUDIT_EVERY, lambda: agent.threads.start(self.audit))
         self._sweeping = False
 
     @classmethod
-    def of(cls, agent: Agent | None) -> Keeper:
+    def of(cls, agent: Agent | None) -> ReferenceManager:
         if agent is None:
             raise InternalError("references need an agent")
         return agent.service(cls)
 
     def __repr__(self) -> str:
-        return f"<Keeper of {self.agent.name}: {self.books!r}, {self.inbox!r}, {list(self._outboxes.values())}>"
+        return (
+            f"<ReferenceManager of {self.agent.name}: {self.books!r}, {self.inbox!r}, {list(self._outboxes.values())}>"
+        )
 
-    def note(self, owner_name: str, owner: str, *notes: Note) -> None:
+    def note(self, owner_name: str, owner: str, *notes: ReferenceMessage) -> None:
         """Tell an owner something; our own books are told directly."""
-        if owner == self.agent.me.incarnation:
+        if owner == self.agent.local_member.incarnation:
             for note in notes:
                 self._apply(note)
             return
         with self._lock:
             outbox = self._outboxes.get(owner)
             if outbox is None:
-                outbox = self._outboxes[owner] = Outbox(self.agent, owner_name, owner, _deliver)
+                outbox = self._outboxes[owner] = MessageOutbox(self.agent, owner_name, owner, _deliver)
         outbox.send(list(notes))
 
-    def export(self, owner_name: str, owner: str, key: Key, holder: str) -> None:
+    def export(self, owner_name: str, owner: str, key: ObjectKey, holder: str) -> None:
         """A reference is about to be sent to `holder`: its owner must know before it leaves."""
         self.note(owner_name, owner, ("lend", key, holder))
 
     def sweep(self) -> None:
         """Give back what died here since the last time."""
-        me = self.agent.me.incarnation
-        by_owner: dict[str, list[Note]] = {}
+        me = self.agent.local_member.incarnation
+        by_owner: dict[str, list[ReferenceMessage]] = {}
         for owner, key, count in self.books.sweep():
             by_owner.setdefault(owner, []).append(("release", key, me, count))
         for owner, notes in by_owner.items():
@@ -96,7 +98,7 @@ class Keeper:
         finally:
             self._sweeping = False
 
-    def void(self, owner_name: str, owner: str, key: Key, error: BaseException | None) -> None:
+    def void(self, owner_name: str, owner: str, key: ObjectKey, error: BaseException | None) -> None:
         """Tell an owner that an object will never be created: its creation failed here before it was sent."""
         self.note(owner_name, owner, ("void", key, f"{type(error).__name__}: {text_of(error or Exception())}"))
 
@@ -104,7 +106,7 @@ class Keeper:
         """Ask holders whose balance has not moved for a while whether they really hold; twice, then write off."""
         if self.agent.closing:
             return
-        suspected: dict[tuple[str, Key], float] = {}
+        suspected: dict[tuple[str, ObjectKey], float] = {}
         for holder, keys in self.books.suspects(time.monotonic()).items():
             known = self._ask(holder, [key for key, _ in keys])
             for (key, moved), is_known in zip(keys, known, strict=True):
@@ -129,8 +131,8 @@ class Keeper:
         if left:
             _log.info("worker %r leaves while references are alive: %s", self.agent.name, left)
 
-    def _ask(self, holder: str, keys: list[Key]) -> list[bool]:
-        me = self.agent.me.incarnation
+    def _ask(self, holder: str, keys: list[ObjectKey]) -> list[bool]:
+        me = self.agent.local_member.incarnation
         if holder == me:  # a message to ourselves that never arrived
             return [False] * len(keys)
         try:
@@ -154,11 +156,11 @@ class Keeper:
 
     def _watch(self, holder: str) -> None:
         """Somebody else gave this worker a reference to an object of ours: its death must not go unnoticed."""
-        if holder not in self._watched and holder != self.agent.me.incarnation:
+        if holder not in self._watched and holder != self.agent.local_member.incarnation:
             self._watched.add(holder)
             self.agent.watch(holder)
 
-    def _apply(self, note: Note) -> None:
+    def _apply(self, note: ReferenceMessage) -> None:
         kind, key, *rest = note
         if kind == "lend":
             self.books.lend(key, *rest)
@@ -171,10 +173,10 @@ class Keeper:
             raise InternalError(f"an unknown note {note}")
 
 
-def owner_keeper(owner: str) -> Keeper:
+def owner_manager(owner: str) -> ReferenceManager:
     """Inside a call that is meant for the owner of a reference: its keeper, if this still is that owner."""
-    keeper = Keeper.of(active_agent())
-    if keeper.agent.me.incarnation != owner:
+    keeper = ReferenceManager.of(active_agent())
+    if keeper.agent.local_member.incarnation != owner:
         raise StaleReference(
             f"the reference belongs to an earlier life of worker {keeper.agent.name!r}, which has restarted since; "
             "its objects are gone"
@@ -183,33 +185,33 @@ def owner_keeper(owner: str) -> Keeper:
 
 
 @internal
-def _deliver(owner: str, sender: str, number: int, notes: list[Note]) -> None:
-    owner_keeper(owner).inbox.receive(sender, number, notes)
+def _deliver(owner: str, sender: str, number: int, notes: list[ReferenceMessage]) -> None:
+    owner_manager(owner).inbox.receive(sender, number, notes)
 
 
 @internal
-def _known(owner: str, keys: list[Key]) -> list[bool]:
-    return Keeper.of(active_agent()).books.known(owner, keys)
+def _known(owner: str, keys: list[ObjectKey]) -> list[bool]:
+    return ReferenceManager.of(active_agent()).books.known(owner, keys)
 
 
 @trusted
 def fetch(owner: str, key: tuple[str, int]) -> Any:
     """The value of an object, as soon as there is one."""
-    entry = owner_keeper(owner).books.find(Key(*key))
-    return entry.value() if entry.done else Later(entry.future)
+    entry = owner_manager(owner).books.find(ObjectKey(*key))
+    return entry.value() if entry.done else DeferredReply(entry.future)
 
 
-def with_object(owner: str, key: tuple[str, int], run: Callable[[Keeper, Any], Any]) -> Any:
+def with_object(owner: str, key: tuple[str, int], run: Callable[[ReferenceManager, Any], Any]) -> Any:
     """At the owner: run something with an object. If it is still being made, later, and no thread waits for that.
 
     The key comes as a plain tuple: a class of its own takes a third of the time to pack and unpack a call.
     """
-    keeper = owner_keeper(owner)
-    entry = keeper.books.find(Key(*key))
+    keeper = owner_manager(owner)
+    entry = keeper.books.find(ObjectKey(*key))
     if entry.done:
         return run(keeper, entry.value())
     result: Future[Any] = Future()
-    later = Later(result)
+    later = DeferredReply(result)
 
     def complete(done: Any) -> None:
         try:
@@ -223,7 +225,7 @@ def with_object(owner: str, key: tuple[str, int], run: Callable[[Keeper, Any], A
         except BaseException as error:
             result._settle(None, as_exception(error))
             return
-        if type(outcome) is Later:
+        if type(outcome) is DeferredReply:
             later.given_up = outcome.given_up
             outcome.future.add_done_callback(complete)
         else:

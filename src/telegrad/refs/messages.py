@@ -5,7 +5,7 @@ notes in order, holds early ones back and ignores repeats; the sender sends a ba
 the owner is lost.
 
 State: outgoing sequences under their own lock, so that notes leave in the order of their numbers; incoming ones under
-the lock of `Inbox`.
+the lock of `MessageInbox`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from telegrad.errors import CallTimeout, PeerLost, TelegradError
 if TYPE_CHECKING:
     from telegrad.agent import Agent
 
-Note = tuple[Any, ...]  # ("lend", key, holder) | ("release", key, holder, count) | ("void", key, reason)
+ReferenceMessage = tuple[Any, ...]  # ("lend", key, holder) | ("release", key, holder, count) | ("void", key, reason)
 
 _RETRY = 30.0
 _log = logging.getLogger("telegrad")
 
 
-class Outbox:
+class MessageOutbox:
     """Notes of this agent to one owner."""
 
     def __init__(self, agent: Agent, owner_name: str, owner: str, deliver: Callable[..., None]) -> None:
@@ -40,23 +40,23 @@ class Outbox:
         self._unacknowledged: set[int] = set()
 
     def __repr__(self) -> str:
-        return f"<Outbox to {self._name}: {self._number} sent, {len(self._unacknowledged)} not acknowledged>"
+        return f"<MessageOutbox to {self._name}: {self._number} sent, {len(self._unacknowledged)} not acknowledged>"
 
     @property
     def unacknowledged(self) -> int:
         """Batches of notes that the owner has not acknowledged."""
         return len(self._unacknowledged)
 
-    def send(self, notes: list[Note]) -> None:
+    def send(self, notes: list[ReferenceMessage]) -> None:
         """Send notes after all that were sent before."""
         with self._lock:
             self._number += 1
             self._unacknowledged.add(self._number)
             self._transmit(self._number, notes)
 
-    def _transmit(self, number: int, notes: list[Note]) -> None:
+    def _transmit(self, number: int, notes: list[ReferenceMessage]) -> None:
         agent = self._agent
-        args = (self._owner, agent.me.incarnation, number, notes)
+        args = (self._owner, agent.local_member.incarnation, number, notes)
         try:
             future = agent.start(self._name, self._deliver, args, None, _RETRY, internal=True)
         except TelegradError as error:  # this agent is closing, or the owner is unknown: nobody counts any more
@@ -64,7 +64,7 @@ class Outbox:
             return
         future.add_done_callback(lambda done: self._acknowledged(number, notes, done))
 
-    def _acknowledged(self, number: int, notes: list[Note], done: Any) -> None:
+    def _acknowledged(self, number: int, notes: list[ReferenceMessage], done: Any) -> None:
         try:
             done.value()
         except CallTimeout:
@@ -80,19 +80,19 @@ class Outbox:
             _log.debug("notes to %s were not delivered: %s", self._name, error)
 
 
-class Inbox:
+class MessageInbox:
     """Notes from all users of this agent's objects."""
 
-    def __init__(self, apply: Callable[[Note], None]) -> None:
+    def __init__(self, apply: Callable[[ReferenceMessage], None]) -> None:
         self._apply = apply
         self._done: defaultdict[str, int] = defaultdict(int)
-        self._early: defaultdict[str, dict[int, list[Note]]] = defaultdict(dict)
+        self._early: defaultdict[str, dict[int, list[ReferenceMessage]]] = defaultdict(dict)
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<Inbox: {len(self._done)} senders, {sum(map(len, self._early.values()))} batches held back>"
+        return f"<MessageInbox: {len(self._done)} senders, {sum(map(len, self._early.values()))} batches held back>"
 
-    def receive(self, sender: str, number: int, notes: list[Note]) -> None:
+    def receive(self, sender: str, number: int, notes: list[ReferenceMessage]) -> None:
         with self._lock:
             if number <= self._done[sender]:
                 return  # a repeat

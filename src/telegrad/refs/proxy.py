@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import UsageError
 from telegrad.futures import Future
-from telegrad.refs.manager import Keeper, with_object
-from telegrad.server.functions import ASYNC_MARK, Later, as_served, trusted
+from telegrad.refs.manager import ReferenceManager, with_object
+from telegrad.server.functions import ASYNC_MARK, DeferredReply, served_form, trusted
 
 if TYPE_CHECKING:
     from telegrad.refs.rref import RRef
@@ -22,7 +22,7 @@ Send = Callable[[Any, float, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @trusted
-class Method:
+class MethodCall:
     """Calls the method of this name on an object of the worker that it runs on."""
 
     pickles_by_reference = True
@@ -34,24 +34,24 @@ class Method:
     def __call__(self, owner: str, key: tuple[str, int], /, *args: Any, **kwargs: Any) -> Any:
         return with_object(owner, key, lambda keeper, target: self._invoke(keeper, target, args, kwargs))
 
-    def _invoke(self, keeper: Keeper, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _invoke(self, keeper: ReferenceManager, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function = getattr(target, self._name)
         if not keeper.agent.allowed(getattr(function, "__func__", function)):
             raise UsageError(f"worker {keeper.agent.name!r} serves only registered functions; {self._name} is not one")
-        served = as_served(function)
+        served = served_form(function)
         outcome = served(*args, **kwargs)
         if served is not function:
             return outcome  # it says itself whether it answers later
-        return Later(outcome) if getattr(function, ASYNC_MARK, None) is not None else outcome
+        return DeferredReply(outcome) if getattr(function, ASYNC_MARK, None) is not None else outcome
 
-    def __reduce__(self) -> tuple[Callable[[str], Method], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[[str], MethodCall], tuple[str]]:
         return method, (self._name,)
 
 
 @functools.lru_cache(maxsize=4096)
-def method(name: str) -> Method:
-    """The one `Method` of this name."""
-    return Method(name)
+def method(name: str) -> MethodCall:
+    """The one `MethodCall` of this name."""
+    return MethodCall(name)
 
 
 class Proxy:
@@ -94,16 +94,16 @@ class StreamProxy(Proxy):
         super().__init__(send, timeout)
         self._chunk = chunk
 
-    def __getattr__(self, name: str) -> Callable[..., Stream]:
+    def __getattr__(self, name: str) -> Callable[..., RemoteStream]:
         create = super().__getattr__(name)
 
-        def call(*args: Any, **kwargs: Any) -> Stream:
-            return Stream(create(*args, **kwargs), self._timeout, self._chunk)
+        def call(*args: Any, **kwargs: Any) -> RemoteStream:
+            return RemoteStream(create(*args, **kwargs), self._timeout, self._chunk)
 
         return call
 
 
-class Stream:
+class RemoteStream:
     """What a generator on another worker yields. While one chunk is used, the next is under way; no more than that."""
 
     def __init__(self, generator: RRef[Any], timeout: float, chunk: int) -> None:
@@ -133,10 +133,10 @@ class Stream:
 @trusted
 def _pull(owner: str, key: tuple[str, int], count: int) -> Any:
     """At the owner: the next items, and whether they are the last."""
-    return with_object(owner, key, lambda _, generator: _advance(generator, count))
+    return with_object(owner, key, lambda _, generator: _next_items(generator, count))
 
 
-def _advance(generator: Any, count: int) -> tuple[list[Any], bool]:
+def _next_items(generator: Any, count: int) -> tuple[list[Any], bool]:
     items: list[Any] = []
     for item in generator:
         items.append(item)

@@ -16,21 +16,21 @@ from torch import Tensor
 
 from telegrad import autograd
 from telegrad.agent import DEFAULT
-from telegrad.current import active_agent, local
+from telegrad.current import active_agent, thread_state
 from telegrad.errors import CallTimeout, SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.group.membership import WorkerInfo
-from telegrad.messages.packing import Envelope, before_sending, current_envelope, keep_until_answered
+from telegrad.messages.packing import MessageContext, before_sending, current_message, keep_until_answered
 from telegrad.refs import proxy
-from telegrad.refs.counts import Entry, Key
-from telegrad.refs.creation import Creation, creating
-from telegrad.refs.manager import Keeper, fetch, with_object
+from telegrad.refs.counts import ObjectKey, OwnedObject
+from telegrad.refs.creation import Creation, create_call
+from telegrad.refs.manager import ReferenceManager, fetch, with_object
 from telegrad.server.functions import trusted
 from telegrad.wire import codec
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
-    from telegrad.client.peers import To
+    from telegrad.client.peers import WorkerAddress
 
 T = TypeVar("T")
 
@@ -54,10 +54,12 @@ class RRef(Generic[T]):
             raise UsageError(
                 "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
             )
-        keeper = Keeper.of(agent)
-        self._fill(keeper, agent.me.info, agent.me.incarnation, keeper.books.own(value), None)
+        keeper = ReferenceManager.of(agent)
+        self._fill(keeper, agent.local_member.info, agent.local_member.incarnation, keeper.books.own(value), None)
 
-    def _fill(self, keeper: Keeper, info: WorkerInfo, owner: str, key: Key, creation: Creation | None) -> RRef[T]:
+    def _fill(
+        self, keeper: ReferenceManager, info: WorkerInfo, owner: str, key: ObjectKey, creation: Creation | None
+    ) -> RRef[T]:
         self._keeper = keeper
         self._owner_info = info
         self._owner = owner
@@ -73,7 +75,7 @@ class RRef(Generic[T]):
 
     def is_owner(self) -> bool:
         """Does the object live on this worker?"""
-        return self._owner == self._keeper.agent.me.incarnation
+        return self._owner == self._keeper.agent.local_member.incarnation
 
     def owner(self) -> WorkerInfo:
         """The worker that the object lives on."""
@@ -90,7 +92,7 @@ class RRef(Generic[T]):
         """The object itself, on its owner."""
         if not self.is_owner():
             raise UsageError(
-                f"For {self!r}, can't call localValue() on user {self._keeper.agent.me.info}. "
+                f"For {self!r}, can't call localValue() on user {self._keeper.agent.local_member.info}. "
                 "Call it on owner " + str(self._owner_info)
             )
         value: T = self._entry().value()
@@ -163,7 +165,7 @@ class RRef(Generic[T]):
     def _agent(self) -> Agent:
         return self._keeper.agent
 
-    def _entry(self) -> Entry:
+    def _entry(self) -> OwnedObject:
         return self._keeper.books.find(self._key)
 
     def _raise_failed_creation(self) -> None:
@@ -197,13 +199,13 @@ class RRef(Generic[T]):
 
 
 @trusted
-def _backward(owner: str, key: Key, context_id: int, retain_graph: bool) -> Any:
+def _backward(owner: str, key: ObjectKey, context_id: int, retain_graph: bool) -> Any:
     """At the owner of a tensor, for `RRef.backward`."""
     return with_object(owner, key, lambda _, value: _backward_from(value, context_id, retain_graph))
 
 
 @trusted
-def _rref_typeof_on_owner(owner: str, key: Key) -> Any:
+def _rref_typeof_on_owner(owner: str, key: ObjectKey) -> Any:
     """At the owner of an object, for `RRef._get_type`."""
     return with_object(owner, key, lambda _, value: type(value))
 
@@ -223,7 +225,7 @@ def limit(timeout: float) -> Any:
 
 
 def remote(
-    to: To,
+    to: WorkerAddress,
     function: Callable[..., T],
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
@@ -239,10 +241,10 @@ def remote(
     agent = agent or active_agent()
     if agent is None:
         raise UsageError("RPC has not been initialized. Call telegrad.rpc.init_rpc first.")
-    keeper = Keeper.of(agent)
+    keeper = ReferenceManager.of(agent)
     keeper.sweep_if_many()
     member = agent.member(to)
-    owner, here = member.incarnation, member.incarnation == agent.me.incarnation
+    owner, here = member.incarnation, member.incarnation == agent.local_member.incarnation
     key = keeper.books.next_key(owner)
     # The reference exists before it is counted: if this is interrupted, its end gives back what was counted.
     rref: RRef[T] = RRef.__new__(RRef)
@@ -254,8 +256,8 @@ def remote(
             keeper.books.receive(owner, key)
         keeper.pending.add(key)
         rref._creation = creation = Creation(keeper, member.name, owner, key)
-        run, args = creating(function), (owner, tuple(key), *args)
-        if local.around is None:
+        run, args = create_call(function), (owner, tuple(key), *args)
+        if thread_state.around is None:
             agent.send(member.name, run, args, kwargs, timeout, creation, keep=keep)
         else:
             creation.follow(agent.start(member.name, run, args, kwargs, timeout, keep=keep))
@@ -270,7 +272,7 @@ def remote(
 
 def _reduce(rref: RRef[Any]) -> tuple[Any, tuple[Any, ...]]:
     """How a reference travels: who owns it, and its key. Before the message leaves, the owner learns who gets it."""
-    envelope = current_envelope()
+    envelope = current_message()
     if envelope is None:
         rref.__reduce_ex__(5)
     if envelope is not None and envelope.agent is not rref._keeper.agent:
@@ -279,7 +281,7 @@ def _reduce(rref: RRef[Any]) -> tuple[Any, tuple[Any, ...]]:
         return _rebuild_at_home, tuple(rref._key)  # this reference keeps the object alive until the call has ended
     info = rref._owner_info
 
-    def tell(where: Envelope) -> None:
+    def tell(where: MessageContext) -> None:
         rref._keeper.export(info.name, rref._owner, rref._key, where.incarnation)
 
     before_sending(rref, tell)
@@ -287,10 +289,10 @@ def _reduce(rref: RRef[Any]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _rebuild(name: str, rank: int, owner: str, creator: str, number: int) -> RRef[Any]:
-    envelope = current_envelope()
+    envelope = current_message()
     if envelope is None:
         raise SerializationError("a reference arrived outside a call")
-    keeper, key = Keeper.of(envelope.agent), Key(creator, number)
+    keeper, key = ReferenceManager.of(envelope.agent), ObjectKey(creator, number)
     rref: RRef[Any] = RRef.__new__(RRef)
     rref._fill(keeper, WorkerInfo(name, rank), owner, key, None)
     keeper.books.receive(owner, key)
@@ -299,14 +301,14 @@ def _rebuild(name: str, rank: int, owner: str, creator: str, number: int) -> RRe
 
 def _rebuild_at_home(creator: str, number: int) -> RRef[Any]:
     """A reference has come to its owner with a call, whose caller keeps its own meanwhile."""
-    envelope = current_envelope()
+    envelope = current_message()
     if envelope is None:
         raise SerializationError("a reference arrived outside a call")
-    agent, key = envelope.agent, Key(creator, number)
-    keeper = Keeper.of(agent)
+    agent, key = envelope.agent, ObjectKey(creator, number)
+    keeper = ReferenceManager.of(agent)
     keeper.books.come_home(key)
     rref: RRef[Any] = RRef.__new__(RRef)
-    return rref._fill(keeper, agent.me.info, agent.me.incarnation, key, None)
+    return rref._fill(keeper, agent.local_member.info, agent.local_member.incarnation, key, None)
 
 
 codec.register(RRef, _reduce)

@@ -11,7 +11,7 @@ from telegrad.agent import Agent
 from telegrad.errors import GroupBroken
 from telegrad.group import shutdown as group_shutdown
 from telegrad.group.membership import WorkerInfo
-from telegrad.messages.routes import outward
+from telegrad.messages.routes import request_route
 from telegrad.rpc.options import RpcBackendOptions
 
 __all__ = ["RpcAgent"]
@@ -49,7 +49,7 @@ class RpcAgent(Agent):
         else:
             until = time.monotonic() + timeout if timeout else None
             if self.is_static_group:
-                missing = group_shutdown.wait_for_everybody(self, self._participants(None), until)
+                missing = group_shutdown.wait_for_group(self, self._participants(None), until)
             else:
                 group_shutdown.drain(self, until)
         if missing:
@@ -62,7 +62,7 @@ class RpcAgent(Agent):
     def get_metrics(self) -> dict[str, str]:
         """Return what the agent is doing, under torch's names."""
         executor = self.executor
-        inbounds = list(self.connections.inbounds)
+        inbounds = list(self.connections.server_connections)
         metrics = {
             "agent.thread_pool_size": executor.limit,
             "agent.num_idle_threads": max(executor.limit - executor.active, 0),
@@ -79,7 +79,7 @@ class RpcAgent(Agent):
     def _get_device_map(self, dst: WorkerInfo | str) -> dict[torch.device, torch.device]:
         """Return the device map of calls to a worker."""
         name = dst if isinstance(dst, str) else dst.name
-        return dict(outward(self.config.device_maps, name, self.config.unmapped_devices).known)
+        return dict(request_route(self.config.device_maps, name, self.config.unmapped_devices).known)
 
     def _get_backend_options(self) -> RpcBackendOptions:
         """Return the options that `init_rpc` was called with."""

@@ -1,7 +1,7 @@
 """The calls of `torch.distributed.rpc` over this process's default agent.
 
-State: the default agent (`agent.current.process`) and how often `init_rpc` ran. Inside a remote function, the agent
-that runs it counts, so several agents in one process do not mix.
+State: the default agent (`agent.current.process_state`) and how often `init_rpc` ran. Inside a remote function, the
+agent that runs it counts, so several agents in one process do not mix.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from telegrad import autograd, futures, profiling, refs
 from telegrad.agent import Agent
-from telegrad.current import active_agent, process
+from telegrad.current import active_agent, process_state
 from telegrad.errors import JoinError, UsageError
 from telegrad.futures import Future
 from telegrad.group.membership import WorkerInfo
 from telegrad.refs import RRef
-from telegrad.refs.manager import Keeper
+from telegrad.refs.manager import ReferenceManager
 from telegrad.rpc import backend_registry, device_maps
 from telegrad.rpc.agent import RpcAgent
 from telegrad.rpc.backend_registry import BackendType
@@ -158,7 +158,7 @@ def _init_rpc_backend(
     for value, kind in ((name, str), (rank, int), (rpc_backend_options, RpcBackendOptions)):
         if not isinstance(value, kind):
             raise UsageError(f"Argument {value} must be of type {kind} but got type {type(value)}")
-    process.agent = backend_registry.init_backend(
+    process_state.agent = backend_registry.init_backend(
         BackendType.TENSORPIPE if backend is None else backend,
         store=store,
         name=name,
@@ -250,8 +250,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             agent.shutdown(timeout or None)
     finally:
         agent.close()
-        if process.agent is agent:
-            process.agent = None
+        if process_state.agent is agent:
+            process_state.agent = None
 
 
 def get_rpc_timeout() -> float:
@@ -300,7 +300,7 @@ def _get_current_rpc_agent() -> Agent:
 
 def _rref_context_get_debug_info() -> dict[str, str]:
     """Torch's counters of references, from ours."""
-    figures = Keeper.of(_require_agent()).statistics()
+    figures = ReferenceManager.of(_require_agent()).statistics()
     return {
         "num_owner_rrefs": str(figures["owned objects"]),
         "num_forks": str(figures["references of others"]),
@@ -328,7 +328,7 @@ def _to_worker_info(to: To) -> WorkerInfo:
 
 def _reset_current_rpc_agent() -> None:
     """Forget the agent of this process. It goes on; whoever has it can close it."""
-    process.agent = None
+    process_state.agent = None
 
 
 class AllGatherStates:

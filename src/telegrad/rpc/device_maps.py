@@ -9,12 +9,12 @@ import torch
 
 from telegrad.agent import Agent
 from telegrad.errors import UsageError
-from telegrad.messages.routes import parse
+from telegrad.messages.routes import parse_device
 
 DeviceMap = Mapping[torch.device, torch.device]
 
 
-class Declared(NamedTuple):
+class DeclaredDevices(NamedTuple):
     """What a worker says of its devices."""
 
     gpus: int
@@ -24,7 +24,7 @@ class Declared(NamedTuple):
 
 def agree(agent: Agent, devices: Iterable[torch.device]) -> None:
     """Check the maps of all workers if anybody has one. In an open group, where workers may be missing, only ours."""
-    mine = Declared(torch.cuda.device_count(), agent.config.device_maps, [str(device) for device in devices])
+    mine = DeclaredDevices(torch.cuda.device_count(), agent.config.device_maps, [str(device) for device in devices])
     if agent.world_size is None:
         check({agent.name: mine}, complete=False)
     elif any(member.maps_devices for member in agent.directory.members(refresh=False)):
@@ -32,24 +32,24 @@ def agree(agent: Agent, devices: Iterable[torch.device]) -> None:
         check({info.name: declared[info.name] for info in agent.get_worker_infos()}, complete=True)
 
 
-def check(group: Mapping[str, Declared], *, complete: bool) -> None:
+def check(group: Mapping[str, DeclaredDevices], *, complete: bool) -> None:
     for name, declared in group.items():
-        own = [parse(device) for device in declared.devices]
+        own = [parse_device(device) for device in declared.devices]
         _require(len(set(own)) == len(own), f"Node {name} has duplicated devices", declared.devices)
         _require(_exist(own, declared.gpus), f"Node {name} has devices with invalid indices", declared.devices)
         unknown = set(declared.maps) - set(group)
         _require(not complete or not unknown, f"Node {name} has invalid target node names in its device maps", unknown)
         for target, raw in declared.maps.items():
-            _check_map(name, target, {parse(near): parse(far) for near, far in raw.items()}, group)
+            _check_map(name, target, {parse_device(near): parse_device(far) for near, far in raw.items()}, group)
 
 
-def _check_map(name: str, target: str, devices: DeviceMap, group: Mapping[str, Declared]) -> None:
+def _check_map(name: str, target: str, devices: DeviceMap, group: Mapping[str, DeclaredDevices]) -> None:
     where = f"in its device map for {target}"
     _require(len(set(devices.values())) == len(devices), f"Node {name} has duplicated target devices {where}", devices)
     for side, worker, used in (("source", name, devices.keys()), ("target", target, devices.values())):
         if worker not in group:
             continue
-        allowed = {parse(device) for device in group[worker].devices}
+        allowed = {parse_device(device) for device in group[worker].devices}
         outside = {device for device in used if device.type != "cpu"} - allowed
         _require(not allowed or not outside, f"Node {name} has unexpected {side} devices {where}", devices)
         valid = _exist(used, group[worker].gpus)

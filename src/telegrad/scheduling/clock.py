@@ -1,9 +1,9 @@
 """The agent's one thread that watches time: deadlines, heartbeats, and whether a reader is stuck in a call.
 
 Timers run on this thread, so they must be short and never block. What a timer raises is logged; it runs again when it
-is next due. While connections are busy it also ticks every few
-milliseconds (see `Watched`); when nothing happens for a while, it sleeps until the next timer. `awake` is read without
-a lock by readers on their fast path: only if it is False do they pay for waking the clock.
+is next due. While connections are busy it also ticks every few milliseconds (see `TickListener`); when nothing happens
+for a while, it sleeps until the next timer. `awake` is read without a lock by readers on their fast path: only if it is
+False do they pay for waking the clock.
 
 State: the heap of timers and the set of watched objects, under `_lock`.
 """
@@ -26,7 +26,7 @@ _DROWSY_TICKS = 40
 _log = logging.getLogger("telegrad")
 
 
-class Watched(Protocol):
+class TickListener(Protocol):
     def tick(self) -> bool:
         """Called every few milliseconds while the clock is awake. True if anything happened since the last time."""
 
@@ -36,7 +36,7 @@ class Clock:
         self.awake = False
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._watched: tuple[Watched, ...] = ()
+        self._watched: tuple[TickListener, ...] = ()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._closed = False
@@ -65,11 +65,11 @@ class Clock:
 
         self.at(time.monotonic() + seconds, again)
 
-    def watch(self, watched: Watched) -> None:
+    def watch(self, watched: TickListener) -> None:
         with self._lock:
             self._watched = (*self._watched, watched)
 
-    def unwatch(self, watched: Watched) -> None:
+    def unwatch(self, watched: TickListener) -> None:
         with self._lock:
             self._watched = tuple(each for each in self._watched if each is not watched)
 

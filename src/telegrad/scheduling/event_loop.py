@@ -40,7 +40,7 @@ from telegrad import blocking
 from telegrad.errors import ProtocolError
 from telegrad.interpreter import has_lock
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.threads import Threads
+from telegrad.scheduling.threads import ThreadPool
 from telegrad.transport.channel import Channel, ChannelClosed
 from telegrad.transport.stream import CORES, CROWDED, SPIN, spinning
 from telegrad.wire.frames import Frame, Kind
@@ -64,7 +64,7 @@ class _Local(threading.local):
 _local = _Local()
 
 
-class Connection(ABC):
+class LoopConnection(ABC):
     """What a loop reads: a channel, and what is done with its frames."""
 
     channel: Channel
@@ -112,22 +112,22 @@ class Connection(ABC):
 class EventLoop:
     """Reads connections until they end; see the top of the file."""
 
-    def __init__(self, threads: Threads, clock: Clock) -> None:
+    def __init__(self, threads: ThreadPool, clock: Clock) -> None:
         self._threads = threads
         self._clock = clock
         self._lock = threading.Lock()
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, _READ)
-        self._connections: dict[int, Connection] = {}
-        self._members: set[Connection] = set()
-        self._ready: collections.deque[Connection] = collections.deque()
-        self._posted: collections.deque[Connection | None] = collections.deque()
-        self._current: Connection | None = None
-        self._late: set[Connection] = set()  # added to by anybody
+        self._connections: dict[int, LoopConnection] = {}
+        self._members: set[LoopConnection] = set()
+        self._ready: collections.deque[LoopConnection] = collections.deque()
+        self._posted: collections.deque[LoopConnection | None] = collections.deque()
+        self._current: LoopConnection | None = None
+        self._late: set[LoopConnection] = set()  # added to by anybody
         self._left: dict[Hashable, Job] = {}
         self._alarms: dict[Hashable, tuple[float, Job]] = {}
-        self._last: Connection | None = None  # the one that was read last
+        self._last: LoopConnection | None = None  # the one that was read last
         self._repeats = False  # it was read twice in a row
         self._asleep = False
         self._spins = False
@@ -145,7 +145,7 @@ class EventLoop:
 
     # Connections; by any thread
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: LoopConnection) -> None:
         """Read a connection from now on. Raises `ChannelClosed` if the loop is over."""
         number = connection.channel.fileno()
         connection.loop = self
@@ -168,18 +168,18 @@ class EventLoop:
             connection.channel.notify = lambda: self.post(connection)
         self.post(connection)  # what came before
 
-    def reads(self, connection: Connection) -> bool:
+    def reads(self, connection: LoopConnection) -> bool:
         """Is this connection read, so that the loop will close it?"""
         return connection in self._members
 
-    def post(self, connection: Connection | None) -> None:
+    def post(self, connection: LoopConnection | None) -> None:
         """There may be something to read."""
         self._posted.append(connection)
         if self._asleep:
             self._asleep = False
             self._rouse()
 
-    def flush_soon(self, connection: Connection) -> None:
+    def flush_soon(self, connection: LoopConnection) -> None:
         """Send what was corked late when there is nothing else to do, or at the next tick."""
         self._late.add(connection)
         if self._asleep:
@@ -192,7 +192,7 @@ class EventLoop:
             except KeyError:
                 return  # another thread was faster: the leader and the clock come here
             try:
-                connection.channel.flush_late()
+                connection.channel.flush_deferred()
             except ChannelClosed as error:
                 _log.debug("nobody is left to take an answer: %s", error)
             except BaseException:
@@ -223,7 +223,7 @@ class EventLoop:
         os.close(self._wake)
         self._wake = -1
 
-    def _watch(self, connection: Connection, number: int, mask: int) -> None:
+    def _watch(self, connection: LoopConnection, number: int, mask: int) -> None:
         """Under the lock: let epoll look for `mask`; 0: for nothing."""
         if mask == connection.mask:
             return
@@ -238,7 +238,7 @@ class EventLoop:
             connection.number = number
         connection.mask = mask
 
-    def _set_mask(self, connection: Connection, mask: int, only_if_watched: bool = False) -> None:
+    def _set_mask(self, connection: LoopConnection, mask: int, only_if_watched: bool = False) -> None:
         """Look for something else from now on, unless the connection has ended."""
         number = connection.channel.fileno()
         if number is None:
@@ -253,11 +253,11 @@ class EventLoop:
         if mask & _READ:
             self.post(connection)
 
-    def _await_room(self, connection: Connection) -> None:
+    def _await_room(self, connection: LoopConnection) -> None:
         """The peer takes no more: send the rest when it does. Who holds up or receives a connection sends it later."""
         self._set_mask(connection, _WRITE if connection.stops_reading else _READ | _WRITE, only_if_watched=True)
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: LoopConnection) -> None:
         """Under the lock: the connection is over."""
         self._members.discard(connection)
         if connection.mask:
@@ -274,7 +274,7 @@ class EventLoop:
         """Begin to lead once the hand-over is complete."""
         with self._lock:
             pass
-        blocking.take(_Leader(self, epoch))
+        blocking.take(_LeaderRole(self, epoch))
         _local.epoch = epoch
         try:
             while True:
@@ -331,7 +331,7 @@ class EventLoop:
             self._threads.start_when_possible(lambda: self._receive_large(connection), self._clock)
         return True
 
-    def _end(self, connection: Connection, error: BaseException, epoch: int) -> bool:
+    def _end(self, connection: LoopConnection, error: BaseException, epoch: int) -> bool:
         """A connection is over. False if another thread leads now, which will find that out itself."""
         with self._lock:
             if self._epoch != epoch:
@@ -341,7 +341,7 @@ class EventLoop:
             self._current = None
         return self._run(lambda: connection.ended(error), epoch)
 
-    def _receive_large(self, connection: Connection) -> None:
+    def _receive_large(self, connection: LoopConnection) -> None:
         """Receive a large frame on a thread of its own, then let the loop go on with the connection."""
         try:
             connection.early.append(connection.channel.recv())
@@ -376,7 +376,7 @@ class EventLoop:
             elif self._wait():
                 return True
 
-    def _begin(self, connection: Connection) -> None:
+    def _begin(self, connection: LoopConnection) -> None:
         """Let the next turn be that of this connection."""
         connection.queued = False
         self._repeats = connection is self._last and connection.mask == _READ
@@ -472,7 +472,7 @@ class EventLoop:
                 connection.readable = True
                 self._enqueue(connection)
 
-    def _write(self, connection: Connection) -> None:
+    def _write(self, connection: LoopConnection) -> None:
         """The peer takes something again."""
         try:
             complete = connection.channel.flush_nowait()
@@ -481,7 +481,7 @@ class EventLoop:
         if complete and not connection.held:
             self._set_mask(connection, _READ)
 
-    def _enqueue(self, connection: Connection) -> None:
+    def _enqueue(self, connection: LoopConnection) -> None:
         if not connection.queued and not connection.held and not connection.elsewhere:
             connection.queued = True
             self._ready.append(connection)
@@ -521,7 +521,7 @@ class EventLoop:
         self.hand_overs += 1
         return True
 
-    def hold(self, epoch: int) -> Connection | None:
+    def hold(self, epoch: int) -> LoopConnection | None:
         """The thread of `epoch` blocks on purpose: hand over, and do not read the connection it came from."""
         with self._lock:
             connection = self._current
@@ -534,7 +534,7 @@ class EventLoop:
                 self._watch(connection, number, 0)
             return connection
 
-    def release(self, connection: Connection) -> None:
+    def release(self, connection: LoopConnection) -> None:
         """Read a connection that was held up again."""
         with self._lock:
             connection.held -= 1
@@ -592,7 +592,7 @@ class EventLoops:
     State: `_loops` and `_added`, under `_lock`. Loops after the first are made when they are first needed.
     """
 
-    def __init__(self, threads: Threads, clock: Clock, count: int | None) -> None:
+    def __init__(self, threads: ThreadPool, clock: Clock, count: int | None) -> None:
         self._make = functools.partial(EventLoop, threads, clock)
         self._count = count if count is not None else default_count()
         self._loops = [self._make()]
@@ -605,11 +605,11 @@ class EventLoops:
     def __iter__(self) -> Iterator[EventLoop]:
         return iter(list(self._loops))
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: LoopConnection) -> None:
         """Let one of the loops read a connection. Raises `ChannelClosed` if they are over."""
         self._next(connection.group).add(connection)
 
-    def reads(self, connection: Connection) -> bool:
+    def reads(self, connection: LoopConnection) -> bool:
         """Is this connection read, so that a loop will close it?"""
         return any(loop.reads(connection) for loop in self)
 
@@ -645,13 +645,13 @@ def _early(early: collections.deque[Any]) -> Frame:
     return frame  # type: ignore[no-any-return]
 
 
-class _Leader:
+class _LeaderRole:
     """The role of a thread that leads."""
 
     def __init__(self, loop: EventLoop, epoch: int) -> None:
         self._loop = loop
         self._epoch = epoch
-        self._held: list[Connection] = []
+        self._held: list[LoopConnection] = []
 
     def pause(self) -> None:
         self._loop.hand_over(self._epoch)

@@ -1,6 +1,6 @@
 """Threads that are reused, and a pool that grows when its threads are blocked rather than busy.
 
-`Threads` starts a function on an idle thread or a new one, without a bound; idle ones end after a while.
+`ThreadPool` starts a function on an idle thread or a new one, without a bound; idle ones end after a while.
 `Executor` runs calls on them: up to `soft` at once. More wait in a queue, but
 
 - a call that is inside a wait we know of (a nested call, `Future.wait`) does not count, and
@@ -13,7 +13,7 @@ A job that has ended is referenced by nobody, since it holds the message that it
 that shared memory of the sender. A thread runs one job after the other, and what it was started
 with lives as long as it does. So a job is given to a thread in a list, from which the thread takes it.
 
-State: `Threads._idle` under its lock; the executor's counters and queue under `Executor._lock`.
+State: `ThreadPool._idle` under its lock; the executor's counters and queue under `Executor._lock`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RETRY = 0.05  # seconds until a thread that the system refused is asked for aga
 _log = logging.getLogger("telegrad")
 
 
-class Threads:
+class ThreadPool:
     """Daemon threads, each running one job at a time. `setup` runs first on each new one.
 
     The thread that was idle for the shortest time is used first: its caches are warm, and so are the threads that
@@ -48,14 +48,14 @@ class Threads:
     def __init__(self, name: str, setup: Job) -> None:
         self._name = name
         self._setup = setup
-        self._idle: list[_Parked] = []
+        self._idle: list[_IdleThread] = []
         self._count = 0
         self._closed = False
         self._lock = threading.Lock()
         self._alive: set[threading.Thread] = set()
 
     def __repr__(self) -> str:
-        return f"<Threads {self._name}: {len(self._alive)} alive, {len(self._idle)} idle>"
+        return f"<ThreadPool {self._name}: {len(self._alive)} alive, {len(self._idle)} idle>"
 
     def start(self, job: Job) -> None:
         """Run `job` at once on a thread of its own."""
@@ -108,7 +108,7 @@ class Threads:
             self._alive.discard(threading.current_thread())
 
     def _next(self) -> Job | None:
-        parked = _Parked()
+        parked = _IdleThread()
         with self._lock:
             if self._closed:
                 return None
@@ -134,7 +134,7 @@ class Threads:
                 thread.join(max(until - time.monotonic(), 0))
 
 
-class _Parked:
+class _IdleThread:
     """An idle thread."""
 
     __slots__ = ("_lock", "job")
@@ -155,7 +155,7 @@ class _Parked:
 class Executor:
     """Runs calls on threads; see the top of the file."""
 
-    def __init__(self, threads: Threads, soft: int, hard: int) -> None:
+    def __init__(self, threads: ThreadPool, soft: int, hard: int) -> None:
         self._threads = threads
         self._soft = soft
         self._hard = hard

@@ -2,7 +2,7 @@
 
 The leader of the `EventLoop` runs a call where it read it, and sends the replies to one peer together. If the function
 waits, the loop goes on without it. A function that was seen to run long, or to block in a wait that we do not know of,
-goes to the executor from then on (`Target` remembers), so it never delays the calls behind it.
+goes to the executor from then on (`ServedFunction` remembers), so it never delays the calls behind it.
 
 Every call is answered exactly once, whatever is raised on the way: unpickling, the function, pickling, `str()` of an
 exception and callbacks run code of the user, and memory or threads may run out. `_owed` holds the calls that have no
@@ -10,7 +10,7 @@ answer yet; `_execute` leaves none behind. `_fail` answers with the exception, e
 that can be sent, the connection ends, and the caller hears of that. Calls that nobody waits for are answered too: their
 callers keep what the calls use until then.
 
-State of an `Inbound`: `_functions` and `_reading` belong to the leader of the loop; `_owed` (calls that are
+State of an `ServerConnection`: `_functions` and `_reading` belong to the leader of the loop; `_owed` (calls that are
 not answered; True for those of users), `_waiting` (calls whose function returned a future) and `_cancelled` are changed
 by single dict and set operations only.
 """
@@ -28,24 +28,24 @@ import torch
 
 from telegrad import blocking
 from telegrad.config import Config
-from telegrad.cuda.exclusive import is_sole
-from telegrad.current import local
+from telegrad.cuda.exclusive import is_exclusive
+from telegrad.current import thread_state
 from telegrad.deadline import Deadline
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError, text_of
 from telegrad.futures import Future
 from telegrad.messages import scope as scopes
-from telegrad.messages.packing import Brought, Envelope, Shared, pack, shared_answer, unpack
-from telegrad.messages.routes import ANYWHERE, Route, backward
+from telegrad.messages.packing import MessageContext, ReceivedResource, SharedReply, pack, shared_reply_for, unpack
+from telegrad.messages.routes import ANY_DEVICE, DeviceRoute, reply_route
 from telegrad.messages.scope import current_scope
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.event_loop import Connection, EventLoop, EventLoops
-from telegrad.scheduling.threads import SLOW, Executor, Threads
-from telegrad.server.functions import Later, Target
-from telegrad.transport.channel import Channel, ChannelClosed, SaidGoodbye, end_quickly
+from telegrad.scheduling.event_loop import EventLoop, EventLoops, LoopConnection
+from telegrad.scheduling.threads import SLOW, Executor, ThreadPool
+from telegrad.server.functions import DeferredReply, ServedFunction
+from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, close_with_reason
 from telegrad.wire import codec
 from telegrad.wire.failures import encode_failure, encode_name_of_failure, remote_traceback
 from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Frame, Kind
-from telegrad.wire.function_table import LIMIT, Function
+from telegrad.wire.function_table import MAX_FUNCTIONS, Function
 
 _FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
 _CORK_BELOW = 1 << 14
@@ -56,34 +56,34 @@ _log = logging.getLogger("telegrad")
 _now = time.perf_counter
 
 
-def _settle(owed: Sequence[Brought]) -> None:
+def _settle(owed: Sequence[ReceivedResource]) -> None:
     for each in owed:
         each.settle()
 
 
-class Host(Protocol):
+class ServerRuntime(Protocol):
     """What serving needs of its agent."""
 
     name: str
-    threads: Threads
+    threads: ThreadPool
     executor: Executor
     clock: Clock
-    loops: EventLoops
+    event_loops: EventLoops
     calls_served: int
     forked: bool
 
     config: Config
 
-    def envelope(self, peer: str, incarnation: str, route: Route) -> Envelope: ...
-    def target(self, function: Function) -> Target: ...
+    def envelope(self, peer: str, incarnation: str, route: DeviceRoute) -> MessageContext: ...
+    def target(self, function: Function) -> ServedFunction: ...
     def allowed(self, function: Function | None) -> bool: ...
-    def inbound_ended(self, inbound: Inbound, error: BaseException) -> None: ...
+    def connection_ended(self, inbound: ServerConnection, error: BaseException) -> None: ...
 
 
-class Inbound(Connection):
+class ServerConnection(LoopConnection):
     """One connection that a peer opened to this agent."""
 
-    def __init__(self, host: Host, channel: Channel, peer: dict[str, Any]) -> None:
+    def __init__(self, host: ServerRuntime, channel: Channel, peer: dict[str, Any]) -> None:
         super().__init__()
         self.peer_name: str = peer["name"]
         self.incarnation: str = peer["incarnation"]
@@ -93,15 +93,15 @@ class Inbound(Connection):
         self.is_shared = self.group == "pipe"  # by many calls; it carries the signs of life
         self._owed: dict[int, bool] = {}
         self._host = host
-        route = backward(peer.get("devices", {}), host.config.unmapped_devices)
+        route = reply_route(peer.get("devices", {}), host.config.unmapped_devices)
         self._envelope = host.envelope(self.peer_name, self.incarnation, route)
-        self._functions: dict[int, Target] = {}
-        self._reading: Target | None = None  # what the leader of the loop is running
+        self._functions: dict[int, ServedFunction] = {}
+        self._reading: ServedFunction | None = None  # what the leader of the loop is running
         self._waiting: dict[int, Any] = {}
         self._cancelled: set[int] = set()
 
     def __repr__(self) -> str:
-        return f"<Inbound from {self.peer_name!r}: {self.channel!r}, {len(self._waiting)} futures>"
+        return f"<ServerConnection from {self.peer_name!r}: {self.channel!r}, {len(self._waiting)} futures>"
 
     @property
     def under_way(self) -> bool:
@@ -122,11 +122,11 @@ class Inbound(Connection):
         """The peer is gone, or this connection to it: nobody waits for what its calls would still answer."""
         if not isinstance(error, ChannelClosed):
             reason = f"worker {self._host.name!r} closed the connection: {text_of(error)}"
-            end_quickly(self.channel, reason, Kind.END)
+            close_with_reason(self.channel, reason, Kind.END)
         self.channel.close()
         for call in list(self._waiting):
             self._cancel(call)
-        self._host.inbound_ended(self, error)
+        self._host.connection_ended(self, error)
 
     def handle(self, frame: Frame) -> None:
         if frame.kind == _CALL:
@@ -141,7 +141,7 @@ class Inbound(Connection):
         elif frame.kind == Kind.CANCEL:
             self._cancel(frame.call)
         elif frame.kind == Kind.BYE:
-            raise SaidGoodbye(frame)
+            raise PeerClosed(frame)
         elif frame.kind != Kind.ALIVE:
             raise ProtocolError(f"a frame of kind {frame.kind} where a call was due")
 
@@ -150,7 +150,7 @@ class Inbound(Connection):
         if self._reading is not None:
             self._reading.seconds = max(self._reading.seconds, 2 * SLOW)
 
-    def _enqueue(self, frame: Frame, target: Target) -> None:
+    def _enqueue(self, frame: Frame, target: ServedFunction) -> None:
         deadline = Deadline.from_wire(frame.left_ms)
 
         def job() -> None:
@@ -174,13 +174,13 @@ class Inbound(Connection):
         if waiting is None:
             return
         self._decline(call)
-        if type(waiting) is Later:
+        if type(waiting) is DeferredReply:
             if waiting.given_up is not None:
                 waiting.given_up()
         elif isinstance(waiting, Future) and waiting.leave() and waiting.is_call:
             waiting.cancel()  # not a promise of the user's: the next caller may be given the same one
 
-    def _target(self, frame: Frame) -> Target | None:
+    def _target(self, frame: Frame) -> ServedFunction | None:
         """The numbered function of a call; None if the function is inside the pickle."""
         if frame.flags & INLINE_FUNCTION:
             return None
@@ -194,23 +194,23 @@ class Inbound(Connection):
     def _define(self, frame: Frame) -> None:
         lost = frame.damage is not None and not len(frame.body)  # there was no memory for the body
         size = int.from_bytes(frame.body[:4], "little")
-        if not 0 < frame.function <= LIMIT or (size > len(frame.body) - 4 and not lost):
+        if not 0 < frame.function <= MAX_FUNCTIONS or (size > len(frame.body) - 4 and not lost):
             raise ProtocolError(f"a definition of {size} bytes for function number {frame.function}")
         try:
             if frame.damage is not None and lost:
                 raise frame.damage
             target = self._host.target(codec.decode(bytes(frame.body[4 : 4 + size])))
         except BaseException as error:
-            target = Target(_Unknown(error))
+            target = ServedFunction(_UndecodableFunction(error))
         self._functions[frame.function] = target
 
-    def _execute(self, frame: Frame, target: Target | None, loop: EventLoop | None = None) -> None:
+    def _execute(self, frame: Frame, target: ServedFunction | None, loop: EventLoop | None = None) -> None:
         """Run a call and send its reply, or arrange for it to be sent. Never raises."""
         self._host.calls_served += 1
         self._owed[frame.call] = target is None or not target.internal
         try:
-            local.caller = self.peer_name
-            local.deadline = Deadline.from_wire(frame.left_ms)
+            thread_state.caller = self.peer_name
+            thread_state.deadline = Deadline.from_wire(frame.left_ms)
             if not frame.flags & SCOPED or not len(frame.body):
                 self._run(frame, target, loop)
             else:
@@ -218,8 +218,8 @@ class Inbound(Connection):
         except BaseException as error:
             self._fail(frame.call, target, error, frame.function)
 
-    def _run_scoped(self, frame: Frame, target: Target | None, loop: EventLoop | None) -> None:
-        scope = scopes.opened(frame.body, self._envelope)
+    def _run_scoped(self, frame: Frame, target: ServedFunction | None, loop: EventLoop | None) -> None:
+        scope = scopes.open_scope(frame.body, self._envelope)
         token = current_scope.set(scope)
         try:
             if scope is None:
@@ -229,9 +229,9 @@ class Inbound(Connection):
         finally:
             current_scope.reset(token)
 
-    def _run(self, frame: Frame, target: Target | None, loop: EventLoop | None) -> None:
+    def _run(self, frame: Frame, target: ServedFunction | None, loop: EventLoop | None) -> None:
         epoch = loop.own_epoch if loop is not None else 0
-        arrivals: list[Brought] = []
+        arrivals: list[ReceivedResource] = []
         try:
             if frame.flags or target is None or frame.damage is not None or self._host.config.only_registered:
                 target, args, kwargs = self._open(frame, target, arrivals)
@@ -251,19 +251,19 @@ class Inbound(Connection):
             del args, kwargs
             for arrival in arrivals:
                 arrival.forget()
-            if target.answers_later or type(value) is Later:
+            if target.is_deferred or type(value) is DeferredReply:
                 _settle(arrivals)
                 self._answer_later(frame.call, target, value)
                 return
         except BaseException:
             _settle(arrivals)
             raise
-        at_rest = torch.cuda._initialized and is_sole(value)  # type: ignore[attr-defined]
-        self._answer(frame.call, target, value, loop, epoch, at_rest, arrivals)
+        exclusive = torch.cuda._initialized and is_exclusive(value)  # type: ignore[attr-defined]
+        self._answer(frame.call, target, value, loop, epoch, exclusive, arrivals)
 
     def _open(
-        self, frame: Frame, target: Target | None, arrivals: list[Brought]
-    ) -> tuple[Target, tuple[Any, ...], dict[str, Any]]:
+        self, frame: Frame, target: ServedFunction | None, arrivals: list[ReceivedResource]
+    ) -> tuple[ServedFunction, tuple[Any, ...], dict[str, Any]]:
         """The function and arguments of a call, of any kind."""
         flags, body = frame.flags, frame.body
         self._check_allowed(target)  # before the arguments are unpickled
@@ -278,12 +278,12 @@ class Inbound(Connection):
         kwargs: dict[str, Any] = {}
         if target is None:
             function, value, kwargs = value
-            target = Target(function)
+            target = ServedFunction(function)
         elif flags & KEYWORDS:
             value, kwargs = value
         return target, value, kwargs
 
-    def _unpack(self, body: Any, buffers: Sequence[Any], arrivals: list[Brought]) -> Any:
+    def _unpack(self, body: Any, buffers: Sequence[Any], arrivals: list[ReceivedResource]) -> Any:
         try:
             return unpack(self._envelope, body, buffers, arrivals)
         except BaseException as error:
@@ -292,7 +292,7 @@ class Inbound(Connection):
                 f"{text_of(error)}. Whatever they refer to must be importable there"
             ) from error
 
-    def _check_allowed(self, target: Target | None) -> None:
+    def _check_allowed(self, target: ServedFunction | None) -> None:
         """A function that is sent by value (no target yet) was never registered."""
         if not self._host.allowed(None if target is None else target.function):
             name = "a function sent by value" if target is None else target.name
@@ -304,13 +304,13 @@ class Inbound(Connection):
     def _answer(
         self,
         call: int,
-        target: Target,
+        target: ServedFunction,
         value: Any,
         loop: EventLoop | None = None,
         epoch: int = 0,
-        at_rest: bool = False,
-        owed: Sequence[Brought] = (),
-        shared: Shared | None = None,
+        exclusive: bool = False,
+        owed: Sequence[ReceivedResource] = (),
+        shared: SharedReply | None = None,
     ) -> None:
         """Send a reply. If the leader of `loop` does, it goes out at the end of this connection's turn.
 
@@ -319,9 +319,9 @@ class Inbound(Connection):
         try:
             envelope = self._envelope
             if target.anywhere:
-                envelope = envelope._replace(route=ANYWHERE)
-            if at_rest:
-                envelope = envelope._replace(at_rest=True)
+                envelope = envelope._replace(route=ANY_DEVICE)
+            if exclusive:
+                envelope = envelope._replace(exclusive=True)
             body, buffers = pack(envelope, value, owed=owed) if shared is None else shared.pack(envelope)
         except BaseException as error:
             _settle(owed)
@@ -333,8 +333,8 @@ class Inbound(Connection):
                 return
             if buffers or len(body) >= _CORK_BELOW:
                 self._send_large(call, body, buffers)
-            elif target.may_wait:
-                self.channel.cork_late(_REPLY, call, body)
+            elif target.reply_may_wait:
+                self.channel.cork_deferred(_REPLY, call, body)
                 self.loop.flush_soon(self)
             else:
                 self.channel.cork(_REPLY, call, body)
@@ -355,7 +355,7 @@ class Inbound(Connection):
         self._answered(call)
 
     def _send_on_a_thread(
-        self, call: int, target: Target, body: bytes, buffers: list[memoryview], shared: Shared
+        self, call: int, target: ServedFunction, body: bytes, buffers: list[memoryview], shared: SharedReply
     ) -> None:
         """Send one of several large replies: neither who completed the future nor other receivers wait for this one."""
 
@@ -379,9 +379,9 @@ class Inbound(Connection):
         finally:
             blocking.resume(role)
 
-    def _answer_later(self, call: int, target: Target, value: Any) -> None:
+    def _answer_later(self, call: int, target: ServedFunction, value: Any) -> None:
         """The function returned a future: reply when it completes. If all its callers give up, it is cancelled."""
-        is_later = type(value) is Later
+        is_later = type(value) is DeferredReply
         if not is_later and not isinstance(value, torch._C.Future):  # what torch's own `then` returns is only that
             raise UsageError(
                 f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
@@ -389,10 +389,12 @@ class Inbound(Connection):
             )
         if isinstance(value, Future):
             value.join()
-        self._waiting[call] = value  # a `Later` belongs to others too, whether or not they wait for it right now
+        self._waiting[call] = (
+            value  # a `DeferredReply` belongs to others too, whether or not they wait for it right now
+        )
         scope = current_scope.get()
 
-        def reply(done: Any, shared: Shared | None = None) -> None:
+        def reply(done: Any, shared: SharedReply | None = None) -> None:
             if self._waiting.pop(call, None) is None:
                 return  # cancelled
             token = current_scope.set(scope)
@@ -401,7 +403,7 @@ class Inbound(Connection):
                 if scope is not None:
                     shared = None  # gradients travel with what it is sent
                 elif shared is None:
-                    shared = shared_answer(answer)
+                    shared = shared_reply_for(answer)
                 self._answer(call, target, answer, shared=shared)
             except BaseException as error:
                 self._fail(call, target, error)
@@ -413,9 +415,9 @@ class Inbound(Connection):
         if is_later:
             value.listen(reply)
         else:
-            _Waiters.add(value, reply)
+            _FutureReplies.add(value, reply)
 
-    def _fail(self, call: int, target: Target | None, error: BaseException, function: int = 0) -> None:
+    def _fail(self, call: int, target: ServedFunction | None, error: BaseException, function: int = 0) -> None:
         """Answer a call with an error; if that cannot be, end the connection. Never raises.
 
         A caller that is told the number of its `function` defines it again with the next call.
@@ -423,7 +425,7 @@ class Inbound(Connection):
         if call not in self._owed:
             return  # it was answered before this error was raised
         name = target.name if target is not None else "a function sent by value"
-        unknown = function if target is not None and type(target.function) is _Unknown else 0
+        unknown = function if target is not None and type(target.function) is _UndecodableFunction else 0
         try:
             if not isinstance(error, TelegradError):
                 _log.warning("%s called %s, which raised\n%s", self.peer_name, name, remote_traceback(error))
@@ -450,10 +452,10 @@ class Inbound(Connection):
             self._cancelled.discard(call)
 
 
-_Reply = Callable[[Any, Shared | None], None]
+_Reply = Callable[[Any, SharedReply | None], None]
 
 
-class _Waiters:
+class _FutureReplies:
     """The calls that one future answers: together, when it completes, so that its value is packed and copied once.
 
     They get what the value is at that moment. `_replies` is None from then on.
@@ -466,13 +468,13 @@ class _Waiters:
     def add(cls, future: Any, reply: _Reply) -> None:
         """Call `reply(future, shared)` when the future completes, or at once if it has."""
         with _joining:
-            waiters = getattr(future, _WAITERS, None)
+            waiters = getattr(future, _REPLIES_ATTRIBUTE, None)
             if waiters is not None and waiters._replies is not None:
                 waiters._replies.append(reply)
                 return
             waiters = cls(reply)
             try:
-                setattr(future, _WAITERS, waiters)
+                setattr(future, _REPLIES_ATTRIBUTE, waiters)
             except AttributeError:
                 pass  # one of torch's that has no attributes: each of its calls is answered by itself
         future.add_done_callback(waiters._complete)
@@ -483,7 +485,7 @@ class _Waiters:
         shared = None
         if len(replies) > 1:
             try:
-                shared = Shared(done.value())
+                shared = SharedReply(done.value())
             except BaseException as error:  # each of the calls fails with it
                 _log.debug("%d calls fail together: %s", len(replies), type(error))
         try:
@@ -494,11 +496,11 @@ class _Waiters:
                 shared.close()
 
 
-_WAITERS = "_telegrad_waiters"
+_REPLIES_ATTRIBUTE = "_telegrad_waiters"
 _joining = threading.Lock()
 
 
-class _Unknown:
+class _UndecodableFunction:
     """Stands for a function whose definition could not be received or unpickled; calling it says so.
 
     It keeps what went wrong as text: the exception would keep the message that it was raised for.

@@ -1,6 +1,7 @@
 """Functions that peers call here: how they are marked, and what is known of them.
 
-State: the figures of a `Target` are statistics: races lose a sample. `_trusted` grows while modules are imported.
+State: the figures of a `ServedFunction` are statistics: races lose a sample. `_trusted` grows while modules are
+imported.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch.futures
 
 from telegrad.errors import as_exception
 from telegrad.futures import Future
-from telegrad.messages.routes import ANYWHERE_MARK
+from telegrad.messages.routes import ANY_DEVICE_MARK
 from telegrad.wire.function_table import Function, describe
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,7 +34,7 @@ class Promise(Protocol):
         """The value; raises what there is instead."""
 
 
-class Later:
+class DeferredReply:
     """What a function returns whose value is that of a future or promise: like `async_execution`, call by call.
 
     `given_up()` is called if the caller no longer waits: it cancelled, its deadline passed, or it is gone.
@@ -71,11 +72,11 @@ def _keep(promise: Promise, future: Future[Any]) -> None:
 
 
 def serve_as(function: Function, served: Function) -> None:
-    """When a peer calls `function`, run `served` instead. It may answer with `Later`; `function` itself may not."""
+    """When a peer calls `function`, run `served` instead, which may return a `DeferredReply`."""
     setattr(function, _SERVED_MARK, served)
 
 
-def as_served(function: Function) -> Function:
+def served_form(function: Function) -> Function:
     """What runs when a peer calls `function`, which may be a bound method."""
     served = getattr(function, _SERVED_MARK, None)
     if served is None:
@@ -106,34 +107,36 @@ def internal(function: F) -> F:
     return trusted(function)
 
 
-class Target:
+class ServedFunction:
     """A function that peers call here, and how long it takes."""
 
     __slots__ = (
-        "answers_later",
         "anywhere",
         "function",
         "internal",
-        "may_wait",
+        "is_deferred",
         "must_run",
         "name",
+        "reply_may_wait",
         "run",
         "seconds",
     )
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.run = as_served(function)
+        self.run = served_form(function)
         self.name = describe(function)
-        self.answers_later = getattr(self.run, ASYNC_MARK, None) is not None
+        self.is_deferred = getattr(self.run, ASYNC_MARK, None) is not None
         self.internal = hasattr(function, _INTERNAL_MARK)
-        self.anywhere = hasattr(function, ANYWHERE_MARK)
+        self.anywhere = hasattr(function, ANY_DEVICE_MARK)
         self.must_run = bool(getattr(function, "must_run", False))  # even if its caller no longer waits
-        self.may_wait = bool(getattr(function, "answer_may_wait", False))  # a moment, until the worker has less to do
+        self.reply_may_wait = bool(
+            getattr(function, "answer_may_wait", False)
+        )  # a moment, until the worker has less to do
         self.seconds = -1.0  # a moving average; negative: never run
 
     def __repr__(self) -> str:
-        return f"<Target {self.name} {self.seconds * 1e6:.0f} us>"
+        return f"<ServedFunction {self.name} {self.seconds * 1e6:.0f} us>"
 
     def took(self, seconds: float) -> None:
         known = self.seconds

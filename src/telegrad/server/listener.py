@@ -22,21 +22,21 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
 
-from telegrad.client.peer import Dialled
+from telegrad.client.peer import DialedConnection
 from telegrad.config import Config
 from telegrad.errors import AuthenticationError, PeerLost, ProtocolError
 from telegrad.group.membership import Member
-from telegrad.messages.routes import is_map
+from telegrad.messages.routes import is_device_map
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.threads import Threads
-from telegrad.server.connection import Host, Inbound
+from telegrad.scheduling.threads import ThreadPool
+from telegrad.server.connection import ServerConnection, ServerRuntime
 from telegrad.transport import in_process, segment_transfer, sockets
-from telegrad.transport.channel import Channel, ChannelClosed, SaidGoodbye, end_quickly, say_goodbye
-from telegrad.transport.segment_transfer import Segments
-from telegrad.transport.shared_memory import Arena, Mappings, Segment, Sharing
+from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, close_with_reason, send_goodbye
+from telegrad.transport.segment_transfer import SegmentSender
+from telegrad.transport.shared_memory import SegmentAllocator, SegmentMappings, SharedMemoryTransfer, SharedSegment
 from telegrad.transport.stream import StreamChannel
 from telegrad.wire import handshake
-from telegrad.wire.buffer_pool import Pool
+from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.handshake import Introduction
 
 _INTRODUCTION: dict[str, type | tuple[type, ...]] = {
@@ -52,42 +52,42 @@ _log = logging.getLogger("telegrad")
 _in_process: weakref.WeakValueDictionary[str, Connections] = weakref.WeakValueDictionary()
 
 
-class _AnotherAnswers(ProtocolError):
+class _WrongWorker(ProtocolError):
     """Another worker, or another incarnation, listens at an address."""
 
 
-class Owner(Host, Protocol):
+class ListenerRuntime(ServerRuntime, Protocol):
     """What connections need of their agent."""
 
     config: Config
     clock: Clock
-    threads: Threads
+    threads: ThreadPool
     closing: bool
-    me: Member
+    local_member: Member
     group: str
 
-    def peer_gone(self, name: str, incarnation: str, last_words: str = "") -> None: ...
+    def declare_lost(self, name: str, incarnation: str, last_words: str = "") -> None: ...
     def is_lost(self, incarnation: str) -> bool: ...
-    def unheard(self, name: str, incarnation: str) -> None: ...
+    def check_silent_peer(self, name: str, incarnation: str) -> None: ...
 
 
 class Connections:
     """The transports of one agent."""
 
-    def __init__(self, owner: Owner, config: Config, secret: bytes) -> None:
+    def __init__(self, owner: ListenerRuntime, config: Config, secret: bytes) -> None:
         self._owner = owner
         self._config = config
         self._secret = secret
-        self._pool = Pool()
-        self.arena = Arena(config.shared_memory_floor, config.shared_memory_limit)
-        self.mappings = Mappings()
+        self._pool = BufferPool()
+        self.arena = SegmentAllocator(config.shared_memory_floor, config.shared_memory_limit)
+        self.mappings = SegmentMappings()
         self.counters: Counter[str] = Counter()
         self._listeners: list[socket.socket] = []
         self._strangers: set[socket.socket] = set()
         self._dialling: dict[str, set[socket.socket]] = {}  # by incarnation: connections that are being made
-        self._inbounds: set[Inbound] = set()
+        self._inbounds: set[ServerConnection] = set()
         self._last_words: dict[str, str] = {}
-        self._segments = Segments(self._connect)
+        self._segments = SegmentSender(self._connect)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._closed = threading.Event()
@@ -97,7 +97,7 @@ class Connections:
         return f"<Connections {self.addresses} {len(self._inbounds)} inbound, {dict(self.counters)}>"
 
     @property
-    def inbounds(self) -> list[Inbound]:
+    def server_connections(self) -> list[ServerConnection]:
         with self._lock:
             return list(self._inbounds)
 
@@ -123,7 +123,7 @@ class Connections:
 
     # Outbound
 
-    def dial(self, member: Member, purpose: str, timeout: float | None = None) -> Dialled:
+    def dial(self, member: Member, purpose: str, timeout: float | None = None) -> DialedConnection:
         """A channel to a member by the best transport that works.
 
         Raises `TimeoutError` after `timeout` seconds, and `PeerLost` if the member cannot be reached.
@@ -167,7 +167,7 @@ class Connections:
                 self._connect(address, member, "probe")[0].close()
             except ConnectionRefusedError:
                 continue  # nobody listens there any more
-            except _AnotherAnswers:
+            except _WrongWorker:
                 continue
             except (OSError, ProtocolError):
                 alive = None
@@ -175,7 +175,7 @@ class Connections:
             return True
         return alive
 
-    def _dial_memory(self, address: str, member: Member, purpose: str) -> Dialled:
+    def _dial_memory(self, address: str, member: Member, purpose: str) -> DialedConnection:
         other = _in_process.get(address)
         if other is None:
             raise ProtocolError("another process")
@@ -184,15 +184,15 @@ class Connections:
         self._verify(peer, member)
         mine, theirs = in_process.pair(self._pool)
         other._welcome(theirs, client_said)
-        return Dialled(mine, float(peer["heartbeat"]))
+        return DialedConnection(mine, float(peer["heartbeat"]))
 
-    def _dial_socket(self, address: str, member: Member, purpose: str, until: float) -> Dialled:
+    def _dial_socket(self, address: str, member: Member, purpose: str, until: float) -> DialedConnection:
         sock, peer = self._connect(address, member, purpose, until)
         try:
             unix = _unix_address(member.addresses)
             sharing = self._sharing(member.incarnation, unix) if sock.family == socket.AF_UNIX else None
             channel = StreamChannel(sock, self._pool, self._config.max_frame, sharing, self._peer_limit(peer))
-            return Dialled(channel, float(peer["heartbeat"]))
+            return DialedConnection(channel, float(peer["heartbeat"]))
         except BaseException:
             sock.close()
             raise
@@ -224,7 +224,7 @@ class Connections:
 
     def _verify(self, peer: Introduction, member: Member) -> None:
         if peer.get("incarnation") != member.incarnation:
-            raise _AnotherAnswers(f"{peer.get('name')!r} answered in place of {member.name!r}")
+            raise _WrongWorker(f"{peer.get('name')!r} answered in place of {member.name!r}")
 
     # Inbound
 
@@ -265,7 +265,7 @@ class Connections:
             sockets.check_user(sock)
             peer = sockets.shake_hands(sock, self._server_steps(), self._config.connect_timeout)
             if peer["purpose"] == "segment":
-                segment_transfer.take(sock, peer["incarnation"], self.mappings)
+                segment_transfer.receive_segment(sock, peer["incarnation"], self.mappings)
                 return
             if peer["purpose"] == "probe":
                 sock.close()
@@ -310,7 +310,7 @@ class Connections:
             return "this worker belongs to another group"
         if not all(isinstance(peer.get(name), kind) for name, kind in _INTRODUCTION.items()):
             return "the introduction makes no sense"
-        if not is_map(peer.get("devices", {})):
+        if not is_device_map(peer.get("devices", {})):
             return "the device map makes no sense"
         if peer.get("purpose") not in ("lane", "pipe", "segment", "probe"):
             return f"unknown purpose {peer.get('purpose')!r}"
@@ -319,7 +319,7 @@ class Connections:
         return None
 
     def _welcome(self, channel: Channel, peer: Introduction) -> None:
-        inbound = Inbound(self._owner, channel, peer)
+        inbound = ServerConnection(self._owner, channel, peer)
         with self._lock:
             self._inbounds.add(inbound)
         if self._owner.closing or self._owner.is_lost(inbound.incarnation):
@@ -327,10 +327,10 @@ class Connections:
         else:
             self._serve(inbound)
 
-    def _serve(self, inbound: Inbound) -> None:
+    def _serve(self, inbound: ServerConnection) -> None:
         """Begin to serve a connection. If the system refuses a thread, try again: until then, its calls wait."""
         try:
-            self._owner.loops.add(inbound)
+            self._owner.event_loops.add(inbound)
         except ChannelClosed as error:
             inbound.ended(error)
         except RuntimeError as error:
@@ -339,13 +339,13 @@ class Connections:
                 again = functools.partial(self._serve, inbound)
                 self._owner.clock.at(time.monotonic() + _ACCEPT_AGAIN, again)
 
-    def ended(self, inbound: Inbound, error: BaseException) -> None:
-        """An inbound connection is over. After the last one its peer may be gone, which `Agent.unheard` finds out."""
+    def ended(self, inbound: ServerConnection, error: BaseException) -> None:
+        """An inbound connection is over. See `Agent.check_silent_peer`."""
         if isinstance(error, ProtocolError):
             self.counters["closed: protocol"] += 1
             _log.warning("worker %r closed the connection from %r: %s", self._owner.name, inbound.peer_name, error)
         with self._lock:
-            if isinstance(error, SaidGoodbye):
+            if isinstance(error, PeerClosed):
                 self._last_words[inbound.incarnation] = error.words
             self._inbounds.discard(inbound)
             gone = not any(each.incarnation == inbound.incarnation for each in self._inbounds)
@@ -354,14 +354,14 @@ class Connections:
             return
         words = self._last_words.pop(inbound.incarnation, None)
         if words is not None:
-            self._owner.peer_gone(inbound.peer_name, inbound.incarnation, words)
+            self._owner.declare_lost(inbound.peer_name, inbound.incarnation, words)
         else:
-            self._owner.unheard(inbound.peer_name, inbound.incarnation)
+            self._owner.check_silent_peer(inbound.peer_name, inbound.incarnation)
 
     def wait_until_alone(self, timeout: float) -> bool:
         """Wait until every other worker has closed its connections to this one."""
         until = time.monotonic() + timeout
-        me = self._owner.me.incarnation
+        me = self._owner.local_member.incarnation
         with self._lock:
             while any(each.incarnation != me for each in self._inbounds):
                 left = until - time.monotonic()
@@ -369,11 +369,11 @@ class Connections:
                     return False
         return True
 
-    def _sharing(self, incarnation: str, unix_address: str) -> Sharing:
-        def announce(segment: Segment, until: float) -> bool:
+    def _sharing(self, incarnation: str, unix_address: str) -> SharedMemoryTransfer:
+        def announce(segment: SharedSegment, until: float) -> bool:
             return self._segments.announce(segment, incarnation, unix_address, until)
 
-        return Sharing(self.arena, self.mappings, incarnation, announce)
+        return SharedMemoryTransfer(self.arena, self.mappings, incarnation, announce)
 
     def forget(self, incarnation: str) -> None:
         """A peer is gone: nothing that was shared with it is used again, and nobody waits for it to answer."""
@@ -403,7 +403,7 @@ class Connections:
         for inbound in inbounds:
             if last_words is not None:
                 _finish(inbound.channel)
-            say_goodbye(inbound.channel, last_words)
+            send_goodbye(inbound.channel, last_words)
             inbound.channel.shut()
         self.arena.close()
         self.mappings.close()
@@ -417,12 +417,12 @@ class Connections:
 
     def shut_all(self, incarnation: str, last_words: str) -> None:
         """End the connections of a peer that was given up, and tell it why."""
-        for inbound in self.inbounds:
+        for inbound in self.server_connections:
             if inbound.incarnation == incarnation:
-                end_quickly(inbound.channel, last_words)
+                close_with_reason(inbound.channel, last_words)
 
     def _introduce(self, purpose: str, to: str = "") -> Introduction:
-        me = self._owner.me
+        me = self._owner.local_member
         return {
             "name": me.name,
             "rank": me.rank,
@@ -447,7 +447,7 @@ class Connections:
 def _finish(channel: Channel) -> None:
     """Send the answers that waited."""
     try:
-        channel.flush_late()
+        channel.flush_deferred()
     except ChannelClosed as error:
         _log.debug("nobody is left to take an answer: %s", error)
 

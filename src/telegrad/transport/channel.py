@@ -17,7 +17,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from telegrad.transport.shared_memory import Copies
+from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire.frames import Frame, Kind
 
 _log = logging.getLogger("telegrad")
@@ -35,15 +35,15 @@ class SendTimeout(TimeoutError):
         self.begun = begun
 
 
-class SaidGoodbye(ChannelClosed):
+class PeerClosed(ChannelClosed):
     """The peer left on its own account. `words` is what it said."""
 
     def __init__(self, frame: Frame) -> None:
         super().__init__("the peer said good-bye")
-        self.words = words_of(frame)
+        self.words = text_of_frame(frame)
 
 
-def words_of(frame: Frame) -> str:
+def text_of_frame(frame: Frame) -> str:
     """Return the text of a BYE or an END."""
     return bytes(frame.body).decode("utf-8", "replace")
 
@@ -67,14 +67,14 @@ class Channel(ABC):
         left_ms: int = 0,
         flags: int = 0,
         timeout: float | None = None,
-        copies: Copies | None = None,
+        copies: SharedCopies | None = None,
     ) -> None:
         """Send one frame. Raises `SendTimeout` if the peer takes nothing for `timeout` seconds.
 
         Messages with the same `copies` have the same buffers: they may be copied once for all receivers.
         """
 
-    def copy_for_many(self, copies: Copies, number: int, buffer: memoryview) -> memoryview | None:
+    def copy_to_shared_block(self, copies: SharedCopies, number: int, buffer: memoryview) -> memoryview | None:
         """Copy the buffer with this number to where receivers of `copies` find it. None: there is no such place."""
         return None
 
@@ -86,12 +86,12 @@ class Channel(ABC):
     def cork(self, kind: int, call: int, body: bytes) -> None:
         """Queue a small frame."""
 
-    def cork_late(self, kind: int, call: int, body: bytes) -> None:
-        """Queue a small frame that only `flush_late` sends."""
+    def cork_deferred(self, kind: int, call: int, body: bytes) -> None:
+        """Queue a small frame that only `flush_deferred` sends."""
         self.offer(kind, call, body)
 
-    def flush_late(self) -> None:
-        """Send what `cork_late` queued, and all else, without waiting."""
+    def flush_deferred(self) -> None:
+        """Send what `cork_deferred` queued, and all else, without waiting."""
         self.flush_nowait()
 
     @abstractmethod
@@ -145,7 +145,7 @@ class Channel(ABC):
         """Free this process's copy of the channel without ending the conversation: for the child of a fork."""
 
 
-def say_goodbye(channel: Channel, last_words: str | None) -> None:
+def send_goodbye(channel: Channel, last_words: str | None) -> None:
     """Tell the peer that this side leaves, and why; None: leave without a word."""
     if last_words is not None:
         try:
@@ -154,7 +154,7 @@ def say_goodbye(channel: Channel, last_words: str | None) -> None:
             _log.debug("nobody is left to hear the good-bye: %s", error)
 
 
-def end_quickly(channel: Channel, last_words: str | None, kind: Kind = Kind.BYE) -> None:
+def close_with_reason(channel: Channel, last_words: str | None, kind: Kind = Kind.BYE) -> None:
     """Shut a channel; tell the peer why if it takes that at once. `Kind.END`: other connections with it go on."""
     if last_words is not None:
         try:

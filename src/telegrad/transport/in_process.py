@@ -1,7 +1,7 @@
 """A channel between two agents of one process: frames are handed over, buffers are copied once into pooled memory.
 
-State: each end has an inbox (a queue of frames, None for the end). The `_Line` between them says whether it is over,
-which it only ever becomes; nothing is put into an inbox after the end, by neither side. Its lock guards that.
+State: each end has an inbox (a queue of frames, None for the end). The `_ChannelState` between them says whether it is
+over, which it only ever becomes; nothing is put into an inbox after the end, by neither side. Its lock guards that.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import threading
 from collections.abc import Sequence
 
 from telegrad.transport.channel import Channel, ChannelClosed
-from telegrad.transport.shared_memory import Copies
-from telegrad.wire.buffer_pool import Pool
+from telegrad.transport.shared_memory import SharedCopies
+from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import Frame
 
 Inbox = queue.SimpleQueue[Frame | None]
 _popleft = collections.deque.popleft
 
 
-class _Line:
+class _ChannelState:
     """What the two ends share."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class _Line:
 class MemoryChannel(Channel):
     kind = "memory"
 
-    def __init__(self, inbox: Inbox, outbox: Inbox, pool: Pool, line: _Line) -> None:
+    def __init__(self, inbox: Inbox, outbox: Inbox, pool: BufferPool, line: _ChannelState) -> None:
         self._inbox = inbox
         self._outbox = outbox
         self._pool = pool
@@ -54,7 +54,7 @@ class MemoryChannel(Channel):
         left_ms: int = 0,
         flags: int = 0,
         timeout: float | None = None,
-        copies: Copies | None = None,
+        copies: SharedCopies | None = None,
     ) -> None:
         own = [self._copy(buffer) for buffer in buffers]
         frame = Frame(kind, flags, call, function, left_ms, body, own)
@@ -131,11 +131,11 @@ class MemoryChannel(Channel):
         return copy
 
 
-def pair(pool: Pool) -> tuple[MemoryChannel, MemoryChannel]:
+def pair(pool: BufferPool) -> tuple[MemoryChannel, MemoryChannel]:
     """Two channels that are each other's peer."""
     left: Inbox = queue.SimpleQueue()
     right: Inbox = queue.SimpleQueue()
-    line = _Line()
+    line = _ChannelState()
     near, far = MemoryChannel(left, right, pool, line), MemoryChannel(right, left, pool, line)
     line.ends = near, far
     return near, far

@@ -15,10 +15,10 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from telegrad.errors import ProtocolError
-from telegrad.transport.shared_memory import Mappings, Segment
+from telegrad.transport.shared_memory import SegmentMappings, SharedSegment
 from telegrad.wire.handshake import Introduction
 
-Connect = Callable[[str, None, str, float], tuple[socket.socket, Introduction]]
+ConnectFunction = Callable[[str, None, str, float], tuple[socket.socket, Introduction]]
 
 _NUMBER = struct.Struct("<I")
 _DONE = b"\x01"
@@ -26,18 +26,18 @@ _TRY_AGAIN = 5.0  # seconds
 _log = logging.getLogger("telegrad")
 
 
-class Segments:
+class SegmentSender:
     """The segments of this agent that peers know."""
 
-    def __init__(self, connect: Connect) -> None:
+    def __init__(self, connect: ConnectFunction) -> None:
         self._connect = connect
         self._announced: defaultdict[str, set[int]] = defaultdict(set)
         self._failed: dict[str, float] = {}  # peers that could not be reached: when to try again
 
     def __repr__(self) -> str:
-        return f"<Segments {dict(self._announced)}>"
+        return f"<SegmentSender {dict(self._announced)}>"
 
-    def announce(self, segment: Segment, incarnation: str, address: str, until: float) -> bool:
+    def announce(self, segment: SharedSegment, incarnation: str, address: str, until: float) -> bool:
         """Make sure that a peer has mapped a segment. False if that is not possible: its buffers go by the socket.
 
         A peer that did not answer in time is not asked again for a while: each of many buffers would wait for it.
@@ -66,7 +66,7 @@ class Segments:
         self._failed.pop(incarnation, None)
 
 
-def take(sock: socket.socket, incarnation: str, mappings: Mappings) -> None:
+def receive_segment(sock: socket.socket, incarnation: str, mappings: SegmentMappings) -> None:
     """The receiving side: map the segment that a proven peer passes, and say so."""
     with sock:
         data, fds, _, _ = socket.recv_fds(sock, _NUMBER.size, 1)

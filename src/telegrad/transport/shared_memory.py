@@ -1,6 +1,7 @@
 """Large buffers through shared memory: the sender copies once, the receiver's tensor sits on the very same pages.
 
-A sender's `Arena` owns segments (memfds). A segment's first page holds one byte per slot; the rest is blocks:
+A sender's `SegmentAllocator` owns segments (memfds). A segment's first page holds one byte per slot; the rest is
+blocks:
 
     FREE (0)   nobody uses the block: the sender may give it out again
     SENT (1)   the sender wrote it and told the receiver about it in a frame
@@ -10,14 +11,14 @@ Only the sender moves FREE -> SENT, only the receiver SENT -> TAKEN -> FREE, the
 store to memory, safe inside the garbage collector; the sender notices when it next needs room. A receiver learns
 of a segment once, over a connection of its own that passes the memfd.
 
-One block may be sent to several receivers (`Copies`). Each has a slot of its own, and the block is free when all slots
-are. Such a receiver maps the segment a second time, privately: the pages that it writes to become its own.
+One block may be sent to several receivers (`SharedCopies`). Each has a slot of its own, and the block is free when all
+slots are. Such a receiver maps the segment a second time, privately: the pages that it writes to become its own.
 
-State: the arena's segments and their free lists, under `Arena._lock`, for which the clock waits, too: nobody holds it
-while pages are faulted in, which takes seconds for gigabytes; the receiver's `Mappings`, under its lock.
-A block whose fate is unknown (the connection that it was sent through ended while it was SENT, or its receiver was
-lost) is never used again. Its segment is *draining* from then on: no new block is taken from it. Other connections may
-still carry frames that name its blocks, and their receivers must find it. So it is *retired*, which lets receivers
+State: the arena's segments and their free lists, under `SegmentAllocator._lock`, for which the clock waits, too: nobody
+holds it while pages are faulted in, which takes seconds for gigabytes; the receiver's `SegmentMappings`, under its
+lock. A block whose fate is unknown (the connection that it was sent through ended while it was SENT, or its receiver
+was lost) is never used again. Its segment is *draining* from then on: no new block is taken from it. Other connections
+may still carry frames that name its blocks, and their receivers must find it. So it is *retired*, which lets receivers
 unmap it, only when no block of it is on its way through a connection that is open. The kernel frees it with the last
 mapping.
 """
@@ -43,11 +44,11 @@ import numpy as np
 import numpy.typing as npt
 
 from telegrad.errors import ProtocolError
-from telegrad.wire.frames import Place
+from telegrad.wire.frames import BufferPlace
 
 FREE, SENT, TAKEN = 0, 1, 2
 SLOTS = 4096 - 1
-PRIVATE = 1 << 31  # in `Place.slot`: others may receive the same block, so it is mapped privately
+PRIVATE = 1 << 31  # in `BufferPlace.slot`: others may receive the same block, so it is mapped privately
 _RETIRED_AT = SLOTS  # the last byte of the first page: 1 when the sender is done with the segment
 _PAGE = 4096
 _SMALLEST = 64 << 20
@@ -70,14 +71,14 @@ class SegmentUnknown(Exception):
 
 
 @dataclass(eq=False)
-class Block:
+class SharedBlock:
     offset: int
     size: int
     peer: str
     sender: object  # the connection that it is sent through; None when that has ended
 
 
-class Segment:
+class SharedSegment:
     """Memory that this agent shares with peers. Used under the lock of its arena."""
 
     def __init__(self, number: int, size: int) -> None:
@@ -91,16 +92,16 @@ class Segment:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._map = mmap.mmap(self.fd, size)
         self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
-        self.used: dict[int, Block] = {}
+        self.used: dict[int, SharedBlock] = {}
         self._sharers: dict[int, int] = {}  # by offset: slots of a block that has several
         self._free = [(_PAGE, size - _PAGE)]
         self._touched = _PAGE
         self._slots = list(range(SLOTS - 1, -1, -1))
 
     def __repr__(self) -> str:
-        return f"<Segment {self.number}: {self.size >> 20} MiB, {len(self.used)} blocks>"
+        return f"<SharedSegment {self.number}: {self.size >> 20} MiB, {len(self.used)} blocks>"
 
-    def take(self, nbytes: int, peer: str, sender: object) -> Place | None:
+    def take(self, nbytes: int, peer: str, sender: object) -> BufferPlace | None:
         """A block at the lowest free offset, so that warm pages are used first. None: no room."""
         size = -(-nbytes // _PAGE) * _PAGE
         for index, (offset, room) in enumerate(self._free):
@@ -108,17 +109,17 @@ class Segment:
                 rest = [(offset + size, room - size)] if room > size else []
                 self._free[index : index + 1] = rest
                 slot = self._slots.pop()
-                self.used[slot] = Block(offset, size, peer, sender)
+                self.used[slot] = SharedBlock(offset, size, peer, sender)
                 self.bytes[slot] = SENT
-                return Place(nbytes, offset, self.number, slot)
+                return BufferPlace(nbytes, offset, self.number, slot)
         return None
 
-    def take_again(self, place: Place, peer: str, sender: object) -> Place | None:
+    def take_again(self, place: BufferPlace, peer: str, sender: object) -> BufferPlace | None:
         """Another slot for a block that has one, which must stay in use meanwhile. None: there is none left."""
         if not self._slots:
             return None
         slot = self._slots.pop()
-        self.used[slot] = Block(place.offset, self.used[place.slot].size, peer, sender)
+        self.used[slot] = SharedBlock(place.offset, self.used[place.slot].size, peer, sender)
         self._sharers[place.offset] = self._sharers.get(place.offset, 1) + 1
         self.bytes[slot] = SENT
         return place._replace(slot=slot)
@@ -171,7 +172,7 @@ class Segment:
     def retire(self) -> None:
         self.bytes[_RETIRED_AT] = 1
 
-    def warm(self, place: Place) -> bool:
+    def warm(self, place: BufferPlace) -> bool:
         """Fault new pages in at once instead of one by one during the copy. False: there is no memory for them.
 
         Called without the lock, for as long as it may take. Two threads may fault the same pages in.
@@ -184,22 +185,22 @@ class Segment:
         return True
 
 
-class Arena:
+class SegmentAllocator:
     """The shared memory that one agent sends from."""
 
     def __init__(self, floor: int, limit: int) -> None:
         self.floor = floor
         self._limit = limit
-        self._segments: list[Segment] = []
-        self._draining: list[Segment] = []
+        self._segments: list[SharedSegment] = []
+        self._draining: list[SharedSegment] = []
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Arena {self._segments}{f', {len(self._draining)} draining' if self._draining else ''}>"
+        return f"<SegmentAllocator {self._segments}{f', {len(self._draining)} draining' if self._draining else ''}>"
 
-    def take(self, nbytes: int, peer: str, sender: object) -> tuple[Segment, Place] | None:
+    def take(self, nbytes: int, peer: str, sender: object) -> tuple[SharedSegment, BufferPlace] | None:
         """Room for one buffer, or None if there is none within the limit, or no memory."""
         found = self._reserve(nbytes, peer, sender)
         if found is None:
@@ -213,7 +214,7 @@ class Arena:
                 self.take_back([place])
         return found if is_warm else None
 
-    def _reserve(self, nbytes: int, peer: str, sender: object) -> tuple[Segment, Place] | None:
+    def _reserve(self, nbytes: int, peer: str, sender: object) -> tuple[SharedSegment, BufferPlace] | None:
         with self._lock:
             for segment in self._segments:
                 segment.sweep()
@@ -224,7 +225,7 @@ class Arena:
             if self._closed or sum(each.size for each in self._segments) + size > self._limit:
                 return None
             try:
-                segment = Segment(next(self._numbers), size)
+                segment = SharedSegment(next(self._numbers), size)
             except (OSError, MemoryError, ValueError) as error:
                 _log.info("no shared memory of %d bytes (%s); using the socket", size, error)
                 return None
@@ -232,19 +233,19 @@ class Arena:
             place = segment.take(nbytes, peer, sender)
             return None if place is None else (segment, place)
 
-    def take_for_many(self, nbytes: int) -> tuple[Segment, Place] | None:
+    def take_for_many(self, nbytes: int) -> tuple[SharedSegment, BufferPlace] | None:
         """Room for a buffer that goes to several receivers. It stays in use until `take_back`."""
         found = self.take(nbytes, "", None)
         if found is not None:
             found[0].bytes[found[1].slot] = TAKEN
         return found
 
-    def take_again(self, segment: Segment, place: Place, peer: str, sender: object) -> Place | None:
+    def take_again(self, segment: SharedSegment, place: BufferPlace, peer: str, sender: object) -> BufferPlace | None:
         """Let one more receiver have a block. None: the segment is no longer used."""
         with self._lock:
             return segment.take_again(place, peer, sender) if segment in self._segments else None
 
-    def take_back(self, places: Sequence[Place]) -> None:
+    def take_back(self, places: Sequence[BufferPlace]) -> None:
         """Return the blocks of a frame that no receiver was told of."""
         with self._lock:
             segments = {segment.number: segment for segment in (*self._segments, *self._draining)}
@@ -291,7 +292,7 @@ class Arena:
         self._draining = [segment for segment in self._draining if not segment.retire_if_drained()]
 
 
-class Mapped:
+class MappedSegment:
     """A segment of another agent, mapped here."""
 
     def __init__(self, fd: int) -> None:
@@ -301,7 +302,7 @@ class Mapped:
         weakref.finalize(self, os.close, self._fd).atexit = False
         self._touched = _PAGE
 
-    def private_view(self, place: Place) -> Bytes:
+    def private_view(self, place: BufferPlace) -> Bytes:
         """Memory that others have, too, until somebody writes to it."""
         if self.private is None:
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
@@ -310,12 +311,12 @@ class Mapped:
         _populate(self.private, place.offset, place.nbytes, _POPULATE_READ)
         return np.frombuffer(self.private, np.uint8, place.nbytes, place.offset)
 
-    def drop_private(self, place: Place) -> None:
+    def drop_private(self, place: BufferPlace) -> None:
         """Give up the pages of a block that became this worker's own when they were written to."""
         assert self.private is not None
         self.private.madvise(mmap.MADV_DONTNEED, place.offset, -(-place.nbytes // _PAGE) * _PAGE)
 
-    def view(self, place: Place) -> Bytes:
+    def view(self, place: BufferPlace) -> Bytes:
         end = place.offset + place.nbytes
         if end > self._touched:
             if not _populate(self.memory, self._touched, end - self._touched):
@@ -324,16 +325,16 @@ class Mapped:
         return np.frombuffer(self.memory, np.uint8, place.nbytes, place.offset)
 
 
-class Mappings:
+class SegmentMappings:
     """The segments of other agents that this one has mapped."""
 
     def __init__(self) -> None:
-        self._maps: dict[tuple[str, int], Mapped] = {}
+        self._maps: dict[tuple[str, int], MappedSegment] = {}
         self._live: dict[tuple[str, int, int], tuple[mmap.mmap, weakref.ref[Bytes], deque[int]]] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<Mappings {len(self._maps)} segments, {len(self._live)} blocks in use>"
+        return f"<SegmentMappings {len(self._maps)} segments, {len(self._live)} blocks in use>"
 
     @property
     def live(self) -> int:
@@ -355,13 +356,13 @@ class Mappings:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or os.fstat(fd).st_size < _PAGE:
                 raise ProtocolError("a shared-memory segment that is not sealed or has no first page")
-            mapped = Mapped(fd)
+            mapped = MappedSegment(fd)
         except (OSError, ValueError) as error:
             raise ProtocolError(f"a shared-memory segment that cannot be mapped: {error}") from None
         with self._lock:
             self._maps[peer, number] = mapped
 
-    def locate(self, peer: str, place: Place) -> memoryview:
+    def locate(self, peer: str, place: BufferPlace) -> memoryview:
         """The memory of one block; it goes back to its sender when nothing refers to it any more."""
         mapped = self._maps.get((peer, place.segment))
         if mapped is None:
@@ -418,7 +419,7 @@ def _free(memory: mmap.mmap, slot: deque[int]) -> None:
         return  # another thread was faster
 
 
-class Copies:
+class SharedCopies:
     """What was copied of the buffers of one message that goes to several receivers, each from a thread of its own.
 
     State, under `_lock`: `_blocks`, which are complete once they are there, and `_peers`.
@@ -426,7 +427,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocks: dict[int, tuple[Arena, Segment, Place]] = {}
+        self._blocks: dict[int, tuple[SegmentAllocator, SharedSegment, BufferPlace]] = {}
         self._peers: set[str] = set()  # those that have received it: a second private view of a block would be the same
 
     def admits(self, peer: str) -> bool:
@@ -436,7 +437,9 @@ class Copies:
             self._peers.add(peer)
             return is_first
 
-    def block(self, arena: Arena, index: int, buffer: memoryview) -> tuple[Segment, Place] | None:
+    def block(
+        self, arena: SegmentAllocator, index: int, buffer: memoryview
+    ) -> tuple[SharedSegment, BufferPlace] | None:
         """A block with the bytes of the buffer number `index`, copied when it is first asked for."""
         with self._lock:
             if index not in self._blocks:
@@ -455,13 +458,19 @@ class Copies:
             arena.take_back([place])
 
 
-class Sharing:
+class SharedMemoryTransfer:
     """Shared memory with one peer, as seen by one channel.
 
     `announce(segment, until)` makes sure that the peer has mapped a segment; False if that fails.
     """
 
-    def __init__(self, arena: Arena, mappings: Mappings, peer: str, announce: Callable[[Segment, float], bool]) -> None:
+    def __init__(
+        self,
+        arena: SegmentAllocator,
+        mappings: SegmentMappings,
+        peer: str,
+        announce: Callable[[SharedSegment, float], bool],
+    ) -> None:
         self._arena = arena
         self._mappings = mappings
         self._peer = peer
@@ -470,9 +479,9 @@ class Sharing:
     def place(
         self,
         buffers: Sequence[memoryview],
-        places: list[Place],
+        places: list[BufferPlace],
         timeout: float | None = None,
-        copies: Copies | None = None,
+        copies: SharedCopies | None = None,
     ) -> list[memoryview]:
         """Copy large buffers into shared memory and note in `places` where; return those that stay in the stream.
 
@@ -490,7 +499,7 @@ class Sharing:
                 inside.append(buffer)
         return inside
 
-    def copy_for_many(self, copies: Copies, index: int, buffer: memoryview) -> memoryview | None:
+    def copy_to_shared_block(self, copies: SharedCopies, index: int, buffer: memoryview) -> memoryview | None:
         """Copy a large buffer into a block for several receivers; the memory of that block."""
         found = copies.block(self._arena, index, buffer) if buffer.nbytes >= self._arena.floor else None
         if found is None:
@@ -498,7 +507,9 @@ class Sharing:
         segment, place = found
         return memoryview(segment.bytes[place.offset : place.offset + place.nbytes])
 
-    def _share_again(self, buffer: memoryview, places: list[Place], index: int, until: float, copies: Copies) -> bool:
+    def _share_again(
+        self, buffer: memoryview, places: list[BufferPlace], index: int, until: float, copies: SharedCopies
+    ) -> bool:
         found = copies.block(self._arena, index, buffer)
         if found is None:
             return False
@@ -509,28 +520,28 @@ class Sharing:
         places[index] = place._replace(slot=place.slot | PRIVATE)
         if self._announce(segment, until):
             return True
-        places[index] = Place(buffer.nbytes)
+        places[index] = BufferPlace(buffer.nbytes)
         self._arena.take_back([place])
         return False
 
-    def _share(self, buffer: memoryview, places: list[Place], index: int, until: float) -> bool:
+    def _share(self, buffer: memoryview, places: list[BufferPlace], index: int, until: float) -> bool:
         found = self._arena.take(buffer.nbytes, self._peer, self)
         if found is None:
             return False
         segment, place = found
         places[index] = place
         if not self._announce(segment, until):
-            places[index] = Place(buffer.nbytes)
+            places[index] = BufferPlace(buffer.nbytes)
             self._arena.take_back([place])
             return False
         _copy(segment.bytes[place.offset : place.offset + place.nbytes], buffer)
         return True
 
-    def take_back(self, places: Sequence[Place]) -> None:
+    def take_back(self, places: Sequence[BufferPlace]) -> None:
         """The frame with these buffers was not sent."""
         self._arena.take_back(places)
 
-    def locate(self, place: Place) -> memoryview:
+    def locate(self, place: BufferPlace) -> memoryview:
         return self._mappings.locate(self._peer, place)
 
     def ended(self) -> None:
@@ -558,7 +569,7 @@ def _copy(target: Bytes, source: memoryview) -> None:
         other.result()
 
 
-class _Copiers:
+class _CopyThreads:
     """Threads that copy, made when they are first needed; a forked child makes its own."""
 
     def __init__(self) -> None:
@@ -572,7 +583,7 @@ class _Copiers:
         return self._pool
 
 
-_copiers = _Copiers()
+_copiers = _CopyThreads()
 
 
 def _populate(mapped: mmap.mmap, offset: int, nbytes: int, how: int = _POPULATE_WRITE) -> bool:

@@ -6,8 +6,8 @@ settimeout would add a poll to every call.
 
 A frame goes out whole or not at all. A time limit, or an exception that a signal handler raises, may end a send at any
 moment; what is left of a frame that has begun is copied to `_owed` and goes out before the next frame, and a frame that
-has not begun is dropped. For that, a send is described by a `_Flight` before its first byte leaves, and the number of
-bytes that left is stored in the same C call that sends them (`progress.extend(map(send, ...))`): signal handlers run
+has not begun is dropped. For that, a send is described by a `_PendingSend` before its first byte leaves, and the number
+of bytes that left is stored in the same C call that sends them (`progress.extend(map(send, ...))`): signal handlers run
 between two calls that Python code makes, so the number is never lost.
 """
 
@@ -27,9 +27,9 @@ from telegrad import blocking
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.interpreter import snapshot
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
-from telegrad.transport.shared_memory import Copies, Sharing
-from telegrad.wire.buffer_pool import Pool
-from telegrad.wire.frames import HEADER, Frame, FrameDecoder, Place, head
+from telegrad.transport.shared_memory import SharedCopies, SharedMemoryTransfer
+from telegrad.wire.buffer_pool import BufferPool
+from telegrad.wire.frames import HEADER, BufferPlace, Frame, FrameDecoder, head
 
 _IOV_MAX = 1000
 _JOIN_BELOW = 1 << 15  # smaller frames are joined into one buffer; a system call with many parts costs more
@@ -48,7 +48,7 @@ _main_thread = threading.main_thread().ident  # the one that signal handlers run
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 
 
-class _Flight:
+class _PendingSend:
     """Bytes on their way out: what was owed, then what was corked, then one frame of our own."""
 
     __slots__ = ("before", "corked", "popped", "progress", "views")
@@ -91,9 +91,9 @@ class StreamChannel(Channel):
     def __init__(
         self,
         sock: socket.socket,
-        pool: Pool,
+        pool: BufferPool,
         max_frame: int,
-        sharing: Sharing | None = None,
+        sharing: SharedMemoryTransfer | None = None,
         peer_max_frame: int | None = None,
     ) -> None:
         self.kind = "unix" if sock.family == socket.AF_UNIX else "tcp"
@@ -105,9 +105,9 @@ class StreamChannel(Channel):
         self.next_frame = self._decoder.next  # type: ignore[method-assign]  # without a call in between
         self._send_lock = threading.Lock()
         self._corked: collections.deque[bytes] = collections.deque()  # added to by anybody
-        self._late: collections.deque[bytes] = collections.deque()  # as `_corked`, but for `flush_late` only
+        self._late: collections.deque[bytes] = collections.deque()  # as `_corked`, but for `flush_deferred` only
         self._owed = b""  # what must go out before anything else
-        self._flight: _Flight | None = None
+        self._flight: _PendingSend | None = None
         self._begun = False  # did the own frame of the last flight begin?
         self._patience: float | None = None
         self._shut = False
@@ -130,14 +130,14 @@ class StreamChannel(Channel):
         left_ms: int = 0,
         flags: int = 0,
         timeout: float | None = None,
-        copies: Copies | None = None,
+        copies: SharedCopies | None = None,
     ) -> None:
         size = len(body)
         if not buffers and size < _JOIN_BELOW:
             data = _pack(size, call, function, left_ms, 0, kind, flags, 0) + body
             with self._send_lock:
                 if not self._owed and not self._corked and self._flight is None:
-                    flight = self._flight = _Flight([memoryview(data)])
+                    flight = self._flight = _PendingSend([memoryview(data)])
                     try:
                         flight.progress.extend(map(self._sock.send, (data,), (_DONTWAIT,)))
                     except BlockingIOError:
@@ -159,7 +159,7 @@ class StreamChannel(Channel):
                 f"a message of {total} bytes exceeds the limit of {self._peer_max_frame} that its receiver accepts; "
                 "raise Config.max_frame there"
             )
-        places = [Place(buffer.nbytes) for buffer in buffers]
+        places = [BufferPlace(buffer.nbytes) for buffer in buffers]
         inside = list(buffers)
         begun = False
         until = 0.0 if timeout is None else time.monotonic() + timeout
@@ -180,8 +180,8 @@ class StreamChannel(Channel):
                 self._sharing.take_back(places)  # the peer will never hear of them
             raise
 
-    def copy_for_many(self, copies: Copies, number: int, buffer: memoryview) -> memoryview | None:
-        return None if self._sharing is None else self._sharing.copy_for_many(copies, number, buffer)
+    def copy_to_shared_block(self, copies: SharedCopies, number: int, buffer: memoryview) -> memoryview | None:
+        return None if self._sharing is None else self._sharing.copy_to_shared_block(copies, number, buffer)
 
     def try_send(self, kind: int) -> None:
         if not self._send_lock.acquire(blocking=False):
@@ -200,10 +200,10 @@ class StreamChannel(Channel):
     def cork(self, kind: int, call: int, body: bytes) -> None:
         self._corked.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
 
-    def cork_late(self, kind: int, call: int, body: bytes) -> None:
+    def cork_deferred(self, kind: int, call: int, body: bytes) -> None:
         self._late.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
 
-    def flush_late(self) -> None:
+    def flush_deferred(self) -> None:
         try:
             while True:
                 self._corked.append(self._late.popleft())
@@ -253,12 +253,12 @@ class StreamChannel(Channel):
         corked = snapshot(self._corked)
         owed = [memoryview(data) for data in (self._owed, *corked) if data]
         before = sum(view.nbytes for view in owed)
-        flight = _Flight([*owed, *(view for view in frame if view.nbytes)], before, len(corked))
+        flight = _PendingSend([*owed, *(view for view in frame if view.nbytes)], before, len(corked))
         self._begun = bool(frame)  # until it is known better
         self._flight = flight
         return self._send_flight(flight, timeout, wait)
 
-    def _send_flight(self, flight: _Flight, timeout: float | None, wait: bool = True) -> bool:
+    def _send_flight(self, flight: _PendingSend, timeout: float | None, wait: bool = True) -> bool:
         until = math.inf if timeout is None else time.monotonic() + timeout
         flags = _DONTWAIT
         role = None
@@ -284,7 +284,7 @@ class StreamChannel(Channel):
             self._settle(flight)
             blocking.resume(role)
 
-    def _settle(self, flight: _Flight) -> None:
+    def _settle(self, flight: _PendingSend) -> None:
         """Under the lock: a send is over, or was interrupted; keep what must still go out. May be repeated."""
         flight.advance()
         left = flight.corked - len(flight.popped)
@@ -417,5 +417,5 @@ def _timeval(seconds: float | None) -> bytes:
     return struct.pack("ll", whole, max(int((seconds - whole) * 1e6), 0 if whole else 1000))
 
 
-def _no_segments(place: Place) -> memoryview:
+def _no_segments(place: BufferPlace) -> memoryview:
     raise ProtocolError("a buffer in shared memory on a connection that has none")

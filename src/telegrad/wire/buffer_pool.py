@@ -19,7 +19,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 
-class _Memory:
+class _PooledBuffer:
     """Memory that the pool keeps, and the array that was last handed out over it."""
 
     __slots__ = ("_bytes", "_user", "nbytes")
@@ -39,18 +39,18 @@ class _Memory:
         return memoryview(array)
 
 
-class Pool:
+class BufferPool:
     """Reusable byte arrays of at least `floor` bytes, `limit` bytes in all."""
 
     def __init__(self, floor: int = 1 << 18, limit: int = 1 << 29) -> None:
         self._floor = floor
         self._limit = limit
-        self._kept: dict[int, list[_Memory]] = {}
+        self._kept: dict[int, list[_PooledBuffer]] = {}
         self._lock = threading.Lock()
         self.nbytes = 0
 
     def __repr__(self) -> str:
-        return f"<Pool {self.nbytes} of {self._limit} bytes kept>"
+        return f"<BufferPool {self.nbytes} of {self._limit} bytes kept>"
 
     def reserve(self, nbytes: int) -> memoryview:
         """Writable memory that belongs to the caller until the last reference to it is gone."""
@@ -60,11 +60,11 @@ class Pool:
             for memory in self._kept.get(nbytes, ()):
                 if memory.is_free():
                     return memory.hand_out()
-            memory = _Memory(nbytes)
+            memory = _PooledBuffer(nbytes)
             self._keep(memory)
             return memory.hand_out()
 
-    def _keep(self, memory: _Memory) -> None:
+    def _keep(self, memory: _PooledBuffer) -> None:
         if memory.nbytes > self._limit:
             return
         while self.nbytes + memory.nbytes > self._limit:

@@ -24,7 +24,7 @@ import numpy as np
 
 from telegrad.errors import SerializationError
 from telegrad.wire.frames import MAX_BUFFERS
-from telegrad.wire.stacking import CONTAINERS, Stacking, Stacks, holds_many, unstack
+from telegrad.wire.stacking import CONTAINERS, StackingPicklerMixin, TensorStacks, holds_many, unstack
 from telegrad.wire.tensors import REDUCERS, all_plain, reducer_for
 
 OUT_OF_BAND = 1 << 15  # up to here a copy into the pickle costs less than a buffer of its own
@@ -61,11 +61,11 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar[Any] = ChainMap(_reducers, cloudpickle.Pickler.dispatch_table)
 
 
-class _StackingPickler(Stacking, _Pickler):
+class _StackingPickler(StackingPicklerMixin, _Pickler):
     pass
 
 
-class _StackingByValue(Stacking, _ByValue):
+class _StackingByValue(StackingPicklerMixin, _ByValue):
     pass
 
 
@@ -134,7 +134,7 @@ def _dump(pickler: Any, value: Any, max_buffers: int = MAX_BUFFERS) -> Encoded:
 
 def _dump_stacked(pickler: Any, value: Any) -> Encoded:
     arrays = np.ndarray not in _reducers and np.ndarray not in copyreg.dispatch_table
-    stacks = Stacks(arrays)
+    stacks = TensorStacks(arrays)
     body, buffers = _dump(partial(pickler, stacks), value)
     blocks, of_blocks = _dump(pickle.Pickler, stacks.blocks(), MAX_BUFFERS - len(buffers))
     header = _HEADER.pack(_STACKED, len(blocks))

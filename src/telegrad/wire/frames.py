@@ -58,7 +58,7 @@ INLINE_FUNCTION = 4  # the pickle holds (function, args, kwargs): a function tha
 SCOPED = 8  # the body ends with what the scope that the call runs under says of itself
 
 
-class Place(NamedTuple):
+class BufferPlace(NamedTuple):
     """Where a buffer of a message lies: inside the stream when `segment` is 0, else in a shared-memory segment."""
 
     nbytes: int
@@ -86,7 +86,7 @@ def head(
     function: int = 0,
     left_ms: int = 0,
     flags: int = 0,
-    places: Sequence[Place] = (),
+    places: Sequence[BufferPlace] = (),
 ) -> bytes:
     """Header and buffer table of a frame; the body and the in-stream buffers follow it on the wire."""
     start = _pack(len(body), call, function, left_ms, len(places), kind, flags, 0)
@@ -102,7 +102,7 @@ class FrameDecoder:
     def __init__(
         self,
         reserve: Callable[[int], memoryview],
-        locate: Callable[[Place], memoryview],
+        locate: Callable[[BufferPlace], memoryview],
         max_frame: int,
     ) -> None:
         self._reserve = reserve
@@ -199,7 +199,7 @@ class FrameDecoder:
         if self._hi - self._lo < _SIZE + table:
             return False
         start = self._lo + _SIZE
-        places = [Place(*entry) for entry in PLACE.iter_unpack(self._scratch[start : start + table])]
+        places = [BufferPlace(*entry) for entry in PLACE.iter_unpack(self._scratch[start : start + table])]
         total = length + sum(place.nbytes for place in places)
         if total > self._max_frame:
             raise ProtocolError(f"a frame of {total} bytes exceeds the limit of {self._max_frame}")
@@ -222,7 +222,7 @@ class FrameDecoder:
         self._lo = start + table
         return True
 
-    def _find(self, places: Sequence[Place]) -> list[memoryview]:
+    def _find(self, places: Sequence[BufferPlace]) -> list[memoryview]:
         """Return the memory of each buffer. After a failure, which is noted, blocks of shared memory are let go."""
         found: list[memoryview] = []
         for place in places:

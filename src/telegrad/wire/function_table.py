@@ -3,7 +3,7 @@
 A function that pickles by reference is sent once per connection with a number of the sender's choosing, and by that
 number from then on. What pickles by value (lambdas, closures, bound methods) may change between two calls, so it is
 never numbered. The sender's numbers are one table per agent; which of them a connection has heard is that
-connection's own set. Both tables only grow, up to `LIMIT`.
+connection's own set. Both tables only grow, up to `MAX_FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
-LIMIT = 1 << 14
+MAX_FUNCTIONS = 1 << 14
 BY_REFERENCE = "pickles_by_reference"  # a class with this attribute makes hashable callables that never change
 Function = Callable[..., Any]
 
 
-class Numbers:
+class FunctionTable:
     """The sender's table: function -> (number, definition)."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Numbers:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<Numbers {len(self._known)} functions>"
+        return f"<FunctionTable {len(self._known)} functions>"
 
     def find(self, function: Function) -> tuple[int, bytes] | None:
         """Number and definition of a function that may be numbered, else None."""
@@ -44,7 +44,7 @@ class Numbers:
         except Exception:
             return None  # not importable under its name: the codec sends it by value
         with self._lock:
-            if len(self._known) >= LIMIT:
+            if len(self._known) >= MAX_FUNCTIONS:
                 return None
             return self._known.setdefault(function, (len(self._known) + 1, definition))
 

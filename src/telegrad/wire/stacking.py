@@ -1,7 +1,7 @@
 """Containers of many small tensors or numpy arrays: one block of bytes for all of one dtype and shape.
 
 A reducer call, a buffer and a constructor call for each tensor cost far more than its few bytes. A
-pickler with `Stacking` takes small plain tensors and arrays out of the pickle: it puts a number in
+pickler with `StackingPicklerMixin` takes small plain tensors and arrays out of the pickle: it puts a number in
 their place (pickle's persistent ids) and copies their values into one stack for each dtype and shape.
 The receiver splits the stacks before it unpickles the rest.
 
@@ -42,7 +42,7 @@ _array_key = attrgetter("dtype", "shape")
 
 # A stack as it travels: dtype (a code of `wire/tensors.py`, or the name of an array's dtype), shape,
 # bytes; for tensors that require gradients also their tickets, and whether they are parameters.
-Block = tuple[int | str, tuple[int, ...], Any, list[int] | None, bool]
+StackedBlock = tuple[int | str, tuple[int, ...], Any, list[int] | None, bool]
 
 
 class _Stack:
@@ -67,7 +67,7 @@ class _Stack:
         self.is_parameter = is_parameter
         self.things: list[Any] = []
 
-    def block(self) -> Block:
+    def block(self) -> StackedBlock:
         data: Any
         if isinstance(self.kind, str):
             data = b"".join(self.things)
@@ -79,7 +79,7 @@ class _Stack:
         return self.kind, self.shape, pickle.PickleBuffer(data), tickets, self.is_parameter
 
 
-class Stacks(dict[tuple[Any, ...], "_Stack | None"]):
+class TensorStacks(dict[tuple[Any, ...], "_Stack | None"]):
     """The stacks of a message by dtype and shape; None: things like that are not stacked."""
 
     def __init__(self, arrays: bool = True) -> None:
@@ -114,16 +114,16 @@ class Stacks(dict[tuple[Any, ...], "_Stack | None"]):
             return None
         return _Stack(len(self) * _NUMBERS, kind, dtype, tuple(shape), requires_grad, is_parameter)
 
-    def blocks(self) -> dict[int, Block]:
+    def blocks(self) -> dict[int, StackedBlock]:
         """Return what `unstack` needs: the stacks, each by its first number."""
         stacks = [stack for stack in self.values() if stack is not None and stack.things]
         return {stack.base: stack.block() for stack in stacks}
 
 
-class Stacking:
+class StackingPicklerMixin:
     """Mixin for picklers that put small tensors and arrays on `stacks` and their numbers into the pickle."""
 
-    def __init__(self, stacks: Stacks, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, stacks: TensorStacks, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stacks = stacks
 
@@ -156,7 +156,7 @@ class Stacking:
         return number
 
 
-def unstack(blocks: dict[int, Block]) -> Callable[[int], Any]:
+def unstack(blocks: dict[int, StackedBlock]) -> Callable[[int], Any]:
     """Return what finds a tensor or array by its number."""
     things: dict[int, Any] = {}
     for base, (dtype, shape, data, tickets, is_parameter) in blocks.items():

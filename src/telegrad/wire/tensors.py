@@ -4,11 +4,12 @@ Only the bytes a tensor uses travel. A dense tensor keeps its strides: as it is 
 (transposed, channels-last), packed for the way if it has gaps; only a view of a small part of its memory arrives
 contiguous. An expanded tensor travels unexpanded. The receiver builds the tensor on the memory that the bytes arrived
 in, so nothing is copied again and the tensor is the receiver's own. It is not a view: autograd refuses some operations
-in place on views. Memory of another device leaves as its `Carrier` says. `REDUCERS` is what the codec gives its
+in place on views. Memory of another device leaves as its `DeviceCarrier` says. `REDUCERS` is what the codec gives its
 pickler; `reducer_for` knows subclasses of `Tensor`.
 
-No gradient is lost on the way: a tensor that requires one gets a ticket from the `Tracker`, or, if its type pickles
-itself in a way that we do not know, it is refused while the tracker wants gradients. So are forward-mode tangents.
+No gradient is lost on the way: a tensor that requires one gets a ticket from the `GradientTracker`, or, if its type
+pickles itself in a way that we do not know, it is refused while the tracker wants gradients. So are forward-mode
+tangents.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _frombuffer = torch.frombuffer
 _strided = torch.strided
 
 
-class Tracker(Protocol):
+class GradientTracker(Protocol):
     """Who wants to know of tensors that need gradients and travel."""
 
     def wants_gradients(self) -> bool:
@@ -70,7 +71,7 @@ class Tracker(Protocol):
         """Return what many tensors are at the other end, as `arriving` does of one."""
 
 
-class Carrier(Protocol):
+class DeviceCarrier(Protocol):
     """Who knows how tensors get from device to device."""
 
     def leaving(self, tensor: Tensor, code: int) -> Reduced | None:
@@ -80,9 +81,9 @@ class Carrier(Protocol):
         """Where else than on the CPU a CPU tensor that is being packed should arrive. Asked once `moves_host`."""
 
 
-class _Registry:
-    tracker: Tracker | None = None
-    carrier: Carrier | None = None
+class _Hooks:
+    tracker: GradientTracker | None = None
+    carrier: DeviceCarrier | None = None
     moves_host = False
 
 
@@ -103,50 +104,50 @@ def dtype_of(code: int) -> torch.dtype:
 
 def all_plain() -> bool:
     """Return whether CPU tensors arrive on the CPU, and there are no forward-mode tangents."""
-    return not _Registry.moves_host and forward_ad._current_level < 0
+    return not _Hooks.moves_host and forward_ad._current_level < 0
 
 
-def track(tracker: Tracker) -> None:
-    _Registry.tracker = tracker
+def set_gradient_tracker(tracker: GradientTracker) -> None:
+    _Hooks.tracker = tracker
 
 
-def carry(carrier: Carrier) -> None:
-    _Registry.carrier = carrier
+def set_device_carrier(carrier: DeviceCarrier) -> None:
+    _Hooks.carrier = carrier
 
 
 def move_host() -> None:
     """Some peer wants CPU tensors elsewhere: from now on the carrier is asked about each of them."""
-    _Registry.moves_host = True
+    _Hooks.moves_host = True
 
 
 def _ticket(tensor: Tensor) -> int | None:
     """What travels with a tensor for autograd. None: it needs no gradient."""
     if not tensor.requires_grad:
         return None
-    return _UNTRACKED if _Registry.tracker is None else _Registry.tracker.leaving(tensor)
+    return _UNTRACKED if _Hooks.tracker is None else _Hooks.tracker.leaving(tensor)
 
 
 def _arrived(data: Tensor, ticket: int | None) -> Tensor:
     if ticket is None:
         return data
-    if _Registry.tracker is None:
+    if _Hooks.tracker is None:
         return data.requires_grad_()
-    return _Registry.tracker.arriving(data, ticket)
+    return _Hooks.tracker.arriving(data, ticket)
 
 
 def leave_tracked(tensors: Sequence[Tensor]) -> list[int]:
     """Return what travels with tensors for autograd, all of which require gradients."""
-    if _Registry.tracker is None:
+    if _Hooks.tracker is None:
         return [_UNTRACKED] * len(tensors)
-    return _Registry.tracker.leaving_together(tensors)
+    return _Hooks.tracker.leaving_together(tensors)
 
 
 def arrive_tracked(data: Sequence[Tensor], tickets: Sequence[int], are_parameters: bool) -> list[Tensor]:
     """Return the tensors that left with these tickets."""
-    if _Registry.tracker is None or (are_parameters and min(tickets) <= 0):
+    if _Hooks.tracker is None or (are_parameters and min(tickets) <= 0):
         arrive = partial(_parameter, state=None) if are_parameters else _arrived
         return list(map(arrive, data, tickets))
-    tensors = _Registry.tracker.arriving_together(data, tickets)
+    tensors = _Hooks.tracker.arriving_together(data, tickets)
     if are_parameters:
         for tensor in tensors:
             tensor.__class__ = nn.Parameter  # `as_subclass` would add a node to the graph
@@ -157,15 +158,15 @@ def reduce_tensor(tensor: Tensor) -> Reduced:
     """A plain `torch.Tensor` of any dtype, layout and device."""
     if forward_ad._current_level >= 0:
         _refuse_tangent(tensor)
-    if _Registry.moves_host and tensor.is_cpu:
+    if _Hooks.moves_host and tensor.is_cpu:
         return _reduce_host(tensor)
     return reduce_as_it_is(tensor)
 
 
 def _reduce_host(tensor: Tensor) -> Reduced:
     """A CPU tensor that may have to arrive on another device."""
-    assert _Registry.carrier is not None
-    device = None if tensor.requires_grad or tensor.__dict__ else _Registry.carrier.leaving_host(tensor)
+    assert _Hooks.carrier is not None
+    device = None if tensor.requires_grad or tensor.__dict__ else _Hooks.carrier.leaving_host(tensor)
     return reduce_as_it_is(tensor) if device is None else reduce_for(tensor, device)
 
 
@@ -188,7 +189,7 @@ def reduce_as_it_is(tensor: Tensor) -> Reduced:
                 if data.ndim == 1 and size:
                     return _flat, (code, content)
                 return shaped, (code, data.shape, content)
-        elif not _Registry.moves_host and not tensor.is_neg() and not tensor.is_conj():
+        elif not _Hooks.moves_host and not tensor.is_neg() and not tensor.is_conj():
             return _reduce_tracked(tensor, code, False)
     if tensor.requires_grad or tensor.__dict__:
         return _dressed, (tensor.detach(), _ticket(tensor), tensor.__dict__ or None)
@@ -199,7 +200,7 @@ def reduce_as_it_is(tensor: Tensor) -> Reduced:
     if tensor.layout is not _strided:
         return _reduce_sparse(tensor)
     if not tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        carried = None if _Registry.carrier is None else _Registry.carrier.leaving(tensor, code)
+        carried = None if _Hooks.carrier is None else _Hooks.carrier.leaving(tensor, code)
         return carried or reduce_for(tensor.cpu(), str(tensor.device))
     return _reduce_dense(tensor, code)
 
@@ -227,7 +228,7 @@ def reduce_parameter(parameter: nn.Parameter) -> Reduced:
         _refuse_tangent(parameter)
     code = _CODES.get(parameter.dtype)
     plain = code in _NUMPY and parameter.is_cpu and parameter.layout is _strided and not parameter.__dict__
-    if plain and parameter.requires_grad and parameter.is_contiguous() and not _Registry.moves_host:
+    if plain and parameter.requires_grad and parameter.is_contiguous() and not _Hooks.moves_host:
         return _reduce_tracked(parameter, code, True)
     return _parameter, (parameter.detach(), _ticket(parameter), parameter.__dict__ or None)
 
@@ -269,7 +270,7 @@ def reduce_parameter_subclass(parameter: nn.Parameter) -> Reduced:
 
 def reduce_jagged(tensor: Any) -> Any:
     """A jagged NestedTensor: gradients go through its values."""
-    if not tensor.requires_grad or _Registry.tracker is None or not _Registry.tracker.wants_gradients():
+    if not tensor.requires_grad or _Hooks.tracker is None or not _Hooks.tracker.wants_gradients():
         return reduce_as_its_type_says(tensor)
     lengths = (tensor._maybe_min_seqlen, tensor._maybe_max_seqlen)
     return _jagged, (tensor.values(), tensor.offsets(), tensor.lengths(), tensor._ragged_idx, *lengths)
@@ -279,7 +280,7 @@ def reduce_as_its_type_says(tensor: Tensor) -> Any:
     """A tensor of a subclass that pickles itself, and would do so without its gradient."""
     if forward_ad._current_level >= 0:
         _refuse_tangent(tensor)
-    if tensor.requires_grad and _Registry.tracker is not None and _Registry.tracker.wants_gradients():
+    if tensor.requires_grad and _Hooks.tracker is not None and _Hooks.tracker.wants_gradients():
         raise UsageError(
             f"it requires a gradient, and gradients do not travel through tensors of type "
             f"{type(tensor).__qualname__}. Send a plain tensor (for a DTensor, its to_local()), or detach() it"

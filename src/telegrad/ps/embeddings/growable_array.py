@@ -16,7 +16,7 @@ _AT_LEAST = 1024  # lines
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's number, for versions of Python that do not name it
 
 
-def reserve(count: int, width: int, dtype: torch.dtype) -> Tensor:
+def reserve_rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
     """Lines for up to `count`, of which none has a page of memory yet; maybe fewer, maybe none."""
     nbytes = min(count * width * dtype.itemsize, _MOST)
     with contextlib.suppress(OSError):
@@ -27,7 +27,7 @@ def reserve(count: int, width: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, width, dtype=dtype)
 
 
-def grown(lines: Tensor, count: int) -> Tensor:
+def grow_rows(lines: Tensor, count: int) -> Tensor:
     """The same lines, and room for at least `count` of them.
 
     >>> lines = reserve(3, 2, torch.float32)

@@ -1,8 +1,8 @@
 """Embeddings of fetched rows on the CPU, with backward passes that take a tenth of the time of torch's.
 
-The gradient of a row is the sum of the gradients of all places where it was used. A `Batch` knows these places row by
-row, so the sum is an `embedding_bag` itself: one bag for each row. torch's backward pass has to sort first, and adds up
-one place after the other.
+The gradient of a row is the sum of the gradients of all places where it was used. A `RowBatch` knows these places row
+by row, so the sum is an `embedding_bag` itself: one bag for each row. torch's backward pass has to sort first, and adds
+up one place after the other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from telegrad.ps.embeddings.row_batch import Batch
+from telegrad.ps.embeddings.row_batch import RowBatch
 
 _DTYPES = (torch.float32, torch.float64)  # torch adds up 16-bit floats with less precision
 
@@ -23,14 +23,14 @@ def is_possible(rows: Tensor) -> bool:
     return rows.is_cpu and rows.dtype in _DTYPES
 
 
-def embedding(rows: Tensor, batch: Batch, shape: torch.Size) -> Tensor:
+def embedding(rows: Tensor, batch: RowBatch, shape: torch.Size) -> Tensor:
     """Return the rows of a batch of that shape, as `torch.nn.functional.embedding` does."""
     gathered: Tensor = _Embedding.apply(rows, batch)  # type: ignore[no-untyped-call]
     return gathered.view(*shape, rows.shape[1])
 
 
 def embedding_bag(
-    rows: Tensor, batch: Batch, places: Tensor, offsets: Tensor | None, mode: str, include_last_offset: bool
+    rows: Tensor, batch: RowBatch, places: Tensor, offsets: Tensor | None, mode: str, include_last_offset: bool
 ) -> Tensor:
     """Return the sums or means of bags, as `torch.nn.functional.embedding_bag` does."""
     result: Tensor = _EmbeddingBag.apply(  # type: ignore[no-untyped-call]
@@ -41,7 +41,7 @@ def embedding_bag(
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, batch: Batch) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, batch: RowBatch) -> Tensor:  # type: ignore[override]
         ctx.batch = batch
         return rows.index_select(0, batch.places)
 
@@ -55,7 +55,7 @@ class _EmbeddingBag(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         rows: Tensor,
-        batch: Batch,
+        batch: RowBatch,
         places: Tensor,
         offsets: Tensor | None,
         mode: str,

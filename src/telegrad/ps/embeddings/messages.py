@@ -8,13 +8,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from telegrad.ps.consistency import Consistency
-from telegrad.ps.embeddings.row_optimizers import Rule
-from telegrad.ps.embeddings.row_storage import Shape
+from telegrad.ps.embeddings.row_optimizers import RowOptimizer
+from telegrad.ps.embeddings.row_storage import TableSpec
 from telegrad.ps.server.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
-class Plan:
+class TablesSpec:
     """What trainers tell a server when they come to it. All of them say the same."""
 
     name: str
@@ -25,24 +25,24 @@ class Plan:
     checkpoint: Checkpoint | None
 
 
-class Definition(NamedTuple):
+class TableDefinition(NamedTuple):
     """A table, and how it is trained."""
 
-    shape: Shape
-    rule: Rule
+    shape: TableSpec
+    rule: RowOptimizer
 
 
-class Wanted(NamedTuple):
+class RowRequest(NamedTuple):
     """Rows of a table: unique, sorted, all of one server."""
 
     table: str
     ids: Tensor
 
 
-class Update(NamedTuple):
+class RowUpdate(NamedTuple):
     """Gradients of rows, which may be none; `rule` if it has changed."""
 
     table: str
     ids: Tensor
     gradients: Tensor
-    rule: Rule | None = None
+    rule: RowOptimizer | None = None

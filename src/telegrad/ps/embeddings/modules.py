@@ -21,19 +21,19 @@ from torch.nn import functional
 
 from telegrad.errors import UsageError
 from telegrad.ps.embeddings import lookup
-from telegrad.ps.embeddings.row_batch import Batch
-from telegrad.ps.embeddings.row_cache import Recent
+from telegrad.ps.embeddings.row_batch import RowBatch
+from telegrad.ps.embeddings.row_cache import RowCache
 from telegrad.ps.embeddings.row_gradients import RowsParameter
-from telegrad.ps.embeddings.row_optimizers import RowAdagrad, Rule
-from telegrad.ps.embeddings.row_storage import Shape
+from telegrad.ps.embeddings.row_optimizers import RowAdagrad, RowOptimizer
+from telegrad.ps.embeddings.row_storage import TableSpec
 from telegrad.ps.embeddings.tables import Tables
 
 _INTEGERS = (torch.int64, torch.int32)
 
 
-class _Fetched(NamedTuple):
+class _FetchedRows(NamedTuple):
     input: Tensor
-    batch: Batch
+    batch: RowBatch
     rows: Tensor
     trained: bool
     step: int
@@ -48,7 +48,7 @@ class Table(nn.Module):
         embedding_dim: int,
         servers: Tables | str | Sequence[str],
         *,
-        optimizer: Rule | None = None,
+        optimizer: RowOptimizer | None = None,
         padding_idx: int | None = None,
         dtype: torch.dtype = torch.float32,
         name: str | None = None,
@@ -73,12 +73,12 @@ class Table(nn.Module):
         else:
             self.tables = Tables(servers, name=name, default_name="table", **options)
             self.name = self.tables.name
-        shape = Shape(self.name, num_embeddings, embedding_dim, dtype, seed, std, self.padding_idx)
-        self._optimizer: Rule = optimizer or RowAdagrad()
+        shape = TableSpec(self.name, num_embeddings, embedding_dim, dtype, seed, std, self.padding_idx)
+        self._optimizer: RowOptimizer = optimizer or RowAdagrad()
         self._gradients = self.tables.define(shape, self._optimizer)
         self.weight = RowsParameter.of(self._gradients, self.tables, embedding_dim, dtype)
-        self._ahead: list[_Fetched] = []
-        self._recent = Recent(reuse, reuse_rows, embedding_dim, dtype) if reuse else None
+        self._ahead: list[_FetchedRows] = []
+        self._recent = RowCache(reuse, reuse_rows, embedding_dim, dtype) if reuse else None
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, name={self.name!r}, optimizer={self._optimizer}"
@@ -93,7 +93,7 @@ class Table(nn.Module):
     # How it is trained
 
     @property
-    def optimizer(self) -> Rule:
+    def optimizer(self) -> RowOptimizer:
         return self._optimizer
 
     @property
@@ -167,7 +167,7 @@ class Table(nn.Module):
 
     # Inside a forward pass
 
-    def _fetched(self, input: Tensor) -> _Fetched:
+    def _fetched(self, input: Tensor) -> _FetchedRows:
         now = torch.is_grad_enabled(), self.tables.steps
         for number, ahead in enumerate(self._ahead):
             if ahead.input is input and (ahead.trained, ahead.step) == now:
@@ -175,7 +175,7 @@ class Table(nn.Module):
         prefetch([(self, input)])
         return self._ahead.pop()
 
-    def _leaf(self, fetched: _Fetched) -> Tensor:
+    def _leaf(self, fetched: _FetchedRows) -> Tensor:
         """The rows, such that their gradients come here."""
         rows = fetched.rows.to(fetched.input.device)
         if fetched.trained:
@@ -190,7 +190,7 @@ class Table(nn.Module):
             rows.register_post_accumulate_grad_hook(leave)  # type: ignore[no-untyped-call]
         return rows
 
-    def _batch(self, ids: Tensor) -> Batch:
+    def _batch(self, ids: Tensor) -> RowBatch:
         if ids.dtype not in _INTEGERS:
             raise UsageError(f"table {self.name!r} is asked for rows by int64 or int32, not by {ids.dtype}")
         flat = ids.detach().reshape(-1).to("cpu", torch.int64)
@@ -202,9 +202,9 @@ class Table(nn.Module):
                     f"{low if low < 0 else high}: make the table larger (rows cost nothing until they are trained), or "
                     "take the numbers modulo its size"
                 )
-        return Batch.of(flat, self.tables.servers)
+        return RowBatch.of(flat, self.tables.servers)
 
-    def _padding(self, batch: Batch) -> int | None:
+    def _padding(self, batch: RowBatch) -> int | None:
         """Where the row for padding is among those of a batch."""
         if self.padding_idx is None:
             return None
@@ -302,7 +302,7 @@ def prefetch(wanted: Iterable[tuple[Table, Tensor]]) -> None:
             table._recent.note(less.ids, rows, step)
             rows = _merged(*there, rows)
         table._ahead = [each for each in table._ahead if each.step == step]
-        table._ahead.append(_Fetched(input, batch, rows, trained, step))
+        table._ahead.append(_FetchedRows(input, batch, rows, trained, step))
 
 
 def _merged(known: Tensor, recent: Tensor, fetched: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`Batch`: the rows that some input uses, each once, those of one server together and sorted."""
+"""`RowBatch`: the rows that some input uses, each once, those of one server together and sorted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from telegrad.ps.embeddings.row_hash import owners
 
 
-class Batch(NamedTuple):
+class RowBatch(NamedTuple):
     """
     >>> batch = Batch.of(torch.tensor([30, 10, 30]), servers=1)
     >>> batch.ids.tolist(), batch.places.tolist(), batch.counts
@@ -28,7 +28,7 @@ class Batch(NamedTuple):
     starts: Tensor  # where those of each row start in `order`
 
     @classmethod
-    def of(cls, ids: Tensor, servers: int) -> Batch:
+    def of(cls, ids: Tensor, servers: int) -> RowBatch:
         """`ids` are the numbers of rows, in one dimension, on the CPU."""
         order, starts, ranks = _grouped(ids)
         unique = ids.index_select(0, order.index_select(0, starts))
@@ -43,11 +43,11 @@ class Batch(NamedTuple):
         counts = owner.bincount(minlength=servers).tolist()
         return cls(unique[by_owner], places, counts, *_grouped(places)[:2])
 
-    def only(self, mask: Tensor) -> Batch:
+    def only(self, mask: Tensor) -> RowBatch:
         """Some of the rows."""
         counts = [int(part.sum()) for part in mask.split_with_sizes(self.counts)]
         nothing = self.places[:0]
-        return Batch(self.ids[mask], nothing, counts, nothing, nothing)
+        return RowBatch(self.ids[mask], nothing, counts, nothing, nothing)
 
     def split(self, lines: Tensor) -> Sequence[Tensor]:
         """Something with a line for each row, by server."""
@@ -73,16 +73,16 @@ def _grouped(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return order, torch.from_numpy(np.flatnonzero(is_first)), torch.from_numpy(ranks)
 
 
-def total(gradients: Sequence[tuple[Batch, Tensor]], servers: int) -> tuple[Batch, Tensor]:
+def total(gradients: Sequence[tuple[RowBatch, Tensor]], servers: int) -> tuple[RowBatch, Tensor]:
     """The sum of several gradients of one table."""
     if len(gradients) == 1:
         return gradients[0]
-    batch = Batch.of(torch.cat([each.ids for each, _ in gradients]), servers)
+    batch = RowBatch.of(torch.cat([each.ids for each, _ in gradients]), servers)
     summed = gradients[0][1].new_zeros(len(batch.ids), gradients[0][1].shape[1])
     for (_, gradient), places in zip(gradients, batch.places.split_with_sizes(_sizes(gradients)), strict=True):
         summed.index_add_(0, places, gradient)
     return batch, summed
 
 
-def _sizes(gradients: Iterable[tuple[Batch, Tensor]]) -> list[int]:
+def _sizes(gradients: Iterable[tuple[RowBatch, Tensor]]) -> list[int]:
     return [len(batch.ids) for batch, _ in gradients]

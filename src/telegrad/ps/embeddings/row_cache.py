@@ -1,4 +1,4 @@
-"""`Recent`: rows that a trainer has fetched a few steps ago, to be used again.
+"""`RowCache`: rows that a trainer has fetched a few steps ago, to be used again.
 
 State: an index of the rows, their values, and the step in which each was fetched. There are at most `limit` of them:
 when there would be more, those that are too old are thrown away, and all of them if that is not enough.
@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from telegrad.ps.embeddings.row_index import Index
+from telegrad.ps.embeddings.row_index import RowIndex
 
 
-class Recent:
+class RowCache:
     def __init__(self, steps: int, limit: int, dim: int, dtype: torch.dtype) -> None:
         """Rows are good for `steps` more steps after the one they were fetched in."""
         self._steps = steps
         self._limit = limit
         self._rows = torch.empty(limit, dim, dtype=dtype)
         self._fetched = torch.empty(limit, dtype=torch.int64)
-        self._index = Index()
+        self._index = RowIndex()
 
     def __repr__(self) -> str:
-        return f"<Recent: {len(self._index)} of {self._limit} rows, good for {self._steps} steps>"
+        return f"<RowCache: {len(self._index)} of {self._limit} rows, good for {self._steps} steps>"
 
     def find(self, ids: Tensor, now: int) -> tuple[Tensor, Tensor]:
         """Which of these rows need not be fetched, and their values."""
@@ -51,7 +51,7 @@ class Recent:
     def _shrink(self, now: int, room: int) -> None:
         kept = np.flatnonzero(self._fetched[: len(self._index)].numpy() >= now - self._steps)
         ids = self._index.ids[kept]
-        self._index = Index()
+        self._index = RowIndex()
         if len(kept) > room:
             return
         self._index.add(ids)

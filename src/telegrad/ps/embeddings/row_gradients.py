@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.errors import UsageError
-from telegrad.ps.embeddings.row_batch import Batch, total
+from telegrad.ps.embeddings.row_batch import RowBatch, total
 
 if TYPE_CHECKING:
     from telegrad.ps.embeddings.tables import Tables
@@ -27,18 +27,18 @@ class RowGradients:
     def __init__(self, servers: int) -> None:
         self.shown = False
         self._servers = servers
-        self._parts: list[tuple[Batch, Tensor]] = []
+        self._parts: list[tuple[RowBatch, Tensor]] = []
 
     def __bool__(self) -> bool:
         return bool(self._parts)
 
-    def add(self, batch: Batch, gradient: Tensor) -> None:
+    def add(self, batch: RowBatch, gradient: Tensor) -> None:
         self._parts.append((batch, gradient))
 
     def clear(self) -> None:
         self._parts.clear()
 
-    def sum(self) -> tuple[Batch, Tensor]:
+    def sum(self) -> tuple[RowBatch, Tensor]:
         """Return the rows that have gradients, each once, and their gradients."""
         parts = list(self._parts)
         if len(parts) > 1:

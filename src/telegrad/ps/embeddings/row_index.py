@@ -1,4 +1,4 @@
-"""`Index`: which slot of the storage each row is in. Rows get slots in the order in which they come.
+"""`RowIndex`: which slot of the storage each row is in. Rows get slots in the order in which they come.
 
 A hash table with open addressing and linear probing that is searched and filled for many rows at once: all of them look
 at a place each, those that found nothing look at the next one, and so on; few take more than a handful of turns.
@@ -21,7 +21,7 @@ _NOTHING = 0  # memory that is zero at first costs nothing until it is used
 _SMALLEST = 8  # bits
 
 
-class Index:
+class RowIndex:
     """
     >>> index = Index()
     >>> index.add(np.array([70, 10]))
@@ -35,7 +35,7 @@ class Index:
         self._clear(_SMALLEST)
 
     def __repr__(self) -> str:
-        return f"<Index: {len(self.ids)} rows, {self._mask + 1} places>"
+        return f"<RowIndex: {len(self.ids)} rows, {self._mask + 1} places>"
 
     def __len__(self) -> int:
         return len(self.ids)

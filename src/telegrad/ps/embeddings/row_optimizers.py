@@ -83,7 +83,7 @@ class RowAdam:
         _add(rows, slots, mean.div_(square.sqrt_().add_(self.eps)).mul_(-size))
 
 
-Rule = RowSGD | RowAdagrad | RowAdam
+RowOptimizer = RowSGD | RowAdagrad | RowAdam
 
 
 def _add(rows: Tensor, slots: Tensor, changes: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""`Storage`: the rows of one table that one server holds, with what its optimizer keeps of them.
+"""`RowStorage`: the rows of one table that one server holds, with what its optimizer keeps of them.
 
 A row is made when it is first trained, so a table costs what is used of it. Rows that are only read are not kept: what
 they are follows from their numbers (`hashing`).
@@ -21,15 +21,15 @@ from torch import Tensor
 from telegrad.errors import UsageError
 from telegrad.ps.embeddings import growable_array
 from telegrad.ps.embeddings.row_hash import initialize
-from telegrad.ps.embeddings.row_index import Ids, Index
-from telegrad.ps.embeddings.row_optimizers import Rule
+from telegrad.ps.embeddings.row_index import Ids, RowIndex
+from telegrad.ps.embeddings.row_optimizers import RowOptimizer
 
 _REMEMBERED = 4  # batches
 _BLOCK = 1 << 17  # elements that are updated at once: what is computed on the way stays in the cache
 
 
 @dataclass(frozen=True)
-class Shape:
+class TableSpec:
     """What a table is. All trainers say the same of it."""
 
     name: str
@@ -48,22 +48,22 @@ class Shape:
         return rows
 
 
-class Storage:
-    def __init__(self, shape: Shape, rule: Rule) -> None:
+class RowStorage:
+    def __init__(self, shape: TableSpec, rule: RowOptimizer) -> None:
         self.shape = shape
         self.rule = rule
         self.steps = 0
-        self._index = Index()
+        self._index = RowIndex()
         self._known: deque[tuple[Tensor, Tensor]] = deque(maxlen=_REMEMBERED)
-        self._rows = growable_array.reserve(shape.rows, shape.dim, shape.dtype)
+        self._rows = growable_array.reserve_rows(shape.rows, shape.dim, shape.dtype)
         self._kept = {
-            name: growable_array.reserve(shape.rows, width, shape.dtype)
+            name: growable_array.reserve_rows(shape.rows, width, shape.dtype)
             for name, (width, _) in rule.keeps(shape.dim).items()
         }
 
     def __repr__(self) -> str:
         rows = f"{len(self)} of {self.shape.rows} rows of {self.shape.dim}"
-        return f"<Storage {self.shape.name!r}: {rows}, {self.steps} steps of {self.rule}>"
+        return f"<RowStorage {self.shape.name!r}: {rows}, {self.steps} steps of {self.rule}>"
 
     def __len__(self) -> int:
         return len(self._index)
@@ -98,7 +98,7 @@ class Storage:
                 block = slice(start, start + together)
                 self.rule.update(self._rows, self._kept, slots[block], mean[block], self.steps)
 
-    def change(self, rule: Rule) -> None:
+    def change(self, rule: RowOptimizer) -> None:
         """Go on with other numbers; what is kept of each row stays."""
         if rule.keeps(self.shape.dim).keys() != self._kept.keys():
             raise UsageError(f"table {self.shape.name!r} is trained with {self.rule}, which cannot become {rule}")
@@ -119,7 +119,7 @@ class Storage:
         """Begin with what `contents` returned."""
         if contents.keys() != {"ids", "rows", *self._kept} or contents["rows"].shape[1:] != self._rows.shape[1:]:
             raise UsageError(f"the checkpoint of table {self.shape.name!r} is of another kind of table or optimizer")
-        self._index = Index()
+        self._index = RowIndex()
         self._known.clear()
         self._index.add(contents["ids"].numpy())
         self._reserve(len(self))
@@ -152,8 +152,8 @@ class Storage:
         return np.arange(first, last)
 
     def _reserve(self, rows: int) -> None:
-        self._rows = growable_array.grown(self._rows, rows)
-        self._kept = {name: growable_array.grown(each, rows) for name, each in self._kept.items()}
+        self._rows = growable_array.grow_rows(self._rows, rows)
+        self._kept = {name: growable_array.grow_rows(each, rows) for name, each in self._kept.items()}
 
 
 def _mean(gradients: Sequence[tuple[Tensor, Tensor]], trainers: int) -> tuple[Tensor, Tensor]:

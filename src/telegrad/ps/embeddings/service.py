@@ -8,25 +8,25 @@ from typing import Any
 from torch import Tensor
 
 from telegrad.errors import JoinError
-from telegrad.ps.embeddings.messages import Definition, Plan, Update, Wanted
-from telegrad.ps.embeddings.shard import Shard
-from telegrad.ps.messages import Answer
-from telegrad.ps.server.checkpoint import Archive
+from telegrad.ps.embeddings.messages import RowRequest, RowUpdate, TableDefinition, TablesSpec
+from telegrad.ps.embeddings.shard import TableShard
+from telegrad.ps.messages import PushReply
+from telegrad.ps.server.checkpoint import CheckpointArchive
 from telegrad.ps.server.leader import LeaderProtocol
-from telegrad.ps.server.registry import Holdings, now_or_later
+from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
 from telegrad.server.functions import trusted
 
 
-def find(name: str) -> Shard:
+def find(name: str) -> TableShard:
     """What is here of these tables."""
-    return Holdings.here().find(_what(name), Shard)
+    return ShardRegistry.here().find(_what(name), TableShard)
 
 
 def _what(name: str) -> str:
     return f"tables {name!r}"
 
 
-def _have(holdings: Holdings, plan: Plan, back: bool) -> Shard:
+def _have(holdings: ShardRegistry, plan: TablesSpec, back: bool) -> TableShard:
     """Return the shard, made if need be. One that trainers come `back` to must have a checkpoint."""
     what = _what(plan.name)
     with holdings.lock:
@@ -37,14 +37,16 @@ def _have(holdings: Holdings, plan: Plan, back: bool) -> Shard:
             holdings.expect(shard, expected)
             shard.start()
             protocol.look_around()
-        return holdings.find(what, Shard)
+        return holdings.find(what, TableShard)
 
 
-def _made(holdings: Holdings, plan: Plan, protocol: LeaderProtocol, back: bool) -> tuple[Shard, list[str]]:
+def _made(
+    holdings: ShardRegistry, plan: TablesSpec, protocol: LeaderProtocol, back: bool
+) -> tuple[TableShard, list[str]]:
     """Return a new shard, and the trainers that it has to wait for."""
     agent, rule = holdings.agent, plan.checkpoint
-    archive = None if rule is None else Archive(rule, f"{plan.name}.tables", agent.name, agent.threads.start)
-    shard = Shard(plan, agent.group, archive, protocol.role)
+    archive = None if rule is None else CheckpointArchive(rule, f"{plan.name}.tables", agent.name, agent.threads.start)
+    shard = TableShard(plan, agent.group, archive, protocol.role)
     snapshot = None if archive is None else archive.newest()
     ours = snapshot is not None and snapshot.run == agent.group
     if back and not ours:
@@ -66,8 +68,8 @@ def _made(holdings: Holdings, plan: Plan, protocol: LeaderProtocol, back: bool) 
 
 
 @trusted
-def announce(plan: Plan, trainer: str) -> int:
-    holdings = Holdings.here()
+def announce(plan: TablesSpec, trainer: str) -> int:
+    holdings = ShardRegistry.here()
     shard = _have(holdings, plan, back=False)
     first = shard.announce(trainer, plan)
     holdings.check(shard, trainer)
@@ -76,17 +78,19 @@ def announce(plan: Plan, trainer: str) -> int:
 
 @trusted
 def enter(name: str, trainer: str, first: int) -> Any:
-    holdings = Holdings.here()
-    shard = holdings.find(_what(name), Shard)
+    holdings = ShardRegistry.here()
+    shard = holdings.find(_what(name), TableShard)
     entered = shard.enter(trainer, first)
     holdings.check(shard, trainer)
-    return now_or_later(entered)
+    return value_or_deferred(entered)
 
 
 @trusted
-def resume(plan: Plan, tables: list[Definition], trainer: str, first: int, acknowledged: int, version: int) -> Answer:
+def resume(
+    plan: TablesSpec, tables: list[TableDefinition], trainer: str, first: int, acknowledged: int, version: int
+) -> PushReply:
     """Let a trainer come back to a server that has lost it, most likely because it was restarted."""
-    holdings = Holdings.here()
+    holdings = ShardRegistry.here()
     holdings.refuse_lost(trainer)
     shard = _have(holdings, plan, back=True)
     shard.define(tables)
@@ -102,18 +106,18 @@ def has_member(name: str, trainer: str) -> bool:
 
 
 @trusted
-def define(name: str, tables: list[Definition]) -> None:
+def define(name: str, tables: list[TableDefinition]) -> None:
     find(name).define(tables)
 
 
 @trusted
-def pull(name: str, wanted: Sequence[Wanted], keep: bool) -> tuple[int, list[Tensor]]:
+def pull(name: str, wanted: Sequence[RowRequest], keep: bool) -> tuple[int, list[Tensor]]:
     return find(name).pull(wanted, keep)
 
 
 @trusted
-def push(name: str, trainer: str, step: int, version: int, updates: list[Update] | None) -> Any:
-    return now_or_later(find(name).push(trainer, step, version, updates))
+def push(name: str, trainer: str, step: int, version: int, updates: list[RowUpdate] | None) -> Any:
+    return value_or_deferred(find(name).push(trainer, step, version, updates))
 
 
 @trusted
@@ -128,5 +132,5 @@ def part(name: str, table: str, start: int, count: int) -> tuple[Tensor, Tensor]
 
 @trusted
 def leave(name: str, trainer: str) -> None:
-    if Holdings.here().has(_what(name)):
+    if ShardRegistry.here().has(_what(name)):
         find(name).leave(trainer)

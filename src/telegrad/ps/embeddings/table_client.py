@@ -1,4 +1,4 @@
-"""`Attachment`: a trainer's side of one server that holds tables.
+"""`TableClient`: a trainer's side of one server that holds tables.
 
 State: `version`, which the rows that the trainer has in use are of at least; `current`, whether rows have been fetched
 since the last answer to a push. Used by the thread that trains.
@@ -16,9 +16,9 @@ from torch import Tensor
 from telegrad.errors import CallTimeout
 from telegrad.futures import Future
 from telegrad.ps.embeddings import service
-from telegrad.ps.embeddings.messages import Definition, Plan, Update, Wanted
-from telegrad.ps.messages import Answer
-from telegrad.ps.trainer.joining import GONE, LocalTrainers, insist, settled
+from telegrad.ps.embeddings.messages import RowRequest, RowUpdate, TableDefinition, TablesSpec
+from telegrad.ps.messages import PushReply
+from telegrad.ps.trainer.joining import LOSS_ERRORS, LocalTrainers, retry_until_answered, settled
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Attachment:
-    def __init__(self, agent: Agent, trainer: str, server: str, plan: Plan) -> None:
+class TableClient:
+    def __init__(self, agent: Agent, trainer: str, server: str, plan: TablesSpec) -> None:
         self.server = server
         self.plan = plan
         self.version = 0
@@ -38,11 +38,11 @@ class Attachment:
         self._me = trainer
         self._busy = True  # it joins, or is in the middle of a step
         self._change = threading.Lock()  # of `_busy`
-        self._idle: tuple[Sequence[Definition], int] = (), 0  # the tables, and the last step
+        self._idle: tuple[Sequence[TableDefinition], int] = (), 0  # the tables, and the last step
         self._first = 0  # the round, or clock, that this trainer has started with
 
     def __repr__(self) -> str:
-        return f"<Attachment to tables {self.plan.name!r} on {self.server!r}: version {self.version}>"
+        return f"<TableClient to tables {self.plan.name!r} on {self.server!r}: version {self.version}>"
 
     # Coming and going
 
@@ -50,14 +50,14 @@ class Attachment:
         self._agent.service(LocalTrainers).sides[self._me, self.server] = self
         return int(self._agent.invoke(self.server, service.announce, (self.plan, self._me)))
 
-    def enter(self, first: int, timeout: float) -> Future[Answer]:
+    def enter(self, first: int, timeout: float) -> Future[PushReply]:
         self._first = first
         return self._agent.start(self.server, service.enter, (self.plan.name, self._me, first), None, timeout)
 
-    def define(self, tables: list[Definition]) -> Future[None]:
+    def define(self, tables: list[TableDefinition]) -> Future[None]:
         return self._start(service.define, tables)
 
-    def entered(self, answer: Answer) -> None:
+    def entered(self, answer: PushReply) -> None:
         self.pushed(answer)
 
     def leave(self) -> Future[None]:
@@ -66,7 +66,7 @@ class Attachment:
 
     # Rows
 
-    def pull(self, wanted: list[Wanted], keep: bool) -> Future[tuple[int, list[Tensor]]]:
+    def pull(self, wanted: list[RowRequest], keep: bool) -> Future[tuple[int, list[Tensor]]]:
         return self._start(service.pull, wanted, keep)
 
     def pulled(self, answer: tuple[int, list[Tensor]]) -> list[Tensor]:
@@ -75,13 +75,13 @@ class Attachment:
             self.version, self.current = max(self.version, version), True
         return rows
 
-    def push(self, step: int, version: int, updates: list[Update] | None) -> Future[Answer]:
+    def push(self, step: int, version: int, updates: list[RowUpdate] | None) -> Future[PushReply]:
         with self._change:
             self._busy = True
         arguments = (self.plan.name, self._me, step, version, updates)
         return self._agent.start(self.server, service.push, arguments, None, self.step_limit())
 
-    def pushed(self, answer: Answer) -> Answer:
+    def pushed(self, answer: PushReply) -> PushReply:
         self.version, self.current = answer.version, False
         if answer.problem is not None:
             warnings.warn(f"tables {self.plan.name!r} on {self.server!r}: {answer.problem}", stacklevel=4)
@@ -97,7 +97,7 @@ class Attachment:
     def again(
         self,
         call: Callable[[], Future[T]],
-        tables: Sequence[Definition],
+        tables: Sequence[TableDefinition],
         acknowledged: int,
         patience: float,
         error: Exception,
@@ -111,7 +111,7 @@ class Attachment:
             reached()
             return settled(call())
 
-        return insist(attempt, patience)
+        return retry_until_answered(attempt, patience)
 
     def is_member(self) -> bool:
         """Return whether the server knows this trainer."""
@@ -124,30 +124,30 @@ class Attachment:
                 return
             try:
                 self._come_back(*self._idle, self.version)
-            except (CallTimeout, *GONE):
+            except (CallTimeout, *LOSS_ERRORS):
                 return  # it was restarted again
 
-    def rest(self, tables: Sequence[Definition], step: int) -> None:
+    def rest(self, tables: Sequence[TableDefinition], step: int) -> None:
         """Note that a step is over, or that there is a new table."""
         with self._change:
             self._busy, self._idle = False, (tables, step)
 
-    def stay(self, tables: Sequence[Definition], step: int, answer: Answer) -> None:
+    def stay(self, tables: Sequence[TableDefinition], step: int, answer: PushReply) -> None:
         """Make sure that a server that has answered this step still has this trainer, which other servers may need."""
         try:
             if self.is_member():
                 return
         except CallTimeout:
             return  # it is there, and busy
-        except GONE:
+        except LOSS_ERRORS:
             if self.plan.checkpoint is None:
                 raise
         try:
             self._come_back(tables, step, answer.version)
-        except (CallTimeout, *GONE):
+        except (CallTimeout, *LOSS_ERRORS):
             return  # it is tried again as long as another server has not answered
 
-    def _come_back(self, tables: Sequence[Definition], acknowledged: int, version: int) -> None:
+    def _come_back(self, tables: Sequence[TableDefinition], acknowledged: int, version: int) -> None:
         arguments = (self.plan, list(tables), self._me, self._first, acknowledged, version)
         self._agent.invoke(self.server, service.resume, arguments)
 

@@ -19,16 +19,16 @@ from torch import Tensor
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
-from telegrad.ps.embeddings.messages import Definition, Plan, Update, Wanted
-from telegrad.ps.embeddings.row_batch import Batch
+from telegrad.ps.embeddings.messages import RowRequest, RowUpdate, TableDefinition, TablesSpec
+from telegrad.ps.embeddings.row_batch import RowBatch
 from telegrad.ps.embeddings.row_gradients import RowGradients
-from telegrad.ps.embeddings.row_optimizers import Rule
-from telegrad.ps.embeddings.row_storage import Shape
-from telegrad.ps.embeddings.table_client import Attachment
-from telegrad.ps.messages import Answer, trainer_name
+from telegrad.ps.embeddings.row_optimizers import RowOptimizer
+from telegrad.ps.embeddings.row_storage import TableSpec
+from telegrad.ps.embeddings.table_client import TableClient
+from telegrad.ps.messages import PushReply, trainer_name
 from telegrad.ps.server.checkpoint import Checkpoint
-from telegrad.ps.trainer.joining import Call, agent_of, answers, closing, join, leave, leave_all, matching
-from telegrad.ps.trainer.registration import Names
+from telegrad.ps.trainer.joining import ServerCall, agent_of, answers, closing, find_servers, join, leave, leave_all
+from telegrad.ps.trainer.registration import TrainerNames
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
@@ -63,23 +63,25 @@ class Tables:
         self._agent = agent_of(agent)
         self._consistency = consistency or Sync()
         self._patience = patience
-        self._definitions: dict[str, Definition] = {}
-        self._told: dict[str, Rule] = {}
+        self._definitions: dict[str, TableDefinition] = {}
+        self._told: dict[str, RowOptimizer] = {}
         self._gradients: dict[str, RowGradients] = {}
         self._shown = False
-        self._pushed: list[Call[Answer]] = []
+        self._pushed: list[ServerCall[PushReply]] = []
         self._acknowledged = 0
         self._member = True
-        trainer = trainer_name(self._agent.me.incarnation, next(_numbers))
-        names = matching(self._agent, servers)
-        self._name = self._agent.service(Names).take("tables", name, default_name, waits_for_quorum(self._consistency))
+        trainer = trainer_name(self._agent.local_member.incarnation, next(_numbers))
+        names = find_servers(self._agent, servers)
+        self._name = self._agent.service(TrainerNames).take(
+            "tables", name, default_name, waits_for_quorum(self._consistency)
+        )
         self.name = self._name.name
         self._attachments = [
-            Attachment(
+            TableClient(
                 self._agent,
                 trainer,
                 server,
-                Plan(self.name, number, tuple(names), self._consistency, trainers, checkpoint),
+                TablesSpec(self.name, number, tuple(names), self._consistency, trainers, checkpoint),
             )
             for number, server in enumerate(names)
         ]
@@ -91,7 +93,7 @@ class Tables:
             self._name.give_back(unused=True)
             raise
         self._name.belongs_to(self, partial(leave_all, self._attachments))
-        self._agent.on_parting(closing(self))
+        self._agent.on_shutdown(closing(self))
 
     def __repr__(self) -> str:
         servers = ", ".join(each.server for each in self._attachments)
@@ -131,11 +133,11 @@ class Tables:
 
     # What tables need
 
-    def define(self, shape: Shape, rule: Rule) -> RowGradients:
+    def define(self, shape: TableSpec, rule: RowOptimizer) -> RowGradients:
         """Have a table; its gradients belong into what is returned."""
         if shape.name in self._definitions:
             raise UsageError(f"there is a table {shape.name!r} in {self.name!r} already; give each another name")
-        definition = Definition(shape, rule)
+        definition = TableDefinition(shape, rule)
         self._everywhere([partial(each.define, [definition]) for each in self._attachments])
         self._definitions[shape.name] = definition
         self._told[shape.name] = rule
@@ -144,20 +146,20 @@ class Tables:
         self._rest()
         return gradients
 
-    def change(self, table: str, rule: Rule) -> None:
+    def change(self, table: str, rule: RowOptimizer) -> None:
         """Train a table with other numbers from the next step on."""
         shape, before = self._definitions[table]
         if rule.keeps(shape.dim).keys() != before.keeps(shape.dim).keys():
             raise UsageError(f"table {table!r} is trained with {before}, which cannot become {rule}")
-        self._definitions[table] = Definition(shape, rule)
+        self._definitions[table] = TableDefinition(shape, rule)
 
-    def fetch(self, wanted: Sequence[tuple[str, Batch]], keep: bool) -> list[Tensor]:
+    def fetch(self, wanted: Sequence[tuple[str, RowBatch]], keep: bool) -> list[Tensor]:
         """The rows of batches; `keep`: they are to be trained. One call to each server that has some of them."""
-        by_server: list[list[Wanted]] = [[] for _ in self._attachments]
+        by_server: list[list[RowRequest]] = [[] for _ in self._attachments]
         for table, batch in wanted:
             for requests, ids in zip(by_server, batch.split(batch.ids), strict=True):
                 if len(ids):
-                    requests.append(Wanted(table, ids))
+                    requests.append(RowRequest(table, ids))
         asked = [each for each in zip(self._attachments, by_server, strict=True) if each[1]]
         calls = [self._started(each, partial(each.pull, requests, keep)) for each, requests in asked]
         answered = zip(asked, answers(self._agent, calls), strict=True)
@@ -171,7 +173,7 @@ class Tables:
             for table, batch in wanted
         ]
 
-    def put(self, table: str, batch: Batch, values: Tensor) -> None:
+    def put(self, table: str, batch: RowBatch, values: Tensor) -> None:
         parts = zip(self._attachments, batch.split(batch.ids), batch.split(values), strict=True)
         self._everywhere([partial(each.put, table, ids, lines) for each, ids, lines in parts])
 
@@ -209,13 +211,13 @@ class Tables:
         """Send the gradients. `skip` says that they are not finite: the round makes no step then."""
         if not self._member:
             raise UsageError(f"tables {self.name!r} are closed")
-        updates: list[list[Update]] = [[] for _ in self._attachments]
+        updates: list[list[RowUpdate]] = [[] for _ in self._attachments]
         for table, gradients in self._gradients.items():
             if gradients and not skip:
                 batch, gradient = gradients.sum()
                 rule = self._news(table)
                 for mine, ids, lines in zip(updates, batch.split(batch.ids), batch.split(gradient), strict=True):
-                    mine.append(Update(table, ids, lines, rule))
+                    mine.append(RowUpdate(table, ids, lines, rule))
             if not self._shown:  # otherwise they stay until `zero_grad`, as those of other parameters do
                 gradients.clear()
         self.steps += 1
@@ -246,7 +248,7 @@ class Tables:
             for each in self._attachments:
                 each.rest(list(self._definitions.values()), self._acknowledged)
 
-    def _news(self, table: str) -> Rule | None:
+    def _news(self, table: str) -> RowOptimizer | None:
         """The rule of a table, if servers do not know it; they do from now on."""
         rule = self._definitions[table].rule
         if rule == self._told[table]:
@@ -271,8 +273,8 @@ class Tables:
         return [min(fetched, default=self.version)] * self.servers
 
     def _started(
-        self, attachment: Attachment, call: Callable[[], Future[Any]], stay: Callable[[Any], None] | None = None
-    ) -> Call[Any]:
+        self, attachment: TableClient, call: Callable[[], Future[Any]], stay: Callable[[Any], None] | None = None
+    ) -> ServerCall[Any]:
         """Make a call, and say what to do if the server is lost, which may come back."""
         tables = list(self._definitions.values())
         acknowledged, patience = self._acknowledged, self._patience
@@ -282,9 +284,9 @@ class Tables:
                 raise error
             return attachment.again(call, tables, acknowledged, patience, error)
 
-        return Call(call(), again, stay or _need_not_stay)
+        return ServerCall(call(), again, stay or _need_not_stay)
 
-    def _stay(self, attachment: Attachment, step: int) -> Callable[[Answer], None]:
+    def _stay(self, attachment: TableClient, step: int) -> Callable[[PushReply], None]:
         return partial(attachment.stay, list(self._definitions.values()), step)
 
     def _everywhere(self, calls: Sequence[Callable[[], Future[Any]]]) -> list[Any]:
@@ -298,7 +300,7 @@ def _need_not_stay(_: Any) -> None:
     """Nobody waits for others in this call."""
 
 
-def _together(parts: list[Tensor], shape: Shape) -> Tensor:
+def _together(parts: list[Tensor], shape: TableSpec) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts) if parts else torch.empty(0, shape.dim, dtype=shape.dtype)

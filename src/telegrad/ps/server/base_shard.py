@@ -1,4 +1,4 @@
-"""`Holding`: what one server holds of something that trainers train together: who they are, rounds, and checkpoints.
+"""`BaseShard`: what one server holds of something that trainers train together: who they are, rounds, and checkpoints.
 
 A `Coordinator` decides; this carries its decisions out. Classes that derive from it know what is trained. State, all of
 it under `_lock`: the coordinator, and `_saved`. Futures are completed after the lock is released.
@@ -21,21 +21,21 @@ from typing import Any, NamedTuple
 
 from telegrad.futures import Future
 from telegrad.ps.consistency import Consistency
-from telegrad.ps.messages import Answer, Steps
-from telegrad.ps.server.checkpoint import Archive, Snapshot
+from telegrad.ps.messages import PushReply, Steps
+from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
 from telegrad.ps.server.coordinator import (
-    Admit,
+    AdmitTrainer,
     AnswerVote,
     AskLeader,
     Decision,
-    Fail,
+    FailReport,
     MakeStep,
-    Reply,
-    Report,
+    ReplyToReport,
     RoundCoordinator,
-    Undo,
-    Verdict,
-    Vote,
+    RoundVerdict,
+    RoundVote,
+    StepReport,
+    UndoStep,
     coordinator,
 )
 
@@ -44,22 +44,27 @@ _log = logging.getLogger(__name__)
 Action = Callable[[], None]
 
 
-class Role(NamedTuple):
+class ServerRole(NamedTuple):
     """What a server is among those that hold parts of the same thing."""
 
     server: str = ""  # its incarnation
     followers: Sequence[str] = ()  # if it is the first: the names of the others
-    ask: Callable[[Vote], None] | None = None  # if it is another: send a vote to the first
+    ask: Callable[[RoundVote], None] | None = None  # if it is another: send a vote to the first
 
 
-ALONE = Role()
+SINGLE_SERVER = ServerRole()
 
 
-class Holding(ABC):
+class BaseShard(ABC):
     """`run` names the group of workers; a snapshot of the same run brings back the trainers that took part."""
 
     def __init__(
-        self, consistency: Consistency, trainers: int, run: str, archive: Archive | None, role: Role = ALONE
+        self,
+        consistency: Consistency,
+        trainers: int,
+        run: str,
+        archive: CheckpointArchive | None,
+        role: ServerRole = SINGLE_SERVER,
     ) -> None:
         self._run = run
         self._archive = archive
@@ -93,24 +98,24 @@ class Holding(ABC):
     # What is trained, under the lock
 
     @abstractmethod
-    def apply(self, reports: list[Report]) -> None:
+    def apply(self, reports: list[StepReport]) -> None:
         """Make a step of the reports of a round, which may be none, or, without rounds, of one."""
 
     @abstractmethod
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> ShardSnapshot:
         """Return copies of what is here now."""
 
     @abstractmethod
-    def _load(self, snapshot: Snapshot) -> None:
+    def _load(self, snapshot: ShardSnapshot) -> None:
         """Take over the contents of a snapshot."""
 
-    def answer(self, report: Report) -> Answer:
+    def answer(self, report: StepReport) -> PushReply:
         """Return the answer to a report."""
-        return Answer(self.version, report.staleness)
+        return PushReply(self.version, report.staleness)
 
     def welcome(self, trainer: str) -> Any:
         """Return the answer to a trainer that joins."""
-        return Answer(self.version)
+        return PushReply(self.version)
 
     def _publish(self) -> None:  # noqa: B027 - most have nothing to publish
         """Let trainers see the current version, or be ready for others to come or go."""
@@ -126,7 +131,7 @@ class Holding(ABC):
             self._publish()
             if was_member:
                 self._note_members()
-        act(actions)
+        run_actions(actions)
 
     def _forget_trainer(self, trainer: str) -> None:  # noqa: B027 - or nothing to forget
         """Let go of what is kept for a trainer."""
@@ -162,29 +167,29 @@ class Holding(ABC):
         """Begin to talk to other servers, once they can find this."""
         with self._lock:
             actions = self._carry_out(self._coordinator.advance())
-        act(actions)
+        run_actions(actions)
 
-    def hear(self, name: str, vote: Vote) -> Future[Verdict]:
+    def hear(self, name: str, vote: RoundVote) -> Future[RoundVerdict]:
         """Take the vote of a follower; the answer comes when there is a decision."""
-        future: Future[Verdict] = Future()
+        future: Future[RoundVerdict] = Future()
         with self._lock:
             actions = self._carry_out(self._rounds.hear(name, vote, future))
-        act(actions)
+        run_actions(actions)
         return future
 
     def hear_of(self, name: str, server: str, number: int) -> None:
         """Note that a follower is in this round."""
         with self._lock:
             actions = self._carry_out(self._rounds.hear_of(name, server, number))
-        act(actions)
+        run_actions(actions)
 
-    def answered(self, sequence: int, verdict: Verdict) -> None:
+    def answered(self, sequence: int, verdict: RoundVerdict) -> None:
         """Take the leader's answer to a vote."""
         with self._lock:
             actions = self._carry_out(self._rounds.answered(sequence, verdict))
-        act(actions)
+        run_actions(actions)
 
-    def is_asking(self, vote: Vote) -> bool:
+    def is_asking(self, vote: RoundVote) -> bool:
         """Return whether this vote still waits for its answer."""
         with self._lock:
             return self._rounds.asking == vote
@@ -216,22 +221,22 @@ class Holding(ABC):
             decision = left.popleft()
             if isinstance(decision, MakeStep):
                 left.extendleft(reversed(self._make_step(decision.reports)))
-            elif isinstance(decision, Undo):
+            elif isinstance(decision, UndoStep):
                 left.extendleft(reversed(self._undo(decision.version)))
             elif isinstance(decision, AnswerVote):  # now, so that all servers make their step at the same time
                 _complete(decision.future, decision.verdict)
-            elif isinstance(decision, Reply):
+            elif isinstance(decision, ReplyToReport):
                 actions.append(self._result(decision.report.future, partial(self._answer, decision)))
-            elif isinstance(decision, Admit):
+            elif isinstance(decision, AdmitTrainer):
                 actions.append(self._result(decision.future, partial(self.welcome, decision.trainer)))
-            elif isinstance(decision, Fail):
+            elif isinstance(decision, FailReport):
                 actions.append(_failing(decision.future, decision.error))
             elif isinstance(decision, AskLeader):
                 assert self._ask is not None
                 actions.append(partial(self._ask, decision.vote))
         return actions
 
-    def _make_step(self, reports: list[Report]) -> list[Decision]:
+    def _make_step(self, reports: list[StepReport]) -> list[Decision]:
         error: Exception | None = None
         try:
             self.apply(reports)
@@ -263,7 +268,7 @@ class Holding(ABC):
         self._publish()
         return decisions
 
-    def _answer(self, reply: Reply) -> Answer:
+    def _answer(self, reply: ReplyToReport) -> PushReply:
         answer = self.answer(reply.report)
         problem = None if self._archive is None else self._archive.problem
         if reply.dropped or problem is not None:
@@ -297,7 +302,7 @@ class Holding(ABC):
             self.save()
             self._archive.finish()
 
-    def _restore(self, snapshot: Snapshot, expected: Sequence[str], started: bool) -> None:
+    def _restore(self, snapshot: ShardSnapshot, expected: Sequence[str], started: bool) -> None:
         """Begin with the version of a snapshot. Of the same run, the trainers that took part are waited for."""
         same = snapshot.run == self._run
         made = snapshot.round if same else None
@@ -329,7 +334,7 @@ class Holding(ABC):
         return self._coordinator.made if isinstance(self._coordinator, RoundCoordinator) else None
 
 
-def act(actions: list[Action]) -> None:
+def run_actions(actions: list[Action]) -> None:
     """Take all actions, not under a lock."""
     for action in actions:
         try:

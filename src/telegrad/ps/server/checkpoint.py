@@ -11,8 +11,8 @@ checksums, or cannot be read, is passed over with a warning, and the one before 
 Writing never raises, except for the first checkpoint: what goes wrong is logged and kept as `problem` until something
 has been written again. Training goes on meanwhile, and the last good checkpoint stays.
 
-State of an `Archive`: `_next`, the newest snapshot that nobody has begun to write; `_writing`, whether some thread
-writes; `problem`. All under `_changed`. `_noted`: whether the members on disk are the current ones.
+State of an `CheckpointArchive`: `_next`, the newest snapshot that nobody has begun to write; `_writing`, whether some
+thread writes; `problem`. All under `_changed`. `_noted`: whether the members on disk are the current ones.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Checkpoint:
         return self.every == 1 and self.wait
 
 
-class Snapshot(NamedTuple):
+class ShardSnapshot(NamedTuple):
     """What a server holds at one moment: copies."""
 
     version: int
@@ -90,7 +90,7 @@ class Snapshot(NamedTuple):
     skipped: bool = False  # the last round made no step
 
 
-class Archive:
+class CheckpointArchive:
     """The checkpoints of one server. `start` runs a job on a thread of its own."""
 
     def __init__(self, rule: Checkpoint, name: str, server: str, start: Callable[[Callable[[], None]], None]) -> None:
@@ -100,14 +100,14 @@ class Archive:
         self._folder = Path(rule.folder) / name / server
         self._start = start
         self._changed = threading.Condition()
-        self._next: Snapshot | None = None
+        self._next: ShardSnapshot | None = None
         self._writing = False
         self._members: dict[str, Any] | None = None
         self._noted = True
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def __repr__(self) -> str:
-        return f"<Archive {self._folder}: versions {self.versions()}{', writing' if self._writing else ''}>"
+        return f"<CheckpointArchive {self._folder}: versions {self.versions()}{', writing' if self._writing else ''}>"
 
     # Reading
 
@@ -126,7 +126,7 @@ class Archive:
         """Return the versions whose files are what was written."""
         return [version for version in self.versions() if self._is_whole(version)]
 
-    def newest(self) -> Snapshot | None:
+    def newest(self) -> ShardSnapshot | None:
         """Return the newest version that can be read."""
         for version in reversed(self.versions()):
             snapshot = self.find(version)
@@ -134,7 +134,7 @@ class Archive:
                 return snapshot
         return None
 
-    def find(self, version: int) -> Snapshot | None:
+    def find(self, version: int) -> ShardSnapshot | None:
         """Return a version, or None if it is not there or cannot be read."""
         if version not in self.versions():
             return None
@@ -164,10 +164,10 @@ class Archive:
             if found != expected:
                 raise ValueError(f"{name} has checksum {found}, but {expected} was written")
 
-    def _read(self, version: int) -> Snapshot:
+    def _read(self, version: int) -> ShardSnapshot:
         folder = self._folder / str(version)
         rest: dict[str, Any] = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True)
-        return Snapshot(values=load_file(folder / _PARAMETERS), **rest)
+        return ShardSnapshot(values=load_file(folder / _PARAMETERS), **rest)
 
     def members(self) -> tuple[list[str], bool]:
         """Return who took part when this was last noted, and whether they had started."""
@@ -197,7 +197,7 @@ class Archive:
         self._noted = False
         self._attempt(self._write_members)
 
-    def save(self, snapshot: Snapshot) -> None:
+    def save(self, snapshot: ShardSnapshot) -> None:
         """Write a snapshot, beside what the caller does next unless the rule says to wait. The newest wins."""
         if self.rule.wait:
             self._attempt(self._write, snapshot)
@@ -208,7 +208,7 @@ class Archive:
                 self._writing = True
                 self._start(self._write_all)
 
-    def write_now(self, snapshot: Snapshot) -> None:
+    def write_now(self, snapshot: ShardSnapshot) -> None:
         """Write a snapshot, and raise an error if that fails."""
         try:
             self._write(snapshot)
@@ -250,7 +250,7 @@ class Archive:
                     return
             self._attempt(self._write, snapshot)
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: ShardSnapshot) -> None:
         final = self._folder / str(snapshot.version)
         beside = self._folder / f"{snapshot.version}.new"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -271,7 +271,7 @@ class Archive:
         with self._changed:
             self.problem = None
 
-    def _fill(self, folder: Path, snapshot: Snapshot) -> None:
+    def _fill(self, folder: Path, snapshot: ShardSnapshot) -> None:
         folder.mkdir()
         files = [folder / _PARAMETERS, folder / _OPTIMIZER]
         rest = snapshot._asdict()

@@ -4,7 +4,7 @@ files or clock.
 A coordinator is a state machine. Its owner feeds it inputs (a trainer joins, reports, leaves;
 another server votes or answers; a step has been made) and carries out the decisions that each input
 returns, in order. After `MakeStep` the owner calls `count_step` and `after_step` before any other
-input, after `Undo` it calls `undone`. A decision is final: the owner carries it out even if
+input, after `UndoStep` it calls `undone`. A decision is final: the owner carries it out even if
 something beside it, such as writing a checkpoint, fails.
 
 `RoundCoordinator` (`Sync`): round n turns version n of the parameters into version n + 1. A round
@@ -42,7 +42,7 @@ from telegrad.ps.consistency import Consistency, Stale, Sync
 from telegrad.ps.messages import Steps, worker_of
 
 
-class Report(NamedTuple):
+class StepReport(NamedTuple):
     """A step of a trainer, and the version of the parameters that it was computed with."""
 
     trainer: str
@@ -53,7 +53,7 @@ class Report(NamedTuple):
     staleness: int = 0
 
 
-class Vote(NamedTuple):
+class RoundVote(NamedTuple):
     """What a follower tells the leader about its current round."""
 
     server: str  # its incarnation
@@ -65,7 +65,7 @@ class Vote(NamedTuple):
     complete: bool = True  # if not, it only says what a restarted server has
 
 
-class Verdict(NamedTuple):
+class RoundVerdict(NamedTuple):
     """The leader's answer to a vote: "make" the step of these reports, "undo" it, or the round is "over"."""
 
     kind: str
@@ -79,30 +79,30 @@ class Verdict(NamedTuple):
 class MakeStep(NamedTuple):
     """Apply these reports, which may be none, then call `count_step` and `after_step`."""
 
-    reports: list[Report]
+    reports: list[StepReport]
 
 
-class Undo(NamedTuple):
+class UndoStep(NamedTuple):
     """Go back to this version, then call `undone`."""
 
     version: int
 
 
-class Reply(NamedTuple):
+class ReplyToReport(NamedTuple):
     """Answer a report with the current version."""
 
-    report: Report
+    report: StepReport
     dropped: bool = False
 
 
-class Fail(NamedTuple):
+class FailReport(NamedTuple):
     """Fail a report."""
 
     future: Any
     error: Exception
 
 
-class Admit(NamedTuple):
+class AdmitTrainer(NamedTuple):
     """Answer a trainer that joins: it may start."""
 
     trainer: str
@@ -112,20 +112,20 @@ class Admit(NamedTuple):
 class AskLeader(NamedTuple):
     """Send a vote to the leader, again and again until it is answered or outdated."""
 
-    vote: Vote
+    vote: RoundVote
 
 
 class AnswerVote(NamedTuple):
     """Answer a follower."""
 
     future: Any
-    verdict: Verdict
+    verdict: RoundVerdict
 
 
-Decision = MakeStep | Undo | Reply | Fail | Admit | AskLeader | AnswerVote
+Decision = MakeStep | UndoStep | ReplyToReport | FailReport | AdmitTrainer | AskLeader | AnswerVote
 
 
-class _Entering(NamedTuple):
+class _JoiningTrainer(NamedTuple):
     trainer: str
     first: int
     future: Any
@@ -140,8 +140,8 @@ class Coordinator(ABC):
         self.started = False
         self._trainers = trainers  # that must have come before anybody starts
         self._joined: set[str] = set()
-        self._entering: list[_Entering] = []
-        self._reports: dict[str, Report] = {}
+        self._entering: list[_JoiningTrainer] = []
+        self._reports: dict[str, StepReport] = {}
 
     @property
     @abstractmethod
@@ -187,7 +187,7 @@ class Coordinator(ABC):
         """Do not wait for a trainer any more."""
 
     @abstractmethod
-    def report(self, report: Report) -> list[Decision]:
+    def report(self, report: StepReport) -> list[Decision]:
         """Take a report. The same step may be reported again; it counts once."""
 
     @abstractmethod
@@ -216,8 +216,8 @@ class Coordinator(ABC):
         """Let a trainer wait for its start. It may come again if another server was restarted meanwhile."""
         before = [each for each in self._entering if each.trainer == trainer]
         self._entering = [each for each in self._entering if each not in before]
-        self._entering.append(_Entering(trainer, first, future))
-        return [Fail(each.future, StaleReference("the trainer has joined again")) for each in before]
+        self._entering.append(_JoiningTrainer(trainer, first, future))
+        return [FailReport(each.future, StaleReference("the trainer has joined again")) for each in before]
 
     def _remove(self, trainer: str) -> None:
         self.members.discard(trainer)
@@ -228,7 +228,7 @@ class Coordinator(ABC):
             return []
         ready = [each for each in self._entering if self._may_start(each.first)]
         self._entering = [each for each in self._entering if each not in ready]
-        return [Admit(each.trainer, each.future) for each in ready]
+        return [AdmitTrainer(each.trainer, each.future) for each in ready]
 
     def _may_start(self, first: int) -> bool:
         return True
@@ -246,7 +246,7 @@ class ClockCoordinator(Coordinator):
         self._version = 0
         self._ahead = consistency.ahead if isinstance(consistency, Stale) else None
         self._bases: Steps = {}
-        self._making: Report | None = None
+        self._making: StepReport | None = None
 
     def __repr__(self) -> str:
         clocks = {trainer: self._clock(trainer) for trainer in self._bases}
@@ -277,10 +277,10 @@ class ClockCoordinator(Coordinator):
         self._reports.pop(trainer, None)
         return self.advance()
 
-    def report(self, report: Report) -> list[Decision]:
+    def report(self, report: StepReport) -> list[Decision]:
         self.check(report.trainer)
         if report.step <= self.applied.get(report.trainer, 0):  # it comes again; the answer was lost
-            return [Reply(report)]
+            return [ReplyToReport(report)]
         self._making = report._replace(staleness=self.version - report.version)
         return [MakeStep([report])]
 
@@ -294,7 +294,7 @@ class ClockCoordinator(Coordinator):
         report, self._making = self._making, None
         assert report is not None
         if error is not None:
-            return [Fail(report.future, error)]
+            return [FailReport(report.future, error)]
         self._reports[report.trainer] = report
         return self.advance()
 
@@ -306,7 +306,7 @@ class ClockCoordinator(Coordinator):
         free = [report for report in self._reports.values() if self._may_go(report.trainer)]
         for report in free:
             del self._reports[report.trainer]
-        return [*self._admit(), *map(Reply, free)]
+        return [*self._admit(), *map(ReplyToReport, free)]
 
     def _clock(self, trainer: str) -> int:
         return self._bases[trainer] + self.applied.get(trainer, 0)
@@ -348,9 +348,9 @@ class RoundCoordinator(Coordinator):
         self._irreversible = False  # the step of this round was to be undone and could not be
         self._error: Exception | None = None
         self._sequence = 0
-        self._asked: Vote | None = None
-        self._votes: dict[str, Vote | None] = dict.fromkeys(followers)
-        self._asks: list[tuple[str, Vote, Any]] = []
+        self._asked: RoundVote | None = None
+        self._votes: dict[str, RoundVote | None] = dict.fromkeys(followers)
+        self._asks: list[tuple[str, RoundVote, Any]] = []
 
     def __repr__(self) -> str:
         state = "" if self.made is None else ", made and not confirmed"
@@ -417,17 +417,17 @@ class RoundCoordinator(Coordinator):
             self._reports.pop(trainer, None)
         return self.advance()
 
-    def report(self, report: Report) -> list[Decision]:
+    def report(self, report: StepReport) -> list[Decision]:
         self.check(report.trainer)
         made = self.made or {}
         counted = report.step <= self.applied.get(report.trainer, 0)
         if counted and made.get(report.trainer) != report.step:  # it comes again; the answer was lost
-            return [Reply(report)]
+            return [ReplyToReport(report)]
         if report.version < self.number:
             return [self._late(report)]
         before = self._reports.get(report.trainer)
         self._reports[report.trainer] = report
-        superseded = [] if before is None else [Fail(before.future, StaleReference("it was pushed again"))]
+        superseded = [] if before is None else [FailReport(before.future, StaleReference("it was pushed again"))]
         return [*superseded, *self.advance()]
 
     def restore(self, version: int, applied: Steps, expected: Iterable[str], made: Steps | None) -> None:
@@ -471,7 +471,7 @@ class RoundCoordinator(Coordinator):
         return self._commit()
 
     def undone(self, applied: Steps | None) -> list[Decision]:
-        """Go on after `Undo`. `applied` are the steps in the version before, or None if there is no way back."""
+        """Go on after `UndoStep`. `applied` are the steps in the version before, or None if there is no way back."""
         self.made = None
         self._made_before = False
         if applied is None:
@@ -496,7 +496,7 @@ class RoundCoordinator(Coordinator):
             report = self._reports.get(trainer)
             if report is not None and report.step == step:
                 del self._reports[trainer]
-                answers.append(Reply(report) if error is None else Fail(report.future, error))
+                answers.append(ReplyToReport(report) if error is None else FailReport(report.future, error))
         return [*answers, *self._end_earlier(), *self.advance()]
 
     def _new_round(self) -> None:
@@ -504,7 +504,7 @@ class RoundCoordinator(Coordinator):
         self._promised = self._irreversible = self._at_once = self._made_before = False
         self._asked = None
 
-    def _earlier(self) -> list[Report]:
+    def _earlier(self) -> list[StepReport]:
         return [report for report in self._reports.values() if report.version < self.number]
 
     def _end_earlier(self) -> list[Decision]:
@@ -514,9 +514,9 @@ class RoundCoordinator(Coordinator):
             del self._reports[report.trainer]
         return [self._late(report) for report in over]
 
-    def _late(self, report: Report) -> Reply:
+    def _late(self, report: StepReport) -> ReplyToReport:
         dropped = report.step > self.applied.get(report.trainer, 0)
-        return Reply(report._replace(staleness=self.number - report.version), dropped)
+        return ReplyToReport(report._replace(staleness=self.number - report.version), dropped)
 
     def _complete(self) -> Steps | None:
         """Return the reports that make up this round, or None while it is not complete.
@@ -538,7 +538,7 @@ class RoundCoordinator(Coordinator):
             return None
         return held if len(held) >= needed else None
 
-    def _has(self, vote: Vote | None, trainer: str) -> bool:
+    def _has(self, vote: RoundVote | None, trainer: str) -> bool:
         """Return whether a follower has a report. One that is ahead has made its step."""
         if vote is None or vote.number < self.number:
             return False
@@ -546,11 +546,11 @@ class RoundCoordinator(Coordinator):
 
     # The leader
 
-    def hear(self, name: str, vote: Vote, future: Any) -> list[Decision]:
+    def hear(self, name: str, vote: RoundVote, future: Any) -> list[Decision]:
         """Take the vote of a follower."""
         before = self._votes.get(name)
         if before is not None and before.server == vote.server and before.sequence > vote.sequence:
-            return [AnswerVote(future, Verdict("outdated", self.number, {}))]
+            return [AnswerVote(future, RoundVerdict("outdated", self.number, {}))]
         self._votes[name] = vote
         self._asks.append((name, vote, future))
         return self.advance()
@@ -561,7 +561,7 @@ class RoundCoordinator(Coordinator):
         said_more = before is not None and before.server == server and before.number >= number
         if number <= self.number or said_more:
             return []
-        self._votes[name] = Vote(server, 0, number, {})
+        self._votes[name] = RoundVote(server, 0, number, {})
         return self.advance()
 
     def forget(self, server: str) -> list[Decision]:
@@ -590,7 +590,7 @@ class RoundCoordinator(Coordinator):
         decisions += self._answer_votes("make", steps, able)
         return decisions + self._make(steps, at_once=ahead)
 
-    def _current_votes(self) -> list[Vote]:
+    def _current_votes(self) -> list[RoundVote]:
         return [vote for vote in self._votes.values() if vote is not None and vote.number == self.number]
 
     def _finish_made(self, made: list[Steps]) -> list[Decision]:
@@ -619,7 +619,7 @@ class RoundCoordinator(Coordinator):
             if vote in made:
                 self._votes[name] = None
         if self.made is not None:
-            return [*decisions, Undo(self.number)]
+            return [*decisions, UndoStep(self.number)]
         return decisions
 
     def _pass_over(self) -> list[Decision]:
@@ -637,21 +637,21 @@ class RoundCoordinator(Coordinator):
         self._new_round()
         return [*self._end_earlier(), *self.advance()]
 
-    def _answer_votes(self, kind: str, steps: Steps, votes: list[Vote] | None = None) -> list[Decision]:
+    def _answer_votes(self, kind: str, steps: Steps, votes: list[RoundVote] | None = None) -> list[Decision]:
         """Answer followers that wait in this round: all, or those with these votes."""
         answered = [ask for ask in self._asks if ask[1].number == self.number and (votes is None or ask[1] in votes)]
         self._asks = [ask for ask in self._asks if ask not in answered]
-        return [AnswerVote(future, Verdict(kind, self.number, steps)) for _, _, future in answered]
+        return [AnswerVote(future, RoundVerdict(kind, self.number, steps)) for _, _, future in answered]
 
     def _answer_over(self) -> list[Decision]:
         over = [ask for ask in self._asks if ask[1].number < self.number]
         self._asks = [ask for ask in self._asks if ask not in over]
-        return [AnswerVote(future, Verdict("over", self.number, dict(self.applied))) for _, _, future in over]
+        return [AnswerVote(future, RoundVerdict("over", self.number, dict(self.applied))) for _, _, future in over]
 
     # Followers
 
     @property
-    def asking(self) -> Vote | None:
+    def asking(self) -> RoundVote | None:
         """Return the vote that is not answered yet."""
         return self._asked
 
@@ -667,7 +667,9 @@ class RoundCoordinator(Coordinator):
             held = {trainer: report.step for trainer, report in self._reports.items()}
             known = frozenset({*self.known, *self._reports})
         made = self.made is not None
-        vote = Vote(self._server, self._sequence, self.number, dict(held), known, made, made or complete is not None)
+        vote = RoundVote(
+            self._server, self._sequence, self.number, dict(held), known, made, made or complete is not None
+        )
         if vote == self._asked:
             return []
         self._sequence += 1
@@ -675,17 +677,17 @@ class RoundCoordinator(Coordinator):
         self._asked = vote._replace(sequence=self._sequence)
         return [AskLeader(self._asked)]
 
-    def answered(self, sequence: int, verdict: Verdict) -> list[Decision]:
+    def answered(self, sequence: int, verdict: RoundVerdict) -> list[Decision]:
         """Take the leader's answer to a vote."""
         if self._asked is None or self._asked.sequence != sequence or verdict.kind == "outdated":
             return []
         if self.made is not None:
-            return self._commit() if verdict.kind == "over" else [Undo(self.number)]
+            return self._commit() if verdict.kind == "over" else [UndoStep(self.number)]
         if verdict.kind == "make":
             return self._make(verdict.steps, at_once=False)
         return self._catch_up(verdict)
 
-    def _catch_up(self, verdict: Verdict) -> list[Decision]:
+    def _catch_up(self, verdict: RoundVerdict) -> list[Decision]:
         """Make the step of a round that is over elsewhere, of the reports that are still to be had."""
         steps = verdict.steps
         done = {trainer for trainer in steps if steps[trainer] > self.applied.get(trainer, 0)}

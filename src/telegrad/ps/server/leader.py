@@ -1,8 +1,8 @@
 """`LeaderProtocol`: how several servers agree on whose reports make up a round.
 
-The first of them leads. Another sends it votes (`coordinator.Vote`) and gets verdicts. Servers that were restarted find
-their way back by asking: a follower repeats its vote; a leader asks its followers which round they are in, because they
-may have finished one that it has forgotten.
+The first of them leads. Another sends it votes (`coordinator.RoundVote`) and gets verdicts. Servers that were restarted
+find their way back by asking: a follower repeats its vote; a leader asks its followers which round they are in, because
+they may have finished one that it has forgotten.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import PeerLost, StaleReference
-from telegrad.ps.server.base_shard import Holding, Role
-from telegrad.ps.server.coordinator import Vote
-from telegrad.ps.server.registry import Holdings, now_or_later
+from telegrad.ps.server.base_shard import BaseShard, ServerRole
+from telegrad.ps.server.coordinator import RoundVote
+from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
 from telegrad.ps.trainer.joining import pauses
 from telegrad.server.functions import trusted
 
@@ -39,20 +39,20 @@ class LeaderProtocol:
         return self._servers[1:] if self._agent.name == self._servers[0] else ()
 
     @property
-    def role(self) -> Role:
+    def role(self) -> ServerRole:
         """What this server is."""
         ask = None if self._agent.name == self._servers[0] else self._start_asking
-        return Role(self._agent.me.incarnation, self._followers, ask)
+        return ServerRole(self._agent.local_member.incarnation, self._followers, ask)
 
     def look_around(self) -> None:
         """If this server leads and was restarted, ask in which round the others are, until one is finished."""
         for follower in self._followers:
             self._agent.threads.start(partial(self._look_at, follower))
 
-    def _start_asking(self, vote: Vote) -> None:
+    def _start_asking(self, vote: RoundVote) -> None:
         self._agent.threads.start(partial(self._ask, vote))
 
-    def _ask(self, vote: Vote) -> None:
+    def _ask(self, vote: RoundVote) -> None:
         for holding in self._tries(lambda holding: holding.is_asking(vote)):
             verdict = self._answer(self._servers[0], send_vote, (self._what, self._agent.name, vote))
             if verdict is not None:
@@ -72,9 +72,9 @@ class LeaderProtocol:
         except (PeerLost, StaleReference):
             return None
 
-    def _tries(self, needed: Callable[[Holding], bool]) -> Iterator[Holding]:
+    def _tries(self, needed: Callable[[BaseShard], bool]) -> Iterator[BaseShard]:
         """Yield what is held here, again and again while there is need, and hope."""
-        holdings = self._agent.service(Holdings)
+        holdings = self._agent.service(ShardRegistry)
         for _ in pauses():
             if self._agent.closing or not holdings.has(self._what):
                 return
@@ -87,17 +87,17 @@ class LeaderProtocol:
 
 
 @trusted
-def send_vote(what: str, name: str, vote: Vote) -> Any:
+def send_vote(what: str, name: str, vote: RoundVote) -> Any:
     """Take the vote of a follower; the answer is the verdict."""
-    holdings = Holdings.here()
+    holdings = ShardRegistry.here()
     holding = holdings.part(what)
     decided = holding.hear(name, vote)
     holdings.check(holding, vote.server)
-    return now_or_later(decided)
+    return value_or_deferred(decided)
 
 
 @trusted
 def current_round(what: str) -> tuple[str, int]:
     """Return this server's incarnation, and the round that it is in."""
-    holdings = Holdings.here()
-    return holdings.agent.me.incarnation, holdings.part(what).round
+    holdings = ShardRegistry.here()
+    return holdings.agent.local_member.incarnation, holdings.part(what).round

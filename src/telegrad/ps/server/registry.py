@@ -1,4 +1,4 @@
-"""`Holdings`: everything that one worker holds of parameter servers and tables, by what it is part of.
+"""`ShardRegistry`: everything that one worker holds of parameter servers and tables, by what it is part of.
 
 State: the holdings, added under `lock`.
 """
@@ -14,31 +14,31 @@ from telegrad.current import active_agent
 from telegrad.errors import CallTimeout, JoinError, StaleReference, TelegradError
 from telegrad.futures import Future
 from telegrad.ps.messages import worker_of
-from telegrad.ps.server.base_shard import Holding
+from telegrad.ps.server.base_shard import BaseShard
 from telegrad.ps.trainer.joining import pauses, still_trains
-from telegrad.server.functions import Later
+from telegrad.server.functions import DeferredReply
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
 
-H = TypeVar("H", bound=Holding)
+H = TypeVar("H", bound=BaseShard)
 
 
-class Holdings:
+class ShardRegistry:
     """One per agent."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.lock = threading.Lock()
-        self._all: dict[str, Holding] = {}
+        self._all: dict[str, BaseShard] = {}
         agent.on_loss(self._lost)
         agent.on_close(self._close)
 
     def __repr__(self) -> str:
-        return f"<Holdings of {self.agent.name}: {list(self._all.values())}>"
+        return f"<ShardRegistry of {self.agent.name}: {list(self._all.values())}>"
 
     @classmethod
-    def here(cls) -> Holdings:
+    def here(cls) -> ShardRegistry:
         agent = active_agent()
         if agent is None:  # it was called in the moment in which it closes
             raise StaleReference("a worker that holds part of a parameter server is leaving")
@@ -47,7 +47,7 @@ class Holdings:
     def has(self, what: str) -> bool:
         return what in self._all
 
-    def part(self, what: str) -> Holding:
+    def part(self, what: str) -> BaseShard:
         """What is held of `what`, which is how people would call it: "parameter server 'default'"."""
         if what not in self._all:
             raise StaleReference(f"worker {self.agent.name!r} holds nothing of {what}")
@@ -59,10 +59,10 @@ class Holdings:
         assert isinstance(found, kind)
         return found
 
-    def add(self, what: str, holding: Holding) -> None:
+    def add(self, what: str, holding: BaseShard) -> None:
         self._all[what] = holding
 
-    def check(self, holding: Holding, *workers: str) -> None:
+    def check(self, holding: BaseShard, *workers: str) -> None:
         """A call of a worker, or of a trainer there, may be served after its loss was noticed: it must not stay."""
         for worker in map(worker_of, workers):
             if self.agent.is_lost(worker):
@@ -76,7 +76,7 @@ class Holdings:
                 "has closed its connections; close the optimizer and make a new one"
             )
 
-    def expect(self, holding: Holding, trainers: Iterable[str]) -> None:
+    def expect(self, holding: BaseShard, trainers: Iterable[str]) -> None:
         """Find out which of the trainers of an earlier life of this server are still there.
 
         Call it when the holding has been added. A loss that was noticed before is not announced again.
@@ -87,7 +87,7 @@ class Holdings:
         for trainer in trainers:
             self.agent.threads.start(partial(self._ask_trainer, holding, trainer))
 
-    def _ask_trainer(self, holding: Holding, trainer: str) -> None:
+    def _ask_trainer(self, holding: BaseShard, trainer: str) -> None:
         """Do not wait for a trainer that has left while this server was down."""
         worker = self.agent.directory.name_of(worker_of(trainer))
         for _ in pauses():
@@ -113,5 +113,5 @@ class Holdings:
             self.agent.threads.start(lambda holding=holding: holding.lose(incarnation))  # type: ignore[misc]
 
 
-def now_or_later(future: Future[Any]) -> Any:
-    return future.wait() if future.done() else Later(future)
+def value_or_deferred(future: Future[Any]) -> Any:
+    return future.wait() if future.done() else DeferredReply(future)

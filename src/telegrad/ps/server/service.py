@@ -3,7 +3,8 @@
 Which trainer that is, whose parameters everybody starts from, is decided by the first of the servers; it makes the
 shards of all others before that one's. So whoever finds a shard on the first server finds one on all.
 
-State: `Shards`, one per agent: who is making shards, under the lock of the `Holdings` that they are added to.
+State: `ParameterShards`, one per agent: who is making shards, under the lock of the `ShardRegistry` that they are added
+to.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import JoinError, UsageError
-from telegrad.messages.routes import anywhere
+from telegrad.messages.routes import allow_any_device
 from telegrad.ps import flat_memory
-from telegrad.ps.flat_memory import Handle
-from telegrad.ps.messages import Answer, Gradients, Plan, Saved, Steps, Welcome, worker_of
-from telegrad.ps.server.checkpoint import Archive, Snapshot
+from telegrad.ps.flat_memory import SegmentHandle
+from telegrad.ps.messages import Gradients, JoinReply, PushReply, SavedVersions, ShardSpec, Steps, worker_of
+from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
 from telegrad.ps.server.leader import LeaderProtocol
-from telegrad.ps.server.registry import Holdings, now_or_later
-from telegrad.ps.server.shard import Shard
+from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
+from telegrad.ps.server.shard import ParameterShard
 from telegrad.ps.server.shard_optimizer import Options, State
 from telegrad.server.functions import trusted
 
@@ -29,23 +30,23 @@ if TYPE_CHECKING:
     from telegrad.agent import Agent
 
 
-class Shards:
+class ParameterShards:
     """The shards that live on one worker."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self._holdings = agent.service(Holdings)
+        self._holdings = agent.service(ShardRegistry)
         self._founders: dict[str, str] = {}
 
     def __repr__(self) -> str:
-        return f"<Shards of {self.agent.name}, made by {self._founders}>"
+        return f"<ParameterShards of {self.agent.name}, made by {self._founders}>"
 
     @classmethod
-    def here(cls) -> Shards:
-        return Holdings.here().agent.service(cls)
+    def here(cls) -> ParameterShards:
+        return ShardRegistry.here().agent.service(cls)
 
-    def find(self, name: str) -> Shard:
-        return self._holdings.find(_what(name), Shard)
+    def find(self, name: str) -> ParameterShard:
+        return self._holdings.find(_what(name), ParameterShard)
 
     def has(self, name: str) -> bool:
         return self._holdings.has(_what(name))
@@ -64,18 +65,18 @@ class Shards:
         if self.has(name):
             self.find(name).leave(trainer)
 
-    def saved(self, plan: Plan) -> Saved:
+    def saved(self, plan: ShardSpec) -> SavedVersions:
         """Say what a shard could begin with."""
         here = self.has(plan.name)
         pristine = here and self.find(plan.name).version == 0 and not self.find(plan.name).known
         archive = self._archive(plan)
         newest = None if archive is None else archive.newest()
         if archive is None or newest is None:
-            return Saved(here, pristine, ours=False, versions=[])
+            return SavedVersions(here, pristine, ours=False, versions=[])
         ours = newest.run == self.agent.group
-        return Saved(here, pristine, ours, archive.readable() if ours or archive.rule.resume else [])
+        return SavedVersions(here, pristine, ours, archive.readable() if ours or archive.rule.resume else [])
 
-    def create(self, plan: Plan, values: Tensor, version: int | None) -> None:
+    def create(self, plan: ShardSpec, values: Tensor, version: int | None) -> None:
         """Make a shard with a version that was saved or, if that is None, with these values.
 
         One that is here and that nobody has used is replaced: whoever made it died before it had made all.
@@ -91,7 +92,7 @@ class Shards:
                 archive.clear(after=-1 if version is None else version)
             self._make(plan, values, archive, snapshot)
 
-    def recreate(self, plan: Plan) -> None:
+    def recreate(self, plan: ShardSpec) -> None:
         """Make a shard that was here before this worker was restarted, from its newest checkpoint."""
         with self._holdings.lock:
             if self.has(plan.name):
@@ -104,21 +105,23 @@ class Shards:
                     f"worker {self.agent.name!r} has come back without its part of parameter server {plan.name!r}: it "
                     f"needs a checkpoint that can be read, and {where}. Start the training anew"
                 )
-            values = flat_memory.private(plan.share.nbytes, _usable(plan.device))
+            values = flat_memory.allocate_private(plan.share.nbytes, _usable(plan.device))
             self._make(plan, values, archive, snapshot).look_around()
 
-    def check(self, shard: Shard, trainer: str) -> None:
+    def check(self, shard: ParameterShard, trainer: str) -> None:
         """A call of a trainer may be served after its loss was noticed: it must not stay."""
         self._holdings.check(shard, trainer)
 
-    def _archive(self, plan: Plan) -> Archive | None:
+    def _archive(self, plan: ShardSpec) -> CheckpointArchive | None:
         agent, rule = self.agent, plan.checkpoint
-        return None if rule is None else Archive(rule, plan.name, agent.name, agent.threads.start)
+        return None if rule is None else CheckpointArchive(rule, plan.name, agent.name, agent.threads.start)
 
-    def _make(self, plan: Plan, values: Tensor, archive: Archive | None, snapshot: Snapshot | None) -> LeaderProtocol:
+    def _make(
+        self, plan: ShardSpec, values: Tensor, archive: CheckpointArchive | None, snapshot: ShardSnapshot | None
+    ) -> LeaderProtocol:
         agent, what = self.agent, _what(plan.name)
         protocol = LeaderProtocol(agent, what, plan.servers, patient=archive is not None)
-        shard = Shard(plan, values, shares_memory(agent), agent.group, archive, protocol.role)
+        shard = ParameterShard(plan, values, shares_memory(agent), agent.group, archive, protocol.role)
         expected: list[str] = []
         if archive is not None and snapshot is not None:
             members, started = archive.members()
@@ -147,42 +150,42 @@ def shares_memory(agent: Agent) -> bool:
 
 
 @trusted
-def found(name: str, trainer: str) -> bool | None:
+def find_shard(name: str, trainer: str) -> bool | None:
     """May this trainer make the shards? None: they are there already."""
-    shards = Shards.here()
+    shards = ParameterShards.here()
     if shards.has(name):
         return None
     return shards.found(name, trainer)
 
 
 @trusted
-def saved(plan: Plan) -> Saved:
+def saved(plan: ShardSpec) -> SavedVersions:
     """Say what of a parameter server is here, in memory or in checkpoints."""
-    return Shards.here().saved(plan)
+    return ParameterShards.here().saved(plan)
 
 
 @trusted
-@anywhere
-def create(plan: Plan, values: Tensor, version: int | None) -> None:
+@allow_any_device
+def create(plan: ShardSpec, values: Tensor, version: int | None) -> None:
     """Make a shard, unless there is one."""
-    Shards.here().create(plan, values, version)
+    ParameterShards.here().create(plan, values, version)
 
 
 @trusted
-def recreate(plan: Plan) -> None:
+def recreate(plan: ShardSpec) -> None:
     """Make a shard again that was here before this worker was restarted."""
-    Shards.here().recreate(plan)
+    ParameterShards.here().recreate(plan)
 
 
 @trusted
 def has_member(name: str, trainer: str) -> bool:
     """Return whether a trainer takes part here."""
-    return Shards.here().find(name).has_member(trainer)
+    return ParameterShards.here().find(name).has_member(trainer)
 
 
 @trusted
-def announce(plan: Plan, trainer: str) -> int:
-    shards = Shards.here()
+def announce(plan: ShardSpec, trainer: str) -> int:
+    shards = ParameterShards.here()
     shard = shards.find(plan.name)
     first = shard.announce(trainer, plan)
     shards.check(shard, trainer)
@@ -190,30 +193,30 @@ def announce(plan: Plan, trainer: str) -> int:
 
 
 @trusted
-@anywhere
-def enter(name: str, trainer: str, first: int, gradients: Handle | None) -> Any:
-    shards = Shards.here()
+@allow_any_device
+def enter(name: str, trainer: str, first: int, gradients: SegmentHandle | None) -> Any:
+    shards = ParameterShards.here()
     shard = shards.find(name)
     entered = shard.enter(trainer, first, gradients)
     shards.check(shard, trainer)
-    return now_or_later(entered)
+    return value_or_deferred(entered)
 
 
 @trusted
-@anywhere
+@allow_any_device
 def resume(
-    plan: Plan,
+    plan: ShardSpec,
     trainer: str,
     first: int,
     acknowledged: int,
     version: int,
     values: Tensor,
-    gradients: Handle | None,
+    gradients: SegmentHandle | None,
     applied: Steps,
-) -> Welcome:
+) -> JoinReply:
     """Let a trainer come back to a server that has lost it, most likely because it was restarted."""
-    shards = Shards.here()
-    Holdings.here().refuse_lost(trainer)
+    shards = ParameterShards.here()
+    ShardRegistry.here().refuse_lost(trainer)
     shards.recreate(plan)
     shard = shards.find(plan.name)
     welcome = shard.resume(trainer, first, acknowledged, version, values, gradients, applied)
@@ -222,14 +225,14 @@ def resume(
 
 
 @trusted
-@anywhere
+@allow_any_device
 def bring(name: str, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
     """Buckets of gradients that are ready before the step that they are for."""
-    Shards.here().find(name).bring(trainer, step, pieces)
+    ParameterShards.here().find(name).bring(trainer, step, pieces)
 
 
 @trusted
-@anywhere
+@allow_any_device
 def push(
     name: str,
     trainer: str,
@@ -242,29 +245,29 @@ def push(
     skip: bool = False,
     written: dict[int, Tensor] | None = None,
 ) -> Any:
-    shard = Shards.here().find(name)
+    shard = ParameterShards.here().find(name)
     arguments = (changes, gradients, by_value, missing, skip, written)
-    return now_or_later(shard.push(trainer, step, version, *arguments))
+    return value_or_deferred(shard.push(trainer, step, version, *arguments))
 
 
 @trusted
 def leave(name: str, trainer: str) -> None:
-    Shards.here().leave(name, trainer)
+    ParameterShards.here().leave(name, trainer)
 
 
 @trusted
-@anywhere
-def pull(name: str) -> Answer:
-    return Shards.here().find(name).pull()
+@allow_any_device
+def pull(name: str) -> PushReply:
+    return ParameterShards.here().find(name).pull()
 
 
 @trusted
-@anywhere
+@allow_any_device
 def state(name: str) -> list[State]:
-    return Shards.here().find(name).state()
+    return ParameterShards.here().find(name).state()
 
 
 @trusted
-@anywhere
+@allow_any_device
 def load(name: str, states: dict[int, State], changes: dict[int, Options]) -> None:
-    Shards.here().find(name).load(states, changes)
+    ParameterShards.here().find(name).load(states, changes)

@@ -1,6 +1,6 @@
-"""`Shard`: what one server holds of a parameter server: its range of the parameters, and their optimizer.
+"""`ParameterShard`: what one server holds of a parameter server: its range of the parameters, and their optimizer.
 
-State, all of it under the lock of a `Holding`: the values and the solver; of the trainers, what they share
+State, all of it under the lock of a `BaseShard`: the values and the solver; of the trainers, what they share
 (`_gradients`) or bring piece by piece (`_stagings`).
 
 What trainers read is never half updated. With `Sync()` the values themselves are shared: they change only when every
@@ -20,16 +20,16 @@ from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.ps import compression, flat_memory
 from telegrad.ps.consistency import Sync
-from telegrad.ps.flat_memory import Handle, Mapping
-from telegrad.ps.messages import Answer, Gradients, Plan, Steps, Welcome
-from telegrad.ps.server.base_shard import ALONE, Holding, Role, act
-from telegrad.ps.server.checkpoint import Archive, Snapshot
-from telegrad.ps.server.coordinator import Report
-from telegrad.ps.server.shard_optimizer import Options, Solver, State, works_by_element
-from telegrad.ps.trainer.overlap import Staging
+from telegrad.ps.flat_memory import MappedMemory, SegmentHandle
+from telegrad.ps.messages import Gradients, JoinReply, PushReply, ShardSpec, Steps
+from telegrad.ps.server.base_shard import SINGLE_SERVER, BaseShard, ServerRole, run_actions
+from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
+from telegrad.ps.server.coordinator import StepReport
+from telegrad.ps.server.shard_optimizer import Options, ShardOptimizer, State, works_by_element
+from telegrad.ps.trainer.overlap import GradientBuffer
 
 
-class _Content(NamedTuple):
+class _PushedContent(NamedTuple):
     """Of a report."""
 
     changes: dict[int, Options]
@@ -39,38 +39,40 @@ class _Content(NamedTuple):
     written: dict[int, Tensor]  # parts of the range that the trainer has written to, by position
 
 
-class Shard(Holding):
+class ParameterShard(BaseShard):
     def __init__(
         self,
-        plan: Plan,
+        plan: ShardSpec,
         values: Tensor,
         sharing: bool,
         run: str = "",
-        archive: Archive | None = None,
-        role: Role = ALONE,
+        archive: CheckpointArchive | None = None,
+        role: ServerRole = SINGLE_SERVER,
     ) -> None:
         super().__init__(plan.consistency, plan.trainers, run, archive, role)
         self.plan = plan
         self._strict = plan.consistency == Sync()
         self._places = 1 if self._strict else 2
         sharing = sharing and values.is_cpu
-        self._memory = flat_memory.make(self._places * plan.share.nbytes) if sharing else None
+        self._memory = flat_memory.allocate(self._places * plan.share.nbytes) if sharing else None
         if self._memory is not None and self._strict:
             self._values = self._memory.contents
         else:
-            self._values = flat_memory.private(plan.share.nbytes, values.device)
+            self._values = flat_memory.allocate_private(plan.share.nbytes, values.device)
         self._values.copy_(values)
-        self._solver = Solver(plan.make, plan.groups, plan.share, self._values, works_by_element(plan.optimizer))
+        self._solver = ShardOptimizer(
+            plan.make, plan.groups, plan.share, self._values, works_by_element(plan.optimizer)
+        )
         self._skipped = False  # the last round made no step
-        self._gradients: dict[str, Mapping] = {}  # of the trainers that share them
-        self._stagings: dict[str, Staging] = {}  # of trainers whose gradients come piece by piece
+        self._gradients: dict[str, MappedMemory] = {}  # of the trainers that share them
+        self._stagings: dict[str, GradientBuffer] = {}  # of trainers whose gradients come piece by piece
 
     def __repr__(self) -> str:
-        return f"<Shard of {self.plan.name!r}: {self.plan.share.nbytes} bytes, {self._coordinator!r}>"
+        return f"<ParameterShard of {self.plan.name!r}: {self.plan.share.nbytes} bytes, {self._coordinator!r}>"
 
     # Who takes part
 
-    def announce(self, trainer: str, plan: Plan) -> int:
+    def announce(self, trainer: str, plan: ShardSpec) -> int:
         """A trainer is coming: from which round on this server waits for it."""
         if _terms(plan) != _terms(self.plan):
             raise UsageError(
@@ -80,14 +82,14 @@ class Shard(Holding):
         with self._lock:
             return self._coordinator.announce(trainer)
 
-    def enter(self, trainer: str, first: int, gradients: Handle | None) -> Future[Welcome]:
+    def enter(self, trainer: str, first: int, gradients: SegmentHandle | None) -> Future[JoinReply]:
         """A trainer is here; the answer comes when it may start, which is in round `first`."""
-        future: Future[Welcome] = Future()
+        future: Future[JoinReply] = Future()
         mapped = self._mapped(gradients)
         with self._lock:
             self._share(trainer, mapped)
             actions = self._enter(trainer, first, future)
-        act(actions)
+        run_actions(actions)
         return future
 
     def resume(
@@ -97,9 +99,9 @@ class Shard(Holding):
         acknowledged: int,
         version: int,
         values: Tensor,
-        gradients: Handle | None,
+        gradients: SegmentHandle | None,
         applied: Steps,
-    ) -> Welcome:
+    ) -> JoinReply:
         """A trainer comes back to a server that was restarted. If it holds a newer version, the server takes that.
 
         `applied` says whose steps are in that version: they may be pushed again, and must not count twice.
@@ -112,14 +114,14 @@ class Shard(Holding):
             else:
                 applied = {}
             actions = self._resume(trainer, first, acknowledged, version, applied)
-            welcome = Welcome(Answer(self.version), mapped is not None, self._handle)
-        act(actions)
+            welcome = JoinReply(PushReply(self.version), mapped is not None, self._handle)
+        run_actions(actions)
         return welcome
 
-    def _mapped(self, gradients: Handle | None) -> Mapping | None:
-        return flat_memory.find(gradients) if gradients is not None and self._memory is not None else None
+    def _mapped(self, gradients: SegmentHandle | None) -> MappedMemory | None:
+        return flat_memory.find_shared(gradients) if gradients is not None and self._memory is not None else None
 
-    def _share(self, trainer: str, mapped: Mapping | None) -> None:
+    def _share(self, trainer: str, mapped: MappedMemory | None) -> None:
         self._gradients.pop(trainer, None)
         if mapped is not None:
             self._gradients[trainer] = mapped
@@ -134,11 +136,11 @@ class Shard(Holding):
         """Some of the gradients that a trainer is going to push."""
         self._staging(trainer).bring(step, pieces)
 
-    def _staging(self, trainer: str) -> Staging:
+    def _staging(self, trainer: str) -> GradientBuffer:
         with self._lock:
             self._coordinator.check(trainer)
             if trainer not in self._stagings:
-                self._stagings[trainer] = Staging(self.plan.share)
+                self._stagings[trainer] = GradientBuffer(self.plan.share)
             return self._stagings[trainer]
 
     def push(
@@ -152,14 +154,14 @@ class Shard(Holding):
         missing: frozenset[int] = frozenset(),
         skip: bool = False,
         written: dict[int, Tensor] | None = None,
-    ) -> Future[Answer]:
+    ) -> Future[PushReply]:
         """Gradients that were computed with `version`. The same step may be pushed again: it counts once.
 
         `missing` are the numbers of parameters that have no gradient; zeros stand in their place. `skip` says that
         the gradients are not finite: the round that they are part of makes no step. `written` are values that the
         trainer has written into parameters; the step begins with them.
         """
-        future: Future[Answer] = Future()
+        future: Future[PushReply] = Future()
         if isinstance(gradients, list):
             gradients = compression.unpack(self.plan.share, gradients)
         elif isinstance(gradients, dict):
@@ -172,13 +174,13 @@ class Shard(Holding):
                 gradients = self._gradients[trainer].contents[self.plan.share.start : self.plan.share.stop]
             if gradients is not None:
                 gradients = gradients.to(self._values.device)
-            content = _Content(changes, None if skip else gradients, by_value, missing, written or {})
-            report = Report(trainer, step, version, content, future)
+            content = _PushedContent(changes, None if skip else gradients, by_value, missing, written or {})
+            report = StepReport(trainer, step, version, content, future)
             actions = self._carry_out(self._coordinator.report(report))
-        act(actions)
+        run_actions(actions)
         return future
 
-    def pull(self) -> Answer:
+    def pull(self) -> PushReply:
         """The values now, by value."""
         with self._lock:
             return self._current()
@@ -196,7 +198,7 @@ class Shard(Holding):
 
     # Checkpoints
 
-    def restore(self, snapshot: Snapshot, expected: Sequence[str] = (), started: bool = False) -> None:
+    def restore(self, snapshot: ShardSnapshot, expected: Sequence[str] = (), started: bool = False) -> None:
         """Begin where a snapshot ends. Of the same run, the trainers that took part are waited for."""
         if snapshot.values.keys() != {part.label for part in self.plan.share.parts}:
             raise UsageError(
@@ -208,23 +210,23 @@ class Shard(Holding):
             self._restore(snapshot, expected, started)
             self._publish()
 
-    def _load(self, snapshot: Snapshot) -> None:
+    def _load(self, snapshot: ShardSnapshot) -> None:
         for part in self.plan.share.parts:
             part.of(self._values).copy_(snapshot.values[part.label])
         self._solver.change(dict(enumerate(snapshot.groups)))
         self._solver.load(snapshot.states)
         self._skipped = snapshot.skipped
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> ShardSnapshot:
         values = {part.label: part.of(self._values).clone() for part in self.plan.share.parts}
         states, groups = self._solver.state(), self._solver.options()
         applied = dict(self._coordinator.applied)
-        return Snapshot(self.version, self._run, values, states, groups, applied, self._last_round, self._skipped)
+        return ShardSnapshot(self.version, self._run, values, states, groups, applied, self._last_round, self._skipped)
 
     # What is trained, under the lock
 
-    def apply(self, reports: list[Report]) -> None:
-        contents: list[_Content] = [report.content for report in reports]
+    def apply(self, reports: list[StepReport]) -> None:
+        contents: list[_PushedContent] = [report.content for report in reports]
         for content in contents:
             self._solver.change(content.changes)
         if self._memory is not None and self._strict:
@@ -238,19 +240,19 @@ class Shard(Holding):
             missing = frozenset.intersection(*(content.missing for content in contents))
             self._solver.step(gradients, missing)
 
-    def answer(self, report: Report) -> Answer:
+    def answer(self, report: StepReport) -> PushReply:
         in_rounds = isinstance(self.plan.consistency, Sync)
         skipped = report.content.gradients is None or (in_rounds and self._skipped)
         values = None
         if report.content.by_value:
             values = self._values if self._strict else self._values.clone()
-        return Answer(self.version, report.staleness, values=values, skipped=skipped, applied=self._told)
+        return PushReply(self.version, report.staleness, values=values, skipped=skipped, applied=self._told)
 
-    def welcome(self, trainer: str) -> Welcome:
-        return Welcome(self._current(), trainer in self._gradients, self._handle)
+    def welcome(self, trainer: str) -> JoinReply:
+        return JoinReply(self._current(), trainer in self._gradients, self._handle)
 
-    def _current(self) -> Answer:
-        return Answer(self.version, values=self._values.clone(), applied=self._told)
+    def _current(self) -> PushReply:
+        return PushReply(self.version, values=self._values.clone(), applied=self._told)
 
     @property
     def _told(self) -> Steps | None:
@@ -259,7 +261,7 @@ class Shard(Holding):
         return dict(self._coordinator.applied) if known else None
 
     @property
-    def _handle(self) -> Handle | None:
+    def _handle(self) -> SegmentHandle | None:
         return None if self._memory is None else self._memory.handle
 
     def _publish(self) -> None:
@@ -272,11 +274,11 @@ class Shard(Holding):
         self._memory.contents[place : place + self.plan.share.nbytes].copy_(self._values)
 
 
-def _terms(plan: Plan) -> tuple[object, ...]:
+def _terms(plan: ShardSpec) -> tuple[object, ...]:
     """What all trainers must say alike."""
     return plan.share, plan.consistency, plan.servers
 
 
-def _described(plan: Plan) -> str:
+def _described(plan: ShardSpec) -> str:
     size = f"{len(plan.share.parts)} parameters in {plan.share.nbytes} bytes"
     return f"{plan.consistency} with {size} here, on {', '.join(plan.servers)}"

@@ -1,4 +1,4 @@
-"""`Solver`: an ordinary `torch.optim` optimizer over the range of one server.
+"""`ShardOptimizer`: an ordinary `torch.optim` optimizer over the range of one server.
 
 An optimizer that works element by element is run on *blocks* of the flat memory, one after the other, each with an
 optimizer of its own: the mean of the gradients of a block is still in the cache when the block is updated, so a step
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from telegrad.errors import UsageError
-from telegrad.ps.layout import Part, Run, Share
+from telegrad.ps.layout import DtypeRun, ParameterPart, ServerRange
 
 Options = dict[str, Any]
 Make = Callable[[list[dict[str, Any]]], optim.Optimizer]
@@ -51,7 +51,7 @@ def works_by_element(optimizer: Any) -> bool:
     return optimizer in _BY_ELEMENT
 
 
-class _Target(NamedTuple):
+class _ShardParameter(NamedTuple):
     """A parameter that an optimizer updates, and where its gradient lies in the memory of a trainer."""
 
     parameter: nn.Parameter
@@ -63,24 +63,26 @@ class _Target(NamedTuple):
         return flat[self.start : self.stop].view(self.parameter.dtype).view(self.parameter.shape)
 
 
-class _Unit(NamedTuple):
+class _OptimizerUnit(NamedTuple):
     """An optimizer, its parameters, the numbers of its groups, and memory for their mean gradients."""
 
     optimizer: optim.Optimizer
-    targets: list[_Target]
+    targets: list[_ShardParameter]
     groups: list[int]
     means: list[Tensor]
 
 
-class Solver:
-    def __init__(self, make: Make, groups: Sequence[Options], share: Share, values: Tensor, by_element: bool) -> None:
+class ShardOptimizer:
+    def __init__(
+        self, make: Make, groups: Sequence[Options], share: ServerRange, values: Tensor, by_element: bool
+    ) -> None:
         self._make = make
         self._share = share
         self._by_element = by_element
         self._groups = [dict(group) for group in groups]
         self._values = values
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._blocks: list[tuple[Run, list[_Unit]]] = []
+        self._blocks: list[tuple[DtypeRun, list[_OptimizerUnit]]] = []
         if by_element:
             self._arrange([(run, self._block_units(run)) for run in share.runs])
         else:
@@ -91,23 +93,23 @@ class Solver:
             raise UsageError(f"{kind} evaluates the model again and again while it steps, which a server cannot do")
 
     def __repr__(self) -> str:
-        return f"<Solver: {type(self._units[0].optimizer).__name__} over {len(self._units)} blocks>"
+        return f"<ShardOptimizer: {type(self._units[0].optimizer).__name__} over {len(self._units)} blocks>"
 
-    def _arrange(self, blocks: list[tuple[Run, list[_Unit]]]) -> None:
+    def _arrange(self, blocks: list[tuple[DtypeRun, list[_OptimizerUnit]]]) -> None:
         self._blocks = blocks
         self._units = [unit for _, units in blocks for unit in units]
 
-    def _block_units(self, run: Run) -> list[_Unit]:
+    def _block_units(self, run: DtypeRun) -> list[_OptimizerUnit]:
         size = _BLOCK if self._values.is_cpu else run.nbytes
         room = self._room(run.dtype, size)
         slots = frozenset(part.slot.number for part in run.parts)
         units = []
         for start in range(run.offset, run.offset + run.nbytes, size):
             stop = min(start + size, run.offset + run.nbytes)
-            target = _Target(nn.Parameter(self._values[start:stop].view(run.dtype)), start, stop, slots)
+            target = _ShardParameter(nn.Parameter(self._values[start:stop].view(run.dtype)), start, stop, slots)
             options = {**self._groups[run.group], **self._fastest(run.group, run.dtype)}
             optimizer = self._make([{**options, "params": [target.parameter]}])
-            units.append(_Unit(optimizer, [target], [run.group], [room[: target.parameter.numel()]]))
+            units.append(_OptimizerUnit(optimizer, [target], [run.group], [room[: target.parameter.numel()]]))
         return units
 
     def _room(self, dtype: torch.dtype, size: int) -> Tensor:
@@ -121,19 +123,19 @@ class Solver:
     def _fastest(self, group: int, dtype: torch.dtype) -> Options:
         return _fastest(self._groups[group], dtype) if self._values.is_cpu else {}
 
-    def _whole_units(self) -> list[_Unit]:
-        targets: list[_Target] = []
+    def _whole_units(self) -> list[_OptimizerUnit]:
+        targets: list[_ShardParameter] = []
         groups: list[dict[str, Any]] = []
         numbers: list[int] = []
         for run in self._share.runs:
             parameters = [nn.Parameter(part.of(self._values).view(part.slot.shape)) for part in run.parts]
             for each, part in zip(parameters, run.parts, strict=True):
                 slots = frozenset([part.slot.number])
-                targets.append(_Target(each, part.offset, part.offset + part.nbytes, slots))
+                targets.append(_ShardParameter(each, part.offset, part.offset + part.nbytes, slots))
             groups.append({**self._groups[run.group], "params": parameters})
             numbers.append(run.group)
         means = [torch.empty_like(target.parameter) for target in targets]
-        return [_Unit(self._make(groups), targets, numbers, means)]
+        return [_OptimizerUnit(self._make(groups), targets, numbers, means)]
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], missing: AbstractSet[int] = frozenset()) -> None:
@@ -153,7 +155,7 @@ class Solver:
 
     def _separate(self, missing: AbstractSet[int]) -> None:
         """See to it that of each run, all or none is missing."""
-        blocks: list[tuple[Run, list[_Unit]]] = []
+        blocks: list[tuple[DtypeRun, list[_OptimizerUnit]]] = []
         for run, units in self._blocks:
             pieces = _pieces(run, [part.slot.number in missing for part in run.parts])
             if len(pieces) < 2:
@@ -209,7 +211,7 @@ class Solver:
                 self._load_run(*blocks[-1], [mine[part] for part in piece.parts])
         self._arrange(blocks)
 
-    def cut(self, part: Part, state: State) -> State:
+    def cut(self, part: ParameterPart, state: State) -> State:
         """What of a whole parameter's state belongs to one part of it."""
         if not self._by_element:
             return state
@@ -219,7 +221,7 @@ class Solver:
             for key, value in state.items()
         }
 
-    def _load_run(self, run: Run, units: list[_Unit], states: list[State]) -> None:
+    def _load_run(self, run: DtypeRun, units: list[_OptimizerUnit], states: list[State]) -> None:
         """Give new units the states of their parts, which differ only in what belongs to elements."""
         if not any(states):
             return
@@ -265,14 +267,16 @@ def _fastest(options: Options, dtype: torch.dtype) -> Options:
     return {"fused": True} if open_to_all and dtype in _FUSED and not options.get("differentiable") else {}
 
 
-def _pieces(run: Run, keys: Sequence[Any]) -> list[Run]:
+def _pieces(run: DtypeRun, keys: Sequence[Any]) -> list[DtypeRun]:
     """The run, divided where the keys of its parts change."""
     keyed = list(zip(keys, run.parts, strict=True))
     found = [[part for _, part in parts] for _, parts in itertools.groupby(keyed, key=lambda entry: entry[0])]
     if len(found) < 2:
         return [run]
     return [
-        Run(run.group, run.dtype, parts[0].offset, parts[-1].offset + parts[-1].nbytes - parts[0].offset, tuple(parts))
+        DtypeRun(
+            run.group, run.dtype, parts[0].offset, parts[-1].offset + parts[-1].nbytes - parts[0].offset, tuple(parts)
+        )
         for parts in found
     ]
 
@@ -288,14 +292,14 @@ def _common(state: State, by_element: set[str]) -> list[tuple[str, Any]]:
     ]
 
 
-def _join(units: list[_Unit]) -> State:
+def _join(units: list[_OptimizerUnit]) -> State:
     """The state of a run from that of its blocks."""
     states = [unit.optimizer.state[unit.targets[0].parameter] for unit in units]
     flat = {key for key, value in states[0].items() if torch.is_tensor(value) and value.dim() == 1}
     return {key: torch.cat([state[key] for state in states]) if key in flat else states[0][key] for key in states[0]}
 
 
-def _slice(run: Run, part: Part, whole: State) -> State:
+def _slice(run: DtypeRun, part: ParameterPart, whole: State) -> State:
     return _copied(
         {
             key: _elements(run, part, value) if torch.is_tensor(value) and value.dim() == 1 else value
@@ -304,12 +308,12 @@ def _slice(run: Run, part: Part, whole: State) -> State:
     )
 
 
-def _elements(run: Run, part: Part, flat: Tensor) -> Tensor:
+def _elements(run: DtypeRun, part: ParameterPart, flat: Tensor) -> Tensor:
     """The elements of a part in something that has one value per element of the run."""
     return flat[part.within(run)]
 
 
-def _placed(state: State, unit: _Unit, number: int) -> State:
+def _placed(state: State, unit: _OptimizerUnit, number: int) -> State:
     """A copy of a state where an optimizer expects it: with the parameter, but counters of steps stay on the CPU."""
     parameter = unit.targets[number].parameter
     together = any(group.get("fused") or group.get("capturable") for group in unit.optimizer.param_groups)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from telegrad.errors import JoinError, UsageError
 from telegrad.ps.consistency import Consistency, Sync
-from telegrad.ps.messages import Saved
+from telegrad.ps.messages import SavedVersions
 from telegrad.ps.trainer.joining import pauses
-from telegrad.ps.trainer.shard_client import Attachment
+from telegrad.ps.trainer.shard_client import ShardClient
 
 
-def find_or_found(servers: Sequence[Attachment], consistency: Consistency) -> None:
+def find_or_create_shards(servers: Sequence[ShardClient], consistency: Consistency) -> None:
     """Make sure that all servers have their shards."""
     lead, *others = servers
     for _ in pauses():
@@ -24,18 +24,18 @@ def find_or_found(servers: Sequence[Attachment], consistency: Consistency) -> No
         if may is not False:  # then somebody else is making the shards
             break
     if may:
-        _found([*others, lead], consistency)
+        _create_shards([*others, lead], consistency)
         return
     for each in others:
         each.recreate()  # nothing happens unless it was restarted
 
 
-def _found(servers: Sequence[Attachment], consistency: Consistency) -> None:
+def _create_shards(servers: Sequence[ShardClient], consistency: Consistency) -> None:
     """Make the shards, that of the first server last."""
     saved = {each.server: each.saved() for each in servers}
     lead = saved[servers[-1].server]
     under_way = lead.ours or any(each.here and not each.pristine for each in saved.values())
-    if under_way and _go_on(servers, saved, consistency):
+    if under_way and _recreate_shards(servers, saved, consistency):
         return
     rule = servers[0].plan.checkpoint
     resumes = under_way or (rule is not None and rule.resume)
@@ -44,7 +44,7 @@ def _found(servers: Sequence[Attachment], consistency: Consistency) -> None:
         each.create(versions[each.server])
 
 
-def _go_on(servers: Sequence[Attachment], saved: dict[str, Saved], consistency: Consistency) -> bool:
+def _recreate_shards(servers: Sequence[ShardClient], saved: dict[str, SavedVersions], consistency: Consistency) -> bool:
     """Let servers that were restarted go on. Return False if all begin again, with the same version."""
     without = [server for server, each in saved.items() if not (each.here or each.ours)]
     if without:
@@ -62,11 +62,11 @@ def _go_on(servers: Sequence[Attachment], saved: dict[str, Saved], consistency: 
     return True
 
 
-def _common(saved: dict[str, Saved]) -> set[int]:
+def _common(saved: dict[str, SavedVersions]) -> set[int]:
     return set.intersection(*(set(each.versions) for each in saved.values()))
 
 
-def _versions(saved: dict[str, Saved], consistency: Consistency) -> dict[str, int | None]:
+def _versions(saved: dict[str, SavedVersions], consistency: Consistency) -> dict[str, int | None]:
     """Return which checkpoint each server begins with; None: with the parameters of this trainer."""
     if not any(each.versions for each in saved.values()):
         return dict.fromkeys(saved)

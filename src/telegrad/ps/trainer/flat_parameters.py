@@ -1,4 +1,4 @@
-"""`Flat`: the gradients of a model in one piece of memory, and its parameters as servers see them.
+"""`FlatParameters`: the gradients of a model in one piece of memory, and its parameters as servers see them.
 
 Rule: parameters and gradients belong to the model. They keep their own memory, memory format and device, which may
 change at any time. A step copies gradients into the flat memory, which servers read, and copies what servers answer
@@ -31,34 +31,36 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from telegrad.errors import UsageError
 from telegrad.ps import flat_memory
-from telegrad.ps.layout import Layout, Part, Share, Slot
+from telegrad.ps.layout import ParameterLayout, ParameterPart, ParameterSlot, ServerRange
 
 Ready = Callable[[int], None]
 
 _COMPARED = 1 << 16  # bytes that a step compares
 
 
-class Flat:
-    def __init__(self, layout: Layout, parameters: Sequence[Tensor], sharing: bool, compares: bool = False) -> None:
+class FlatParameters:
+    def __init__(
+        self, layout: ParameterLayout, parameters: Sequence[Tensor], sharing: bool, compares: bool = False
+    ) -> None:
         """Make the memory of `parameters`, which are in the order of their numbers.
 
         `compares` keeps a copy of what servers answered, which tells whether a write changed anything.
         """
         learning = [parameters[slot.number] for slot in layout.slots]
         self.device = _common_device(learning)
-        self.segment = flat_memory.make(layout.nbytes) if sharing and self.device.type == "cpu" else None
+        self.segment = flat_memory.allocate(layout.nbytes) if sharing and self.device.type == "cpu" else None
         if self.segment is not None:
             self.gradients = self.segment.contents
         else:
-            self.gradients = flat_memory.private(layout.nbytes, self.device)
+            self.gradients = flat_memory.allocate_private(layout.nbytes, self.device)
         self.in_place = True
         self.missing: frozenset[int] = frozenset()  # numbers of the parameters without gradients
         self._nbytes = layout.nbytes
         self._own: Tensor | None = None  # private memory for steps in which the other is in use
         self._moves = self.segment is not None  # may gradients become views of the flat memory?
-        self._known = flat_memory.private(layout.nbytes, self.device) if compares else None
+        self._known = flat_memory.allocate_private(layout.nbytes, self.device) if compares else None
         self._entries = {
-            slot.number: _Entry(parameter, slot, self._place(slot), self._moves)
+            slot.number: _FlatParameter(parameter, slot, self._place(slot), self._moves)
             for slot, parameter in zip(layout.slots, learning, strict=True)
         }
         self._order = list(self._entries.items())
@@ -73,9 +75,9 @@ class Flat:
     def __repr__(self) -> str:
         where = "shared memory" if self.segment is not None else f"private memory on {self.device}"
         count = len(self._entries)
-        return f"<Flat: {count} parameters, {self._nbytes} bytes, gradients in {where}>"
+        return f"<FlatParameters: {count} parameters, {self._nbytes} bytes, gradients in {where}>"
 
-    def _place(self, slot: Slot) -> Tensor:
+    def _place(self, slot: ParameterSlot) -> Tensor:
         if self.segment is None:
             return slot.of(self.gradients)
         return self.segment.part(slot.offset, slot.dtype, slot.shape)
@@ -136,7 +138,7 @@ class Flat:
 
     def _collect_privately(self) -> None:
         if self._own is None:
-            self._own = flat_memory.private(self._nbytes, self.device)
+            self._own = flat_memory.allocate_private(self._nbytes, self.device)
         for entry in self._entries.values():
             place, gradient = entry.slot.of(self._own), entry.parameter.grad
             if gradient is None:
@@ -151,12 +153,12 @@ class Flat:
 
     # Parameters
 
-    def views(self, share: Share, values: Tensor) -> list[Tensor]:
+    def views(self, share: ServerRange, values: Tensor) -> list[Tensor]:
         """Return the parts of a server's range in memory that holds the bytes of that range."""
         return [_shaped(part, part.of(values)) for part in share.parts]
 
     @torch.no_grad()
-    def take(self, share: Share, views: Sequence[Tensor]) -> None:
+    def take(self, share: ServerRange, views: Sequence[Tensor]) -> None:
         """Copy fresh values, as `views` returns them, into the parameters."""
         parameters, values = [], []
         for part, view in zip(share.parts, views, strict=True):
@@ -205,12 +207,12 @@ class Flat:
                 "notice, so servers would not get it: write to the parameter itself, under torch.no_grad()"
             )
 
-    def _differs(self, entry: _Entry, known: Tensor) -> bool:
+    def _differs(self, entry: _FlatParameter, known: Tensor) -> bool:
         value = entry.parameter.detach().to(known.device).contiguous()
         return not torch.equal(value.view(-1).view(torch.uint8), _bytes(entry.slot, known))
 
     @torch.no_grad()
-    def values(self, share: Share, numbers: Iterable[int] | None = None) -> dict[int, Tensor]:
+    def values(self, share: ServerRange, numbers: Iterable[int] | None = None) -> dict[int, Tensor]:
         """Return copies of the parts of a server's range, by their position among its parts."""
         wanted = self._entries.keys() if numbers is None else set(numbers)
         return {
@@ -219,14 +221,14 @@ class Flat:
             if part.slot.number in wanted
         }
 
-    def range_of_values(self, share: Share) -> Tensor:
+    def range_of_values(self, share: ServerRange) -> Tensor:
         """Return a copy of a server's range of the parameters, as bytes."""
-        values = flat_memory.private(share.nbytes, self.device)
+        values = flat_memory.allocate_private(share.nbytes, self.device)
         for position, value in self.values(share).items():
             share.parts[position].of(values).copy_(value)
         return values
 
-    def _part_of_parameter(self, part: Part) -> Tensor:
+    def _part_of_parameter(self, part: ParameterPart) -> Tensor:
         parameter = self._entries[part.slot.number].parameter
         return parameter.detach().reshape(-1)[part.first : part.last]
 
@@ -243,10 +245,10 @@ class Flat:
                 entry.parameter.grad = gradient.clone()
 
 
-class _Entry:
+class _FlatParameter:
     """One parameter and the place of its gradient."""
 
-    def __init__(self, parameter: Tensor, slot: Slot, place: Tensor, own_storage: bool) -> None:
+    def __init__(self, parameter: Tensor, slot: ParameterSlot, place: Tensor, own_storage: bool) -> None:
         """Only a place with a storage of its own is ever shown to anybody."""
         self.parameter = parameter
         self.slot = slot
@@ -354,11 +356,11 @@ def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.layout is not torch.strided else gradient
 
 
-def _shaped(part: Part, elements: Tensor) -> Tensor:
+def _shaped(part: ParameterPart, elements: Tensor) -> Tensor:
     return elements.view(part.slot.shape) if part.is_whole else elements
 
 
-def _write_part(parameter: Tensor, part: Part, elements: Tensor) -> None:
+def _write_part(parameter: Tensor, part: ParameterPart, elements: Tensor) -> None:
     """Write some elements of a parameter, which count as if it were contiguous."""
     if parameter.is_contiguous():
         parameter.detach().view(-1)[part.first : part.last].copy_(elements)
@@ -368,11 +370,11 @@ def _write_part(parameter: Tensor, part: Part, elements: Tensor) -> None:
     parameter.copy_(whole.view(part.slot.shape))
 
 
-def _elements(part: Part, flat: Tensor) -> Tensor:
+def _elements(part: ParameterPart, flat: Tensor) -> Tensor:
     return part.slot.of(flat).view(-1)[part.first : part.last]
 
 
-def _bytes(slot: Slot, flat: Tensor) -> Tensor:
+def _bytes(slot: ParameterSlot, flat: Tensor) -> Tensor:
     return flat[slot.offset : slot.offset + slot.nbytes]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-GONE = (PeerLost, StaleReference)  # what calls raise if a server is not there, or has lost what it held
+LOSS_ERRORS = (PeerLost, StaleReference)  # what calls raise if a server is not there, or has lost what it held
 
 _PAUSES = (0.005, 0.5)
 _CHECK_AFTER = 1.0  # seconds after which a trainer that waits makes sure that all servers are there
@@ -41,7 +41,7 @@ def agent_of(agent: Agent | None) -> Agent:
     return agent
 
 
-def matching(agent: Agent, servers: str | Sequence[str]) -> list[str]:
+def find_servers(agent: Agent, servers: str | Sequence[str]) -> list[str]:
     """The names of workers that a pattern stands for, or these names."""
     if not isinstance(servers, str):
         names = list(servers)
@@ -73,7 +73,7 @@ def pauses() -> Iterator[None]:
         pause = min(pause * 1.5, longest)
 
 
-def insist(attempt: Callable[[Callable[[], None]], T], patience: float) -> T:
+def retry_until_answered(attempt: Callable[[Callable[[], None]], T], patience: float) -> T:
     """Try again while a server is not there, for so many seconds.
 
     `attempt` calls its argument whenever it has reached the server; the time starts anew then.
@@ -89,7 +89,7 @@ def insist(attempt: Callable[[Callable[[], None]], T], patience: float) -> T:
         next(turns)
         try:
             return attempt(reached)
-        except GONE:
+        except LOSS_ERRORS:
             if time.monotonic() > until:
                 raise
 
@@ -103,7 +103,7 @@ def settled(future: Future[T]) -> Future[T]:
 
 
 @dataclass(frozen=True)
-class Call(Generic[T]):
+class ServerCall(Generic[T]):
     """A call to one of several servers that may wait for each other.
 
     `again` waits for a server that is gone and makes the call again. `stay` makes sure that a server that has answered
@@ -115,7 +115,7 @@ class Call(Generic[T]):
     stay: Callable[[T], None]
 
 
-def answers(agent: Agent, calls: Sequence[Call[T]]) -> list[T]:
+def answers(agent: Agent, calls: Sequence[ServerCall[T]]) -> list[T]:
     """Return the results of calls to several servers.
 
     A server that is lost is tried again while the others are waited for. A server that was restarted after it had
@@ -124,9 +124,9 @@ def answers(agent: Agent, calls: Sequence[Call[T]]) -> list[T]:
     futures = [call.future for call in calls]
     if not futures:
         return []
-    if _wait(_all(futures), GONE):
+    if _wait(_all(futures), LOSS_ERRORS):
         return [future.wait() for future in futures]
-    insistent = [_insistent(agent, call) for call in calls]
+    insistent = [_retrying(agent, call) for call in calls]
     together = _all(insistent)
     while not _wait(together):
         _watch_idle(agent)
@@ -170,7 +170,7 @@ def _all(futures: Sequence[Future[Any]]) -> Future[None]:
     return together
 
 
-def _insistent(agent: Agent, call: Call[T]) -> Future[Future[T]]:
+def _retrying(agent: Agent, call: ServerCall[T]) -> Future[Future[T]]:
     """Return a future for one that has a result."""
     good: Future[Future[T]] = Future()
 
@@ -182,7 +182,7 @@ def _insistent(agent: Agent, call: Call[T]) -> Future[Future[T]]:
 
     def done(_: Any) -> None:
         error = call.future.exception()
-        if isinstance(error, GONE):
+        if isinstance(error, LOSS_ERRORS):
             agent.threads.start(partial(try_again, error))
         elif isinstance(error, Exception):
             good.set_exception(error)
@@ -193,7 +193,7 @@ def _insistent(agent: Agent, call: Call[T]) -> Future[Future[T]]:
     return good
 
 
-class Joining(Protocol):
+class JoiningClient(Protocol):
     """A trainer's side of one server, while it joins."""
 
     def announce(self) -> int: ...
@@ -218,7 +218,7 @@ def _watch_idle(agent: Agent) -> None:
             continue  # it is not there, or busy
 
 
-def _check_member(server: Joining) -> None:
+def _check_member(server: JoiningClient) -> None:
     """Raise an error if a server has forgotten this trainer."""
     try:
         known = server.is_member()
@@ -229,7 +229,7 @@ def _check_member(server: Joining) -> None:
 
 
 def join(
-    agent: Agent, what: str, servers: Sequence[Joining], prepare: Callable[[], None], patience: float | None
+    agent: Agent, what: str, servers: Sequence[JoiningClient], prepare: Callable[[], None], patience: float | None
 ) -> None:
     """Let a trainer join all servers. With `patience`, one that is restarted meanwhile is waited for.
 
@@ -256,7 +256,7 @@ def join(
         if patience is None:
             attempt(lambda: None)
         else:
-            insist(attempt, patience)
+            retry_until_answered(attempt, patience)
     except BaseException as error:
         leave(agent, servers)  # nobody is to wait for a trainer that did not start
         if not isinstance(error, CallTimeout):
@@ -268,19 +268,19 @@ def join(
         ) from error
 
 
-def leave(agent: Agent, servers: Sequence[Joining]) -> None:
+def leave(agent: Agent, servers: Sequence[JoiningClient]) -> None:
     """Tell all servers that a trainer leaves. One that is gone learns it when it comes back (`still_trains`)."""
     if not agent.closing:
         for leaving in leave_all(servers):
             leaving.exception()
 
 
-def leave_all(servers: Sequence[Joining]) -> list[Future[None]]:
+def leave_all(servers: Sequence[JoiningClient]) -> list[Future[None]]:
     """Tell all servers that a trainer leaves, without waiting for them."""
     return [each.leave() for each in servers]
 
 
-class Idle(Protocol):
+class IdleClient(Protocol):
     """A trainer's side of one server, between steps."""
 
     def is_member(self) -> bool: ...
@@ -291,7 +291,7 @@ class LocalTrainers:
     """The trainers of one agent: their sides of servers, by trainer and server."""
 
     def __init__(self, agent: Agent) -> None:
-        self.sides: weakref.WeakValueDictionary[tuple[str, str], Idle] = weakref.WeakValueDictionary()
+        self.sides: weakref.WeakValueDictionary[tuple[str, str], IdleClient] = weakref.WeakValueDictionary()
 
     def __repr__(self) -> str:
         return f"<LocalTrainers {sorted(self.sides)}>"

@@ -1,4 +1,4 @@
-"""`Structure`: notice that a model has other parameters than its optimizer.
+"""`ModelStructure`: notice that a model has other parameters than its optimizer.
 
 A step looks whether every module still has the same submodules and parameters, which costs
 microseconds. Only if one has not, the model is searched for parameters that require a gradient and
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from telegrad.errors import UsageError
 
 
-class Structure:
+class ModelStructure:
     """
     >>> model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     >>> structure = Structure(model, model.parameters())
@@ -36,7 +36,7 @@ class Structure:
     def check(self) -> None:
         """Raise an error if the model has parameters to train that the optimizer does not know."""
         for entries, before in self._seen:
-            if before != entries:  # in this order: `_Same` compares
+            if before != entries:  # in this order: `_Identity` compares
                 self._search()
                 return
 
@@ -56,14 +56,14 @@ class Structure:
 def _entries(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the dictionaries of submodules and parameters of all modules, each with a copy of it."""
     return [
-        (entries, {name: _Same(each) for name, each in entries.items()})
+        (entries, {name: _Identity(each) for name, each in entries.items()})
         for module in model.modules()
         for entries in (module._modules, module._parameters)
         if entries
     ]
 
 
-class _Same:
+class _Identity:
     """Equal to one object alone. Tensors compare element by element otherwise."""
 
     def __init__(self, value: object) -> None:

@@ -29,17 +29,27 @@ from telegrad.ps import compression as compressing
 from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
 from telegrad.ps.embeddings.row_gradients import RowsParameter
 from telegrad.ps.embeddings.tables import Tables
-from telegrad.ps.layout import Layout
-from telegrad.ps.messages import Answer, Plan, trainer_name
+from telegrad.ps.layout import ParameterLayout
+from telegrad.ps.messages import PushReply, ShardSpec, trainer_name
 from telegrad.ps.server import service
 from telegrad.ps.server.checkpoint import Checkpoint
 from telegrad.ps.server.shard_optimizer import Options, State, works_by_element
-from telegrad.ps.trainer.creation import find_or_found
-from telegrad.ps.trainer.flat_parameters import Flat, check_kind
-from telegrad.ps.trainer.joining import GONE, Call, agent_of, answers, closing, join, leave, leave_all, matching
-from telegrad.ps.trainer.model_structure import Structure
-from telegrad.ps.trainer.registration import Names
-from telegrad.ps.trainer.shard_client import Attachment, Pushed
+from telegrad.ps.trainer.creation import find_or_create_shards
+from telegrad.ps.trainer.flat_parameters import FlatParameters, check_kind
+from telegrad.ps.trainer.joining import (
+    LOSS_ERRORS,
+    ServerCall,
+    agent_of,
+    answers,
+    closing,
+    find_servers,
+    join,
+    leave,
+    leave_all,
+)
+from telegrad.ps.trainer.model_structure import ModelStructure
+from telegrad.ps.trainer.registration import TrainerNames
+from telegrad.ps.trainer.shard_client import PushRequest, ShardClient
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
@@ -98,7 +108,7 @@ class Optimizer(optim.Optimizer):
             )
         template = optimizer(model.parameters() if isinstance(model, nn.Module) else model, **options)
         self._agent = agent
-        self._attachments: list[Attachment] = []
+        self._attachments: list[ShardClient] = []
         self._tables: list[Tables] = []
         super().__init__(template.param_groups, template.defaults)
         self.steps = 0
@@ -111,25 +121,27 @@ class Optimizer(optim.Optimizer):
         learning = _learning(model, self.param_groups, include_frozen)
         for _, parameter_name, parameter in itertools.chain.from_iterable(learning):
             check_kind(parameter_name, parameter)
-        self._layout = Layout.of(learning)
+        self._layout = ParameterLayout.of(learning)
         if not self._layout.slots:
             raise UsageError("none of the parameters requires a gradient")
         compares = self._consistency != Sync()  # servers may step, and publish, while this trainer computes
         shares_memory = service.shares_memory(agent)
-        self._flat = Flat(self._layout, self._parameters, shares_memory, compares)
-        self._structure = Structure(model, self._parameters) if isinstance(model, nn.Module) else None
+        self._flat = FlatParameters(self._layout, self._parameters, shares_memory, compares)
+        self._structure = ModelStructure(model, self._parameters) if isinstance(model, nn.Module) else None
         known = {slot.number for slot in self._layout.slots}
         self._frozen = [
             each
             for number, each in enumerate(self._parameters)
             if number not in known and not isinstance(each, RowsParameter)
         ]
-        self._trainer = trainer_name(agent.me.incarnation, next(_numbers))
+        self._trainer = trainer_name(agent.local_member.incarnation, next(_numbers))
         self._patience = patience
         self._compression = compression
         self._overlap = overlap and self._flat.device.type == "cpu"  # elsewhere, to look would be to wait
-        workers = matching(agent, servers)
-        self._name = agent.service(Names).take("parameter server", name, "default", waits_for_quorum(self._consistency))
+        workers = find_servers(agent, servers)
+        self._name = agent.service(TrainerNames).take(
+            "parameter server", name, "default", waits_for_quorum(self._consistency)
+        )
         self.name = self._name.name
         try:
             self._attachments = self._plan(workers, options, trainers, checkpoint)
@@ -141,7 +153,7 @@ class Optimizer(optim.Optimizer):
         self._name.belongs_to(self, partial(leave_all, self._attachments))
         for tables in self._tables:
             tables.show_gradients(True)
-        agent.on_parting(closing(self))
+        agent.on_shutdown(closing(self))
 
     def __repr__(self) -> str:
         servers = ", ".join(each.server for each in self._attachments)
@@ -219,7 +231,7 @@ class Optimizer(optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state that servers hold, fetched here, in the form that the optimizer itself would give."""
         state: dict[int, State] = {}
-        for attachment, parts in zip(self._attachments, self._everywhere(Attachment.state), strict=True):
+        for attachment, parts in zip(self._attachments, self._everywhere(ShardClient.state), strict=True):
             for part, values in zip(attachment.plan.share.parts, parts, strict=True):
                 if values:
                     self._put(state.setdefault(part.slot.number, {}), part.slot.number, part.first, values)
@@ -241,18 +253,18 @@ class Optimizer(optim.Optimizer):
 
     def _plan(
         self, servers: list[str], options: Options, trainers: int, checkpoint: Checkpoint | None
-    ) -> list[Attachment]:
+    ) -> list[ShardClient]:
         shares = self._layout.divide(len(servers), whole=not works_by_element(self._kind))
         known, device = tuple(self._known), str(self._flat.device)
         used = [(server, share) for server, share in zip(servers, shares, strict=True) if share.nbytes]
         names = tuple(server for server, _ in used)
         rest = (self._kind, options, known, self._consistency, trainers, checkpoint, names, device)
         return [
-            Attachment(
+            ShardClient(
                 self._agent,
                 self._trainer,
                 server,
-                Plan(self.name, share, *rest),
+                ShardSpec(self.name, share, *rest),
                 self._flat,
                 self._compression,
                 self._overlap,
@@ -265,7 +277,7 @@ class Optimizer(optim.Optimizer):
         for each in self._attachments:
             each.patience = self._patience
             each.step_limit = self._name.step_limit
-        prepare = partial(find_or_found, self._attachments, self._consistency)
+        prepare = partial(find_or_create_shards, self._attachments, self._consistency)
         try:
             join(self._agent, f"parameter server {self.name!r}", self._attachments, prepare, patience)
         except BaseException:
@@ -297,39 +309,40 @@ class Optimizer(optim.Optimizer):
                 gradient.detach().mul_(factor.to(gradient.device))
         return False
 
-    def _push(self, skip: bool) -> list[Answer]:
+    def _push(self, skip: bool) -> list[PushReply]:
         """Push to all servers at once. Where there is only one, by a call that is waited for, which is the fastest."""
         changes = param_groups.changes(self.param_groups, self._known)
         written = frozenset(self._flat.written())
         pushes = [
-            (each, Pushed(self.steps, self._version_of(each), changes, skip, written)) for each in self._attachments
+            (each, PushRequest(self.steps, self._version_of(each), changes, skip, written))
+            for each in self._attachments
         ]
         if len(pushes) == 1:
             ((only, pushed),) = pushes
             try:
                 return [only.push(pushed)]
-            except GONE as error:
+            except LOSS_ERRORS as error:
                 return [self._again(only, pushed)(error).wait()]
         calls = [
-            Call(each.start_push(pushed), self._again(each, pushed), partial(each.stay, self.steps))
+            ServerCall(each.start_push(pushed), self._again(each, pushed), partial(each.stay, self.steps))
             for each, pushed in pushes
         ]
         return answers(self._agent, calls)
 
-    def _version_of(self, attachment: Attachment) -> int:
+    def _version_of(self, attachment: ShardClient) -> int:
         """What the gradients were computed with. Rounds are the same on all servers."""
         return self.version if isinstance(self._consistency, Sync) else attachment.version
 
-    def _again(self, attachment: Attachment, pushed: Pushed) -> Callable[[Exception], Future[Answer]]:
+    def _again(self, attachment: ShardClient, pushed: PushRequest) -> Callable[[Exception], Future[PushReply]]:
         """Wait for a server that was lost, which may come back."""
 
-        def again(error: Exception) -> Future[Answer]:
+        def again(error: Exception) -> Future[PushReply]:
             everything = pushed._replace(changes=dict(enumerate(self._known)))
             return attachment.push_again(everything, error)
 
         return again
 
-    def _take(self, answered: list[Answer]) -> None:
+    def _take(self, answered: list[PushReply]) -> None:
         for attachment, answer in zip(self._attachments, answered, strict=True):
             attachment.take(answer)
         self._flat.note()
@@ -349,7 +362,7 @@ class Optimizer(optim.Optimizer):
             whole = state.setdefault(key, torch.empty(shape, dtype=value.dtype, device=device))
             whole.view(-1)[first : first + value.numel()].copy_(value)
 
-    def _everywhere(self, start: Callable[[Attachment], Future[Any]]) -> list[Any]:
+    def _everywhere(self, start: Callable[[ShardClient], Future[Any]]) -> list[Any]:
         return wait_all([start(each) for each in self._attachments])
 
 

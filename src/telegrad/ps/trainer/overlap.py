@@ -2,12 +2,14 @@
 
 What counts is what lies in the flat memory when `step` is called, and nothing else. A bucket that left early is
 compared with that, bit by bit, and is sent again if it has changed since, however that came about: accumulated further,
-clipped, written to by hand. So leaving early is never wrong, only in vain, and `Early` learns when it is: a bucket
-leaves after as many backward passes as the last step had, and when one was sent in vain, all stay for some steps.
+clipped, written to by hand. So leaving early is never wrong, only in vain, and `OverlappedPush` learns when it is: a
+bucket leaves after as many backward passes as the last step had, and when one was sent in vain, all stay for some
+steps.
 
-State of an `Early`, under `_changed`: `_passes`, how often backward has passed each parameter since the last step;
-`_open`, how many parameters each bucket still waits for; `_queue`, what is ready; `_sent`, what the server has, as it
-was sent. One thread at a time sends (`_sending`). A `Staging`, which is the server's side, has a lock of its own.
+State of an `OverlappedPush`, under `_changed`: `_passes`, how often backward has passed each parameter since the last
+step; `_open`, how many parameters each bucket still waits for; `_queue`, what is ready; `_sent`, what the server has,
+as it was sent. One thread at a time sends (`_sending`). A `GradientBuffer`, which is the server's side, has a lock of
+its own.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from torch import Tensor
 from telegrad import blocking
 from telegrad.errors import PeerLost, StaleReference
 from telegrad.ps import flat_memory
-from telegrad.ps.layout import Share
+from telegrad.ps.layout import ServerRange
 
 _SIZE = 4 << 20  # bytes: large enough to fill a fast network, small enough that most leave before backward ends
 _LONGEST = 64  # steps without another try
 
 
-class Bucket(NamedTuple):
+class GradientBucket(NamedTuple):
     """Elements `first` up to `last` of a run, and the numbers of the parameters that they belong to."""
 
     number: int
@@ -41,20 +43,20 @@ class Bucket(NamedTuple):
         return runs[self.run][self.first : self.last]
 
 
-def divide(share: Share) -> list[Bucket]:
+def divide_into_buckets(share: ServerRange) -> list[GradientBucket]:
     """The buckets of a range. Trainers and servers find the same."""
-    found: list[Bucket] = []
+    found: list[GradientBucket] = []
     for number, run in enumerate(share.runs):
         size = run.dtype.itemsize
         for start in range(run.offset, run.offset + run.nbytes, _SIZE):
             stop = min(start + _SIZE, run.offset + run.nbytes)
             slots = [part.slot.number for part in run.parts if part.offset < stop and part.offset + part.nbytes > start]
             first, last = (start - run.offset) // size, (stop - run.offset) // size
-            found.append(Bucket(len(found), number, first, last, frozenset(slots)))
+            found.append(GradientBucket(len(found), number, first, last, frozenset(slots)))
     return found
 
 
-class Early:
+class OverlappedPush:
     """What leaves for one server before the step that it is for.
 
     `copy` makes what travels of a bucket, in memory of its own; `send` brings it to the server and waits; `start` runs
@@ -63,14 +65,14 @@ class Early:
 
     def __init__(
         self,
-        share: Share,
-        copy: Callable[[Bucket], Tensor],
+        share: ServerRange,
+        copy: Callable[[GradientBucket], Tensor],
         send: Callable[[int, Tensor], None],
         start: Callable[[Callable[[], None]], None],
     ) -> None:
-        self.buckets = divide(share)
+        self.buckets = divide_into_buckets(share)
         self._copy, self._send, self._start = copy, send, start
-        self._of_slot: dict[int, list[Bucket]] = {}
+        self._of_slot: dict[int, list[GradientBucket]] = {}
         for bucket in self.buckets:
             for slot in bucket.slots:
                 self._of_slot.setdefault(slot, []).append(bucket)
@@ -78,14 +80,14 @@ class Early:
         self._due = 1  # backward passes before a bucket leaves
         self._pause = 0  # steps that buckets stay after they were sent in vain,
         self._staying = 0  # and how many of them are left
-        self._queue: list[Bucket] = []
+        self._queue: list[GradientBucket] = []
         self._sending = False
         self._error: Exception | None = None
         self._reset()
 
     def __repr__(self) -> str:
         state = f", staying for {self._staying} steps" if self._staying else ""
-        return f"<Early: {len(self._sent)} of {len(self.buckets)} buckets have left{state}>"
+        return f"<OverlappedPush: {len(self._sent)} of {len(self.buckets)} buckets have left{state}>"
 
     def _reset(self) -> None:
         self._passes: dict[int, int] = {}
@@ -120,7 +122,7 @@ class Early:
         if error is not None:
             raise error
 
-    def missing(self, runs: Sequence[Tensor]) -> list[Bucket]:
+    def missing(self, runs: Sequence[Tensor]) -> list[GradientBucket]:
         """The step takes this, run by run: which buckets does the server not have so? Then the next step begins."""
         with self._changed:
             sent = self._sent
@@ -170,19 +172,19 @@ class Early:
                     self._error = error
 
 
-class Staging:
+class GradientBuffer:
     """Where a server gathers the gradients of one trainer for the step to come."""
 
-    def __init__(self, share: Share) -> None:
-        self._buckets = divide(share)
-        self._flat = flat_memory.private(share.nbytes)
+    def __init__(self, share: ServerRange) -> None:
+        self._buckets = divide_into_buckets(share)
+        self._flat = flat_memory.allocate_private(share.nbytes)
         self._runs = [run.of(self._flat) for run in share.runs]
         self._step = 0
         self._here: set[int] = set()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<Staging: {len(self._here)} of {len(self._buckets)} buckets of step {self._step}>"
+        return f"<GradientBuffer: {len(self._here)} of {len(self._buckets)} buckets of step {self._step}>"
 
     def bring(self, step: int, pieces: Mapping[int, Tensor]) -> None:
         with self._lock:

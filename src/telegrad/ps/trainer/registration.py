@@ -1,4 +1,4 @@
-"""`Names`: which parameter servers and tables the trainers of one worker use.
+"""`TrainerNames`: which parameter servers and tables the trainers of one worker use.
 
 A worker is one trainer of a parameter server, not two: a second one under the same name would wait for the first. So
 a name that is in use is an error, and trainers that say no name get one of their own: the n-th that a worker makes
@@ -33,30 +33,30 @@ _INTERVAL = 1.0  # seconds until a trainer that was dropped leaves
 Leave = Callable[[], object]  # tells the servers, without waiting for their answers
 
 
-class Names:
+class TrainerNames:
     """One per agent."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()
         self._made: Counter[str] = Counter()
-        self._used: dict[str, Name] = {}
+        self._used: dict[str, RegisteredName] = {}
         self._dropped: deque[tuple[str, Leave]] = deque()
         agent.clock.every(_INTERVAL, self._look)
-        agent.on_parting(self._leave_dropped)
+        agent.on_shutdown(self._leave_dropped)
         agent.on_close(self._dropped.clear)
 
     def __repr__(self) -> str:
-        return f"<Names in use on {self._agent.name}: {sorted(self._used)}>"
+        return f"<TrainerNames in use on {self._agent.name}: {sorted(self._used)}>"
 
-    def take(self, kind: str, name: str | None, default: str, quorum: bool) -> Name:
+    def take(self, kind: str, name: str | None, default: str, quorum: bool) -> RegisteredName:
         """Return a name that nobody here uses; `name` if it is not None. `quorum`: the trainer waits for one."""
         self._leave_dropped()
         with self._lock:
             if name is None:
                 found = self._next(kind, default)
             else:
-                found = Name(self, kind, name, None)
+                found = RegisteredName(self, kind, name, None)
             if found.key in self._used:
                 raise UsageError(
                     f"this worker is a trainer of {found.key} already, and would wait for itself: close "
@@ -66,21 +66,21 @@ class Names:
             self._used[found.key] = found
         return found
 
-    def _next(self, kind: str, default: str) -> Name:
+    def _next(self, kind: str, default: str) -> RegisteredName:
         while True:
             self._made[default] += 1
             count = self._made[default]
-            found = Name(self, kind, default if count == 1 else f"{default}-{count}", default)
+            found = RegisteredName(self, kind, default if count == 1 else f"{default}-{count}", default)
             if found.key not in self._used:
                 return found
 
-    def give_back(self, name: Name, unused: bool) -> None:
+    def give_back(self, name: RegisteredName, unused: bool) -> None:
         with self._lock:
             self._used.pop(name.key, None)
             if unused and name.default is not None:
                 self._made[name.default] -= 1
 
-    def other_quorums(self, name: Name) -> list[str]:
+    def other_quorums(self, name: RegisteredName) -> list[str]:
         """Return the other names in use here whose trainers wait for a quorum."""
         with self._lock:
             return [key for key, other in self._used.items() if other.quorum and other is not name]
@@ -111,10 +111,10 @@ class Names:
                 leave()
 
 
-class Name:
+class RegisteredName:
     """A name in use."""
 
-    def __init__(self, names: Names, kind: str, name: str, default: str | None) -> None:
+    def __init__(self, names: TrainerNames, kind: str, name: str, default: str | None) -> None:
         self.name = name
         self.default = default
         self.key = f"{kind} {name!r}"

@@ -1,4 +1,4 @@
-"""`Attachment`: a trainer's side of one server.
+"""`ShardClient`: a trainer's side of one server.
 
 State: `version`, what of this server's range the model holds; `patience`, how many seconds a dead server is waited for;
 `_memory`, where the server publishes its values; `_shares`, whether it reads gradients where they are; if it does not,
@@ -20,19 +20,19 @@ from telegrad.errors import CallTimeout, StaleReference
 from telegrad.futures import Future
 from telegrad.ps import flat_memory
 from telegrad.ps.compression import Compressor
-from telegrad.ps.flat_memory import Handle, Mapping
-from telegrad.ps.messages import Answer, Gradients, Plan, Saved, Welcome
+from telegrad.ps.flat_memory import MappedMemory, SegmentHandle
+from telegrad.ps.messages import Gradients, JoinReply, PushReply, SavedVersions, ShardSpec
 from telegrad.ps.server import service
 from telegrad.ps.server.shard_optimizer import Options, State
-from telegrad.ps.trainer.flat_parameters import Flat
-from telegrad.ps.trainer.joining import GONE, LocalTrainers, insist, settled
-from telegrad.ps.trainer.overlap import Bucket, Early
+from telegrad.ps.trainer.flat_parameters import FlatParameters
+from telegrad.ps.trainer.joining import LOSS_ERRORS, LocalTrainers, retry_until_answered, settled
+from telegrad.ps.trainer.overlap import GradientBucket, OverlappedPush
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
 
 
-class Pushed(NamedTuple):
+class PushRequest(NamedTuple):
     """What a trainer reports to a server in one step, besides its gradients."""
 
     step: int
@@ -42,14 +42,14 @@ class Pushed(NamedTuple):
     written: frozenset[int] = frozenset()  # the numbers of parameters that the model's owner has written to
 
 
-class Attachment:
+class ShardClient:
     def __init__(
         self,
         agent: Agent,
         trainer: str,
         server: str,
-        plan: Plan,
-        flat: Flat,
+        plan: ShardSpec,
+        flat: FlatParameters,
         compression: torch.dtype | None,
         overlap: bool,
     ) -> None:
@@ -61,34 +61,34 @@ class Attachment:
         self._agent = agent
         self._flat = flat
         self._me = trainer
-        self._memory: Mapping | None = None
+        self._memory: MappedMemory | None = None
         self._shares = False
         self._compressor = None if compression is None else Compressor(plan.share, compression, flat.device)
         self._overlap = overlap
-        self._early: Early | None = None
+        self._early: OverlappedPush | None = None
         self._step = 0  # the last that was pushed
         self._applied: dict[str, int] = {}  # whose steps are in that version
         self._busy = True  # it joins, or is in the middle of a step
         self._change = threading.Lock()  # of `_busy`
         self._first = 0  # the round, or clock, that this trainer has started with
-        self._taken: Answer | None = None  # the last
+        self._taken: PushReply | None = None  # the last
         self._views: dict[int, list[Tensor]] = {}  # of what is published, by its start in the memory
 
     def __repr__(self) -> str:
         how = "shared memory" if self._memory is not None and self._shares else "calls"
         early = "" if self._early is None else f", {self._early!r}"
         size = f"{self.plan.share.nbytes} bytes"
-        return f"<Attachment to {self.server!r}: {size}, version {self.version}, by {how}{early}>"
+        return f"<ShardClient to {self.server!r}: {size}, version {self.version}, by {how}{early}>"
 
     # Coming and going
 
     def may_found(self) -> bool | None:
         """Return whether this trainer may make the shards; None if they are there already."""
-        may: bool | None = self._agent.invoke(self.server, service.found, (self.plan.name, self._me))
+        may: bool | None = self._agent.invoke(self.server, service.find_shard, (self.plan.name, self._me))
         return may
 
-    def saved(self) -> Saved:
-        found: Saved = self._agent.invoke(self.server, service.saved, (self.plan,))
+    def saved(self) -> SavedVersions:
+        found: SavedVersions = self._agent.invoke(self.server, service.saved, (self.plan,))
         return found
 
     def create(self, version: int | None) -> None:
@@ -104,12 +104,12 @@ class Attachment:
         self._agent.service(LocalTrainers).sides[self._me, self.server] = self
         return int(self._agent.invoke(self.server, service.announce, (self.plan, self._me)))
 
-    def enter(self, first: int, timeout: float) -> Future[Welcome]:
+    def enter(self, first: int, timeout: float) -> Future[JoinReply]:
         self._first = first
         arguments = (self.plan.name, self._me, first, self._handle)
         return self._agent.start(self.server, service.enter, arguments, None, timeout)
 
-    def entered(self, welcome: Welcome) -> None:
+    def entered(self, welcome: JoinReply) -> None:
         self._map(welcome)
         self.take(welcome.answer)
 
@@ -128,17 +128,17 @@ class Attachment:
         )
         self._map(self._agent.invoke(self.server, service.resume, arguments))
 
-    def _map(self, welcome: Welcome) -> None:
+    def _map(self, welcome: JoinReply) -> None:
         self._shares = welcome.shared
         if self._overlap and not self._shares and self._early is None:
-            self._early = Early(self.plan.share, self._copy, self._bring, self._agent.threads.start)
+            self._early = OverlappedPush(self.plan.share, self._copy, self._bring, self._agent.threads.start)
             self._flat.listen(self.ready)
         memory = welcome.memory if self._flat.segment is not None else None
-        self._memory = None if memory is None else flat_memory.find(memory)
+        self._memory = None if memory is None else flat_memory.find_shared(memory)
         self._views.clear()
 
     @property
-    def _handle(self) -> Handle | None:
+    def _handle(self) -> SegmentHandle | None:
         return None if self._flat.segment is None else self._flat.segment.handle
 
     def is_member(self) -> bool:
@@ -152,24 +152,24 @@ class Attachment:
                 return
             try:
                 self._come_back(self._step)
-            except (CallTimeout, *GONE):
+            except (CallTimeout, *LOSS_ERRORS):
                 return  # it was restarted again
 
-    def stay(self, step: int, answer: Answer) -> None:
+    def stay(self, step: int, answer: PushReply) -> None:
         """Make sure that a server that has answered this step still has this trainer, which other servers may need."""
         try:
             if self.is_member():
                 return
         except CallTimeout:
             return  # it is there, and busy
-        except GONE:
+        except LOSS_ERRORS:
             if self.plan.checkpoint is None:
                 raise
         try:
             self.take(answer)
             with self._change:
                 self._come_back(step)
-        except (CallTimeout, *GONE):
+        except (CallTimeout, *LOSS_ERRORS):
             return  # it is tried again as long as another server has not answered
 
     def leave(self) -> Future[None]:
@@ -184,7 +184,7 @@ class Attachment:
         if early is not None:
             early.ready(slot)
 
-    def _copy(self, bucket: Bucket) -> Tensor:
+    def _copy(self, bucket: GradientBucket) -> Tensor:
         gradients = self._range(self._flat.gradients)
         if self._compressor is not None:
             return self._compressor.preview(bucket, gradients)
@@ -194,29 +194,29 @@ class Attachment:
         arguments = (self.plan.name, self._me, self._step + 1, {number: piece})
         self._agent.invoke(self.server, service.bring, arguments, None, None)
 
-    def push(self, pushed: Pushed) -> Answer:
+    def push(self, pushed: PushRequest) -> PushReply:
         """Report the gradients that are in the flat memory and wait for the answer."""
         arguments = self._arguments(pushed)
-        answer: Answer = self._agent.invoke(self.server, service.push, arguments, None, self.step_limit())
+        answer: PushReply = self._agent.invoke(self.server, service.push, arguments, None, self.step_limit())
         return answer
 
-    def start_push(self, pushed: Pushed) -> Future[Answer]:
+    def start_push(self, pushed: PushRequest) -> Future[PushReply]:
         arguments = self._arguments(pushed)
         return self._agent.start(self.server, service.push, arguments, None, self.step_limit())
 
-    def push_again(self, pushed: Pushed, error: Exception) -> Future[Answer]:
+    def push_again(self, pushed: PushRequest, error: Exception) -> Future[PushReply]:
         """Wait until a server that is gone has come back, and push what it has not answered."""
         if self.plan.checkpoint is None:
             raise error
 
-        def attempt(reached: Callable[[], None]) -> Future[Answer]:
+        def attempt(reached: Callable[[], None]) -> Future[PushReply]:
             self._come_back(pushed.step - 1)
             reached()
             return settled(self.start_push(pushed))
 
-        return insist(attempt, self.patience)
+        return retry_until_answered(attempt, self.patience)
 
-    def _arguments(self, pushed: Pushed) -> tuple[Any, ...]:
+    def _arguments(self, pushed: PushRequest) -> tuple[Any, ...]:
         """Return the arguments of a push, without those at the end that are as usual."""
         with self._change:
             self._busy = True
@@ -256,7 +256,7 @@ class Attachment:
     def _runs(self, gradients: Tensor) -> list[Tensor]:
         return [run.of(gradients) for run in self.plan.share.runs]
 
-    def take(self, answer: Answer) -> None:
+    def take(self, answer: PushReply) -> None:
         """Copy what the server answered into the parameters; the step is over then."""
         if answer is self._taken:
             return
@@ -277,18 +277,18 @@ class Attachment:
         if given.problem is not None:
             warnings.warn(f"parameter server {self.plan.name!r} on {self.server!r}: {given.problem}", stacklevel=4)
 
-    def _pull(self) -> Answer:
+    def _pull(self) -> PushReply:
         """Fetch the values by a call, from a server that may be restarted meanwhile."""
 
-        def attempt(_: Callable[[], None]) -> Answer:
+        def attempt(_: Callable[[], None]) -> PushReply:
             try:
-                answer: Answer = self._agent.invoke(self.server, service.pull, (self.plan.name,))
+                answer: PushReply = self._agent.invoke(self.server, service.pull, (self.plan.name,))
             except StaleReference:  # the parameters are half overwritten: the server must not take it
                 self._come_back(self._step, version=-1)
                 raise
             return answer
 
-        return insist(attempt, 0.0 if self.plan.checkpoint is None else self.patience)
+        return retry_until_answered(attempt, 0.0 if self.plan.checkpoint is None else self.patience)
 
     def _take(self, values: Tensor) -> None:
         self._flat.take(self.plan.share, self._flat.views(self.plan.share, values))
