@@ -6,7 +6,12 @@ import sys
 
 from benchmarks import compare, environments, parts, publish, report
 
-COMMANDS = {"report": report.main, "compare": compare.main, "peers": environments.main, "publish": publish.main}
+COMMANDS = {
+    "report": report.main,
+    "compare": compare.main,
+    "peers": environments.main,
+    "publish": publish.main,
+}
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]

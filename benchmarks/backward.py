@@ -78,7 +78,9 @@ def total(parameters: list[Tensor]) -> Tensor:
 def calls_of(package: str) -> tuple[Call, Call]:
     """Return how a package calls a function and waits, and how it starts a call."""
     if package not in PACKAGES:
-        return lambda _, function, *args: function(*args), lambda _, function, *args: lambda: function(*args)
+        return lambda _, function, *args: function(
+            *args
+        ), lambda _, function, *args: lambda: function(*args)
     rpc = PACKAGES[package][0]
     return (
         lambda to, function, *args: rpc.rpc_sync(to, function, args),
@@ -174,7 +176,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 times.append(timed(case, entry))
         for entry, times in found.items():
             backward, whole = zip(*times, strict=True)
-            lines.append({"kind": "result", "case": case, "entry": entry, "rounds": backward, "whole": whole})
+            lines.append(
+                {"kind": "result", "case": case, "entry": entry, "rounds": backward, "whole": whole}
+            )
         print(".", end="", flush=True)
     return lines
 
@@ -199,8 +203,12 @@ def table(lines: list[dict[str, Any]]) -> str:
             entry: (statistics.median(line["rounds"]), statistics.median(line["whole"]))
             for entry, line in of_case.items()
         }
-        (here, whole_here), (theirs, whole_theirs), (ours, whole_ours) = (medians[entry] for entry in ENTRIES)
-        figures = [f"{backward * 1e3:.2f} ({whole * 1e3:.2f}) ms" for backward, whole in medians.values()]
+        (here, whole_here), (theirs, whole_theirs), (ours, whole_ours) = (
+            medians[entry] for entry in ENTRIES
+        )
+        figures = [
+            f"{backward * 1e3:.2f} ({whole * 1e3:.2f}) ms" for backward, whole in medians.values()
+        ]
         ratios = [
             theirs / ours,
             (theirs - here) / (ours - here),
@@ -216,10 +224,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES))
     parser.add_argument("--rounds", type=int, default=15, help="passes of each case, at least")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each case, at least")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/backward.jsonl"), help="default %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/bench/backward.jsonl"), help="default %(default)s"
+    )
     options = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = import_path()
-    run = machine.heading("backward", cases=options.cases, rounds=options.rounds, seconds=options.seconds)
+    run = machine.heading(
+        "backward", cases=options.cases, rounds=options.rounds, seconds=options.seconds
+    )
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         found = Path(folder) / "lines.json"
         together(work, WORKERS, [free_port() for _ in PACKAGES], options, str(found))

@@ -93,7 +93,9 @@ def train(rpc: Any, device: str, steps: int) -> list[list[float]]:
     model = rpc.rpc_sync("worker0", get_model).to(device)
     loss_of = nn.MSELoss()
     inputs = torch.randn(BATCH, 3, SIDE, SIDE, device=device)
-    labels = torch.zeros(BATCH, CLASSES, device=device).scatter_(1, torch.arange(BATCH, device=device)[:, None], 1)
+    labels = torch.zeros(BATCH, CLASSES, device=device).scatter_(
+        1, torch.arange(BATCH, device=device)[:, None], 1
+    )
     found = []
     for _ in range(steps + WARM):
         begin = time.perf_counter()
@@ -109,7 +111,9 @@ def train(rpc: Any, device: str, steps: int) -> list[list[float]]:
     return found[WARM:]
 
 
-def work(rank: int, package: str, trainers: int, options: argparse.Namespace, port: int, folder: str) -> None:
+def work(
+    rank: int, package: str, trainers: int, options: argparse.Namespace, port: int, folder: str
+) -> None:
     if rank:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (trainers + 1)))
     rpc: Any = importlib.import_module(PACKAGES[package])
@@ -118,7 +122,9 @@ def work(rank: int, package: str, trainers: int, options: argparse.Namespace, po
         _Process.server = Server(trainers)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=trainers + 1)
     if rank:
-        Path(folder, f"{rank}.json").write_text(json.dumps(train(rpc, options.device, options.steps)))
+        Path(folder, f"{rank}.json").write_text(
+            json.dumps(train(rpc, options.device, options.steps))
+        )
     rpc.shutdown()
 
 
@@ -134,8 +140,16 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                         times += json.loads(Path(folder, f"{rank}.json").read_text())
                 print(".", end="", flush=True)
         for entry, times in found.items():
-            phases = {name: list(each) for name, each in zip(PHASES, zip(*times, strict=True), strict=True)}
-            line = {"kind": "result", "entry": entry, "trainers": trainers, "device": options.device}
+            phases = {
+                name: list(each)
+                for name, each in zip(PHASES, zip(*times, strict=True), strict=True)
+            }
+            line = {
+                "kind": "result",
+                "entry": entry,
+                "trainers": trainers,
+                "device": options.device,
+            }
             lines.append({**line, "rounds": [sum(each) for each in times], **phases})
     return lines
 
@@ -144,7 +158,11 @@ def table(lines: list[dict[str, Any]]) -> str:
     rows = [["trainers", "", *PHASES, "step", "against torch"]]
     for line in lines:
         medians = [statistics.median(line[name]) * 1e3 for name in PHASES]
-        torch_lines = [each for each in lines if each["entry"] == "torch" and each["trainers"] == line["trainers"]]
+        torch_lines = [
+            each
+            for each in lines
+            if each["entry"] == "torch" and each["trainers"] == line["trainers"]
+        ]
         ratio = ""
         if torch_lines:
             ratio = f"{sum(statistics.median(torch_lines[0][name]) * 1e3 for name in PHASES) / sum(medians):.2f}x"
@@ -156,15 +174,26 @@ def table(lines: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.batch_update", description=summary)
-    parser.add_argument("--trainers", type=lambda text: [int(each) for each in text.split(",")], default=[2, 5])
+    parser.add_argument(
+        "--trainers", type=lambda text: [int(each) for each in text.split(",")], default=[2, 5]
+    )
     parser.add_argument("--entries", type=lambda text: text.split(","), default=list(PACKAGES))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the trainers' models")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of the trainers' models"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each entry")
     parser.add_argument("--steps", type=int, default=10, help="in each measurement")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/batch_update.jsonl"), help="default %(default)s")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/bench/batch_update.jsonl"),
+        help="default %(default)s",
+    )
     options = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = import_path()
-    run = machine.heading("batch-update", rounds=options.rounds, steps=options.steps, device=options.device)
+    run = machine.heading(
+        "batch-update", rounds=options.rounds, steps=options.steps, device=options.device
+    )
     lines = measure(options)
     print(f"\n{table(lines)}")
     results.write(options.out, run, lines)

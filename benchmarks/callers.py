@@ -106,7 +106,9 @@ def serve_bare(path: str) -> None:
                 continue
             sock, kept = clients[number]
             try:
-                sock.sendall(b"".join([dump(add(*pickle.loads(frame))) for frame in frames(sock, kept)]))
+                sock.sendall(
+                    b"".join([dump(add(*pickle.loads(frame))) for frame in frames(sock, kept)])
+                )
             except (EOFError, OSError):
                 poll.unregister(number)
                 clients.pop(number)
@@ -165,7 +167,9 @@ def drive(
     return count, times
 
 
-def work(entry: str, rank: int, size: int, agents: int, folder: str, port: int, pipe: Connection) -> None:
+def work(
+    entry: str, rank: int, size: int, agents: int, folder: str, port: int, pipe: Connection
+) -> None:
     """The life of a process: the callee if its rank is 0, else some callers that do what the parent says."""
     die_with_parent()
     torch.set_num_threads(1)
@@ -181,16 +185,24 @@ def work(entry: str, rank: int, size: int, agents: int, folder: str, port: int, 
             rpc.init_rpc(f"w{rank}", rank=rank, world_size=size)
             drives.append(
                 lambda until, n: drive(
-                    lambda x: rpc.rpc_sync("w0", add, (x, x)), lambda x: rpc.rpc_async("w0", add, (x, x)), until, n
+                    lambda x: rpc.rpc_sync("w0", add, (x, x)),
+                    lambda x: rpc.rpc_async("w0", add, (x, x)),
+                    until,
+                    n,
                 )
             )
         else:
             store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
             for number in range(agents if rank else 1):
-                agent = stack.enter_context(Agent(f"w{rank}" if not rank else f"w{rank}.{number}", store=store))
+                agent = stack.enter_context(
+                    Agent(f"w{rank}" if not rank else f"w{rank}.{number}", store=store)
+                )
                 drives.append(
                     lambda until, n, agent=agent: drive(  # type: ignore[misc]
-                        lambda x: agent.call("w0", add, x, x), lambda x: agent.submit("w0", add, x, x), until, n
+                        lambda x: agent.call("w0", add, x, x),
+                        lambda x: agent.submit("w0", add, x, x),
+                        until,
+                        n,
                     )
                 )
         pipe.send("here")
@@ -199,10 +211,13 @@ def work(entry: str, rank: int, size: int, agents: int, folder: str, port: int, 
             pipe.send(run_all(drives[:count], begin, seconds, in_flight))
         pipe.send("left")
         pipe.recv()
-        os._exit(0)  # what is measured is over; a graceful end of a hundred workers would take a while
+        # what is measured is over; a graceful end of a hundred workers would take a while
+        os._exit(0)
 
 
-def run_all(drives: list[Any], begin: float, seconds: float, in_flight: int) -> list[tuple[int, list[float]]]:
+def run_all(
+    drives: list[Any], begin: float, seconds: float, in_flight: int
+) -> list[tuple[int, list[float]]]:
     """Run all callers of this process at once."""
     found: list[tuple[int, list[float]]] = [(0, [])] * len(drives)
 
@@ -232,7 +247,9 @@ class World:
         self.callers = callers
         for rank in range(size):
             near, far = context.Pipe()
-            process = context.Process(target=work, args=(entry, rank, size, self.agents, folder, port, far))
+            process = context.Process(
+                target=work, args=(entry, rank, size, self.agents, folder, port, far)
+            )
             process.start()
             self._processes.append(process)
             self.pipes.append(near)
@@ -257,13 +274,19 @@ class World:
 
     def measure(self, seconds: float, in_flight: int) -> dict[str, Any]:
         begin = time.monotonic() + _AHEAD
-        share = [len(range(rank, self.callers, len(self.pipes) - 1)) for rank in range(len(self.pipes) - 1)]
+        share = [
+            len(range(rank, self.callers, len(self.pipes) - 1))
+            for rank in range(len(self.pipes) - 1)
+        ]
         for pipe, count in zip(self.pipes[1:], share, strict=True):
             pipe.send((begin, seconds, in_flight, count))
         found = [each for pipe in self.pipes[1:] for each in pipe.recv()]
         counts = [count for count, _ in found]
         times = sorted(each for _, part in found for each in part)
-        line: dict[str, Any] = {"rounds": sum(counts) / seconds, "slowest": min(counts) / statistics.mean(counts)}
+        line: dict[str, Any] = {
+            "rounds": sum(counts) / seconds,
+            "slowest": min(counts) / statistics.mean(counts),
+        }
         if times:
             line["p99"] = times[int(len(times) * 0.99)] / statistics.mean(times)
             line["mean"] = statistics.mean(times)
@@ -284,7 +307,11 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a line for each entry, number of callers and of calls in flight."""
     lines: list[dict[str, Any]] = []
     for callers in options.callers:
-        entries = [entry for entry in options.entries if entry == "telegrad" or callers <= options.processes]
+        entries = [
+            entry
+            for entry in options.entries
+            if entry == "telegrad" or callers <= options.processes
+        ]
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             worlds = {entry: World(entry, callers, options.processes, folder) for entry in entries}
             for in_flight in options.in_flight:
@@ -298,7 +325,15 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                             found[entry].append(world.measure(options.seconds, in_flight))
                 for entry, rounds in found.items():
                     line = {name: [each[name] for each in rounds] for name in rounds[0]}
-                    lines.append({"kind": "result", "callers": callers, "in flight": in_flight, "entry": entry, **line})
+                    lines.append(
+                        {
+                            "kind": "result",
+                            "callers": callers,
+                            "in flight": in_flight,
+                            "entry": entry,
+                            **line,
+                        }
+                    )
                     print(describe(lines[-1]), flush=True)
             for world in worlds.values():
                 world.close()
@@ -345,7 +380,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=16, help="that callers are in, at most")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/callers.jsonl"), help="default %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/bench/callers.jsonl"), help="default %(default)s"
+    )
     options = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = import_path()
     run = machine.heading("callers", rounds=options.rounds, seconds=options.seconds)

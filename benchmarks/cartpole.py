@@ -121,10 +121,13 @@ def observe(entry: str, server: Any, number: int, steps: int, environment: str) 
     return pole.observe(deciding(entry, server, number), environment, number, steps)
 
 
-def work(rank: int, entry: str, port: int, observers: int, options: argparse.Namespace, rates: Any) -> None:
+def work(
+    rank: int, entry: str, port: int, observers: int, options: argparse.Namespace, rates: Any
+) -> None:
     die_with_parent()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.setdefault("TP_SOCKET_IFNAME", "lo")  # torch guesses an interface from the host name, and may fail
+    # torch guesses an interface from the host name, and may fail
+    os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     package = package_of(entry)
@@ -134,14 +137,21 @@ def work(rank: int, entry: str, port: int, observers: int, options: argparse.Nam
         server = rpc.RRef(Server(observers, package, options.device))
         task = (options.steps, options.environment)
         started = [
-            rpc.rpc_async(f"observer{number + 1}", observe, args=(entry, server, number, *task), timeout=LIMIT_S)
+            rpc.rpc_async(
+                f"observer{number + 1}",
+                observe,
+                args=(entry, server, number, *task),
+                timeout=LIMIT_S,
+            )
             for number in range(observers)
         ]
         rates.put(sum(each.wait() for each in started))
     rpc.shutdown()
 
 
-def play_alone(rank: int, entry: str, port: int, observers: int, options: argparse.Namespace, rates: Any) -> None:
+def play_alone(
+    rank: int, entry: str, port: int, observers: int, options: argparse.Namespace, rates: Any
+) -> None:
     """An observer of `limit`, which decides by itself."""
     die_with_parent()
     torch.set_num_threads(1)
@@ -154,7 +164,9 @@ def package_of(entry: str) -> str:
     return entry.partition(".")[0]
 
 
-def measure(entry: str, observers: int, options: argparse.Namespace, context: ForkServerContext) -> float:
+def measure(
+    entry: str, observers: int, options: argparse.Namespace, context: ForkServerContext
+) -> float:
     """Steps per second of all observers together."""
     if package_of(entry) == "moolib":
         return measure_moolib(observers, options)
@@ -170,7 +182,9 @@ def measure(entry: str, observers: int, options: argparse.Namespace, context: Fo
     try:
         for process in processes:
             if not wait([process.sentinel], LIMIT_S) or process.exitcode:
-                raise RuntimeError(f"{entry} with {observers} observers: a process ended with {process.exitcode}")
+                raise RuntimeError(
+                    f"{entry} with {observers} observers: a process ended with {process.exitcode}"
+                )
     finally:
         for process in processes:
             process.kill()
@@ -217,13 +231,23 @@ def draw(path: Path, run: dict[str, Any], lines: list[dict[str, Any]]) -> None:
     for entry in dict.fromkeys(line["entry"] for line in lines):
         own = [line for line in lines if line["entry"] == entry]
         package = package_of(entry)
-        dashed = {"batched": "-", "by_hand": "--", "single": ":"}.get(entry.rpartition(".")[2], "-.")
-        look = {"label": entry, "linestyle": dashed, "marker": "o", "color": plots.COLOURS.get(package, "grey")}
+        dashed = {"batched": "-", "by_hand": "--", "single": ":"}.get(
+            entry.rpartition(".")[2], "-."
+        )
+        look = {
+            "label": entry,
+            "linestyle": dashed,
+            "marker": "o",
+            "color": plots.COLOURS.get(package, "grey"),
+        }
         sizes = [line["observers"] for line in own]
         if entry != "limit":
             seconds.plot(sizes, [FIGURE_STEPS / line["median"] for line in own], **look)
         rates.plot(sizes, [line["median"] for line in own], **look)
-    seconds.set_title(f"seconds for {FIGURE_STEPS:,} steps of all observers together (lower is better)", loc="left")
+    seconds.set_title(
+        f"seconds for {FIGURE_STEPS:,} steps of all observers together (lower is better)",
+        loc="left",
+    )
     seconds.set_ylim(bottom=0)
     rates.set_title("steps per second (higher is better)", loc="left")
     rates.set_yscale("log")
@@ -233,25 +257,39 @@ def draw(path: Path, run: dict[str, Any], lines: list[dict[str, Any]]) -> None:
         axis.legend(fontsize=8)
     about = run["machine"]
     place = about["gpu"] if run["device"] != "cpu" else f"{about['cpu']}, {about['cores']} cores"
-    figure.suptitle(f"policy on {place}; environment: {run['environment']}; median of {run['rounds']} rounds")
+    figure.suptitle(
+        f"policy on {place}; environment: {run['environment']}; median of {run['rounds']} rounds"
+    )
     figure.savefig(path, dpi=110)
     print(f"plot: {path}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cartpole", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--observers", type=lambda text: [int(each) for each in text.split(",")], default=list(range(1, 11))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cartpole", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--entries", type=lambda text: text.split(","), help=f"default: all of {','.join(ENTRIES)}")
+    parser.add_argument(
+        "--observers",
+        type=lambda text: [int(each) for each in text.split(",")],
+        default=list(range(1, 11)),
+    )
+    parser.add_argument(
+        "--entries", type=lambda text: text.split(","), help=f"default: all of {','.join(ENTRIES)}"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each entry")
     parser.add_argument("--steps", type=int, default=1000, help="of each observer")
     parser.add_argument("--device", default="cpu", help="where the policy is")
-    parser.add_argument("--environment", choices=[pole.GYMNASIUM, pole.PLAIN], help="default: what all peers have")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/cartpole.jsonl"), help="default %(default)s")
+    parser.add_argument(
+        "--environment", choices=[pole.GYMNASIUM, pole.PLAIN], help="default: what all peers have"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/bench/cartpole.jsonl"), help="default %(default)s"
+    )
     options = parser.parse_args(argv)
     if options.entries is None:
-        options.entries = [entry for entry in ENTRIES if entry != "moolib.batched" or moolib_has("moolib")]
+        options.entries = [
+            entry for entry in ENTRIES if entry != "moolib.batched" or moolib_has("moolib")
+        ]
     if options.environment is None:
         everywhere = "moolib.batched" not in options.entries or moolib_has("gymnasium")
         options.environment = pole.available() if everywhere else pole.PLAIN
@@ -261,15 +299,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     context = forkserver("telegrad.rpc", "benchmarks.pole", "gymnasium")
-    run = machine.heading("cartpole", **{key: value for key, value in vars(options).items() if key != "out"})
+    run = machine.heading(
+        "cartpole", **{key: value for key, value in vars(options).items() if key != "out"}
+    )
     measured: dict[tuple[int, str], list[float]] = {}
     for number in range(options.rounds):
         for observers in options.observers:
             for entry in options.entries:
                 rate = measure(entry, observers, options, context)
                 measured.setdefault((observers, entry), []).append(rate)
-                print(f"round {number + 1}: {observers} observers, {entry}: {rate:,.0f} steps/s", flush=True)
-                results.write(options.out, run, written(measured))  # whatever ends the run, nothing is lost
+                print(
+                    f"round {number + 1}: {observers} observers, {entry}: {rate:,.0f} steps/s",
+                    flush=True,
+                )
+                # whatever ends the run, nothing is lost
+                results.write(options.out, run, written(measured))
     middle = {key: statistics.median(rates) for key, rates in measured.items()}
     print(f"\n{tabulate(middle, options.entries)}")
     draw(options.out.with_suffix(".png"), run, written(measured))

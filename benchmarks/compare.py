@@ -45,23 +45,39 @@ class Change:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="telegrad bench compare", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="telegrad bench compare", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--peer", default="telegrad", help="whose names begin so; default %(default)s, '' for all")
+    parser.add_argument(
+        "--peer", default="telegrad", help="whose names begin so; default %(default)s, '' for all"
+    )
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="default %(default)s")
     parser.add_argument("--all", action="store_true", help="also what did not change")
     options = parser.parse_args(argv)
     (old_run, old), (new_run, new) = results.read(options.old), results.read(options.new)
     for difference in differences(old_run, new_run):
         print(f"careful: {difference}")
-    found = [change for change in changes(old, new, options.tolerance) if change.peer.startswith(options.peer)]
+    found = [
+        change
+        for change in changes(old, new, options.tolerance)
+        if change.peer.startswith(options.peer)
+    ]
     shown = [change for change in found if options.all or change.verdict in ("slower", "faster")]
     if shown:
         print(
-            results.aligned([["", "case", "peer", "old", "new", "unit", "better"], *(change.row() for change in shown)])
+            results.aligned(
+                [
+                    ["", "case", "peer", "old", "new", "unit", "better"],
+                    *(change.row() for change in shown),
+                ]
+            )
         )
-    count = {verdict: sum(change.verdict == verdict for change in found) for verdict in ("slower", "faster", "same")}
+    count = {
+        verdict: sum(change.verdict == verdict for change in found)
+        for verdict in ("slower", "faster", "same")
+    }
     unsure = sum(change.verdict == "few rounds" for change in found)
     print(
         f"{len(found)} compared: {count['slower']} slower, {count['faster']} faster, {count['same']} within the spread"
@@ -77,17 +93,24 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if count["slower"] or lost else 0
 
 
-def changes(old: list[dict[str, Any]], new: list[dict[str, Any]], tolerance: float = TOLERANCE) -> list[Change]:
+def changes(
+    old: list[dict[str, Any]], new: list[dict[str, Any]], tolerance: float = TOLERANCE
+) -> list[Change]:
     """Every case that both have, in the order of the new one."""
     before = {(line["case"], line["peer"]): line for line in old if line["median"] is not None}
-    pairs = ((before.get((line["case"], line["peer"])), line) for line in new if line["median"] is not None)
+    pairs = (
+        (before.get((line["case"], line["peer"])), line)
+        for line in new
+        if line["median"] is not None
+    )
     return [change(was, line, tolerance) for was, line in pairs if was is not None]
 
 
 def change(old: dict[str, Any], new: dict[str, Any], tolerance: float) -> Change:
     higher = new["better"] == "higher"
     factor = results.quotient(new["median"], old["median"], higher)
-    low, high = (new["rounds"], old["rounds"]) if higher else (old["rounds"], new["rounds"])  # if it got slower
+    # if it got slower
+    low, high = (new["rounds"], old["rounds"]) if higher else (old["rounds"], new["rounds"])
     if smallest(len(old["rounds"]), len(new["rounds"])) > LUCK:
         verdict = "few rounds"
     elif factor < 1 / (1 + tolerance) and by_luck(low, high) < LUCK:
@@ -96,13 +119,23 @@ def change(old: dict[str, Any], new: dict[str, Any], tolerance: float) -> Change
         verdict = "faster"
     else:
         verdict = "same"
-    return Change(new["case"], new["peer"], new["unit"], old["median"], new["median"], factor, verdict)
+    return Change(
+        new["case"], new["peer"], new["unit"], old["median"], new["median"], factor, verdict
+    )
 
 
-def missing(old: list[dict[str, Any]], new: list[dict[str, Any]], peer: str = "") -> list[tuple[str, str]]:
+def missing(
+    old: list[dict[str, Any]], new: list[dict[str, Any]], peer: str = ""
+) -> list[tuple[str, str]]:
     """What was measured before and failed now."""
-    failed = {(line["case"], line["peer"]) for line in new if line["errors"] or line["median"] is None}
-    measured = [(line["case"], line["peer"]) for line in old if line["median"] is not None and not line["errors"]]
+    failed = {
+        (line["case"], line["peer"]) for line in new if line["errors"] or line["median"] is None
+    }
+    measured = [
+        (line["case"], line["peer"])
+        for line in old
+        if line["median"] is not None and not line["errors"]
+    ]
     return [key for key in measured if key in failed and key[1].startswith(peer)]
 
 

@@ -40,7 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes are ended on the way out
     cases = chosen(options)
     figures = results.Results()
-    run = machine.heading("core", rounds=options.rounds, seconds=options.seconds, peers={}, skipped={})
+    run = machine.heading(
+        "core", rounds=options.rounds, seconds=options.seconds, peers={}, skipped={}
+    )
     try:
         with ExitStack() as stack:
             few = [case for case in cases if case.machine or case.processes <= FEW]
@@ -48,26 +50,41 @@ def main(argv: list[str] | None = None) -> int:
             if not entries:
                 return 1
             rounds(entries, few, options, figures)
-        crowd([PEERS[name] for name in run["peers"]], [case for case in cases if case not in few], options, figures)
+        crowd(
+            [PEERS[name] for name in run["peers"]],
+            [case for case in cases if case not in few],
+            options,
+            figures,
+        )
     except KeyboardInterrupt:
         say("interrupted: what follows is what was measured until then")
         run["interrupted"] = True
     lines = figures.lines()
     results.write(options.out, run, lines)
     say(results.table(lines))
-    say(f"\nmedian of {options.rounds} rounds; 2.00x is twice as good as {results.BASELINE}; written to {options.out}")
+    say(
+        f"\nmedian of {options.rounds} rounds; 2.00x is twice as good as {results.BASELINE}; written to {options.out}"
+    )
     return 0 if any(line["peer"] != MACHINE for line in lines) and "interrupted" not in run else 1
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.core", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.core", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--quick", action="store_true", help="shorter loops, fewer cases")
     default = ",".join(name for name, spec in PEERS.items() if not spec.on_request)
-    parser.add_argument("--peers", type=names(PEERS), default=default, help=f"from {','.join(PEERS)}")
+    parser.add_argument(
+        "--peers", type=names(PEERS), default=default, help=f"from {','.join(PEERS)}"
+    )
     parser.add_argument("--cases", type=lambda text: text.split(","), help="only these, by prefix")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="default %(default)s")
-    parser.add_argument("--seconds", type=float, help=f"per case, default {FULL_SECONDS}, quick {QUICK_SECONDS}")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/core.jsonl"), help="default %(default)s")
+    parser.add_argument(
+        "--seconds", type=float, help=f"per case, default {FULL_SECONDS}, quick {QUICK_SECONDS}"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/bench/core.jsonl"), help="default %(default)s"
+    )
     options = parser.parse_args(argv)
     options.seconds = options.seconds or (QUICK_SECONDS if options.quick else FULL_SECONDS)
     return options
@@ -83,13 +100,17 @@ def chosen(options: argparse.Namespace) -> list[Case]:
 def names(known: dict[str, PeerSpec]) -> Callable[[str], list[str]]:
     def peers(text: str) -> list[str]:
         if unknown := [name for name in text.split(",") if name not in known]:
-            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; known are {', '.join(known)}")
+            raise argparse.ArgumentTypeError(
+                f"unknown {', '.join(unknown)}; known are {', '.join(known)}"
+            )
         return text.split(",")
 
     return peers
 
 
-def start(wanted: list[str], cases: list[Case], stack: ExitStack, run: dict[str, Any]) -> list[Entry]:
+def start(
+    wanted: list[str], cases: list[Case], stack: ExitStack, run: dict[str, Any]
+) -> list[Entry]:
     """Starts every peer that comes up; the others are reported and noted in the run."""
     entries: list[Entry] = []
     for spec in (PEERS[name] for name in wanted):
@@ -112,7 +133,9 @@ def start(wanted: list[str], cases: list[Case], stack: ExitStack, run: dict[str,
     return entries
 
 
-def rounds(entries: list[Entry], cases: list[Case], options: argparse.Namespace, figures: results.Results) -> None:
+def rounds(
+    entries: list[Entry], cases: list[Case], options: argparse.Namespace, figures: results.Results
+) -> None:
     """One case after the other, each on all entries; who comes first changes from round to round."""
     plan = [
         (number, case, entry)
@@ -126,9 +149,15 @@ def rounds(entries: list[Entry], cases: list[Case], options: argparse.Namespace,
             say(f"round {number + 1}  {case.name:26} {entry.name:10} {text}", step, len(plan))
 
 
-def crowd(specs: list[PeerSpec], cases: list[Case], options: argparse.Namespace, figures: results.Results) -> None:
+def crowd(
+    specs: list[PeerSpec], cases: list[Case], options: argparse.Namespace, figures: results.Results
+) -> None:
     """The cases that need many processes: all peers' together would not fit into memory, so they come up in turn."""
-    turns = [(number, spec) for number in range(options.rounds if cases else 0) for spec in turned(specs, number)]
+    turns = [
+        (number, spec)
+        for number in range(options.rounds if cases else 0)
+        for spec in turned(specs, number)
+    ]
     for step, (number, spec) in enumerate(turns, 1):
         able = [case for case in cases if spec.builtin or not case.builtin]
         left = [case for case in able if len(figures.of(case, spec.name).errors) < FAILURES]

@@ -52,7 +52,14 @@ PACKAGES: dict[str, tuple[Any, Any, Any]] = {
     "torch": (torch_rpc, torch_autograd, TorchOptimizer),
     "telegrad": (telegrad_rpc, telegrad_autograd, TelegradOptimizer),
 }
-ENTRIES = ("telegrad.ps", "telegrad", "torch", "one process", "telegrad.ps large", "telegrad.ps known")
+ENTRIES = (
+    "telegrad.ps",
+    "telegrad",
+    "torch",
+    "one process",
+    "telegrad.ps large",
+    "telegrad.ps known",
+)
 
 
 def inputs(rows: int, count: int, options: argparse.Namespace, seed: int) -> list[Tensor]:
@@ -63,13 +70,21 @@ def inputs(rows: int, count: int, options: argparse.Namespace, seed: int) -> lis
 
 
 def timed(
-    step: Callable[[Tensor], object], rows: int, options: argparse.Namespace, seed: int, fresh: bool = False
+    step: Callable[[Tensor], object],
+    rows: int,
+    options: argparse.Namespace,
+    seed: int,
+    fresh: bool = False,
 ) -> float:
     """Rows per second. Each batch is used once before the time counts, unless there is a `fresh` one in each step."""
     batches = inputs(rows, options.steps + BATCHES if fresh else BATCHES, options, seed)
     for batch in batches[:BATCHES]:
         step(batch)
-    chosen = batches[BATCHES:] if fresh else [batches[number % BATCHES] for number in range(options.steps)]
+    chosen = (
+        batches[BATCHES:]
+        if fresh
+        else [batches[number % BATCHES] for number in range(options.steps)]
+    )
     counts = [batch.unique().numel() for batch in chosen]
     begin = time.perf_counter()
     for batch in chosen:
@@ -91,7 +106,9 @@ def parameters(package: str, table: Any) -> list[Any]:
 
 def train_by_calls(package: str, table: Any, number: int, options: argparse.Namespace) -> float:
     rpc, autograd, make = PACKAGES[package]
-    optimizer = make(torch.optim.SGD, rpc.rpc_sync(SERVER, parameters, args=(package, table)), lr=RATE)
+    optimizer = make(
+        torch.optim.SGD, rpc.rpc_sync(SERVER, parameters, args=(package, table)), lr=RATE
+    )
 
     def step(batch: Tensor) -> None:
         with autograd.context() as context:
@@ -104,12 +121,19 @@ def train_by_calls(package: str, table: Any, number: int, options: argparse.Name
 
 def module_on_a_server(package: str, rank: int, options: argparse.Namespace) -> float:
     rpc = PACKAGES[package][0]
-    rpc.init_rpc(SERVER if rank == 0 else f"trainer{rank}", rank=rank, world_size=1 + options.trainers)
+    rpc.init_rpc(
+        SERVER if rank == 0 else f"trainer{rank}", rank=rank, world_size=1 + options.trainers
+    )
     rate = 0.0
     if rank == 0:
         table = rpc.RRef(nn.EmbeddingBag(options.rows, options.dim, mode="sum", sparse=True))
         started = [
-            rpc.rpc_async(f"trainer{number}", train_by_calls, args=(package, table, number, options), timeout=LIMIT_S)
+            rpc.rpc_async(
+                f"trainer{number}",
+                train_by_calls,
+                args=(package, table, number, options),
+                timeout=LIMIT_S,
+            )
             for number in range(1, 1 + options.trainers)
         ]
         rate = sum(each.wait() for each in started)
@@ -134,7 +158,13 @@ def rows_on_servers(rank: int, entry: str, options: argparse.Namespace, sizes: A
     if rank >= options.servers:
         rule = telegrad.ps.RowSGD(lr=RATE)
         bag = telegrad.ps.EmbeddingBag(
-            rows, options.dim, "ps*", mode="sum", optimizer=rule, trainers=options.trainers, consistency=options.rule
+            rows,
+            options.dim,
+            "ps*",
+            mode="sum",
+            optimizer=rule,
+            trainers=options.trainers,
+            consistency=options.rule,
         )
 
         def step(batch: Tensor) -> None:
@@ -162,7 +192,9 @@ def one_process(options: argparse.Namespace) -> float:
     return timed(step, options.rows, options, 0)
 
 
-def work(rank: int, entry: str, port: int, options: argparse.Namespace, rates: Any, sizes: Any) -> None:
+def work(
+    rank: int, entry: str, port: int, options: argparse.Namespace, rates: Any, sizes: Any
+) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.manual_seed(rank)
     torch.set_num_threads(1)
@@ -196,16 +228,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--bags", type=int, default=2048, help="in a batch")
     parser.add_argument("--length", type=int, default=26, help="rows in a bag")
     parser.add_argument("--trainers", type=int, default=1)
-    parser.add_argument("--servers", type=int, default=1, help="of telegrad.ps; the others have one")
-    parser.add_argument("--async", dest="rule", action="store_const", const=telegrad.ps.Async(), help="no rounds")
+    parser.add_argument(
+        "--servers", type=int, default=1, help="of telegrad.ps; the others have one"
+    )
+    parser.add_argument(
+        "--async", dest="rule", action="store_const", const=telegrad.ps.Async(), help="no rounds"
+    )
     parser.add_argument("--entries", type=lambda text: text.split(","), default=list(ENTRIES))
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each entry")
-    parser.add_argument("--steps", type=int, default=40, help="steps of training in each measurement")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/embeddings.jsonl"), help="default %(default)s")
+    parser.add_argument(
+        "--steps", type=int, default=40, help="steps of training in each measurement"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/bench/embeddings.jsonl"), help="default %(default)s"
+    )
     options = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = import_path()
     said = {key: value for key, value in vars(options).items() if key not in ("out", "rule")}
-    run = machine.heading("embeddings", **said, consistency=repr(options.rule or telegrad.ps.Sync()))
+    run = machine.heading(
+        "embeddings", **said, consistency=repr(options.rule or telegrad.ps.Sync())
+    )
     measured: dict[str, list[tuple[float, float | None]]] = {entry: [] for entry in options.entries}
     for number in range(options.rounds):
         for entry, found in measured.items():
@@ -213,7 +255,12 @@ def main(argv: list[str] | None = None) -> int:
             print(f"round {number + 1}: {entry} {results.number(found[-1][0])} rows/s", flush=True)
     print(f"\n{options.trainers} trainers\n{table(measured)}")
     lines = [
-        {"kind": "result", "entry": entry, "rounds": [rate for rate, _ in found], "server_mb": [mb for _, mb in found]}
+        {
+            "kind": "result",
+            "entry": entry,
+            "rounds": [rate for rate, _ in found],
+            "server_mb": [mb for _, mb in found],
+        }
         for entry, found in measured.items()
     ]
     results.write(options.out, run, lines)
@@ -221,7 +268,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def table(measured: dict[str, list[tuple[float, float | None]]]) -> str:
-    middles = {entry: statistics.median(rate for rate, _ in found) for entry, found in measured.items()}
+    middles = {
+        entry: statistics.median(rate for rate, _ in found) for entry, found in measured.items()
+    }
     base = middles.get(results.BASELINE, float("nan"))
     rows = [["", "rows/s", "from", "to", "against torch", "servers hold"]]
     for entry, found in measured.items():

@@ -60,7 +60,9 @@ class MachineEntry:
         self.worker = Worker(sys.executable, Path(self.folder.name, "machine.log"))
 
     def run(self, case: Case, seconds: float) -> dict[str, float]:
-        answer: dict[str, float] = ask([self.worker], CASE_LIMIT_S, "limit", case.loop, seconds, dict(case.params))[0]
+        answer: dict[str, float] = ask(
+            [self.worker], CASE_LIMIT_S, "limit", case.loop, seconds, dict(case.params)
+        )[0]
         return answer
 
     def drop(self, case: Case) -> None:

@@ -26,8 +26,12 @@ PACKAGES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="telegrad bench peers", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"from {', '.join(PACKAGES)}; default: all")
+    parser = argparse.ArgumentParser(
+        prog="telegrad bench peers", description=(__doc__ or "").partition(":")[0]
+    )
+    parser.add_argument(
+        "peers", nargs="*", metavar="PEER", help=f"from {', '.join(PACKAGES)}; default: all"
+    )
     options = parser.parse_args(argv)
     if unknown := set(options.peers) - set(PACKAGES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
@@ -45,10 +49,20 @@ def make(peer: str) -> Path:
     """The environment's interpreter, with the peer installed."""
     place, uv = folder() / peer, shutil.which("uv")
     python = place / "bin" / "python"
-    with_uv = [uv or "", "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(place)]
+    with_uv = [
+        uv or "",
+        "venv",
+        "--quiet",
+        "--allow-existing",
+        "--python",
+        sys.executable,
+        str(place),
+    ]
     subprocess.run(with_uv if uv else [sys.executable, "-m", "venv", str(place)], check=True)
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    packages = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    packages = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
     # Its own packages come first; torch, and what torch needs, are this interpreter's.
     Path(packages, "zz_torch.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     if uv:

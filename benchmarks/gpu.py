@@ -70,11 +70,15 @@ def call(package: str, rank: int, port: int, figures: Any) -> None:
     """One of two workers; the second measures calls to the first."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     rpc = PACKAGES[package]
-    options = rpc.TensorPipeRpcBackendOptions(device_maps={"w0": {0: 0}} if rank else {}, rpc_timeout=LIMIT_S)
+    options = rpc.TensorPipeRpcBackendOptions(
+        device_maps={"w0": {0: 0}} if rank else {}, rpc_timeout=LIMIT_S
+    )
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank:
         one = torch.ones(1, device="cuda")
-        figures.put(("latency", 1, took(lambda: rpc.rpc_sync("w0", torch.add, args=(one, 1))) * 1e6))
+        figures.put(
+            ("latency", 1, took(lambda: rpc.rpc_sync("w0", torch.add, args=(one, 1))) * 1e6)
+        )
         for megabytes in MEGABYTES:
             large = torch.ones(megabytes * 250_000, device="cuda")
             seconds = took(lambda large=large: rpc.rpc_sync("w0", echo, args=(large,)))  # type: ignore[misc]
@@ -110,7 +114,9 @@ def measure_calls(package: str) -> Found:
 
 
 def measure_training(entry: str, trainers: int) -> Found:
-    options = argparse.Namespace(model="resnet50", trainers=trainers, servers=1, device="cuda", steps=20)
+    options = argparse.Namespace(
+        model="resnet50", trainers=trainers, servers=1, device="cuda", steps=20
+    )
     return {("ps", trainers): 1000 / ps.measure(entry, options)}
 
 
@@ -138,22 +144,32 @@ def case(kind: str, amount: int, mps: bool) -> Case:
 @contextlib.contextmanager
 def mps() -> Iterator[bool]:
     """NVIDIA's daemon that lets processes use the GPU at the same time; False where there is none."""
-    control = shutil.which("nvidia-cuda-mps-control") or shutil.which("/usr/local/nvidia/bin/nvidia-cuda-mps-control")
+    control = shutil.which("nvidia-cuda-mps-control") or shutil.which(
+        "/usr/local/nvidia/bin/nvidia-cuda-mps-control"
+    )
     if control is None:
         yield False
         return
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
         os.environ.update(CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder)
-        started = subprocess.run([control, "-d"], capture_output=True, text=True, timeout=60, check=False)
+        started = subprocess.run(
+            [control, "-d"], capture_output=True, text=True, timeout=60, check=False
+        )
         try:
             yield started.returncode == 0
         finally:
-            subprocess.run([control], input="quit\n", capture_output=True, text=True, timeout=60, check=False)
+            subprocess.run(
+                [control], input="quit\n", capture_output=True, text=True, timeout=60, check=False
+            )
             del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
 
 
 def one_round(
-    options: argparse.Namespace, number: int, mps: bool, run: dict[str, Any], figures: results.Results
+    options: argparse.Namespace,
+    number: int,
+    mps: bool,
+    run: dict[str, Any],
+    figures: results.Results,
 ) -> None:
     entries: list[tuple[str, Callable[[], Found]]] = []
     if "calls" in options.only:
@@ -163,24 +179,39 @@ def one_round(
         for trainers in options.trainers:
             for entry in ps.ENTRIES:
                 entries.append((entry, partial(measure_training, entry, trainers)))
-    if "cartpole" in options.only and not mps:  # whose processes are forked from one that started without MPS
+    # whose processes are forked from one that started without MPS
+    if "cartpole" in options.only and not mps:
         for entry in POLICIES:
             entries.append((entry, partial(measure_cartpole, entry)))
     for entry, measure in entries:
         for (kind, amount), value in measure().items():
             this = case(kind, amount, mps)
             figures.of(this, entry).add({"value": value, "n": 1})
-            print(f"round {number + 1}: {this.title}: {entry} {results.number(value)} {this.unit}", flush=True)
+            print(
+                f"round {number + 1}: {this.title}: {entry} {results.number(value)} {this.unit}",
+                flush=True,
+            )
         results.write(options.out, run, figures.lines())  # whatever ends the run, nothing is lost
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", type=lambda text: text.split(","), default=PARTS, help=f"some of {','.join(PARTS)}")
-    parser.add_argument("--trainers", type=lambda text: list(map(int, text.split(","))), default=[2, 5])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=PARTS,
+        help=f"some of {','.join(PARTS)}",
+    )
+    parser.add_argument(
+        "--trainers", type=lambda text: list(map(int, text.split(","))), default=[2, 5]
+    )
     parser.add_argument("--plain", action="store_true", help="without MPS only")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each entry")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/gpu.jsonl"), help="default %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/bench/gpu.jsonl"), help="default %(default)s"
+    )
     options = parser.parse_args(argv)
     if not set(options.only) <= set(PARTS):
         parser.error(f"--only takes some of {','.join(PARTS)}")

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import PeerSpec, Place
-from benchmarks.processes import Worker, WorkerError, WorkerLost, cpu_seconds, last_words, session_pids, stop
+from benchmarks.processes import (
+    Worker,
+    WorkerError,
+    WorkerLost,
+    cpu_seconds,
+    last_words,
+    session_pids,
+    stop,
+)
 from benchmarks.suite import Case
 
 START_LIMIT_S = 120.0
@@ -53,7 +61,9 @@ class Group:
             if case.callers > 1:
                 params["start_at"] = time.monotonic() + TOGETHER_S
             callers = workers[1 : 1 + case.callers]
-            answers = ask(callers, CASE_LIMIT_S + 3 * seconds, "measure", case.loop, seconds, params)
+            answers = ask(
+                callers, CASE_LIMIT_S + 3 * seconds, "measure", case.loop, seconds, params
+            )
             return answers[0] if case.callers == 1 else added(answers)
 
     @contextmanager
@@ -83,10 +93,14 @@ class Group:
         folder = Path(self.folder.name)
         for rank in range(size):
             log = folder / f"worker{rank}.log"
-            self.workers.append(Worker(self.spec.python, log, self.spec.package, self.spec.environment))
+            self.workers.append(
+                Worker(self.spec.python, log, self.spec.package, self.spec.environment)
+            )
         port = free_port()
         for rank, worker in enumerate(self.workers):
-            worker.send("start", self.spec.adapter, asdict(Place(rank, size, port, self.folder.name)))
+            worker.send(
+                "start", self.spec.adapter, asdict(Place(rank, size, port, self.folder.name))
+            )
         answers(self.workers, START_LIMIT_S, fail_fast=True)
         ask(self.workers[1:], START_LIMIT_S, "check", self.spec.builtin)
         self.versions = ask(self.workers[:1], START_LIMIT_S, "versions", self.spec.package)[0]

@@ -55,7 +55,9 @@ def memcpy_fresh(seconds: float, size: int) -> Measured:
 def ping_pong(seconds: float) -> Measured:
     """A few bytes to another process and back over a unix socket, both sides plain Python."""
     ours, theirs = socket.socketpair()
-    echo = subprocess.Popen([sys.executable, "-c", ECHO, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    echo = subprocess.Popen(
+        [sys.executable, "-c", ECHO, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+    )
     theirs.close()
     payload = b"." * PING_BYTES
 

@@ -17,7 +17,8 @@ def heading(benchmark: str, **options: Any) -> dict[str, Any]:
         "benchmark": benchmark,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": describe(),
-        "load_before": round(os.getloadavg()[0], 2),  # high: something else ran, the figures are not clean
+        # high: something else ran, the figures are not clean
+        "load_before": round(os.getloadavg()[0], 2),
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         **options,
     }

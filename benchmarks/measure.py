@@ -20,7 +20,11 @@ from benchmarks.peers.base import CALLEE, Peer
 
 Measured = dict[str, float]
 
-WAYS: dict[str, Callable[..., Any]] = {"echo": remote.echo, "push": remote.sink, "pull": remote.source}
+WAYS: dict[str, Callable[..., Any]] = {
+    "echo": remote.echo,
+    "push": remote.sink,
+    "pull": remote.source,
+}
 MIN_CALLS = 30
 MIN_COPIES = 3
 CHURN, CHURN_LIMIT_S = 64, 30.0

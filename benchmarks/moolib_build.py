@@ -14,7 +14,8 @@ from pathlib import Path
 
 __all__ = ["TOOLS", "build"]
 
-TOOLS = ("pip", "setuptools<75", "wheel", "pybind11", "cmake", "ninja")  # newer setuptools have no distutils.spawn
+# newer setuptools have no distutils.spawn
+TOOLS = ("pip", "setuptools<75", "wheel", "pybind11", "cmake", "ninja")
 RELEASE = "moolib==0.0.9b0"
 
 _CMAKE = {
@@ -44,7 +45,16 @@ def build(python: Path) -> None:
     """Into the environment of this interpreter, which has the `TOOLS`."""
     with tempfile.TemporaryDirectory(prefix="moolib-") as folder:
         pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-        fetch = ["download", "--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", folder]
+        fetch = [
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+            "--no-build-isolation",
+            "--dest",
+            folder,
+        ]
         subprocess.run([*pip, *fetch, RELEASE], check=True)
         (archive,) = Path(folder).glob("moolib-*.tar.gz")
         with tarfile.open(archive) as packed:
@@ -60,14 +70,18 @@ def rewrite(path: Path, changes: dict[str, str]) -> None:
     text = path.read_text()
     for old, new in changes.items():
         if old not in text:
-            raise ValueError(f"{path.name} is not the one that this was written for: it has no {old!r}")
+            raise ValueError(
+                f"{path.name} is not the one that this was written for: it has no {old!r}"
+            )
         text = text.replace(old, new)
     path.write_text(text)
 
 
 def environment(python: Path) -> dict[str, str]:
     code = "import pybind11; print(pybind11.get_cmake_dir())"
-    where = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    where = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
     return {
         **os.environ,
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",

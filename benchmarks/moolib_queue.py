@@ -35,7 +35,9 @@ def serve(address: str, device: str, ready: Any, stop: Any) -> None:
             reply, args, _ = await queue
             reply(policy.decide(*args))
 
-    threading.Thread(target=lambda: asyncio.new_event_loop().run_until_complete(answer()), daemon=True).start()
+    threading.Thread(
+        target=lambda: asyncio.new_event_loop().run_until_complete(answer()), daemon=True
+    ).start()
     rpc.listen(address)
     ready.release()
     stop.wait()
@@ -53,7 +55,13 @@ def play(address: str, number: int, steps: int, environment: str, rates: Any) ->
 
 
 def main(argv: list[str]) -> int:
-    observers, steps, environment, device, port = int(argv[0]), int(argv[1]), argv[2], argv[3], int(argv[4])
+    observers, steps, environment, device, port = (
+        int(argv[0]),
+        int(argv[1]),
+        argv[2],
+        argv[3],
+        int(argv[4]),
+    )
     context, address = multiprocessing.get_context("forkserver"), f"127.0.0.1:{port}"
     context.set_forkserver_preload(["torch", "benchmarks.pole"])
     ready, stop, rates = context.Semaphore(0), context.Event(), context.Queue()

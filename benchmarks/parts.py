@@ -50,7 +50,13 @@ class Part:
 
 
 PARTS = (
-    Part("core", "calls, bandwidth, references, distributed autograd, limits", ("",), ("--quick",), from_peers=True),
+    Part(
+        "core",
+        "calls, bandwidth, references, distributed autograd, limits",
+        ("",),
+        ("--quick",),
+        from_peers=True,
+    ),
     Part(
         "startup",
         "2 to 32 workers: start-up time and memory",
@@ -63,8 +69,18 @@ PARTS = (
         "batch-update parameter servers",
         ("--model resnet18 --trainers 1,2,4,8", "--model resnet50 --trainers 2,4 --steps 20"),
     ),
-    Part("callers", "one callee, 1 to 64 callers", ("--callers 1,2,4,8,14,32,64",), ("--callers 1,4,8 --rounds 2",)),
-    Part("batch_update", "the tutorial's ResNet-50 by its phases", ("--trainers 2,5",), needs="torchvision"),
+    Part(
+        "callers",
+        "one callee, 1 to 64 callers",
+        ("--callers 1,2,4,8,14,32,64",),
+        ("--callers 1,4,8 --rounds 2",),
+    ),
+    Part(
+        "batch_update",
+        "the tutorial's ResNet-50 by its phases",
+        ("--trainers 2,5",),
+        needs="torchvision",
+    ),
     Part("ps_accuracy", "handwritten digits until most are right", ("",), needs="sklearn"),
     Part("cartpole", "observers that ask one policy", ("--observers 1,2,4,8,10,16,32",)),
     Part("embeddings", "tables of embeddings on servers", ("",)),
@@ -76,9 +92,14 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # parts are ended on the way out
     parts = [part for part in PARTS if part.name in options.parts]
-    run = machine.heading("all", mode="full" if options.full else "quick", rounds=options.rounds, parts={}, skipped={})
+    run = machine.heading(
+        "all", mode="full" if options.full else "quick", rounds=options.rounds, parts={}, skipped={}
+    )
     lines: list[dict[str, Any]] = []
-    with progress.Bars([part.name for part in parts]) as bars, tempfile.TemporaryDirectory(prefix="bench-") as folder:
+    with (
+        progress.Bars([part.name for part in parts]) as bars,
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+    ):
         for part in parts:
             if reason := part.hindrance():
                 bars.line(part.name, f"{part.name}: skipped: {reason}")
@@ -94,7 +115,9 @@ def main(argv: list[str] | None = None) -> int:
                 bars.end(part.name)
     results.write(options.out, run, lines)
     progress.say(results.table(lines) if lines else "nothing was measured")
-    progress.say(f"\nmedian of {options.rounds} rounds; 2.00x is twice as good as torch; written to {options.out}")
+    progress.say(
+        f"\nmedian of {options.rounds} rounds; 2.00x is twice as good as torch; written to {options.out}"
+    )
     complete = bool(lines) and "interrupted" not in run and not run.get("failed")
     if options.publish and complete:
         publish.publish(options.out)
@@ -110,14 +133,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--quick", action="store_true", help="the most important cases, under three minutes (default)")
+    mode.add_argument(
+        "--quick",
+        action="store_true",
+        help="the most important cases, under three minutes (default)",
+    )
     mode.add_argument("--full", action="store_true", help="everything, about an hour")
     parser.add_argument("--parts", type=lambda text: text.split(","), help="only these, see below")
-    parser.add_argument("--peers", help="only these, separated by commas, in the parts that have several")
-    parser.add_argument("--cases", help="only these of the part core, by prefix, separated by commas")
+    parser.add_argument(
+        "--peers", help="only these, separated by commas, in the parts that have several"
+    )
+    parser.add_argument(
+        "--cases", help="only these of the part core, by prefix, separated by commas"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="default %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/results.jsonl"), help="default %(default)s")
-    parser.add_argument("--publish", action="store_true", help="put the results into docs/benchmarks and the README")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/bench/results.jsonl"), help="default %(default)s"
+    )
+    parser.add_argument(
+        "--publish", action="store_true", help="put the results into docs/benchmarks and the README"
+    )
     options = parser.parse_args(argv)
     known = [part.name for part in PARTS]
     if unknown := set(options.parts or []) - set(known):

@@ -52,7 +52,14 @@ LIMITS = {
     "bandwidth": ["limit/memcpy-warm", "limit/memcpy-fresh"],
 }
 OVERVIEW = ("latency", "rate", "bandwidth", "training", "startup", "ps resnet18", "cartpole")
-ON_A_GPU = ("gpu-latency", "gpu-bandwidth", "gpu-bandwidth-mps", "gpu-ps", "gpu-ps-mps", "gpu-cartpole")
+ON_A_GPU = (
+    "gpu-latency",
+    "gpu-bandwidth",
+    "gpu-bandwidth-mps",
+    "gpu-ps",
+    "gpu-ps-mps",
+    "gpu-cartpole",
+)
 GROUP_WIDTH = 0.84
 FAR_APART = 10
 COLOURS = {
@@ -92,12 +99,22 @@ def panels(lines: list[Line]) -> list[Panel]:
     drawn = [line for line in lines if line["peer"] != MACHINE and line["median"] is not None]
     for group in dict.fromkeys(line["group"] for line in drawn):
         own = [line for line in drawn if line["group"] == group]
-        limits = tuple(line for line in lines if line["case"] in LIMITS.get(group, []) and line["median"])
+        limits = tuple(
+            line for line in lines if line["case"] in LIMITS.get(group, []) and line["median"]
+        )
         amounts = {
-            axis: {line["at"] for line in own if line["axis"] == axis} for axis in {line["axis"] for line in own}
+            axis: {line["at"] for line in own if line["axis"] == axis}
+            for axis in {line["axis"] for line in own}
         }
-        curved = [axis for axis in dict.fromkeys(line["axis"] for line in own) if axis and len(amounts[axis]) > 1]
-        found += [Panel(group, axis, tuple(line for line in own if line["axis"] == axis), limits) for axis in curved]
+        curved = [
+            axis
+            for axis in dict.fromkeys(line["axis"] for line in own)
+            if axis and len(amounts[axis]) > 1
+        ]
+        found += [
+            Panel(group, axis, tuple(line for line in own if line["axis"] == axis), limits)
+            for axis in curved
+        ]
         rest = tuple(line for line in own if line["axis"] not in curved)
         if rest:
             found.append(Panel(group, "", rest, limits))
@@ -163,7 +180,9 @@ def draw(panel: Panel, axis: Any) -> None:
         axis.axhline(line["median"], linestyle=(0, (4, 3)), linewidth=1, color="#666666")
         above = "bottom" if line is limits[-1] else "top"  # two may be close to each other
         place = {"xy": (1.005, line["median"]), "xycoords": ("axes fraction", "data"), "va": above}
-        axis.annotate(wrapped(line["title"]), **place, fontsize=7, color="#666666", annotation_clip=False)
+        axis.annotate(
+            wrapped(line["title"]), **place, fontsize=7, color="#666666", annotation_clip=False
+        )
     axis.set_title(panel.title, loc="left", fontsize=11, pad=22)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", alpha=0.25)
@@ -176,13 +195,25 @@ def curves(axis: Any, panel: Panel) -> None:
     """The median over the amount, with the range of the rounds; a peer's curve ends where it failed."""
     peers = in_order(panel.lines)
     for peer in peers:
-        own = sorted((line for line in panel.lines if line["peer"] == peer), key=lambda line: line["at"])
+        own = sorted(
+            (line for line in panel.lines if line["peer"] == peer), key=lambda line: line["at"]
+        )
         amounts, medians = [line["at"] for line in own], [line["median"] for line in own]
         axis.plot(
-            amounts, medians, marker="o", markersize=4, label=peer, color=colour(peer), linestyle=style(peer, peers)
+            amounts,
+            medians,
+            marker="o",
+            markersize=4,
+            label=peer,
+            color=colour(peer),
+            linestyle=style(peer, peers),
         )
         axis.fill_between(
-            amounts, [line["min"] for line in own], [line["max"] for line in own], color=colour(peer), alpha=0.12
+            amounts,
+            [line["min"] for line in own],
+            [line["max"] for line in own],
+            color=colour(peer),
+            alpha=0.12,
         )
     amounts = sorted({line["at"] for line in panel.lines})
     axis.set_xscale("log")
@@ -210,11 +241,15 @@ def bars(axis: Any, panel: Panel) -> None:
             "ecolor": "#333333",
         }
         drawn = axis.bar(places, heights, width * 0.92, yerr=whiskers(own), **look)
-        axis.bar_label(drawn, [results.number(line["median"]) for line in own], fontsize=6.5, padding=2)
+        axis.bar_label(
+            drawn, [results.number(line["median"]) for line in own], fontsize=6.5, padding=2
+        )
     scale(axis, panel)
     axis.set_xticks(range(len(cases)), [wrapped(titles[case]) for case in cases], fontsize=8)
     axis.margins(y=0.12)
-    axis.set_xlim(-max(1.0, 3 - len(cases)) / 2 - 0.1, len(cases) - 1 + max(1.0, 3 - len(cases)) / 2 + 0.1)
+    axis.set_xlim(
+        -max(1.0, 3 - len(cases)) / 2 - 0.1, len(cases) - 1 + max(1.0, 3 - len(cases)) / 2 + 0.1
+    )
 
 
 def scale(axis: Any, panel: Panel) -> None:

@@ -45,7 +45,9 @@ class Pole:
         sine, cosine = math.sin(angle), math.cos(angle)
         push = FORCE if action else -FORCE
         swing = (push + POLE * HALF_LENGTH * turning**2 * sine) / (CART + POLE)
-        falling = (GRAVITY * sine - cosine * swing) / (HALF_LENGTH * (4 / 3 - POLE * cosine**2 / (CART + POLE)))
+        falling = (GRAVITY * sine - cosine * swing) / (
+            HALF_LENGTH * (4 / 3 - POLE * cosine**2 / (CART + POLE))
+        )
         rolling = swing - POLE * HALF_LENGTH * falling * cosine / (CART + POLE)
         self._state = [
             place + TICK * speed,
@@ -75,7 +77,9 @@ class Policy:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.network = nn.Sequential(nn.Linear(4, 128), nn.Dropout(0.6), nn.ReLU(), nn.Linear(128, 2), nn.Softmax(1))
+        self.network = nn.Sequential(
+            nn.Linear(4, 128), nn.Dropout(0.6), nn.ReLU(), nn.Linear(128, 2), nn.Softmax(1)
+        )
         self.network.to(device)
 
     @torch.no_grad()

@@ -41,7 +41,11 @@ class Worker:
     """One child process and the pipe to it. Not thread-safe: one thread owns it."""
 
     def __init__(
-        self, python: str, log: Path, package: str = "torch", environment: Mapping[str, str] | None = None
+        self,
+        python: str,
+        log: Path,
+        package: str = "torch",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`package` is the first thing that the process imports, as a program written for it would."""
         self.log = log
@@ -141,7 +145,9 @@ def session_pids(session: int) -> list[int]:
 def with_descendants(pids: list[int]) -> list[int]:
     """These processes, those that they started, and so on."""
     parents = {
-        int(entry): int(stat[1]) for entry in os.listdir("/proc") if entry.isdigit() and (stat := _stat(int(entry)))
+        int(entry): int(stat[1])
+        for entry in os.listdir("/proc")
+        if entry.isdigit() and (stat := _stat(int(entry)))
     }
     found = set(pids)
     while more := {pid for pid, parent in parents.items() if parent in found} - found:

@@ -39,7 +39,10 @@ class Bars:
                 TextColumn("{task.fields[line]}"),
             )
             self.progress = Progress(*columns)
-            self.tasks = {part: self.progress.add_task(part, start=False, total=None, line="") for part in parts}
+            self.tasks = {
+                part: self.progress.add_task(part, start=False, total=None, line="")
+                for part in parts
+            }
 
     def __enter__(self) -> Bars:
         if self.progress is not None:
@@ -63,7 +66,10 @@ class Bars:
         count = _COUNT.match(text)
         if count:
             self.progress.update(
-                self.tasks[part], completed=int(count[1]), total=int(count[2]), line=text[count.end() :]
+                self.tasks[part],
+                completed=int(count[1]),
+                total=int(count[2]),
+                line=text[count.end() :],
             )
         elif text.startswith("round"):
             self.progress.update(self.tasks[part], line=text)

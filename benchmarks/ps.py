@@ -55,7 +55,8 @@ def shapes(model: str) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
 
     def conv(into: int, out: int, size: int) -> None:
-        found.extend([(out, into, size, size), (out,), (out,)])  # with the two parameters of its normalisation
+        # with the two parameters of its normalisation
+        found.extend([(out, into, size, size), (out,), (out,)])
 
     conv(3, 64, 7)
     width = 64
@@ -77,7 +78,9 @@ class Model(nn.Module):
 
     def __init__(self, name: str, device: str) -> None:
         super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape, device=device)) for shape in shapes(name)])
+        self.weights = nn.ParameterList(
+            [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes(name)]
+        )
 
     def fill_gradients(self) -> None:
         for each in self.parameters():
@@ -153,7 +156,10 @@ def finish(options: argparse.Namespace) -> None:
 
 def train_by_calls(package: str, server: Any, options: argparse.Namespace) -> float:
     """A trainer of the tutorial: sends its gradients, gets the model."""
-    rpc, update = {"torch": (torch_rpc, update_on_torch), "telegrad": (telegrad_rpc, update_on_telegrad)}[package]
+    rpc, update = {
+        "torch": (torch_rpc, update_on_torch),
+        "telegrad": (telegrad_rpc, update_on_telegrad),
+    }[package]
     mine = Model(options.model, options.device)
     mine.fill_gradients()
     gradients = [each.grad for each in mine.parameters()]
@@ -169,7 +175,9 @@ def tutorial(package: str, rank: int, options: argparse.Namespace) -> float:
     rate = 0.0
     if rank == 0:
         kind = torch.futures.Future if package == "torch" else telegrad.Future
-        server = rpc.RRef(BatchUpdateServer(options, functools.partial(kind, devices=[0] if on_gpu else [])))
+        server = rpc.RRef(
+            BatchUpdateServer(options, functools.partial(kind, devices=[0] if on_gpu else []))
+        )
         arguments = (package, server, options)
         started = [
             rpc.rpc_async(f"trainer{number}", train_by_calls, args=arguments, timeout=LIMIT_S)
@@ -197,7 +205,10 @@ def parameter_server(rank: int, options: argparse.Namespace) -> float:
 
 def one_process(options: argparse.Namespace) -> float:
     server = BatchUpdateServer(options, telegrad.Future)
-    gradients = [[torch.randn_like(each) for each in server.model.parameters()] for _ in range(options.trainers)]
+    gradients = [
+        [torch.randn_like(each) for each in server.model.parameters()]
+        for _ in range(options.trainers)
+    ]
 
     def once() -> None:
         for each in gradients:
@@ -223,7 +234,8 @@ def measure(entry: str, options: argparse.Namespace) -> float:
     servers = {"telegrad.ps": options.servers, "one process": 0}.get(entry, 1)
     size = 1 if entry == "one process" else servers + options.trainers
     rates = mp.get_context("spawn").SimpleQueue()
-    together(work, size, entry, free_port(), options, rates, fresh=options.device != "cpu")  # with MPS or without
+    # with MPS or without
+    together(work, size, entry, free_port(), options, rates, fresh=options.device != "cpu")
     found = []
     while not rates.empty():
         found.append(rates.get())
@@ -235,29 +247,56 @@ Rates = dict[str, list[float]]  # by entry, a figure for each round
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ps", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=names, default=["resnet18"], help=f"one or more of {','.join(BLOCKS)}")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ps", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--model", type=names, default=["resnet18"], help=f"one or more of {','.join(BLOCKS)}"
+    )
     parser.add_argument("--trainers", type=numbers, default=[2])
-    parser.add_argument("--servers", type=numbers, default=[1], help="of telegrad.ps; the others have one")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of models and gradients")
+    parser.add_argument(
+        "--servers", type=numbers, default=[1], help="of telegrad.ps; the others have one"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of models and gradients"
+    )
     parser.add_argument("--entries", type=names, default=list(ENTRIES))
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each entry")
-    parser.add_argument("--steps", type=int, default=40, help="rounds of training in each measurement")
     parser.add_argument(
-        "--scaling", action="store_true", help="telegrad.ps with 1, 2, 4, 8 trainers and 1, 2, 4 servers"
+        "--steps", type=int, default=40, help="rounds of training in each measurement"
     )
-    parser.add_argument("--out", type=Path, default=Path("build/bench/ps.jsonl"), help="default %(default)s")
+    parser.add_argument(
+        "--scaling",
+        action="store_true",
+        help="telegrad.ps with 1, 2, 4, 8 trainers and 1, 2, 4 servers",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/bench/ps.jsonl"), help="default %(default)s"
+    )
     options = parser.parse_args(argv)
     if options.scaling:
-        options.entries, options.trainers, options.servers = ["telegrad.ps"], [1, 2, 4, 8], [1, 2, 4]
+        options.entries, options.trainers, options.servers = (
+            ["telegrad.ps"],
+            [1, 2, 4, 8],
+            [1, 2, 4],
+        )
     os.environ["PYTHONPATH"] = import_path()
-    run = machine.heading("ps", **{key: value for key, value in vars(options).items() if key != "out"})
+    run = machine.heading(
+        "ps", **{key: value for key, value in vars(options).items() if key != "out"}
+    )
     lines: list[dict[str, Any]] = []
-    for model, trainers, servers in itertools.product(options.model, options.trainers, options.servers):
+    for model, trainers, servers in itertools.product(
+        options.model, options.trainers, options.servers
+    ):
         case = {"model": model, "trainers": trainers, "servers": servers, "device": options.device}
-        rates = measure_all(argparse.Namespace(**case, steps=options.steps), options.entries, options.rounds)
+        rates = measure_all(
+            argparse.Namespace(**case, steps=options.steps), options.entries, options.rounds
+        )
         print(f"\n{model}, {trainers} trainers, {servers} servers\n{table(rates)}\n", flush=True)
-        lines += [{"kind": "result", "entry": entry, **case, "rounds": found} for entry, found in rates.items()]
+        lines += [
+            {"kind": "result", "entry": entry, **case, "rounds": found}
+            for entry, found in rates.items()
+        ]
         results.write(options.out, run, lines)
     if options.scaling:
         draw(lines, options.out.with_suffix(".png"))
@@ -303,7 +342,9 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
             own = [line for line in lines if (line["model"], line["servers"]) == (model, servers)]
             trainers = [line["trainers"] for line in own]
             rates = [line["trainers"] * statistics.median(line["rounds"]) for line in own]
-            axis.plot(trainers, rates, marker="o", label=f"{servers} server{'s' if servers > 1 else ''}")
+            axis.plot(
+                trainers, rates, marker="o", label=f"{servers} server{'s' if servers > 1 else ''}"
+            )
         axis.set(title=f"{model}: gradients per second", xlabel="trainers", ylim=(0, None))
         axis.grid(alpha=0.3)
         axis.legend()

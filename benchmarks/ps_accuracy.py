@@ -56,7 +56,10 @@ def digits() -> tuple[Data, Data]:
     generator = torch.Generator().manual_seed(0)
     try:
         images, labels = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
-        small, y = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
+        small, y = (
+            torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16,
+            torch.tensor(labels),
+        )
     except ImportError:
         patterns = torch.rand(10, 1, 8, 8, generator=generator).round()
         y = torch.randint(0, 10, (1797,), generator=generator)
@@ -90,7 +93,9 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return float((model(x).argmax(1) == y).float().mean())
 
 
-def until_learned(target: float, step: Callable[[Tensor], float], measure: Callable[[], float]) -> Outcome:
+def until_learned(
+    target: float, step: Callable[[Tensor], float], measure: Callable[[], float]
+) -> Outcome:
     """Make steps until `measure` is at the target."""
     begin, losses = time.perf_counter(), []
     for number, rows in enumerate(batches(len(digits()[0][1])), 1):
@@ -119,12 +124,16 @@ def one_process(target: float) -> Outcome:
 
 
 def parameter_server(rank: int, target: float) -> Outcome | None:
-    telegrad.rpc.init_rpc(SERVER if rank == 0 else f"trainer{rank}", rank=rank, world_size=1 + TRAINERS)
+    telegrad.rpc.init_rpc(
+        SERVER if rank == 0 else f"trainer{rank}", rank=rank, world_size=1 + TRAINERS
+    )
     outcome = None
     if rank > 0:
         (x, y), test = digits()
         model = network()
-        optimizer = telegrad.ps.Optimizer(model, SERVER, torch.optim.SGD, lr=RATE, trainers=TRAINERS)
+        optimizer = telegrad.ps.Optimizer(
+            model, SERVER, torch.optim.SGD, lr=RATE, trainers=TRAINERS
+        )
 
         def step(rows: Tensor) -> float:
             mine = rows[rank - 1 :: TRAINERS]
@@ -139,7 +148,9 @@ def parameter_server(rank: int, target: float) -> Outcome | None:
         assert agent is not None
 
         def measure() -> float:  # each of its part
-            parts = agent.all_gather(accuracy(model, *(each[rank - 1 :: TRAINERS] for each in test)), trainers)
+            parts = agent.all_gather(
+                accuracy(model, *(each[rank - 1 :: TRAINERS] for each in test)), trainers
+            )
             return statistics.mean(parts.values())
 
         outcome = until_learned(target, step, measure)
@@ -229,7 +240,9 @@ def network_on_the_server(package: str, rank: int, target: float, stop: Any) -> 
 
 def work(rank: int, entry: str, port: int, target: float, stop: Any, outcomes: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // (1 if entry == "one process" else TRAINERS)))
+    torch.set_num_threads(
+        max(1, (os.cpu_count() or 1) // (1 if entry == "one process" else TRAINERS))
+    )
     if entry == "one process":
         outcome: Outcome | None = one_process(target)
     elif entry == "telegrad.ps":
@@ -256,23 +269,39 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", type=float, default=0.95, help="test accuracy")
     parser.add_argument("--entries", type=lambda text: text.split(","), default=list(ENTRIES))
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each entry")
-    parser.add_argument("--out", type=Path, default=Path("build/bench/ps-accuracy.jsonl"), help="default %(default)s")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/bench/ps-accuracy.jsonl"),
+        help="default %(default)s",
+    )
     options = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = import_path()
-    run = machine.heading("ps-accuracy", **{key: value for key, value in vars(options).items() if key != "out"})
+    run = machine.heading(
+        "ps-accuracy", **{key: value for key, value in vars(options).items() if key != "out"}
+    )
     measured: dict[str, list[Outcome]] = {entry: [] for entry in options.entries}
     for number in range(options.rounds):
         for entry, found in measured.items():
             found.append(measure(entry, options.target))
-            print(f"round {number + 1}: {entry} {found[-1][0]:.2f} s, {found[-1][1]} steps", flush=True)
+            print(
+                f"round {number + 1}: {entry} {found[-1][0]:.2f} s, {found[-1][1]} steps",
+                flush=True,
+            )
     rows = [["", "seconds", "from", "to", "steps"]]
     for entry, found in measured.items():
         seconds = [each[0] for each in found]
         figures = (statistics.median(seconds), min(seconds), max(seconds))
         rows.append(
-            [entry, *(f"{each:.2f}" for each in figures), f"{statistics.median(each[1] for each in found):.0f}"]
+            [
+                entry,
+                *(f"{each:.2f}" for each in figures),
+                f"{statistics.median(each[1] for each in found):.0f}",
+            ]
         )
-    print(f"\nuntil {100 * options.target:.0f} % of the test digits are right\n{results.aligned(rows)}")
+    print(
+        f"\nuntil {100 * options.target:.0f} % of the test digits are right\n{results.aligned(rows)}"
+    )
     lines = [
         {
             "kind": "result",

@@ -84,8 +84,12 @@ LIMITS = ("limit/memcpy-warm", "limit/unix-ping-pong", "limit/unix-ping-pong-c",
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="telegrad bench publish", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("files", type=Path, nargs="+", help="they replace those of a machine with as many cores")
+    parser = argparse.ArgumentParser(
+        prog="telegrad bench publish", description=(__doc__ or "").partition(":")[0]
+    )
+    parser.add_argument(
+        "files", type=Path, nargs="+", help="they replace those of a machine with as many cores"
+    )
     publish(*parser.parse_args(argv).files)
     return 0
 
@@ -104,7 +108,9 @@ def publish(*paths: Path) -> None:
 
 
 def files() -> list[Path]:
-    return sorted(FOLDER.glob("results-*-cores.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
+    return sorted(
+        FOLDER.glob("results-*-cores.jsonl"), key=lambda path: int(path.stem.split("-")[1])
+    )
 
 
 def with_figures(text: str, block: str) -> str:
@@ -121,9 +127,15 @@ def figures(folder: Path) -> str:
     run, lines = results.read(folder / SHOWN)
     machine = run["machine"]
     others = "".join(
-        elsewhere(*results.read(path)) for path in sorted(folder.glob("results-*.jsonl")) if path.name != SHOWN
+        elsewhere(*results.read(path))
+        for path in sorted(folder.glob("results-*.jsonl"))
+        if path.name != SHOWN
     )
-    shown = [len(line["rounds"]) for line in lines if line["case"] in (*ROWS, *ENTRIES) and line["rounds"]]
+    shown = [
+        len(line["rounds"])
+        for line in lines
+        if line["case"] in (*ROWS, *ENTRIES) and line["rounds"]
+    ]
     torch = run["versions"]["torch"].partition("+")[0]
     where = f"one host with {machine['cores']} cores ({machine['cpu']}, torch {torch})"
     rounds = " to ".join(map(str, sorted({min(shown), max(shown)})))
@@ -136,14 +148,18 @@ def figures(folder: Path) -> str:
 def table(lines: list[Line]) -> str:
     """The rows that matter most, a column for each library."""
     cells = {(line["case"], line["peer"]): line for line in lines if line["median"] is not None}
-    peers = [peer for peer in NAMES | {"moolib": "moolib"} if any((case, peer) in cells for case in ROWS)]
+    peers = [
+        peer for peer in NAMES | {"moolib": "moolib"} if any((case, peer) in cells for case in ROWS)
+    ]
     head = [*map(named, peers), "against torch"]
     rows = [f"| | {' | '.join(head)} |", f"|---|{'---:|' * len(head)}"]
     for case, label in ROWS.items():
         own = [cells.get((case, peer)) for peer in peers]
         if any(own):
             texts = [quantity(line) if line else "-" for line in own]
-            rows.append(f"| {label} | {' | '.join([*texts, against(cells, case, 'telegrad', 'torch')])} |")
+            rows.append(
+                f"| {label} | {' | '.join([*texts, against(cells, case, 'telegrad', 'torch')])} |"
+            )
     return "\n".join(rows) + "\n"
 
 
@@ -156,20 +172,36 @@ def entries(lines: list[Line]) -> str:
             if name == case:
                 ratio = against(cells, case, peer, baseline)
                 ways = WAYS | OF_TABLES if case.startswith("embeddings") else WAYS
-                rows.append(f"| {label}: {ways.get(peer, peer)} | {quantity(cells[case, peer])} | {ratio} |")
+                rows.append(
+                    f"| {label}: {ways.get(peer, peer)} | {quantity(cells[case, peer])} | {ratio} |"
+                )
     return "\n".join(["| | | against torch |", "|---|---:|---:|", *rows, "\n"]) if rows else ""
 
 
 def against(cells: dict[tuple[str, str], Line], case: str, peer: str, baseline: str) -> str:
     line, other = cells.get((case, peer)), cells.get((case, baseline))
-    if line is None or other is None or peer == baseline or not line["median"] or line["unit"] == "cores":
+    if (
+        line is None
+        or other is None
+        or peer == baseline
+        or not line["median"]
+        or line["unit"] == "cores"
+    ):
         return ""
     return f"{results.number(results.quotient(line['median'], other['median'], line['better'] == 'higher'))}x"
 
 
 def limits(lines: list[Line]) -> str:
-    own = [line for line in lines if line["peer"] == MACHINE and line["case"] in LIMITS and line["median"] is not None]
-    return "The limits of that machine: " + "; ".join(f"{line['title']}: {quantity(line)}" for line in own) + ".\n"
+    own = [
+        line
+        for line in lines
+        if line["peer"] == MACHINE and line["case"] in LIMITS and line["median"] is not None
+    ]
+    return (
+        "The limits of that machine: "
+        + "; ".join(f"{line['title']}: {quantity(line)}" for line in own)
+        + ".\n"
+    )
 
 
 def behind(lines: list[Line]) -> str:
@@ -188,7 +220,10 @@ def loss(curve: list[verdicts.Verdict]) -> str:
     """An item about comparisons that belong together, and where along their curve they are lost."""
     first = curve[0].ours
     peers = dict.fromkeys(verdict.theirs["peer"] for verdict in curve)
-    theirs = {peer: [verdict.theirs for verdict in curve if verdict.theirs["peer"] == peer] for peer in peers}
+    theirs = {
+        peer: [verdict.theirs for verdict in curve if verdict.theirs["peer"] == peer]
+        for peer in peers
+    }
     texts = [f"{named(peer)} {span(own)}" for peer, own in theirs.items()]
     amounts = sorted({verdict.ours["at"] for verdict in curve if verdict.ours["axis"]})
     if len(amounts) < 2:
@@ -198,7 +233,10 @@ def loss(curve: list[verdicts.Verdict]) -> str:
 
 
 def span(lines: list[Line]) -> str:
-    low, high = min(lines, key=lambda line: line["median"]), max(lines, key=lambda line: line["median"])
+    low, high = (
+        min(lines, key=lambda line: line["median"]),
+        max(lines, key=lambda line: line["median"]),
+    )
     if low["median"] == high["median"]:
         return quantity(low)
     return f"{results.number(low['median'])} to {quantity(high)}"
@@ -206,7 +244,11 @@ def span(lines: list[Line]) -> str:
 
 def elsewhere(run: dict[str, Any], lines: list[Line]) -> str:
     """A sentence about another machine."""
-    found = [verdict for verdict in verdicts.verdicts(lines) if verdict.theirs["peer"] == results.BASELINE]
+    found = [
+        verdict
+        for verdict in verdicts.verdicts(lines)
+        if verdict.theirs["peer"] == results.BASELINE
+    ]
     shown = [v for v in found if v.ours["case"] in ELSEWHERE]
     texts = [f"{v.ours['title']}: {quantity(v.ours)} against {quantity(v.theirs)}" for v in shown]
     machine, torch = run["machine"], run["versions"]["torch"].partition("+")[0]

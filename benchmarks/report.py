@@ -39,11 +39,21 @@ own row of idle CPU.
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="telegrad bench report", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON lines, as a run writes them")
-    parser.add_argument("-o", "--out", type=Path, default=Path("build/bench/index.html"), help="a page or a folder")
+    parser = argparse.ArgumentParser(
+        prog="telegrad bench report", description=(__doc__ or "").partition(":")[0]
+    )
+    parser.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="JSON lines, as a run writes them"
+    )
+    parser.add_argument(
+        "-o", "--out", type=Path, default=Path("build/bench/index.html"), help="a page or a folder"
+    )
     options = parser.parse_args(argv)
-    out = options.out / "index.html" if options.out.is_dir() or not options.out.suffix else options.out
+    out = (
+        options.out / "index.html"
+        if options.out.is_dir() or not options.out.suffix
+        else options.out
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page([results.read(path) for path in options.files]))
     print(f"page: {out}")
@@ -71,7 +81,15 @@ def page(runs: list[tuple[dict[str, Any], list[Line]]]) -> str:
 def chapter(run: dict[str, Any], lines: list[Line]) -> str:
     machine = run["machine"]
     title = f"{machine['cpu']}, {machine['cores']} cores"
-    return "".join([f"<h2>{html.escape(title)}</h2>", facts(run), summary(lines), *sections(lines), limits(lines)])
+    return "".join(
+        [
+            f"<h2>{html.escape(title)}</h2>",
+            facts(run),
+            summary(lines),
+            *sections(lines),
+            limits(lines),
+        ]
+    )
 
 
 def facts(run: dict[str, Any]) -> str:
@@ -81,7 +99,9 @@ def facts(run: dict[str, Any]) -> str:
     peers = {name: versions for head in heads for name, versions in head.get("peers", {}).items()}
     skipped = {name: reason for head in heads for name, reason in head.get("skipped", {}).items()}
     versions = ", ".join(
-        f"{name} {found.get(PEERS[name].package, '')}" for name, found in peers.items() if name in PEERS
+        f"{name} {found.get(PEERS[name].package, '')}"
+        for name, found in peers.items()
+        if name in PEERS
     )
     dates = sorted({head["date"][:10] for head in heads})
     loads = sorted(head["load_before"] for head in heads)
@@ -91,14 +111,20 @@ def facts(run: dict[str, Any]) -> str:
         f"{run['versions']['torch']}; {versions}. "
         f"{run['rounds']} rounds; load before: {loads[0]:g} to {loads[-1]:g}."
     )
-    missing = "".join(f"<li>Not measured: {html.escape(name)}: {html.escape(why)}" for name, why in skipped.items())
+    missing = "".join(
+        f"<li>Not measured: {html.escape(name)}: {html.escape(why)}"
+        for name, why in skipped.items()
+    )
     return f"<p>{html.escape(text)}" + (f"<ul>{missing}</ul>" if missing else "")
 
 
 def summary(lines: list[Line]) -> str:
     """Behind first, every one of them; then how the rest went."""
     found = verdicts.verdicts(lines)
-    by = {word: [verdict for verdict in found if verdict.word == word] for word in ("behind", "even", "ahead")}
+    by = {
+        word: [verdict for verdict in found if verdict.word == word]
+        for word in ("behind", "even", "ahead")
+    }
     counts = " ".join(badge(word, f"{word} {len(of)}") for word, of in by.items())
     losses = "".join(
         f"<li>{html.escape(v.ours['title'])}: {quantity(v.ours)} against {quantity(v.theirs)} of "
@@ -117,7 +143,9 @@ def sections(lines: list[Line]) -> list[str]:
     for group in dict.fromkeys(line["group"] for line in lines if line["peer"] != MACHINE):
         own = [line for line in lines if line["group"] == group]
         pictures = "".join(plots.svg(panel) for panel in drawn if panel.group == group)
-        found.append(f"<h3>{html.escape(plots.GROUPS.get(group, group))}</h3>{pictures}{table(own)}")
+        found.append(
+            f"<h3>{html.escape(plots.GROUPS.get(group, group))}</h3>{pictures}{table(own)}"
+        )
     return found
 
 
@@ -136,10 +164,18 @@ def table(lines: list[Line]) -> str:
 def cell(line: Line | None, verdict: Verdict | None) -> str:
     if line is None:
         return "<td>-"
-    errors = "".join(f'<small class="failed">{html.escape(error[:80])}</small>' for error in line["errors"])
+    errors = "".join(
+        f'<small class="failed">{html.escape(error[:80])}</small>' for error in line["errors"]
+    )
     if line["median"] is None:
         return f'<td><span class="failed">failed</span>{errors}'
-    kind = "ours" if verdicts.is_ours(line["peer"]) else "limit" if verdicts.is_limit(line["peer"]) else ""
+    kind = (
+        "ours"
+        if verdicts.is_ours(line["peer"])
+        else "limit"
+        if verdicts.is_limit(line["peer"])
+        else ""
+    )
     spread = f"<small>{results.number(line['min'])} to {results.number(line['max'])}</small>"
     p99 = f"<small>p99 {results.number(line['p99'])}</small>" if line["p99"] is not None else ""
     mark = badge(verdict.word, str(verdict)) if verdict else ""

@@ -98,7 +98,10 @@ class Results:
         return self.series.setdefault((case.name, peer), Series(case, peer))
 
     def lines(self) -> list[dict[str, Any]]:
-        return [series.line(self.series.get((series.case.name, BASELINE))) for series in self.series.values()]
+        return [
+            series.line(self.series.get((series.case.name, BASELINE)))
+            for series in self.series.values()
+        ]
 
 
 def ratio(case: Case, value: float | None, baseline: float | None) -> float | None:
@@ -132,7 +135,9 @@ def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     run = {**first, "parts": dict(first.get("parts", {first["benchmark"]: {**first}}))}
     for heading, more in others:
         if heading["machine"] != first["machine"] or heading["versions"] != first["versions"]:
-            raise ValueError(f"results of different machines or versions: {first['machine']}, {heading['machine']}")
+            raise ValueError(
+                f"results of different machines or versions: {first['machine']}, {heading['machine']}"
+            )
         run["parts"].update(heading.get("parts", {heading["benchmark"]: heading}))
         again = {(line["case"], line["peer"]) for line in more}
         lines = [line for line in lines if (line["case"], line["peer"]) not in again] + more
@@ -144,8 +149,12 @@ def standard(run: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
     if "case" in line:
         return {"axis": "", "at": None, **line}
     values = {**run, **line}
-    dimensions = {key: values[key] for key in DIMENSIONS if key in values and values[key] != USUAL.get(key)}
-    words = [value if isinstance(value, str) else f"{value} {key}" for key, value in dimensions.items()]
+    dimensions = {
+        key: values[key] for key in DIMENSIONS if key in values and values[key] != USUAL.get(key)
+    }
+    words = [
+        value if isinstance(value, str) else f"{value} {key}" for key, value in dimensions.items()
+    ]
     several = f"{dimensions['servers']} servers" if "servers" in dimensions else ""
     axis = next((key for key, value in dimensions.items() if not isinstance(value, str)), "")
     benchmark, rounds = run["benchmark"], line["rounds"]
@@ -153,7 +162,9 @@ def standard(run: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
         "kind": "result",
         "case": "/".join([benchmark, *(word.replace(" ", "-") for word in words)]),
         "title": ": ".join(filter(None, [benchmark, ", ".join(words)])),
-        "group": " ".join(filter(None, [benchmark, dimensions.get("model"), dimensions.get("device"), several])),
+        "group": " ".join(
+            filter(None, [benchmark, dimensions.get("model"), dimensions.get("device"), several])
+        ),
         "peer": line["entry"],
         "unit": values.get("unit", UNITS.get(benchmark, "1/s")),
         "better": values.get("better", "lower" if UNITS.get(benchmark) == "s" else "higher"),
@@ -180,7 +191,9 @@ def table(lines: list[dict[str, Any]]) -> str:
     cells = {(line["case"], line["peer"]): cell(line) for line in lines}
     rows = [["", "unit", *peers]]
     for name, line in {line["case"]: line for line in lines if line["peer"] != MACHINE}.items():
-        rows.append([line["title"], line["unit"], *(cells.get((name, peer), "-") for peer in peers)])
+        rows.append(
+            [line["title"], line["unit"], *(cells.get((name, peer), "-") for peer in peers)]
+        )
     rows += [[line["title"], line["unit"], cell(line)] for line in limits]
     return aligned(rows)
 
@@ -204,4 +217,7 @@ def number(value: float) -> str:
 
 def aligned(rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=False)) for row in rows)
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=False))
+        for row in rows
+    )

@@ -68,7 +68,9 @@ def main() -> None:
     count = parser.parse_args().count
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
-        workers = [context.Process(target=work, args=(rank, f"{folder}/store", count)) for rank in range(2)]
+        workers = [
+            context.Process(target=work, args=(rank, f"{folder}/store", count)) for rank in range(2)
+        ]
         for worker in workers:
             worker.start()
         for worker in workers:

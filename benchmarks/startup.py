@@ -53,7 +53,9 @@ class Launcher:
     def measure(self, size: int) -> dict[str, float]:
         """One group from start to end. After a failure the next one is started by another process."""
         try:
-            measured: dict[str, float] = ask([self.worker], 2 * LIMIT_S + CLEANUP_S, "world", self.peer, size)[0]
+            measured: dict[str, float] = ask(
+                [self.worker], 2 * LIMIT_S + CLEANUP_S, "world", self.peer, size
+            )[0]
             return measured
         except (WorkerError, WorkerLost):
             self.worker.end()
@@ -76,18 +78,30 @@ def rounds(options: argparse.Namespace, launchers: list[Launcher]) -> results.Re
         except (WorkerError, WorkerLost) as error:
             failed.add((launcher.peer, size))
             figures.of(case("startup", size), launcher.peer).errors.append(summary(error))
-            progress.say(f"{launcher.peer}: {size} workers did not come up and are not tried again: {error}")
+            progress.say(
+                f"{launcher.peer}: {size} workers did not come up and are not tried again: {error}"
+            )
             continue
         for metric, value in measured.items():
             figures.of(case(metric, size), launcher.peer).add({"value": value, "n": 1})
         text = "  ".join(f"{metric} {value:.2f}" for metric, value in measured.items())
-        progress.say(f"round {number + 1}  {size:2} workers  {launcher.peer:10} {text}", step, len(plan))
+        progress.say(
+            f"round {number + 1}  {size:2} workers  {launcher.peer:10} {text}", step, len(plan)
+        )
     return figures
 
 
 def case(metric: str, size: int) -> Case:
     title, unit = METRICS[metric]
-    return Case(f"{metric}/{size:02}", f"{size} workers: {title}", unit, metric, callers=size, axis="workers", at=size)
+    return Case(
+        f"{metric}/{size:02}",
+        f"{size} workers: {title}",
+        unit,
+        metric,
+        callers=size,
+        axis="workers",
+        at=size,
+    )
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -95,10 +109,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.startup", description=(__doc__ or "").partition("\n")[0]
     )
     default = [*(name for name, spec in PEERS.items() if not spec.on_request), BARE]
-    parser.add_argument("--peers", type=lambda text: text.split(","), default=default, help="default: all")
-    parser.add_argument("--workers", type=lambda text: [int(n) for n in text.split(",")], default=SIZES)
+    parser.add_argument(
+        "--peers", type=lambda text: text.split(","), default=default, help="default: all"
+    )
+    parser.add_argument(
+        "--workers", type=lambda text: [int(n) for n in text.split(",")], default=SIZES
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("build/bench/startup.jsonl"), help="default %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/bench/startup.jsonl"), help="default %(default)s"
+    )
     return parser.parse_args(argv)
 
 
@@ -128,7 +148,9 @@ def main(argv: list[str] | None = None) -> int:
         lines = rounds(options, launchers).lines()
     lines.sort(key=lambda line: list(METRICS).index(line["group"]))
     results.write(options.out, run, lines)
-    progress.say(f"{results.table(lines)}\n\nmedian of {options.rounds} rounds; written to {options.out}")
+    progress.say(
+        f"{results.table(lines)}\n\nmedian of {options.rounds} rounds; written to {options.out}"
+    )
     return 0
 
 

@@ -23,7 +23,8 @@ class Case:
     higher_is_better: bool = False
     callers: int = 1
     helpers: int = 0  # workers besides the callee and the callers that are called, too
-    builtin: bool = False  # torch-shaped (a torch operator, an RRef): only peers that have such things take part
+    # torch-shaped (a torch operator, an RRef): only peers that have such things take part
+    builtin: bool = False
     machine: bool = False  # a limit of the machine: measured without a peer
     quick: bool = True  # also in the quick mode
     axis: str = ""  # what grows from case to case along a curve,
@@ -51,13 +52,24 @@ def rate(in_flight: int, quick: bool = True) -> Case:
 
 def callers(number: int) -> Case:
     title, params = f"{number} callers, 64 in flight each", {"window": 64}
-    case = Case(f"rate/{number}-callers", title, "calls/s", "rate", params, True, callers=number, quick=False)
+    case = Case(
+        f"rate/{number}-callers",
+        title,
+        "calls/s",
+        "rate",
+        params,
+        True,
+        callers=number,
+        quick=False,
+    )
     return replace(case, axis="callers", at=number)
 
 
 def bandwidth(way: str, megabytes: int, title: str, quick: bool = True) -> Case:
     params = {"way": way, "elements": megabytes * MB // FLOAT_BYTES}
-    case = Case(f"bandwidth/{way}-{megabytes}MB", title, "GB/s", "bandwidth", params, True, quick=quick)
+    case = Case(
+        f"bandwidth/{way}-{megabytes}MB", title, "GB/s", "bandwidth", params, True, quick=quick
+    )
     return replace(case, axis="MB" if way == "echo" else "", at=megabytes)
 
 
@@ -73,18 +85,30 @@ def reference(name: str, title: str, use: str) -> Case:
 
 def backward(workers: int, quick: bool = True) -> Case:
     title, params = f"backward pass over {workers} workers, minus a local one", {"workers": workers}
-    case = Case(f"backward/{workers}-workers", title, "us", "backward", params, helpers=workers - 2, quick=quick)
+    case = Case(
+        f"backward/{workers}-workers",
+        title,
+        "us",
+        "backward",
+        params,
+        helpers=workers - 2,
+        quick=quick,
+    )
     return replace(case, builtin=True)
 
 
 def limit(name: str, title: str, unit: str, loop: str, **params: Any) -> Case:
-    return Case(f"limit/{name}", title, unit, loop, params, higher_is_better=unit != "us", machine=True)
+    return Case(
+        f"limit/{name}", title, unit, loop, params, higher_is_better=unit != "us", machine=True
+    )
 
 
 CASES = (
     latency("no-tensor", "no tensor, Python function", function="add", elements=0),
     latency("1-element", "1 element, Python function", function="add", elements=1),
-    latency("1-element-builtin", "1 element, torch.add", builtin=True, function="torch.add", elements=1),
+    latency(
+        "1-element-builtin", "1 element, torch.add", builtin=True, function="torch.add", elements=1
+    ),
     latency("1KB", "1 KB echoed", function="echo", elements=KB // FLOAT_BYTES),
     latency("1MB", "1 MB echoed", function="echo", elements=MB // FLOAT_BYTES),
     rate(1),
@@ -109,7 +133,15 @@ CASES = (
     containers("dict-of-arrays", "1-element numpy arrays in a dict", "argument"),
     reference("remote-to-here", "remote() + to_here()", "remote"),
     reference("proxied", "proxied call, rref.rpc_sync().add(1)", "proxied"),
-    Case("churn/objects", "remote objects made and deleted", "objects/s", "churn", {}, True, builtin=True),
+    Case(
+        "churn/objects",
+        "remote objects made and deleted",
+        "objects/s",
+        "churn",
+        {},
+        True,
+        builtin=True,
+    ),
     backward(2),
     backward(4, quick=False),
     Case(
@@ -120,11 +152,25 @@ CASES = (
         builtin=True,
         quick=False,
     ),
-    Case("training/digits", "training, network on the callee", "iterations/s", "digits", {}, True, builtin=True),
+    Case(
+        "training/digits",
+        "training, network on the callee",
+        "iterations/s",
+        "digits",
+        {},
+        True,
+        builtin=True,
+    ),
     Case("idle/cpu", "CPU of one idle caller and callee", "cores", "idle", quick=False),
     limit("digits", "training of the same network in one process", "iterations/s", "digits"),
     limit("memcpy-warm", "memcpy 100 MB, warm, 1 thread", "GB/s", "memcpy_warm", size=100 * MB),
-    limit("memcpy-warm-threads", "memcpy 100 MB, warm, all cores", "GB/s", "memcpy_threads", size=100 * MB),
+    limit(
+        "memcpy-warm-threads",
+        "memcpy 100 MB, warm, all cores",
+        "GB/s",
+        "memcpy_threads",
+        size=100 * MB,
+    ),
     limit("memcpy-fresh", "memcpy 100 MB, fresh memory", "GB/s", "memcpy_fresh", size=100 * MB),
     limit("unix-ping-pong", "unix socket ping-pong, Python", "us", "ping_pong"),
     limit("unix-ping-pong-c", "unix socket ping-pong, C", "us", "ping_pong_c"),

@@ -103,7 +103,9 @@ class Server:
 def digits(peer: Any, seconds: float) -> Measured:
     """Iterations per second of training with the network on the callee, as the tutorial does it."""
     server = peer.rpc.remote(CALLEE, Server)
-    optimizer = peer.optimizer(torch.optim.SGD, server.rpc_sync().parameter_rrefs(peer.module), lr=0.03)
+    optimizer = peer.optimizer(
+        torch.optim.SGD, server.rpc_sync().parameter_rrefs(peer.module), lr=0.03
+    )
     x, y = batch()
 
     def once() -> float:
@@ -158,7 +160,9 @@ def digits_here(seconds: float) -> Measured:
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(BATCH, 1, 28, 28, generator=generator), torch.randint(0, 10, (BATCH,), generator=generator)
+    return torch.randn(BATCH, 1, 28, 28, generator=generator), torch.randint(
+        0, 10, (BATCH,), generator=generator
+    )
 
 
 def alternate(runs: list[Callable[[], float]], seconds: float) -> list[list[float]]:

@@ -13,7 +13,8 @@ from benchmarks.worlds import BARE
 __all__ = ["Verdict", "is_limit", "is_ours", "verdicts"]
 
 Line = dict[str, Any]
-LIMITS = (MACHINE, BARE, "one process", "limit")  # what the same work costs without a library for calls
+# what the same work costs without a library for calls
+LIMITS = (MACHINE, BARE, "one process", "limit")
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,27 @@ class Verdict:
 
     @property
     def factor(self) -> float:
-        return results.quotient(self.ours["median"], self.theirs["median"], self.ours["better"] == "higher")
+        return results.quotient(
+            self.ours["median"], self.theirs["median"], self.ours["better"] == "higher"
+        )
 
     @property
     def word(self) -> str:
         """`ahead`, `behind`, or `even` where the middle halves of the rounds of the two overlap."""
-        (low, high), (their_low, their_high) = middle(self.ours["rounds"]), middle(self.theirs["rounds"])
+        (low, high), (their_low, their_high) = (
+            middle(self.ours["rounds"]),
+            middle(self.theirs["rounds"]),
+        )
         if low <= their_high and their_low <= high:
             return "even"
         return "ahead" if self.factor > 1 else "behind"
 
     def __str__(self) -> str:
-        return f"{results.number(self.factor)}x" if self.ours["median"] and self.theirs["median"] else self.word
+        return (
+            f"{results.number(self.factor)}x"
+            if self.ours["median"] and self.theirs["median"]
+            else self.word
+        )
 
 
 def verdicts(lines: list[Line]) -> list[Verdict]:
@@ -46,7 +56,11 @@ def verdicts(lines: list[Line]) -> list[Verdict]:
         if is_ours(line["peer"]) and line["median"] is not None:
             ours.setdefault(line["case"], line)
     theirs = [line for line in lines if not is_ours(line["peer"]) and not is_limit(line["peer"])]
-    return [Verdict(ours[line["case"]], line) for line in theirs if line["median"] is not None and line["case"] in ours]
+    return [
+        Verdict(ours[line["case"]], line)
+        for line in theirs
+        if line["median"] is not None and line["case"] in ours
+    ]
 
 
 def middle(rounds: list[float]) -> tuple[float, float]:

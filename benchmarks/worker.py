@@ -37,7 +37,9 @@ class Commands:
     def check(self, builtin: bool) -> None:
         """Every function gives what it would give here: the peer does the work that is measured."""
         peer, x = self.joined(), torch.arange(4096.0)
-        if not torch.equal(peer.call(remote.echo)(x), x) or not torch.equal(peer.call(remote.add)(x, 1), x + 1):
+        if not torch.equal(peer.call(remote.echo)(x), x) or not torch.equal(
+            peer.call(remote.add)(x, 1), x + 1
+        ):
             raise ValueError("a tensor came back changed")
         if peer.call(remote.sink)(x) != 4095.0 or peer.call(remote.add)(1, 1) != 2:
             raise ValueError("a value came back changed")
@@ -59,7 +61,11 @@ class Commands:
         return worlds.measure(peer, size)
 
     def versions(self, package: str) -> dict[str, str]:
-        return {"python": platform.python_version(), package: version(package), "torch": str(torch.__version__)}
+        return {
+            "python": platform.python_version(),
+            package: version(package),
+            "torch": str(torch.__version__),
+        }
 
     def joined(self) -> Peer:
         if self.peer is None:
@@ -73,7 +79,8 @@ def version(package: str) -> str:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return str(getattr(sys.modules.get(package), "__version__", "unknown"))  # not installed, found on the path
+    # not installed, found on the path
+    return str(getattr(sys.modules.get(package), "__version__", "unknown"))
 
 
 def serve(pipe: Connection) -> None:

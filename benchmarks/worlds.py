@@ -22,7 +22,13 @@ import torch.multiprocessing
 from benchmarks import remote
 from benchmarks.group import free_port
 from benchmarks.peers import PEERS, Place, load
-from benchmarks.processes import LOG_LINES, cpu_seconds, die_with_parent, import_path, with_descendants
+from benchmarks.processes import (
+    LOG_LINES,
+    cpu_seconds,
+    die_with_parent,
+    import_path,
+    with_descendants,
+)
 
 BARE = "bare"
 LIMIT_S = 120.0
@@ -114,7 +120,11 @@ def measure(peer: str, size: int) -> dict[str, float]:
     """One group from start to end."""
     adapter = None if peer == BARE else PEERS[peer].adapter
     context = forkserver(*(modules(adapter) if adapter else ()))
-    port, folder, children = free_port(), tempfile.TemporaryDirectory(prefix="bench-"), list[Child]()
+    port, folder, children = (
+        free_port(),
+        tempfile.TemporaryDirectory(prefix="bench-"),
+        list[Child](),
+    )
     log_file = Path(folder.name, "log")
     begin = time.monotonic()
     try:
@@ -143,7 +153,9 @@ def last(children: list[Child], deadline: float) -> float:
     while waiting:
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise DidNotComeUp(f"{len(waiting)} of {len(children)} workers not within {LIMIT_S:.0f} s")
+            raise DidNotComeUp(
+                f"{len(waiting)} of {len(children)} workers not within {LIMIT_S:.0f} s"
+            )
         times += [waiting.pop(pipe).hear() for pipe in ready if isinstance(pipe, Connection)]
     return max(times)
 
@@ -172,4 +184,6 @@ def look_at(workers: list[int], size: int) -> dict[str, float]:
 def memory(pid: int) -> dict[str, float]:
     """The megabytes in /proc/<pid>/smaps_rollup by name."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    return {name.rstrip(":"): int(amount) * 1024 / 1e6 for name, amount, *_ in map(str.split, lines)}
+    return {
+        name.rstrip(":"): int(amount) * 1024 / 1e6 for name, amount, *_ in map(str.split, lines)
+    }

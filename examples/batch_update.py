@@ -56,7 +56,10 @@ class ParameterServer:
 def train(server: Any, number: int, trainers: int, epochs: int) -> float:
     """What each trainer runs, on its share of the digits; returns the accuracy on those that nobody trained on."""
     digits = load_digits()
-    images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    images, labels = (
+        torch.tensor(digits.data, dtype=torch.float32) / 16,
+        torch.tensor(digits.target),
+    )
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     held_out, mine = order[:297], order[297 + number :: trainers][: 1500 // trainers]
     model = new_model()
@@ -74,14 +77,25 @@ def run_worker(rank: int, port: int, options: argparse.Namespace) -> None:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ["MASTER_PORT"] = str(port)
     torch.set_num_threads(1)
-    rpc.init_rpc(f"trainer{rank - 1}" if rank else "server", rank=rank, world_size=options.trainers + 1)
+    rpc.init_rpc(
+        f"trainer{rank - 1}" if rank else "server", rank=rank, world_size=options.trainers + 1
+    )
     if rank == 0:
         server = rpc.RRef(ParameterServer(options.trainers))
         calls = [
-            rpc.rpc_async(f"trainer{number}", train, (server, number, options.trainers, options.epochs), timeout=0)
+            rpc.rpc_async(
+                f"trainer{number}",
+                train,
+                (server, number, options.trainers, options.epochs),
+                timeout=0,
+            )
             for number in range(options.trainers)
         ]
-        print("accuracy of the trainers:", ", ".join(f"{call.wait():.3f}" for call in calls), flush=True)
+        print(
+            "accuracy of the trainers:",
+            ", ".join(f"{call.wait():.3f}" for call in calls),
+            flush=True,
+        )
     rpc.shutdown()
 
 
@@ -92,7 +106,9 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=8)
     options = parser.parse_args()

@@ -51,7 +51,9 @@ class Learner:
 
     def learn(self, episodes: Sequence[Episode]) -> None:
         """One step of REINFORCE, with the returns of the round normalised."""
-        states, actions, returns = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*episodes, strict=True))
+        states, actions, returns = (
+            torch.from_numpy(np.concatenate(parts)) for parts in zip(*episodes, strict=True)
+        )
         advantages = (returns - returns.mean()) / (returns.std() + 1e-6)
         log_probs = self.policy(states).log_softmax(1).gather(1, actions.unsqueeze(1)).squeeze(1)
         self.optimizer.zero_grad()
@@ -104,14 +106,21 @@ def train(agent: telegrad.Agent, options: argparse.Namespace) -> list[float]:
     learner = Learner(options.seed)
     reference = RRef(learner, agent=agent)
     observers = [
-        remote(_name(number), Observer, (reference, not options.no_batch, options.seed + number), agent=agent)
+        remote(
+            _name(number),
+            Observer,
+            (reference, not options.no_batch, options.seed + number),
+            agent=agent,
+        )
         for number in range(options.observers)
     ]
     rewards: list[float] = []
     last: collections.deque[float] = collections.deque(maxlen=100)
     while len(rewards) < options.episodes and not (len(last) == 100 and np.mean(last) > SOLVED):
         started = time.perf_counter()
-        episodes = [future.wait() for future in [observer.rpc_async(0).play() for observer in observers]]
+        episodes = [
+            future.wait() for future in [observer.rpc_async(0).play() for observer in observers]
+        ]
         seconds = time.perf_counter() - started
         learner.learn(episodes)
         lengths = [float(len(actions)) for _, actions, _ in episodes]
@@ -146,9 +155,13 @@ def _name(number: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Balance a pole with one policy and many observers.")
+    parser = argparse.ArgumentParser(
+        description="Balance a pole with one policy and many observers."
+    )
     parser.add_argument("--observers", type=int, default=8)
-    parser.add_argument("--episodes", type=int, default=3000, help="stop after so many, solved or not")
+    parser.add_argument(
+        "--episodes", type=int, default=3000, help="stop after so many, solved or not"
+    )
     parser.add_argument("--seed", type=int, default=543)
     parser.add_argument("--no-batch", action="store_true", help="one call, one forward pass")
     parser.add_argument("--plot", metavar="FILE", help="where to save a plot of the rewards")

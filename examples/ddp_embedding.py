@@ -38,13 +38,18 @@ class Hybrid(nn.Module):
     def __init__(self, table: RemoteModule) -> None:
         super().__init__()
         self.table = table
-        self.dense = DistributedDataParallel(nn.Sequential(nn.ReLU(), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)))
+        self.dense = DistributedDataParallel(
+            nn.Sequential(nn.ReLU(), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+        )
 
     def forward(self, words: Tensor) -> Tensor:
         return self.dense(self.table(words))
 
     def parameter_rrefs(self) -> list[Any]:
-        return [*self.table.remote_parameters(), *(rpc.RRef(parameter) for parameter in self.dense.parameters())]
+        return [
+            *self.table.remote_parameters(),
+            *(rpc.RRef(parameter) for parameter in self.dense.parameters()),
+        ]
 
 
 def train(table: RemoteModule, epochs: int) -> float:
@@ -76,12 +81,20 @@ def run_worker(rank: int, port: int, epochs: int) -> None:
     names = [*(f"trainer{number}" for number in range(TRAINERS)), "server", "master"]
     rpc.init_rpc(names[rank], rank=rank, world_size=len(names))
     if rank < TRAINERS:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=TRAINERS)
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=TRAINERS
+        )
     rpc.api._barrier(set())
     if names[rank] == "master":
         table = RemoteModule("server/cpu", nn.EmbeddingBag, (64 * SHADES, 32), {"mode": "mean"})
-        futures = [rpc.rpc_async(name, train, args=(table, epochs), timeout=0) for name in names[:TRAINERS]]
-        print("accuracy of the trainers:", ", ".join(f"{future.wait():.3f}" for future in futures), flush=True)
+        futures = [
+            rpc.rpc_async(name, train, args=(table, epochs), timeout=0) for name in names[:TRAINERS]
+        ]
+        print(
+            "accuracy of the trainers:",
+            ", ".join(f"{future.wait():.3f}" for future in futures),
+            flush=True,
+        )
     rpc.shutdown()
     if rank < TRAINERS:
         dist.destroy_process_group()
@@ -94,6 +107,8 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=8)
     mp.spawn(run_worker, args=(free_port(), parser.parse_args().epochs), nprocs=TRAINERS + 2)

@@ -87,7 +87,9 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--text", type=Path, default=Path(__file__).parent.parent / "LICENSE")
     mp.spawn(run_worker, args=(free_port(), parser.parse_args()), nprocs=2)

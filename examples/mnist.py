@@ -98,7 +98,9 @@ def rate(part: float) -> float:
 
 
 def main() -> None:
-    options = launcher.parser(__doc__, data=["digits", "mnist"], epochs=20, out="build/mnist").parse_args()
+    options = launcher.parser(
+        __doc__, data=["digits", "mnist"], epochs=20, out="build/mnist"
+    ).parse_args()
     load(options)  # what must be downloaded is downloaded once
     launcher.run(train, options)
 

@@ -55,11 +55,15 @@ class Half(nn.Module):
 
 
 def first_half() -> Half:
-    return Half(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), Residual(16), Residual(16), nn.MaxPool2d(2))
+    return Half(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), Residual(16), Residual(16), nn.MaxPool2d(2)
+    )
 
 
 def second_half() -> Half:
-    return Half(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), Residual(32), nn.Flatten(), nn.Linear(512, 10))
+    return Half(
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), Residual(32), nn.Flatten(), nn.Linear(512, 10)
+    )
 
 
 class Pipeline:
@@ -96,7 +100,10 @@ def train(epochs: int, micro_batch: int) -> None:
                 dist_autograd.backward(context_id, [loss])
                 optimizer.step(context_id)
         right = (model(images[held_out]).argmax(1) == labels[held_out]).float().mean()
-        print(f"epoch {epoch}: loss {loss:.3f}, accuracy {right:.3f}, {time.perf_counter() - start:.1f} s", flush=True)
+        print(
+            f"epoch {epoch}: loss {loss:.3f}, accuracy {right:.3f}, {time.perf_counter() - start:.1f} s",
+            flush=True,
+        )
 
 
 def run_worker(rank: int, port: int, options: argparse.Namespace) -> None:
@@ -117,7 +124,9 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--micro-batch", type=int, default=64)
     mp.spawn(run_worker, args=(free_port(), parser.parse_args()), nprocs=3)

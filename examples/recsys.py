@@ -36,7 +36,8 @@ def clicks(count: int, seed: int) -> Data:
     numbers = torch.randn(count, NUMBERS, generator=generator)
     sizes = torch.tensor(SIZES, dtype=torch.float64)
     uniform = torch.rand(count, len(SIZES), generator=generator, dtype=torch.float64)
-    ids = ((sizes + 1) ** uniform).long() - 1  # number n is about n times as rare as number 1, as in Zipf's law
+    # number n is about n times as rare as number 1, as in Zipf's law
+    ids = ((sizes + 1) ** uniform).long() - 1
     wave = torch.sin((ids + 1) * 12.9898 + 78.233 * torch.arange(len(SIZES)).double()) * 43758.5453
     effects = wave - wave.floor() - 0.5  # as good as random, the same for the same category
     weights = torch.linspace(-0.4, 0.4, NUMBERS)
@@ -49,12 +50,17 @@ class Model(nn.Module):
         super().__init__()
         rule = telegrad.ps.RowAdagrad(lr=0.05)
         self.bags = nn.ModuleList(
-            telegrad.ps.EmbeddingBag(size, DIM, tables, mode="sum", optimizer=rule, std=0.01) for size in SIZES
+            telegrad.ps.EmbeddingBag(size, DIM, tables, mode="sum", optimizer=rule, std=0.01)
+            for size in SIZES
         )
-        self.top = nn.Sequential(nn.Linear(NUMBERS + len(SIZES) * DIM, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.top = nn.Sequential(
+            nn.Linear(NUMBERS + len(SIZES) * DIM, 64), nn.ReLU(), nn.Linear(64, 1)
+        )
 
     def forward(self, numbers: Tensor, ids: Tensor) -> Tensor:
-        wanted = [(bag, column.unsqueeze(1)) for bag, column in zip(self.bags, ids.unbind(1), strict=True)]
+        wanted = [
+            (bag, column.unsqueeze(1)) for bag, column in zip(self.bags, ids.unbind(1), strict=True)
+        ]
         telegrad.ps.prefetch(wanted)  # the rows of all tables with one call to each server
         rows = [bag(column) for bag, column in wanted]
         scores: Tensor = self.top(torch.cat([numbers, *rows], 1)).squeeze(1)
@@ -104,7 +110,9 @@ def main() -> None:
     options = launcher.parser(__doc__, data=["clicks"], epochs=6, out="build/recsys").parse_args()
     _, _, clicked, likely = clicks(TEST, seed=0)
     best, base = auc(likely, clicked), float(clicked.mean())
-    print(f"{100 * base:.1f} % of the test data are clicks; the rule that makes them has an AUC of {100 * best:.2f} %")
+    print(
+        f"{100 * base:.1f} % of the test data are clicks; the rule that makes them has an AUC of {100 * best:.2f} %"
+    )
     launcher.run(train, options, measure="AUC")
 
 

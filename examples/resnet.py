@@ -51,7 +51,8 @@ def cifar10(folder: Path) -> tuple[Data, Data]:
     except (OSError, RuntimeError) as error:
         sys.exit(f"CIFAR-10 is neither in {folder} nor can it be downloaded: {error}")
     first, second = [
-        (torch.tensor(each.data).permute(0, 3, 1, 2).float() / 128 - 1, torch.tensor(each.targets)) for each in both
+        (torch.tensor(each.data).permute(0, 3, 1, 2).float() / 128 - 1, torch.tensor(each.targets))
+        for each in both
     ]
     return first, second
 

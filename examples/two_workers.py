@@ -38,7 +38,9 @@ def call_worker1() -> None:
     total = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
     print(f"one call           torch.add on worker1 returned {total}")
 
-    futures = [rpc.rpc_async("worker1", norm, args=(torch.full((4,), float(i)), i)) for i in range(5)]
+    futures = [
+        rpc.rpc_async("worker1", norm, args=(torch.full((4,), float(i)), i)) for i in range(5)
+    ]
     print(f"five at once       their norms are {[future.wait() for future in futures]}")
 
     scale = 10

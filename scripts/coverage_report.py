@@ -21,7 +21,9 @@ LISTED = 10
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--minimum", type=float, default=0.0, help="percentage of lines and of branches; 1 if below")
+    parser.add_argument(
+        "--minimum", type=float, default=0.0, help="percentage of lines and of branches; 1 if below"
+    )
     options = parser.parse_args()
     coverage = Coverage(config_file=str(ROOT / "pyproject.toml"), messages=False)
     try:

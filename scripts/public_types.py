@@ -46,7 +46,9 @@ def public_names() -> set[str]:
     names = set()
     for module_name in MODULES:
         module = importlib.import_module(module_name)
-        for name in getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")]):
+        for name in getattr(
+            module, "__all__", [name for name in vars(module) if not name.startswith("_")]
+        ):
             value = getattr(module, name)
             home = getattr(value, "__module__", None)
             if home is not None and home.startswith("telegrad"):
@@ -59,14 +61,24 @@ def is_public(symbol: str, names: set[str]) -> bool:
     for length in range(symbol.count(".") + 1):
         owner, *members = symbol.rsplit(".", length) if length else [symbol]
         if owner in names:
-            return not any(member.startswith("_") and not member.startswith("__") for member in members)
+            return not any(
+                member.startswith("_") and not member.startswith("__") for member in members
+            )
     return False
 
 
 def _symbols() -> list[dict[str, Any]]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        [sys.executable, "-m", "pyright", "--outputjson", "--ignoreexternal", "--verifytypes", "telegrad"],
+        [
+            sys.executable,
+            "-m",
+            "pyright",
+            "--outputjson",
+            "--ignoreexternal",
+            "--verifytypes",
+            "telegrad",
+        ],
         env={**os.environ, "PATH": path},  # here it asks `python`, whatever --pythonpath says
         capture_output=True,
         text=True,

@@ -78,13 +78,19 @@ def check_version(root: Path, version: str) -> None:
         raise ReleaseError(f"{version!r} is not a version such as 1.2.3 or 1.2.3rc1")
     found = package_version(root)
     if found != version:
-        raise ReleaseError(f"__version__ in src/telegrad/__init__.py is {found!r}, not {version!r}; change one of them")
+        raise ReleaseError(
+            f"__version__ in src/telegrad/__init__.py is {found!r}, not {version!r}; change one of them"
+        )
     if not changes((root / "CHANGELOG.md").read_text(), version):
-        raise ReleaseError(f"CHANGELOG.md has no entries under '## {version}'; move those of '## Unreleased' there")
+        raise ReleaseError(
+            f"CHANGELOG.md has no entries under '## {version}'; move those of '## Unreleased' there"
+        )
 
 
 def package_version(root: Path) -> str:
-    found = re.search(r'^__version__ = "(.+)"$', (root / "src/telegrad/__init__.py").read_text(), re.MULTILINE)
+    found = re.search(
+        r'^__version__ = "(.+)"$', (root / "src/telegrad/__init__.py").read_text(), re.MULTILINE
+    )
     if found is None:
         raise ReleaseError("src/telegrad/__init__.py has no __version__")
     return found[1]
@@ -92,7 +98,11 @@ def package_version(root: Path) -> str:
 
 def changes(changelog: str, version: str) -> str:
     """Return what the changelog says about a version; its heading may have a date after the version."""
-    section = re.search(rf"^## \[?{re.escape(version)}\]?( .*)?\n(?P<text>(?:(?!## ).*\n?)*)", changelog, re.MULTILINE)
+    section = re.search(
+        rf"^## \[?{re.escape(version)}\]?( .*)?\n(?P<text>(?:(?!## ).*\n?)*)",
+        changelog,
+        re.MULTILINE,
+    )
     return section["text"].strip() if section else ""
 
 
@@ -118,7 +128,8 @@ def check_contents(wheel: Path) -> None:
     strange = [
         name
         for name in names
-        if not re.match(r"telegrad(-[^/]+\.dist-info)?/", name) or re.search(r"/(benchmarks|tests|__pycache__)/", name)
+        if not re.match(r"telegrad(-[^/]+\.dist-info)?/", name)
+        or re.search(r"/(benchmarks|tests|__pycache__)/", name)
     ]
     if strange:
         raise ReleaseError(f"{wheel.name} has files that are not for users: {strange}")
@@ -131,9 +142,17 @@ def try_wheel(wheel: Path, version: str, uv: str) -> None:
         _run(uv, "venv", "--quiet", "--python", sys.executable, python.parents[1])
         _run(uv, "pip", "install", "--quiet", "--python", python, wheel)
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        program = "import sys, telegrad; assert telegrad.__version__ == sys.argv[1], telegrad.__version__"
+        program = (
+            "import sys, telegrad; assert telegrad.__version__ == sys.argv[1], telegrad.__version__"
+        )
         _run(python, "-c", program, version, cwd=folder, env=environment)
-        _run(python.with_name("telegrad"), "--help", cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+        _run(
+            python.with_name("telegrad"),
+            "--help",
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+        )
 
 
 def _run(*command: str | Path, **options: object) -> None:
@@ -142,7 +161,9 @@ def _run(*command: str | Path, **options: object) -> None:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=root, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

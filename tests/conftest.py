@@ -51,7 +51,9 @@ def cluster(transport: str) -> Iterator[Clusters]:
     with ExitStack() as stack:
 
         def make(size: int = 2, **settings: Any) -> LocalCluster:
-            return stack.enter_context(LocalCluster(size, **{"transports": (transport,), **settings}))
+            return stack.enter_context(
+                LocalCluster(size, **{"transports": (transport,), **settings})
+            )
 
         yield make
 
@@ -196,8 +198,16 @@ def _stacks() -> str:
     parts = []
     for ident, frame in sys._current_frames().items():
         thread = threads.get(ident)
-        if thread is None or thread is threading.current_thread() or isinstance(thread, threading.Timer):
+        if (
+            thread is None
+            or thread is threading.current_thread()
+            or isinstance(thread, threading.Timer)
+        ):
             continue  # busy with this report, or a watchdog of the test runner
-        stack = [line for line in traceback.extract_stack(frame) if not line.name.startswith("_bootstrap")]
+        stack = [
+            line
+            for line in traceback.extract_stack(frame)
+            if not line.name.startswith("_bootstrap")
+        ]
         parts.append(f"{thread.name}:\n{''.join(traceback.format_list(stack))}")
     return "\n".join(parts)

@@ -31,20 +31,25 @@ PAGES = [
     if (ROOT / page).exists()
 ]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-LEARNED: dict[str, tuple[str, Callable[[str], bool]]] = {  # the last of these figures shows that a model learned
+# the last of these figures shows that a model learned
+LEARNED: dict[str, tuple[str, Callable[[str], bool]]] = {
     "pipeline.py": (r"accuracy ([\d.]+)", lambda accuracy: float(accuracy) > 0.85),
     "language_model.py": (r"perplexity ([\d.]+)", lambda perplexity: float(perplexity) < 9),
     "batch_update.py": (r"trainers: ([\d.]+)", lambda accuracy: float(accuracy) > 0.9),
     "mnist.py": (r"test accuracy ([\d.]+) %$", lambda accuracy: float(accuracy) > 97),
     "resnet.py": (r"test accuracy ([\d.]+) %$", lambda accuracy: float(accuracy) > 90),
-    "recsys.py": (r"test AUC ([\d.]+) %$", lambda auc: float(auc) > 76),  # 50 by chance; the rule itself has 85.55
+    # 50 by chance; the rule itself has 85.55
+    "recsys.py": (r"test AUC ([\d.]+) %$", lambda auc: float(auc) > 76),
     "ddp_embedding.py": (r"trainers: ([\d.]+)", lambda accuracy: float(accuracy) > 0.8),
 }
 ARGUMENTS = {
     "cartpole.py": ["--observers", "2", "--episodes", "6"],  # it runs; that it learns takes longer
     "resnet.py": ["--network", "small", "--epochs", "5"],
 }
-MODULES = ["telegrad", *(module.name for module in pkgutil.walk_packages(telegrad.__path__, "telegrad."))]
+MODULES = [
+    "telegrad",
+    *(module.name for module in pkgutil.walk_packages(telegrad.__path__, "telegrad.")),
+]
 
 
 class Block(NamedTuple):
@@ -57,7 +62,9 @@ class Block(NamedTuple):
 def _blocks() -> Iterator[Block]:
     for page in PAGES:
         text = (ROOT / page).read_text()
-        for match in re.finditer(r"^```python( no-run)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for match in re.finditer(
+            r"^```python( no-run)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
+        ):
             yield Block(page, text.count("\n", 0, match.start(2)), match[1] is None, match[2])
 
 
@@ -72,7 +79,11 @@ def test_doctests(name: str) -> None:
 
 def test_some_modules_have_doctests() -> None:
     finder = doctest.DocTestFinder(exclude_empty=True)
-    examples = sum(len(test.examples) for name in MODULES for test in finder.find(importlib.import_module(name)))
+    examples = sum(
+        len(test.examples)
+        for name in MODULES
+        for test in finder.find(importlib.import_module(name))
+    )
     assert examples > 5
 
 
@@ -91,9 +102,17 @@ def test_the_readme_shows_code_that_runs() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_examples(example: Path) -> None:
-    path = os.pathsep.join([str(Path(telegrad.__path__[0]).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(Path(telegrad.__path__[0]).parent), os.environ.get("PYTHONPATH", "")]
+    )
     done = subprocess.run(
-        [sys.executable, "-W", "error::ResourceWarning", str(example), *ARGUMENTS.get(example.name, [])],
+        [
+            sys.executable,
+            "-W",
+            "error::ResourceWarning",
+            str(example),
+            *ARGUMENTS.get(example.name, []),
+        ],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -69,7 +69,9 @@ def test_a_package_offers_nothing_beside_all(name: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_defines_nothing_public_beside_all(name: str) -> None:
     module = importlib.import_module(name)
-    own = {key for key, value in _public(module).items() if getattr(value, "__module__", None) == name}
+    own = {
+        key for key, value in _public(module).items() if getattr(value, "__module__", None) == name
+    }
     assert own - set(module.__all__) == set()
 
 
@@ -137,7 +139,11 @@ def test_functions_take_torchs_parameters(path: str) -> None:
             assert list(mine).index(name) == position
         if parameter.default is not inspect.Parameter.empty and not name.endswith("backend"):
             assert mine[name].default == parameter.default
-    required = {name for name, each in mine.items() if each.default is each.empty and each.kind not in variadic}
+    required = {
+        name
+        for name, each in mine.items()
+        if each.default is each.empty and each.kind not in variadic
+    }
     assert required <= set(torchs)
 
 

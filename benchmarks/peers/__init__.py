@@ -25,10 +25,12 @@ class PeerSpec:
     package: str
     about: str  # its configuration, and what the adapter does
     builtin: bool = False  # can call a torch operator without a Python function around it
-    spins: bool = False  # its idle processes keep a core busy: they are stopped while they are not measured
+    # its idle processes keep a core busy: they are stopped while they are not measured
+    spins: bool = False
     forks: bool = True  # can be used in a process that was forked after its import
     on_request: bool = False  # runs only when asked for by name
-    environment: Mapping[str, str] = field(default_factory=dict)  # of its processes, from their start
+    # of its processes, from their start
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def python(self) -> str:
@@ -39,7 +41,9 @@ class PeerSpec:
         """
         own = folder() / self.name / "bin" / "python"
         default = str(own) if own.exists() else sys.executable
-        return os.environ.get(f"TELEGRAD_BENCH_PYTHON_{self.name.upper().replace('-', '_')}", default)
+        return os.environ.get(
+            f"TELEGRAD_BENCH_PYTHON_{self.name.upper().replace('-', '_')}", default
+        )
 
 
 def folder() -> Path:
@@ -127,6 +131,11 @@ def installed(spec: PeerSpec) -> bool:
     code = f"import sys, importlib.util as u; sys.exit(u.find_spec({spec.package!r}) is None)"
     environment = {**os.environ, "PYTHONPATH": import_path()}
     try:
-        return subprocess.run([spec.python, "-c", code], env=environment, timeout=60, check=False).returncode == 0
+        return (
+            subprocess.run(
+                [spec.python, "-c", code], env=environment, timeout=60, check=False
+            ).returncode
+            == 0
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False

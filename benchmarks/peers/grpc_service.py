@@ -14,7 +14,8 @@ from benchmarks.peers.packing import packed, unpacked
 
 SERVICE = "benchmarks"
 THREADS = 10  # as in the guide
-OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]  # the default is 4 MB
+# the default is 4 MB
+OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 TIMEOUT_S = 60.0
 
 
@@ -30,7 +31,9 @@ class Grpc:
             return
         self.server = grpc.server(ThreadPoolExecutor(THREADS), options=OPTIONS)
         handlers = {fn.__name__: handler(fn) for fn in remote.FUNCTIONS}
-        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        self.server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, handlers),)
+        )
         address = f"unix:{place.folder}/grpc"
         self.server.add_insecure_port(address)
         self.server.start()

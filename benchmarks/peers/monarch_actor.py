@@ -13,7 +13,9 @@ from benchmarks import remote
 from benchmarks.peers.base import CALLEE, Place
 
 Callee = type(
-    "Callee", (Actor,), {fn.__name__: endpoint(lambda self, *args, fn=fn: fn(*args)) for fn in remote.FUNCTIONS}
+    "Callee",
+    (Actor,),
+    {fn.__name__: endpoint(lambda self, *args, fn=fn: fn(*args)) for fn in remote.FUNCTIONS},
 )
 
 

@@ -35,7 +35,9 @@ class Rpyc:
             host, _, port = place.find().partition(":")
             self.connection = rpyc.connect(host, int(port), config=config)
         else:
-            self.server = ThreadedServer(Service, hostname=HOST, port=place.port, protocol_config=config)
+            self.server = ThreadedServer(
+                Service, hostname=HOST, port=place.port, protocol_config=config
+            )
             threading.Thread(target=self.server.start, daemon=True).start()
             while not self.server.active:  # bound, but not listening yet
                 time.sleep(0.01)

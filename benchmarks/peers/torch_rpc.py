@@ -30,7 +30,12 @@ class TorchShaped:
         # torch guesses an interface from the host name, and where that fails it does not come up.
         os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self.rpc.init_rpc(place.name, rank=place.rank, world_size=place.world_size, rpc_backend_options=self.options())
+        self.rpc.init_rpc(
+            place.name,
+            rank=place.rank,
+            world_size=place.world_size,
+            rpc_backend_options=self.options(),
+        )
 
     def call(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         rpc_sync = self.rpc.rpc_sync

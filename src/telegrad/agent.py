@@ -89,7 +89,9 @@ class Agent:
     ) -> None:
         check_name(name)
         if world_size is not None and (rank is None or not 0 <= rank < world_size):
-            raise UsageError(f"a group of {world_size} needs a rank from 0 to {world_size - 1}, not {rank}")
+            raise UsageError(
+                f"a group of {world_size} needs a rank from 0 to {world_size - 1}, not {rank}"
+            )
         self.name = name
         self.config = config if config is not None else Config.from_environment()
         self.timeout = self.config.timeout
@@ -160,7 +162,11 @@ class Agent:
         self._check_free()
         self.connections.listen()
         self.local_member = self.directory.register(
-            self.name, self._rank, self.connections.addresses, bool(self.config.device_maps), main_module_identity()
+            self.name,
+            self._rank,
+            self.connections.addresses,
+            bool(self.config.device_maps),
+            main_module_identity(),
         )
 
     def meet(self) -> None:
@@ -177,15 +183,21 @@ class Agent:
         self.meet()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        words = "" if error is None else "".join(traceback.format_exception_only(kind, error)).strip()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        words = (
+            "" if error is None else "".join(traceback.format_exception_only(kind, error)).strip()
+        )
         self.close(words)
 
     async def __aenter__(self) -> Agent:
         await asyncio.get_running_loop().run_in_executor(None, self.__enter__)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.__exit__, kind, error, trace)
 
     def shutdown(self, timeout: float | None = None) -> tuple[str, ...]:
@@ -208,7 +220,8 @@ class Agent:
             shutdown.drain(self, until)
         with contextlib.suppress(JoinError):  # the store went with the worker that hosted it
             self.directory.leave(self.local_member)
-        if leads:  # the others may still wait for its answer, and rank 0 may host the store that they use
+        # the others may still wait for its answer, and rank 0 may host the store that they use
+        if leads:
             self.connections.wait_until_alone(_WAIT_FOR_OTHERS)
         self.close()
         if gone:
@@ -252,12 +265,16 @@ class Agent:
 
     # Calls
 
-    def call(self, to: WorkerAddress, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(
+        self, to: WorkerAddress, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """Run `function(*args, **kwargs)` on another worker and return its result."""
         result: T = self.invoke(to, function, args, kwargs)
         return result
 
-    def submit(self, to: WorkerAddress, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def submit(
+        self, to: WorkerAddress, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
         """Like `call`, but returns a future at once."""
         return self.start(to, function, args, kwargs)
 
@@ -455,7 +472,10 @@ class Agent:
 
     def dial(self, member: Member, purpose: str, timeout: float | None = None) -> DialedConnection:
         if self.closing:
-            raise PeerLost(f"worker {self.name!r} has left the group and cannot call {member.name!r}", peer=member.name)
+            raise PeerLost(
+                f"worker {self.name!r} has left the group and cannot call {member.name!r}",
+                peer=member.name,
+            )
         return self.connections.dial(member, purpose, timeout)
 
     def peer_lost(self, link: Peer, reason: str) -> None:
@@ -465,7 +485,11 @@ class Agent:
         self.connections.ended(inbound, error)
 
     def declare_lost(
-        self, name: str, incarnation: str, last_words: str = "", reason: str = "it closed its connections"
+        self,
+        name: str,
+        incarnation: str,
+        last_words: str = "",
+        reason: str = "it closed its connections",
     ) -> None:
         """Give up this incarnation of a peer, for good. All connections with it end, so that it hears of that, too."""
         link = self.peers.current(name)
@@ -519,7 +543,9 @@ class Agent:
 
     def _check_free(self) -> None:
         """A name is free if nobody has it, or if whoever had it no longer answers."""
-        self.local_member = Member(self.name, -1 if self._rank is None else self._rank, "newcomer", ())
+        self.local_member = Member(
+            self.name, -1 if self._rank is None else self._rank, "newcomer", ()
+        )
         named = self.directory.occupant(self.name)
         if named is not None and self.world_size is not None and named.rank != self._rank:
             named = None  # two ranks of a fixed group with one name: `meet` tells both
@@ -542,13 +568,20 @@ class Agent:
                 "process that opened the agent, or open another agent here"
             )
         if self.closing or not self._opened:
-            raise UsageError(f"agent {self.name!r} is {'closed' if self.closing else 'not open yet'}")
+            raise UsageError(
+                f"agent {self.name!r} is {'closed' if self.closing else 'not open yet'}"
+            )
 
     def _participants(self, names: Sequence[str] | None) -> list[str]:
         """Names in the order of ranks, which decides who leads."""
         if names is None:
-            return [member.name for member in self.directory.members(refresh=self.world_size is None)]
-        return [member.name for member in sorted(map(self.directory.find, set(names)), key=lambda m: m.rank)]
+            return [
+                member.name for member in self.directory.members(refresh=self.world_size is None)
+            ]
+        return [
+            member.name
+            for member in sorted(map(self.directory.find, set(names)), key=lambda m: m.rank)
+        ]
 
     def links(self) -> list[Peer]:
         """One link per peer that this agent has called."""
@@ -565,7 +598,11 @@ class Agent:
 def _close_all() -> None:
     """At the end of the process, tell the peers why instead of just vanishing."""
     error = getattr(sys, "last_value", None)
-    words = "" if error is None else "".join(traceback.format_exception_only(type(error), error)).strip()
+    words = (
+        ""
+        if error is None
+        else "".join(traceback.format_exception_only(type(error), error)).strip()
+    )
     for agent in list(_agents):
         agent.close(words or "the process ended without shutdown")
 

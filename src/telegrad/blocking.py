@@ -50,7 +50,9 @@ class OneShotEvent:
         self._waiters: list[_thread.LockType] = []
 
     def __repr__(self) -> str:
-        return f"<OneShotEvent {'open' if self.is_open else 'closed'}, {len(self._waiters)} waiting>"
+        return (
+            f"<OneShotEvent {'open' if self.is_open else 'closed'}, {len(self._waiters)} waiting>"
+        )
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the gate is open; False after `timeout` seconds."""

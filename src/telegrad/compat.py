@@ -95,13 +95,16 @@ class _Redirection:
         changes[id(torch._C._distributed_rpc.PyRRef)] = RRef
         for name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType) and not f"{name}.".startswith(_SCRIPT):
-                self._rebind(object.__getattribute__(module, "__dict__"), changes)  # a lazy module stays unloaded
+                # a lazy module stays unloaded
+                self._rebind(object.__getattribute__(module, "__dict__"), changes)
         futures.end_collect_all_early()
         self._tell_children()
 
     def _take_over(self) -> Iterator[tuple[object, object]]:
         """Put Telegrad's modules in the place of those that are loaded; yields what each thing of theirs becomes."""
-        for name, old in [(name, module) for name, module in list(sys.modules.items()) if _counterpart(name)]:
+        for name, old in [
+            (name, module) for name, module in list(sys.modules.items()) if _counterpart(name)
+        ]:
             self.undo.append(functools.partial(sys.modules.__setitem__, name, old))
             ours = _find(name)
             if ours is None:
@@ -126,7 +129,9 @@ class _Redirection:
             back = {id(new): old for old, new in _pairs(importlib.import_module(name), ours)}
             for depth in range(1, name.count(".") - 1):
                 namespace = vars(sys.modules[name.rsplit(".", depth)[0]])
-                namespace.update({key: back[id(value)] for key, value in namespace.items() if id(value) in back})
+                namespace.update(
+                    {key: back[id(value)] for key, value in namespace.items() if id(value) in back}
+                )
 
     def _tell_children(self) -> None:
         spawn: Any = multiprocessing.spawn
@@ -135,7 +140,11 @@ class _Redirection:
         @functools.wraps(prepare)
         def get_preparation_data(name: str) -> dict[str, Any]:
             data: dict[str, Any] = prepare(name)
-            return {"telegrad.compat": _InstallInChild(data["sys_path"]), **data} if self.undo else data
+            return (
+                {"telegrad.compat": _InstallInChild(data["sys_path"]), **data}
+                if self.undo
+                else data
+            )
 
         spawn.get_preparation_data = get_preparation_data
         self.undo.append(lambda: setattr(spawn, "get_preparation_data", prepare))
@@ -148,7 +157,10 @@ class _InstallInChild:
         self._path = [str(entry) for entry in path]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return exec, (f"import sys; sys.path = {self._path!r}; from telegrad import compat; compat.install()", {})
+        return exec, (
+            f"import sys; sys.path = {self._path!r}; from telegrad import compat; compat.install()",
+            {},
+        )
 
 
 class _Finder(MetaPathFinder):

@@ -75,10 +75,16 @@ class Config:
             f"timeout must be positive or None, not {self.timeout!r}",
         )
         for name in ("join_timeout", "connect_timeout", "heartbeat_interval", "heartbeat_timeout"):
-            require(0 < getattr(self, name) < math.inf, f"{name} must be positive, not {getattr(self, name)!r}")
+            require(
+                0 < getattr(self, name) < math.inf,
+                f"{name} must be positive, not {getattr(self, name)!r}",
+            )
         require(self.max_frame > 0, f"max_frame must be positive, not {self.max_frame}")
         for name in ("shared_memory_floor", "shared_memory_limit", "idle_lanes"):
-            require(getattr(self, name) >= 0, f"{name} must not be negative, not {getattr(self, name)!r}")
+            require(
+                getattr(self, name) >= 0,
+                f"{name} must not be negative, not {getattr(self, name)!r}",
+            )
         require(
             self.heartbeat_timeout > self.heartbeat_interval,
             f"heartbeat_timeout ({self.heartbeat_timeout}) must exceed heartbeat_interval ({self.heartbeat_interval})",
@@ -86,7 +92,10 @@ class Config:
         unknown = set(self.transports) - set(TRANSPORTS)
         require(not unknown, f"unknown transports {sorted(unknown)}; choose from {TRANSPORTS}")
         require(bool(self.transports), "transports must not be empty")
-        require(1 <= self.threads <= self.max_threads, f"need 1 <= threads <= max_threads, not {self.threads}")
+        require(
+            1 <= self.threads <= self.max_threads,
+            f"need 1 <= threads <= max_threads, not {self.threads}",
+        )
         require(
             self.event_loops is None or self.event_loops >= 1,
             f"event_loops must be at least 1, or None, not {self.event_loops!r}",
@@ -95,7 +104,9 @@ class Config:
             self.unmapped_devices in ("same", "cpu", "refuse"),
             f"unmapped_devices must be 'same', 'cpu' or 'refuse', not {self.unmapped_devices!r}",
         )
-        require(self.secret is None or len(self.secret) >= 16, "secret must have at least 16 characters")
+        require(
+            self.secret is None or len(self.secret) >= 16, "secret must have at least 16 characters"
+        )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Config:

@@ -31,7 +31,9 @@ from typing import Any
 class TelegradError(RuntimeError):
     """Root of all errors. `peer` is the worker concerned, `call` what was being called there."""
 
-    def __init__(self, message: str = "", *, peer: str | None = None, call: str | None = None) -> None:
+    def __init__(
+        self, message: str = "", *, peer: str | None = None, call: str | None = None
+    ) -> None:
         super().__init__(message)
         self.peer = peer
         self.call = call
@@ -40,7 +42,9 @@ class TelegradError(RuntimeError):
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
-def _rebuild(cls: type[TelegradError], args: tuple[Any, ...], state: dict[str, Any]) -> TelegradError:
+def _rebuild(
+    cls: type[TelegradError], args: tuple[Any, ...], state: dict[str, Any]
+) -> TelegradError:
     # RuntimeError comes first in the MRO, but its __new__ refuses classes that are laid out as an OSError.
     error: TelegradError = OSError.__new__(cls) if issubclass(cls, OSError) else cls.__new__(cls)
     error.args = args
@@ -59,7 +63,12 @@ class RemoteError(TelegradError):
     """
 
     def __init__(
-        self, message: str = "", *, type_name: str = "", traceback_text: str = "", peer: str | None = None
+        self,
+        message: str = "",
+        *,
+        type_name: str = "",
+        traceback_text: str = "",
+        peer: str | None = None,
     ) -> None:
         super().__init__(message, peer=peer)
         self.type_name = type_name
@@ -80,7 +89,9 @@ class RemoteTraceback(Exception):
 class WorkersFailed(TelegradError):
     """Several workers failed at what was asked of all. `failures` holds their errors, by the workers' names."""
 
-    def __init__(self, message: str = "", *, failures: Mapping[str, BaseException] | None = None) -> None:
+    def __init__(
+        self, message: str = "", *, failures: Mapping[str, BaseException] | None = None
+    ) -> None:
         super().__init__(message)
         self.failures = dict(failures or {})
 
@@ -94,7 +105,12 @@ class CallTimeout(TelegradError, TimeoutError):
     """The deadline of a call passed before its reply arrived. `sent` is False if the callee never heard of the call."""
 
     def __init__(
-        self, message: str = "", *, peer: str | None = None, call: str | None = None, sent: bool = True
+        self,
+        message: str = "",
+        *,
+        peer: str | None = None,
+        call: str | None = None,
+        sent: bool = True,
     ) -> None:
         super().__init__(message, peer=peer, call=call)
         self.sent = sent
@@ -151,7 +167,9 @@ class AuthenticationError(ProtocolError):
 class SerializationError(TelegradError, TypeError):
     """A value cannot be sent. `path` says where it stands, such as `args[0]['model'].lock`."""
 
-    def __init__(self, message: str = "", *, path: str = "", peer: str | None = None, call: str | None = None) -> None:
+    def __init__(
+        self, message: str = "", *, path: str = "", peer: str | None = None, call: str | None = None
+    ) -> None:
         super().__init__(message, peer=peer, call=call)
         self.path = path
 

@@ -128,7 +128,9 @@ class Future(torch.futures.Future[T]):
         What it raises arrives as a `RuntimeError`, as with torch; the original is its cause.
         """
         if not callable(callback):
-            raise TypeError(f"incompatible function arguments: then() takes a callable, not {type(callback).__name__}")
+            raise TypeError(
+                f"incompatible function arguments: then() takes a callable, not {type(callback).__name__}"
+            )
         chained: Future[S] = Future()
         context = contextvars.copy_context()
 
@@ -147,7 +149,8 @@ class Future(torch.futures.Future[T]):
                 chained._settle(value, None)
 
         self._add_callback(run, _code_of(callback))
-        if self.done() and not chained.done():  # see `_block`: torch may have swallowed what a signal handler raised
+        # see `_block`: torch may have swallowed what a signal handler raised
+        if self.done() and not chained.done():
             run(self)
         return chained
 
@@ -155,7 +158,9 @@ class Future(torch.futures.Future[T]):
         """Call `callback(self)` when the result is there, in the order in which callbacks were added."""
         self._add_callback(callback, _code_of(callback))
 
-    def _add_callback(self, callback: Callable[[torch.futures.Future[T]], None], code: Hashable) -> None:
+    def _add_callback(
+        self, callback: Callable[[torch.futures.Future[T]], None], code: Hashable
+    ) -> None:
         self._callbacks = (*self._callbacks, code)
         super().add_done_callback(callback)
 
@@ -267,7 +272,9 @@ def end_collect_all_early() -> None:
 def _ending_early(collect_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(collect_all)
     def collect(futures: Any) -> Any:
-        if isinstance(futures, list | tuple) and any(isinstance(future, Future) for future in futures):
+        if isinstance(futures, list | tuple) and any(
+            isinstance(future, Future) for future in futures
+        ):
             return _collect(futures)
         return collect_all(futures)
 
@@ -275,12 +282,16 @@ def _ending_early(collect_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return collect
 
 
-def _collect(futures: Sequence[torch.futures.Future[Any]]) -> Future[list[torch.futures.Future[Any]]]:
+def _collect(
+    futures: Sequence[torch.futures.Future[Any]],
+) -> Future[list[torch.futures.Future[Any]]]:
     """Return a future for the list of them. It completes when all have, or fails when the first one fails."""
     collected = list(futures)
     for future in collected:
         if not isinstance(future, torch._C.Future):
-            raise TypeError(f"wait_all() and collect_all() take futures, not {type(future).__name__}")
+            raise TypeError(
+                f"wait_all() and collect_all() take futures, not {type(future).__name__}"
+            )
     decided: Future[list[torch.futures.Future[Any]]] = Future()
     arrivals = itertools.count(1)  # whose `next` is atomic
 
@@ -320,7 +331,8 @@ def _twin(error: Exception) -> Exception:
     except BaseException:  # its class defines how it is copied, and that may raise anything
         return error
     cause = error.__cause__
-    if cause is not None and cause.__traceback__ is None:  # one with frames would never be freed from within torch
+    # one with frames would never be freed from within torch
+    if cause is not None and cause.__traceback__ is None:
         twin.__cause__ = cause
     return twin
 

@@ -108,14 +108,23 @@ class RemoteModule(nn.Module):
         self.module_rref.rpc_sync().zero_grad(set_to_none)
 
     def state_dict(  # type: ignore[override]
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
     ) -> dict[str, Any]:
         """A copy of the module's state, here."""
         target: dict[str, Any] = {} if destination is None else destination
-        target.update((prefix + name, value) for name, value in self.module_rref.rpc_sync().state_dict().items())
+        target.update(
+            (prefix + name, value)
+            for name, value in self.module_rref.rpc_sync().state_dict().items()
+        )
         return target
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Give the module a state from here."""
         return self.module_rref._call(_load, -1.0, (dict(state_dict), strict, assign), {})
 
@@ -130,7 +139,11 @@ class RemoteModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Part of loading a module that contains this one."""
-        mine = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        mine = {
+            name.removeprefix(prefix): value
+            for name, value in state_dict.items()
+            if name.startswith(prefix)
+        }
         try:
             missing, unexpected = self.load_state_dict(mine, strict=False)
         except RuntimeError as error:
@@ -234,7 +247,9 @@ def _forward(owner: str, key: ObjectKey, device: str, /, *args: Any, **kwargs: A
     def run(_: ReferenceManager, module: nn.Module) -> Any:
         if device == "cpu":
             return module(*args, **kwargs)
-        came_from_host = not any(isinstance(value, Tensor) and not value.is_cpu for value in (*args, *kwargs.values()))
+        came_from_host = not any(
+            isinstance(value, Tensor) and not value.is_cpu for value in (*args, *kwargs.values())
+        )
         moved = [_to(value, device) for value in args]
         result = module(*moved, **{name: _to(value, device) for name, value in kwargs.items()})
         if not came_from_host:
@@ -245,7 +260,11 @@ def _forward(owner: str, key: ObjectKey, device: str, /, *args: Any, **kwargs: A
 
 
 def _back(result: Any) -> Any:
-    return tuple(_to(part, "cpu") for part in result) if isinstance(result, tuple) else _to(result, "cpu")
+    return (
+        tuple(_to(part, "cpu") for part in result)
+        if isinstance(result, tuple)
+        else _to(result, "cpu")
+    )
 
 
 def _to(value: Any, device: str) -> Any:
@@ -254,7 +273,9 @@ def _to(value: Any, device: str) -> Any:
 
 @trusted
 def _parameters(owner: str, key: ObjectKey, recurse: bool) -> Any:
-    return with_object(owner, key, lambda _, module: [RRef(parameter) for parameter in module.parameters(recurse)])
+    return with_object(
+        owner, key, lambda _, module: [RRef(parameter) for parameter in module.parameters(recurse)]
+    )
 
 
 @trusted
@@ -269,4 +290,6 @@ def _convert(owner: str, key: ObjectKey, /, *args: Any, **kwargs: Any) -> Any:
 
 @trusted
 def _load(owner: str, key: ObjectKey, state: dict[str, Any], strict: bool, assign: bool) -> Any:
-    return with_object(owner, key, lambda _, module: tuple(module.load_state_dict(state, strict, assign)))
+    return with_object(
+        owner, key, lambda _, module: tuple(module.load_state_dict(state, strict, assign))
+    )

@@ -55,7 +55,10 @@ class _WorkerOptimizer:
     """The optimizer of those parameters that live on this worker."""
 
     def __init__(
-        self, agent: Agent, make: Callable[[list[dict[str, Any]]], Optimizer], shares: list[_WorkerParameters]
+        self,
+        agent: Agent,
+        make: Callable[[list[dict[str, Any]]], Optimizer],
+        shares: list[_WorkerParameters],
     ) -> None:
         self._turn = agent.service(_StepLock)
         self._numbers: list[int] = []
@@ -70,11 +73,16 @@ class _WorkerOptimizer:
     def _take(self, share: _WorkerParameters) -> dict[str, Any]:
         self._numbers += share.numbers
         self._groups.append(share.group)
-        return {**share.options, "params": [parameter.local_value() for parameter in share.parameters]}
+        return {
+            **share.options,
+            "params": [parameter.local_value() for parameter in share.parameters],
+        }
 
     @property
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [
+            parameter for group in self._optimizer.param_groups for parameter in group["params"]
+        ]
 
     @trusted
     def add(self, share: _WorkerParameters) -> None:
@@ -87,7 +95,9 @@ class _WorkerOptimizer:
     def options(self) -> tuple[Options, dict[int, Options]]:
         """The defaults of the optimizer, and the options of its groups by number."""
         numbered = zip(self._groups, self._optimizer.param_groups, strict=True)
-        return self._optimizer.defaults, {number: param_groups.options(group) for number, group in numbered}
+        return self._optimizer.defaults, {
+            number: param_groups.options(group) for number, group in numbered
+        }
 
     @trusted
     def step(self, context_id: int | None, changed: dict[int, Options]) -> None:
@@ -115,7 +125,8 @@ class _WorkerOptimizer:
             for parameter in self._parameters:
                 if parameter in gradients:
                     known, new = parameter.grad, gradients[parameter]
-                    parameter.grad = new.clone() if known is None else known + new  # the context keeps its own
+                    # the context keeps its own
+                    parameter.grad = new.clone() if known is None else known + new
 
     @trusted
     def zero_grad(self, set_to_none: bool) -> None:
@@ -127,7 +138,9 @@ class _WorkerOptimizer:
         """The norm of each gradient."""
         with self._turn.lock:
             found = [gradient for _, gradient in self._found(context_id)]
-        values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found]
+        values = [
+            gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found
+        ]
         return [float(torch.linalg.vector_norm(value, norm_type)) for value in values]
 
     @trusted
@@ -141,7 +154,10 @@ class _WorkerOptimizer:
 
     def _found(self, context_id: int | None) -> list[tuple[Tensor, Tensor]]:
         gradients = {} if context_id is None else _gradients(context_id)
-        found = [(each, each.grad if context_id is None else gradients.get(each)) for each in self._parameters]
+        found = [
+            (each, each.grad if context_id is None else gradients.get(each))
+            for each in self._parameters
+        ]
         return [(parameter, gradient) for parameter, gradient in found if gradient is not None]
 
     @trusted
@@ -168,12 +184,18 @@ class _WorkerOptimizer:
 
 @trusted
 def _make_part(
-    optimizer_class: Callable[..., Optimizer], shares: list[_WorkerParameters], args: tuple[Any, ...], kwargs: Options
+    optimizer_class: Callable[..., Optimizer],
+    shares: list[_WorkerParameters],
+    args: tuple[Any, ...],
+    kwargs: Options,
 ) -> RRef[_WorkerOptimizer]:
     agent = active_agent()
     if agent is None:
         raise InternalError("a part of an optimizer was to be made outside a worker")
-    return RRef(_WorkerOptimizer(agent, lambda shared: optimizer_class(shared, *args, **kwargs), shares), agent=agent)
+    return RRef(
+        _WorkerOptimizer(agent, lambda shared: optimizer_class(shared, *args, **kwargs), shares),
+        agent=agent,
+    )
 
 
 class DistributedOptimizer(Optimizer):
@@ -222,7 +244,9 @@ class DistributedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         owners = ", ".join(part.owner_name() for part in self._parts.values())
-        return f"{type(self).__name__} of {self._make[0].__name__} on {owners}: {super().__repr__()}"  # type: ignore[attr-defined]
+        return (
+            f"{type(self).__name__} of {self._make[0].__name__} on {owners}: {super().__repr__()}"  # type: ignore[attr-defined]
+        )
 
     @property
     def remote_optimizers(self) -> list[RRef[_WorkerOptimizer]]:
@@ -245,7 +269,9 @@ class DistributedOptimizer(Optimizer):
         """
         if context_id is not None:
             if callable(context_id):
-                raise UsageError("a distributed step takes the id of an autograd context, not a closure")
+                raise UsageError(
+                    "a distributed step takes the id of an autograd context, not a closure"
+                )
             find_context(context_id)
         self._everywhere("step", context_id, param_groups.changes(self.param_groups, self._known))
 
@@ -269,10 +295,18 @@ class DistributedOptimizer(Optimizer):
 
         Returns what it was, like `torch.nn.utils.clip_grad_norm_`.
         """
-        norms = [norm for part in self._everywhere("norms", context_id, norm_type).values() for norm in part]
-        total: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type).float()
+        norms = [
+            norm
+            for part in self._everywhere("norms", context_id, norm_type).values()
+            for norm in part
+        ]
+        total: Tensor = torch.linalg.vector_norm(
+            torch.tensor(norms, dtype=torch.float64), norm_type
+        ).float()
         if error_if_nonfinite and not bool(total.isfinite()):
-            raise UsageError(f"the norm of order {norm_type} of the gradients is {total.item()}: it cannot be clipped")
+            raise UsageError(
+                f"the norm of order {norm_type} of the gradients is {total.item()}: it cannot be clipped"
+            )
         factor = max_norm / (float(total) + 1e-6)
         if not factor >= 1.0:
             self._everywhere("scale", context_id, factor)
@@ -280,13 +314,23 @@ class DistributedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all parts, fetched here, in the form that `optimizer_class` itself would give."""
-        state = {number: value for part in self._everywhere("state").values() for number, value in part.items()}
-        return {"state": dict(sorted(state.items())), "param_groups": param_groups.packed(self.param_groups)}
+        state = {
+            number: value
+            for part in self._everywhere("state").values()
+            for number, value in part.items()
+        }
+        return {
+            "state": dict(sorted(state.items())),
+            "param_groups": param_groups.packed(self.param_groups),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give every part its share of a state that `state_dict` returned, here or by `optimizer_class` itself."""
         state = param_groups.state_by_number(state_dict, self.param_groups)
-        options = {number: param_groups.options(group) for number, group in enumerate(state_dict["param_groups"])}
+        options = {
+            number: param_groups.options(group)
+            for number, group in enumerate(state_dict["param_groups"])
+        }
         self._everywhere("load", state, options)
         for number, group in enumerate(self.param_groups):
             group.update(options[number])
@@ -325,7 +369,9 @@ class DistributedOptimizer(Optimizer):
                 for share in owned:
                     self._parts[owner].rpc_sync().add(share)
             else:
-                made[owner] = self._agent.start(owner, _make_part, (optimizer_class, owned, args, kwargs))
+                made[owner] = self._agent.start(
+                    owner, _make_part, (optimizer_class, owned, args, kwargs)
+                )
         self._parts.update(_gather(made))
         self._options: dict[int, Options] = {}
         for defaults, options in self._everywhere("options").values():
@@ -366,7 +412,11 @@ def _done(function: Callable[..., Any], *args: Any) -> Future[Any]:
 
 
 def _gather(calls: dict[str, Future[Any]]) -> dict[str, Any]:
-    failures = {owner: error for owner, error in ((owner, call.exception()) for owner, call in calls.items()) if error}
+    failures = {
+        owner: error
+        for owner, error in ((owner, call.exception()) for owner, call in calls.items())
+        if error
+    }
     if len(failures) == 1:
         raise next(iter(failures.values()))
     if failures:

@@ -26,7 +26,9 @@ def changes(groups: Sequence[dict[str, Any]], known: Sequence[Options]) -> dict[
     """By group, the options that differ from what is known; known from now on."""
     found: dict[int, Options] = {}
     for number, (group, before) in enumerate(zip(groups, known, strict=True)):
-        changed = {name: value for name, value in options(group).items() if not _same(before, name, value)}
+        changed = {
+            name: value for name, value in options(group).items() if not _same(before, name, value)
+        }
         if changed:
             found[number] = changed
             before.update(changed)
@@ -48,7 +50,9 @@ def state_by_number(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]
     theirs = [len(group["params"]) for group in state_dict["param_groups"]]
     ours = [len(group["params"]) for group in groups]
     if theirs != ours:
-        raise UsageError(f"the state is of parameter groups of sizes {theirs}, this optimizer's are {ours}")
+        raise UsageError(
+            f"the state is of parameter groups of sizes {theirs}, this optimizer's are {ours}"
+        )
     places = [place for group in state_dict["param_groups"] for place in group["params"]]
     return {places.index(place): value for place, value in state_dict["state"].items()}
 
@@ -56,4 +60,8 @@ def state_by_number(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]
 def _same(known: Options, name: str, value: Any) -> bool:
     if name not in known:
         return False
-    return bool(torch.equal(known[name], value)) if isinstance(value, Tensor) else bool(known[name] == value)
+    return (
+        bool(torch.equal(known[name], value))
+        if isinstance(value, Tensor)
+        else bool(known[name] == value)
+    )

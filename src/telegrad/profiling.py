@@ -44,7 +44,18 @@ __all__ = ["profiling_key", "watch"]
 
 _OPTIONS = ("record_shapes", "with_flops", "profile_memory", "with_stack", "with_modules")
 _FIELDS = (  # of a FunctionEvent: attributes and parameters of the same name
-    *("id", "name", "trace_name", "thread", "node_id", "fwd_thread", "input_shapes", "stack", "scope", "use_device"),
+    *(
+        "id",
+        "name",
+        "trace_name",
+        "thread",
+        "node_id",
+        "fwd_thread",
+        "input_shapes",
+        "stack",
+        "scope",
+        "use_device",
+    ),
     *("cpu_memory_usage", "device_memory_usage", "is_async", "sequence_nr", "is_legacy", "flops"),
 )
 _REMOTE = "#remote_op: "
@@ -133,7 +144,9 @@ class _ProfilerSession:
     ) -> Future[Any]:
         with self._aside():
             call = self._begin(agent, to, function, "async")
-            reported = agent.start(to, _run, self._order(function, args, kwargs), None, timeout, keep=keep)
+            reported = agent.start(
+                to, _run, self._order(function, args, kwargs), None, timeout, keep=keep
+            )
         future: Future[Any] = Future()
 
         def cancel() -> None:
@@ -172,18 +185,29 @@ class _ProfilerSession:
         finally:
             thread_state.around = self
 
-    def _order(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    def _order(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
+    ) -> Any:
         return function, tuple(args), kwargs or {}, self._use_cuda, self._options
 
-    def _begin(self, agent: Agent, to: WorkerAddress, function: Callable[..., Any], mode: str) -> _ProfiledCall:
+    def _begin(
+        self, agent: Agent, to: WorkerAddress, function: Callable[..., Any], mode: str
+    ) -> _ProfiledCall:
         self.rank = agent.local_member.rank
         created = getattr(function, "creates", None)
         name = _name(function) if created is None else _name(created)
         target = agent.get_worker_info(to).name
-        return _ProfiledCall(profiling_key(mode if created is None else "remote", name, agent.name, target), _now())
+        return _ProfiledCall(
+            profiling_key(mode if created is None else "remote", name, agent.name, target), _now()
+        )
 
     def _end(self, call: _ProfiledCall, end: float) -> None:
-        fields = {"id": 0, "name": call.key, "thread": threading.get_native_id(), "node_id": self.rank}
+        fields = {
+            "id": 0,
+            "name": call.key,
+            "thread": threading.get_native_id(),
+            "node_id": self.rank,
+        }
         fields |= {"trace_name": call.key, "is_async": True, "is_legacy": True, "stack": []}
         self._events.append(_RemoteEvent(call.start, end, fields, []))
 
@@ -195,7 +219,9 @@ class _ProfilerSession:
             fields = {**event.fields, "is_remote": True}
             for name in ("name", "trace_name"):
                 fields[name] = f"{call.key}{_REMOTE}{fields[name]}"
-            self._events.append(_RemoteEvent(event.start + shift, event.end + shift, fields, event.kernels))
+            self._events.append(
+                _RemoteEvent(event.start + shift, event.end + shift, fields, event.kernels)
+            )
         return report.value
 
 
@@ -211,7 +237,9 @@ def _run(
     agent = current_agent()
     if agent is None or not agent.allowed(function):
         where = "this worker" if agent is None else f"worker {agent.name!r}"
-        raise UsageError(f"{where} serves only registered functions; {describe(function)} is not one")
+        raise UsageError(
+            f"{where} serves only registered functions; {describe(function)} is not one"
+        )
     watch()
     make: Any = profiler_legacy.profile
     with make(use_cuda=use_cuda and torch.cuda.is_available(), **options) as profile:
@@ -267,7 +295,9 @@ def _merging(parse: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
         session, thread_state.around = thread_state.around, None
         if not isinstance(session, _ProfilerSession):
             return events  # the profile began before `watch`
-        session.origin = next(each.start_us() for thread in records for each in thread if each.name() == _FIRST)
+        session.origin = next(
+            each.start_us() for thread in records for each in thread if each.name() == _FIRST
+        )
         for event in events:
             event.node_id = session.rank if event.node_id == -1 else event.node_id
         events += [_unpack(event, session.origin) for event in session.collect()]
@@ -280,11 +310,15 @@ def _merging(parse: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
 def _pack(event: Any, origin: float) -> _RemoteEvent:
     fields = {name: getattr(event, name) for name in _FIELDS}
     kernels = [(kernel.name, kernel.device, kernel.duration) for kernel in event.kernels]
-    return _RemoteEvent(event.time_range.start + origin, event.time_range.end + origin, fields, kernels)
+    return _RemoteEvent(
+        event.time_range.start + origin, event.time_range.end + origin, fields, kernels
+    )
 
 
 def _unpack(event: _RemoteEvent, origin: float) -> Any:
-    made: Any = FunctionEvent(start_us=event.start - origin, end_us=event.end - origin, **event.fields)  # type: ignore[no-untyped-call]
+    made: Any = FunctionEvent(
+        start_us=event.start - origin, end_us=event.end - origin, **event.fields
+    )  # type: ignore[no-untyped-call]
     for kernel in event.kernels:
         made.append_kernel(*kernel)
     return made
@@ -293,7 +327,9 @@ def _unpack(event: _RemoteEvent, origin: float) -> Any:
 def _name(function: Callable[..., Any]) -> str:
     """An operator as torch's profiler calls it, anything else as people do."""
     name = getattr(function, "__name__", "")
-    return f"aten::{name}" if name and getattr(torch, name, None) is function else describe(function)
+    return (
+        f"aten::{name}" if name and getattr(torch, name, None) is function else describe(function)
+    )
 
 
 def _now() -> float:

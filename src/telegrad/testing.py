@@ -26,7 +26,9 @@ class LocalCluster:
     3
     """
 
-    def __init__(self, size: int, *, fixed_size: bool = True, store: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, size: int, *, fixed_size: bool = True, store: Any = None, **settings: Any
+    ) -> None:
         self.store = dist.HashStore() if store is None else store
         self.config = replace(Config(secret=_SECRET), **settings)
         self._fixed = size if fixed_size else None

@@ -115,7 +115,10 @@ def everything(agents: Iterable[Agent], context_id: int, *leaves: Tensor) -> dic
     first, *others = agents
     found: dict[str, Tensor] = {}
     mine = autograd.get_gradients(context_id)
-    for name, leaf in [(first.name, weights[first.name]), *((str(number), leaf) for number, leaf in enumerate(leaves))]:
+    for name, leaf in [
+        (first.name, weights[first.name]),
+        *((str(number), leaf) for number, leaf in enumerate(leaves)),
+    ]:
         gradient = mine.pop(leaf, None)
         if gradient is not None:
             found[name] = gradient

@@ -190,7 +190,8 @@ ON_TABLES = {
 }
 ALL_OPERATIONS = {**OPERATIONS, **IN_PLACE, **ON_TABLES}
 
-HOOKS: dict[str, Callable[[Tensor | None], Tensor | None]] = {  # None: of an output that nothing used
+# None: of an output that nothing used
+HOOKS: dict[str, Callable[[Tensor | None], Tensor | None]] = {
     "double": lambda gradient: None if gradient is None else gradient * 2,
     "clamp": lambda gradient: None if gradient is None else gradient.clamp(-0.5, 0.5),
 }
@@ -209,7 +210,9 @@ class _Memory:
 class _Value:
     """One tensor, in all the blocks that see it."""
 
-    def __init__(self, kind: str = "square", memory: _Memory | None = None, writable: bool = True) -> None:
+    def __init__(
+        self, kind: str = "square", memory: _Memory | None = None, writable: bool = True
+    ) -> None:
         self.kind = kind
         self.memory = memory or _Memory(writable)
 
@@ -225,7 +228,8 @@ class _Scene:
     def __init__(self, worker: str, depth: int, shares_memory: bool) -> None:
         self.worker = worker
         self.depth = depth
-        self.shares_memory = shares_memory  # may it use what is kept on the worker, or do others run at the same time?
+        # may it use what is kept on the worker, or do others run at the same time?
+        self.shares_memory = shares_memory
         self.block = Block()
         self.values: list[_Value] = []
         self.refs: list[_Reference] = []
@@ -263,7 +267,11 @@ class Author:
 
     def _roots(self, scene: _Scene) -> Roots:
         there = self._random.choice(self._workers)
-        names = [name for name, (worker, value) in self._kept.items() if worker == there and value.kind == "square"]
+        names = [
+            name
+            for name, (worker, value) in self._kept.items()
+            if worker == there and value.kind == "square"
+        ]
         if names and self._random.random() < 0.3:
             return Roots(there, [], self._some(names, 2))
         squares = scene.of_kind("square")
@@ -271,7 +279,13 @@ class Author:
 
     def _fill(self, scene: _Scene, length: int) -> None:
         self._leaf(scene)
-        actions: list[Callable[[_Scene], None]] = [self._leaf, self._compute, self._compute, self._in_place, self._hook]
+        actions: list[Callable[[_Scene], None]] = [
+            self._leaf,
+            self._compute,
+            self._compute,
+            self._in_place,
+            self._hook,
+        ]
         if scene.shares_memory:
             actions += [self._keep, self._recall]
         if scene.depth < 3:
@@ -328,7 +342,9 @@ class Author:
         squares = scene.of_kind("square")
         if squares:
             kind = self._random.choice([*HOOKS, "look"])
-            scene.block.steps.append(Hook(kind, self._random.choice(squares), f"hook {next(self._names)}"))
+            scene.block.steps.append(
+                Hook(kind, self._random.choice(squares), f"hook {next(self._names)}")
+            )
 
     def _keep(self, scene: _Scene) -> None:
         number = self._random.randrange(len(scene.values))
@@ -365,7 +381,9 @@ class Author:
         calls = [self._a_call(scene, ins, False, []) for ins in arguments]
         scene.block.steps.append(Together(calls))
 
-    def _a_call(self, scene: _Scene, ins: list[int], shares_memory: bool, refs: list[_Reference]) -> Call:
+    def _a_call(
+        self, scene: _Scene, ins: list[int], shares_memory: bool, refs: list[_Reference]
+    ) -> Call:
         how = self._random.choice(["call", "call", "submit", "then", "relay"])
         to, via = self._random.choice(self._workers), self._random.choice(self._workers)
         given = self._some(list(range(len(refs))), 2)
@@ -384,7 +402,8 @@ class Author:
         self._body(scene, inner, ins, raises=False)
         made = [inner.values[number] for number in inner.block.results]
         for value in made:
-            value.memory.writable = False  # on their worker, whoever has a reference has these very tensors
+            # on their worker, whoever has a reference has these very tensors
+            value.memory.writable = False
         scene.refs.append(_Reference(to, made))
         scene.block.steps.append(Make(to, inner.block, ins, len(scene.refs) - 1))
 
@@ -392,11 +411,15 @@ class Author:
         if scene.refs:
             number = self._random.randrange(len(scene.refs))
             reference = scene.refs[number]
-            values = reference.values if reference.owner == scene.worker else _copies(reference.values)
+            values = (
+                reference.values if reference.owner == scene.worker else _copies(reference.values)
+            )
             scene.block.steps.append(Here(number, [scene.number(value) for value in values]))
 
     def _arguments(self, scene: _Scene) -> list[int]:
-        return [self._random.randrange(len(scene.values)) for _ in range(self._random.randint(0, 3))]
+        return [
+            self._random.randrange(len(scene.values)) for _ in range(self._random.randint(0, 3))
+        ]
 
     def _body(self, outer: _Scene, inner: _Scene, ins: list[int], raises: bool) -> list[_Value]:
         """Write the block of a call; returns its results as the caller sees them."""

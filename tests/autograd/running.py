@@ -56,7 +56,8 @@ class World:
     """What the workers of one run have: leaves, kept tensors, and what their hooks saw."""
 
     leaves: dict[str, Tensor]
-    uses: list[Tensor]  # of the leaves: torch can deadlock when threads use a leaf for the first time at once
+    # of the leaves: torch can deadlock when threads use a leaf for the first time at once
+    uses: list[Tensor]
     kept: dict[str, Tensor] = field(default_factory=dict)
     seen: dict[str, list[Tensor | None]] = field(default_factory=dict)
     number: int = field(default_factory=lambda: next(_numbers))
@@ -83,7 +84,9 @@ class Runner(Protocol):
     def here(self, ref: Any) -> list[Tensor]: ...
 
 
-def run_block(block: Block, world: World, runner: Runner, ins: Sequence[Tensor], refs: list[Any]) -> list[Tensor]:
+def run_block(
+    block: Block, world: World, runner: Runner, ins: Sequence[Tensor], refs: list[Any]
+) -> list[Tensor]:
     """Run one block; returns all its values."""
     values: dict[int, Tensor] = dict(enumerate(ins))
     refs = list(refs)
@@ -91,7 +94,9 @@ def run_block(block: Block, world: World, runner: Runner, ins: Sequence[Tensor],
         match step:
             case Compute():
                 made = ALL_OPERATIONS[step.op].run(*(values[number] for number in step.ins))
-                values.update(zip(step.outs, [made] if isinstance(made, Tensor) else made, strict=True))
+                values.update(
+                    zip(step.outs, [made] if isinstance(made, Tensor) else made, strict=True)
+                )
             case Leaf():
                 values[step.out] = world.leaves[step.name]
             case Hook():
@@ -102,10 +107,14 @@ def run_block(block: Block, world: World, runner: Runner, ins: Sequence[Tensor],
                 values[step.out] = world.kept[step.name]
             case Call():
                 given = [refs[number] for number in step.refs]
-                values.update(_answer(step, runner.call(step, [values[number] for number in step.ins], given)))
+                values.update(
+                    _answer(step, runner.call(step, [values[number] for number in step.ins], given))
+                )
             case Together():
                 arguments = [[values[number] for number in call.ins] for call in step.calls]
-                for call, answer in zip(step.calls, runner.together(step.calls, arguments), strict=True):
+                for call, answer in zip(
+                    step.calls, runner.together(step.calls, arguments), strict=True
+                ):
                     values.update(_answer(call, answer))
             case Make():
                 refs.append(runner.make(step, [values[number] for number in step.ins]))
@@ -142,7 +151,9 @@ def new_world(program: Program) -> World:
     leaves = {}
     for name, (_, kind, hook) in program.leaves.items():
         shape = (5, 3) if kind == "table" else (3, 3)
-        data = torch.tensor([random.uniform(-1, 1) for _ in range(shape[0] * 3)], dtype=torch.double).view(shape)
+        data = torch.tensor(
+            [random.uniform(-1, 1) for _ in range(shape[0] * 3)], dtype=torch.double
+        ).view(shape)
         leaf = nn.Parameter(data) if kind == "parameter" else data.requires_grad_(kind != "frozen")
         if hook and leaf.requires_grad:
             leaf.register_hook(HOOKS[hook])
@@ -178,7 +189,9 @@ class Alone:
         if step.how == "relay":
             ins = _cross(ins)
         try:
-            values = run_block(step.block, self._world, Alone(step.to, self._world), _cross(ins), refs)
+            values = run_block(
+                step.block, self._world, Alone(step.to, self._world), _cross(ins), refs
+            )
         except BlockRaised:
             return []
         answer = _cross(results_of(step.block, values))
@@ -228,7 +241,9 @@ def run_alone(program: Program) -> Outcome:
     world = new_world(program)
     values = run_block(program.main, world, Alone("w0", world), [], [])
     for number, roots in enumerate(program.passes, 1):
-        losses = losses_of([values[number] for number in roots.values] + [world.kept[name] for name in roots.names])
+        losses = losses_of(
+            [values[number] for number in roots.values] + [world.kept[name] for name in roots.names]
+        )
         if losses:
             torch.autograd.backward(losses, retain_graph=number < len(program.passes))
     gradients = {name: leaf.grad for name, leaf in world.leaves.items() if leaf.grad is not None}
@@ -262,7 +277,9 @@ class Worker:
         return [_answer_of(future) for future in futures]
 
     def make(self, step: Make, ins: Sequence[Tensor]) -> RRef[list[Tensor]]:
-        return remote(step.to, serve, (self._world.number, step.block, list(ins), []), agent=self._agent)
+        return remote(
+            step.to, serve, (self._world.number, step.block, list(ins), []), agent=self._agent
+        )
 
     def here(self, ref: RRef[list[Tensor]]) -> list[Tensor]:
         return ref.to_here()
@@ -296,7 +313,9 @@ def serve(number: int, block: Block, ins: list[Tensor], refs: list[Any]) -> list
 
 
 @rpc.functions.async_execution
-def relay(to: str, number: int, block: Block, ins: list[Tensor], refs: list[Any]) -> Future[list[Tensor]]:
+def relay(
+    to: str, number: int, block: Block, ins: list[Tensor], refs: list[Any]
+) -> Future[list[Tensor]]:
     """A worker that has another one do it, and goes on when that has answered."""
     return here().submit(to, serve, number, block, ins, refs).then(lambda done: halved(done.wait()))
 
@@ -314,7 +333,10 @@ def gradients_here(context_id: int, number: int) -> dict[str, Tensor]:
     except UsageError:
         return {}  # nothing of the context came here
     names = {id(leaf): name for name, leaf in _worlds[number].leaves.items()}
-    return {names.get(id(leaf), f"a stray leaf on {here().name}"): gradient for leaf, gradient in found.items()}
+    return {
+        names.get(id(leaf), f"a stray leaf on {here().name}"): gradient
+        for leaf, gradient in found.items()
+    }
 
 
 @contextmanager
@@ -339,10 +361,17 @@ def run_distributed(program: Program, cluster: LocalCluster) -> Outcome:
 
 
 def _backward(
-    agent: Agent, context_id: int, world: World, roots: Roots, values: list[Tensor], retain_graph: bool
+    agent: Agent,
+    context_id: int,
+    world: World,
+    roots: Roots,
+    values: list[Tensor],
+    retain_graph: bool,
 ) -> None:
     if roots.names:
-        agent.call(roots.worker, serve_backward, context_id, world.number, roots.names, retain_graph)
+        agent.call(
+            roots.worker, serve_backward, context_id, world.number, roots.names, retain_graph
+        )
         return
     losses = losses_of([values[number] for number in roots.values])
     if losses:
@@ -357,7 +386,9 @@ def _outcome(world: World, values: list[Tensor], gradients: dict[str, Tensor]) -
 
 
 def assert_same(distributed: Outcome, alone: Outcome) -> None:
-    assert [value.requires_grad for value in distributed.values] == [value.requires_grad for value in alone.values]
+    assert [value.requires_grad for value in distributed.values] == [
+        value.requires_grad for value in alone.values
+    ]
     for value, expected in zip(distributed.values, alone.values, strict=True):
         torch.testing.assert_close(value, expected)
     assert_same_tensors(distributed.gradients, alone.gradients)

@@ -78,7 +78,9 @@ def test_a_diamond(workers: LocalCluster, w0: Agent) -> None:
     assert_equal(found, alone(compute(), x))
 
 
-def test_a_worker_that_waits_for_what_its_own_gradient_leads_to(workers: LocalCluster, w0: Agent) -> None:
+def test_a_worker_that_waits_for_what_its_own_gradient_leads_to(
+    workers: LocalCluster, w0: Agent
+) -> None:
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
         y = w0.call("w1", functions.weigh_and_return_to, "w2", x)
@@ -108,7 +110,9 @@ def test_a_worker_touched_only_in_passing(workers: LocalCluster, w0: Agent) -> N
     with autograd.context(agent=w0) as context_id:
         y = w0.call("w1", functions.weigh_in_passing, "w2", x)
         autograd.backward(context_id, [y.sum()])
-        assert_equal(everything(workers, context_id, x), {"0": torch.full((3,), 2.0, dtype=torch.double)})
+        assert_equal(
+            everything(workers, context_id, x), {"0": torch.full((3,), 2.0, dtype=torch.double)}
+        )
 
 
 def call_and_drop(third: str) -> Tensor:
@@ -120,7 +124,9 @@ def call_and_drop(third: str) -> Tensor:
 def test_a_callee_that_drops_the_answer_of_a_third(workers: LocalCluster, w0: Agent) -> None:
     with autograd.context(agent=w0) as context_id:
         autograd.backward(context_id, [w0.call("w1", call_and_drop, "w2").sum()])
-        assert_equal(everything(workers, context_id), {"w1": torch.full((3,), 2.0, dtype=torch.double)})
+        assert_equal(
+            everything(workers, context_id), {"w1": torch.full((3,), 2.0, dtype=torch.double)}
+        )
 
 
 def choose(take_it: bool, third: str, x: Tensor) -> Tensor:
@@ -149,7 +155,9 @@ def test_a_call_whose_callee_raised(workers: LocalCluster, w0: Agent) -> None:
 
 @pytest.mark.parametrize("answered", [True, False], ids=["answered before", "not answered"])
 @pytest.mark.parametrize("how", ["timed out", "cancelled", "timed out while waiting"])
-def test_a_call_that_was_given_up(workers: LocalCluster, w0: Agent, gate: Gate, how: str, answered: bool) -> None:
+def test_a_call_that_was_given_up(
+    workers: LocalCluster, w0: Agent, gate: Gate, how: str, answered: bool
+) -> None:
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
         y = w0.call("w2", weigh, x)
@@ -157,7 +165,13 @@ def test_a_call_that_was_given_up(workers: LocalCluster, w0: Agent, gate: Gate, 
             with pytest.raises(CallTimeout):
                 w0.invoke("w1", functions.hold_and_weigh, (gate, y), None, 0.02)
         else:
-            future = w0.start("w1", functions.hold_and_weigh, (gate, y), None, 0.02 if how == "timed out" else None)
+            future = w0.start(
+                "w1",
+                functions.hold_and_weigh,
+                (gate, y),
+                None,
+                0.02 if how == "timed out" else None,
+            )
             gate.wait_for()
             if how == "cancelled":
                 future.cancel()
@@ -180,7 +194,9 @@ def note(arrived: Gate, x: Tensor) -> None:
     arrived.open()
 
 
-def weigh_and_send_on_when_the_gradient_comes(third: str, gate: Gate, arrived: Gate, x: Tensor) -> Tensor:
+def weigh_and_send_on_when_the_gradient_comes(
+    third: str, gate: Gate, arrived: Gate, x: Tensor
+) -> Tensor:
     y = here().call(third, weigh_and_keep_beyond, "w3", weigh(x))
 
     def let_go(_: Tensor) -> None:
@@ -200,7 +216,9 @@ def weigh_and_keep(x: Tensor) -> Tensor:
     return 1 * kept["late"]
 
 
-def test_tensors_that_travel_while_the_pass_is_under_way(workers: LocalCluster, w0: Agent, gate: Gate) -> None:
+def test_tensors_that_travel_while_the_pass_is_under_way(
+    workers: LocalCluster, w0: Agent, gate: Gate
+) -> None:
     """A call that nobody waits for sends tensors to a worker that has already taken stock of what it has."""
     x, arrived = new_leaf(), Gate()
     with autograd.context(agent=w0) as context_id:
@@ -233,7 +251,9 @@ def test_tensors_with_and_without_gradients_in_containers(workers: LocalCluster,
     assert_equal(found, alone(((3 * a + b + plain) * 2 * b).sum(), a, b))
 
 
-def test_leaves_and_parameters_as_arguments_get_their_gradients(workers: LocalCluster, w0: Agent) -> None:
+def test_leaves_and_parameters_as_arguments_get_their_gradients(
+    workers: LocalCluster, w0: Agent
+) -> None:
     leaf, parameter = new_leaf(), nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=torch.double))
     with autograd.context(agent=w0) as context_id:
         y = w0.call("w1", torch.mul, leaf, parameter)
@@ -252,7 +272,9 @@ def scale_each(values: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["leaves", "parameters", "results", "all of these", "views"])
-def test_many_small_tensors_get_their_gradients(workers: LocalCluster, w0: Agent, kind: str) -> None:
+def test_many_small_tensors_get_their_gradients(
+    workers: LocalCluster, w0: Agent, kind: str
+) -> None:
     leaves = [new_leaf(number, 1, 2) for number in range(60)]
     if kind in {"parameters", "all of these"}:
         leaves[::3] = [nn.Parameter(leaf.detach()) for leaf in leaves[::3]]
@@ -283,7 +305,9 @@ def test_a_leaf_is_itself_sent_and_comes_back(workers: LocalCluster, w0: Agent) 
         back = w0.call("w1", functions.product, [x])
         assert back.requires_grad
         autograd.backward(context_id, [back.sum(), x.sum() + 0])
-        assert_equal(everything(workers, context_id, x), {"0": torch.full((3,), 2.0, dtype=torch.double)})
+        assert_equal(
+            everything(workers, context_id, x), {"0": torch.full((3,), 2.0, dtype=torch.double)}
+        )
 
 
 def change_in_place(x: Tensor) -> Tensor:
@@ -305,7 +329,9 @@ SHAPED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", SHAPED)
-def test_operations_in_place_on_what_was_received(workers: LocalCluster, w0: Agent, kind: str) -> None:
+def test_operations_in_place_on_what_was_received(
+    workers: LocalCluster, w0: Agent, kind: str
+) -> None:
     x = nn.Parameter(new_leaf().detach()) if kind == "a parameter" else new_leaf()
     with autograd.context(agent=w0) as context_id:
         y = w0.call("w1", change_in_place, SHAPED[kind](x))
@@ -346,7 +372,10 @@ def test_sparse_gradients(workers: LocalCluster, w0: Agent) -> None:
         autograd.backward(context_id, [first.sum() + (second**2).sum()])
         found = autograd.get_gradients(context_id)[table]
     assert found.is_sparse
-    (embed(torch.tensor([1, 1, 3]), table).sum() + (embed(torch.tensor([0, 3]), table) ** 2).sum()).backward()
+    (
+        embed(torch.tensor([1, 1, 3]), table).sum()
+        + (embed(torch.tensor([0, 3]), table) ** 2).sum()
+    ).backward()
     assert table.grad is not None
     torch.testing.assert_close(found.to_dense(), table.grad.to_dense())
 
@@ -412,7 +441,9 @@ def test_tensors_kept_on_a_worker_between_calls(workers: LocalCluster, w0: Agent
 
 
 @pytest.mark.parametrize("how", ["call", "submit"])
-def test_nothing_flows_through_a_call_made_without_gradients(workers: LocalCluster, w0: Agent, how: str) -> None:
+def test_nothing_flows_through_a_call_made_without_gradients(
+    workers: LocalCluster, w0: Agent, how: str
+) -> None:
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
         with torch.no_grad():
@@ -472,7 +503,9 @@ def stop(x: Tensor) -> Tensor:
     return Stop.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def test_no_gradient_reaches_a_function_that_takes_it_for_zeros(workers: LocalCluster, w0: Agent) -> None:
+def test_no_gradient_reaches_a_function_that_takes_it_for_zeros(
+    workers: LocalCluster, w0: Agent
+) -> None:
     """In one process `Square` runs on with zeros, so the leaf has a gradient, of zeros."""
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
@@ -547,7 +580,9 @@ def test_references_as_arguments(workers: LocalCluster, w0: Agent) -> None:
     with autograd.context(agent=w0) as context_id:
         there = remote("w1", weigh, (x,), agent=w0)
         mine = RRef(2 * x, agent=w0)
-        y = w0.call("w2", functions.fetch_weighed, there) + w0.call("w3", functions.fetch_weighed, mine)
+        y = w0.call("w2", functions.fetch_weighed, there) + w0.call(
+            "w3", functions.fetch_weighed, mine
+        )
         again = there.to_here() * there.rpc_sync().sum()
         autograd.backward(context_id, [(y * again).sum()])
         found = everything(workers, context_id, x)
@@ -584,7 +619,9 @@ def test_a_remote_module_learns_like_one_at_hand(workers: LocalCluster, w0: Agen
     with autograd.context(agent=w0) as context_id:
         y = module(x) + module.forward_async(2 * x).wait()
         autograd.backward(context_id, [y.sum()])
-        found = [w0.call("w1", gradient_of, context_id, each) for each in module.remote_parameters()]
+        found = [
+            w0.call("w1", gradient_of, context_id, each) for each in module.remote_parameters()
+        ]
         mine = autograd.get_gradients(context_id)[x]
     (local(x) + local(2 * x)).sum().backward()
     torch.testing.assert_close(found, [parameter.grad for parameter in local.parameters()])
@@ -601,7 +638,11 @@ def gradient_of(context_id: int, parameter: RRef[nn.Parameter]) -> Tensor:
 def test_callbacks_keep_the_context(workers: LocalCluster, w0: Agent) -> None:
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
-        y = w0.submit("w1", weigh, x).then(lambda done: w0.call("w2", weigh, done.wait() * x)).wait()
+        y = (
+            w0.submit("w1", weigh, x)
+            .then(lambda done: w0.call("w2", weigh, done.wait() * x))
+            .wait()
+        )
         autograd.backward(context_id, [y.sum()])
         found = everything(workers, context_id, x)
     assert_equal(found, alone(weight("w2", weight("w1", x) * x).sum(), x))
@@ -615,7 +656,9 @@ def test_functions_that_answer_later(workers: LocalCluster, w0: Agent) -> None:
         found = everything(workers, context_id, x)
 
     def compute() -> Tensor:
-        return torch.stack([weight("w1", weight("w2", weight("w1", factor * x))) for factor in range(1, 5)]).sum()
+        return torch.stack(
+            [weight("w1", weight("w2", weight("w1", factor * x))) for factor in range(1, 5)]
+        ).sum()
 
     assert_equal(found, alone(compute(), x))
 
@@ -648,7 +691,9 @@ def test_torchs_own_backward_says_what_to_do_instead(w0: Agent) -> None:
             loss.backward()
 
 
-def test_a_tensor_of_another_context_is_refused_where_the_loss_needs_it(workers: LocalCluster, w0: Agent) -> None:
+def test_a_tensor_of_another_context_is_refused_where_the_loss_needs_it(
+    workers: LocalCluster, w0: Agent
+) -> None:
     x = new_leaf()
     with autograd.context(agent=w0):
         stale = w0.call("w1", weigh, x)
@@ -664,11 +709,27 @@ def test_a_tensor_of_another_context_is_refused_where_the_loss_needs_it(workers:
 
 
 def test_small_gradients_travel_as_one_tensor() -> None:
-    shapes: list[tuple[int, ...]] = [(3,), (), (2, 3), (3,), (), (0,), (2000,), (1, 2, 3), (3,), (2, 3)]
+    shapes: list[tuple[int, ...]] = [
+        (3,),
+        (),
+        (2, 3),
+        (3,),
+        (),
+        (0,),
+        (2000,),
+        (1, 2, 3),
+        (3,),
+        (2, 3),
+    ]
     gradients = [(number, torch.randn(shape)) for number, shape in enumerate(shapes)]
     gradients.insert(3, (20, torch.randn(3, 2).T))
     gradients.append((21, torch.randn(1).expand(4)))
-    mixed = [*gradients, (22, None), (23, torch.randn(3, dtype=torch.double)), (24, torch.eye(3).to_sparse())]
+    mixed = [
+        *gradients,
+        (22, None),
+        (23, torch.randn(3, dtype=torch.double)),
+        (24, torch.eye(3).to_sparse()),
+    ]
     packed = engine.pack(mixed)  # type: ignore[arg-type]
     assert isinstance(packed, tuple)
     assert {ticket for ticket, _ in packed[0]} == {5, 6, 22, 23, 24}

@@ -39,7 +39,10 @@ def test_many_contexts_from_many_threads(workers: LocalCluster) -> None:
     """Each thread has its own context, on one of the workers; all of them use the same weights."""
 
     def train(number: int) -> dict[str, Tensor]:
-        agents = [workers.agents[number % 4], *(agent for agent in workers if agent is not workers.agents[number % 4])]
+        agents = [
+            workers.agents[number % 4],
+            *(agent for agent in workers if agent is not workers.agents[number % 4]),
+        ]
         x = new_leaf(number, 1, 2)
         with autograd.context(agent=agents[0]) as context_id:
             y = agents[0].call("w1", weigh_along, ["w2", "w3", "w1"], 0.01 * x)
@@ -77,12 +80,16 @@ def test_calls_of_one_context_from_many_threads(workers: LocalCluster, w0: Agent
     """Futures under way at once, some of them calling on."""
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
-        futures = [w0.submit(f"w{1 + n % 3}", weigh_along, [f"w{n % 2}"], x / (n + 1)) for n in range(24)]
+        futures = [
+            w0.submit(f"w{1 + n % 3}", weigh_along, [f"w{n % 2}"], x / (n + 1)) for n in range(24)
+        ]
         autograd.backward(context_id, [torch.stack([future.wait() for future in futures]).sum()])
         found = everything(workers, context_id, x)
 
     def compute() -> Tensor:
-        return torch.stack([weight(f"w{n % 2}", weight(f"w{1 + n % 3}", x / (n + 1))) for n in range(24)]).sum()
+        return torch.stack(
+            [weight(f"w{n % 2}", weight(f"w{1 + n % 3}", x / (n + 1))) for n in range(24)]
+        ).sum()
 
     assert_equal(found, alone(compute(), x))
 
@@ -152,11 +159,15 @@ def test_one_thread_at_a_time_deals_with_a_pass(w0: Agent) -> None:
 
 
 @pytest.mark.parametrize("transport", ["memory"])
-def test_a_message_that_cannot_be_sent_fails_the_pass(w0: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_cannot_be_sent_fails_the_pass(
+    w0: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> None:
         raise JoinError("the group's store does not answer")
 
     this, peer = new_pass(w0)
     monkeypatch.setattr(w0, "start", refuse)
-    assert this._send([(peer, engine.GradientMessage([], [], [])), (peer, engine.GradientMessage([], [], []))])
+    assert this._send(
+        [(peer, engine.GradientMessage([], [], [])), (peer, engine.GradientMessage([], [], []))]
+    )
     assert [type(arrival.message) for arrival in this._inbox] == [JoinError, JoinError]

@@ -17,7 +17,15 @@ from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.testing import LocalCluster
 from tests.autograd import functions
-from tests.autograd.functions import assert_released, everything, is_there, kept, new_leaf, weigh, weigh_along
+from tests.autograd.functions import (
+    assert_released,
+    everything,
+    is_there,
+    kept,
+    new_leaf,
+    weigh,
+    weigh_along,
+)
 from tests.local.gates import Gate, until
 
 
@@ -130,7 +138,9 @@ def weigh_and_watch(x: Tensor) -> Tensor:
     return y
 
 
-def test_a_part_whose_beginning_does_not_know_it_is_forgotten(workers: LocalCluster, w0: Agent) -> None:
+def test_a_part_whose_beginning_does_not_know_it_is_forgotten(
+    workers: LocalCluster, w0: Agent
+) -> None:
     """As if the word that the context ended had been lost."""
     orphan = Contexts.of(workers["w1"]).open(12345)
     assert orphan is not None
@@ -165,7 +175,9 @@ def test_coroutines_have_contexts_of_their_own(workers: LocalCluster, w0: Agent)
     assert [gradient[0].item() for gradient in asyncio.run(train_all())] == [1, 4, 9, 16, 25]
 
 
-def test_a_callback_after_the_end_runs_without_the_context(workers: LocalCluster, w0: Agent, gate: Gate) -> None:
+def test_a_callback_after_the_end_runs_without_the_context(
+    workers: LocalCluster, w0: Agent, gate: Gate
+) -> None:
     promise: Future[Tensor] = Future()
     with autograd.context(agent=w0):
         later = promise.then(lambda done: w0.call("w1", weigh, done.wait()))

@@ -83,7 +83,9 @@ def double_in_place(x: Tensor) -> Tensor:
 def test_a_type_whose_gradient_would_be_lost_is_refused(w0: Agent) -> None:
     sent = new_leaf().as_subclass(Secretive)
     with autograd.context(agent=w0):
-        with pytest.raises(SerializationError, match=r"gradients do not travel through tensors of type Secretive"):
+        with pytest.raises(
+            SerializationError, match=r"gradients do not travel through tensors of type Secretive"
+        ):
             w0.call("w1", double, sent)
         assert w0.call("w1", double, sent.detach()).tolist() == [1, -2, 4]
     assert w0.call("w1", double, sent).tolist() == [1, -2, 4]
@@ -97,7 +99,9 @@ def jagged(x: Tensor) -> Tensor:
 
 
 def with_holes(x: Tensor) -> Tensor:
-    return torch.nested.nested_tensor_from_jagged(2 * x, torch.tensor([0, 2, 3]), torch.tensor([1, 1]))
+    return torch.nested.nested_tensor_from_jagged(
+        2 * x, torch.tensor([0, 2, 3]), torch.tensor([1, 1])
+    )
 
 
 def cube_values(nested: Tensor) -> Tensor:
@@ -110,7 +114,9 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("make", [jagged, with_holes])
-def test_jagged_tensors_as_arguments_and_results(w0: Agent, make: Callable[[Tensor], Tensor]) -> None:
+def test_jagged_tensors_as_arguments_and_results(
+    w0: Agent, make: Callable[[Tensor], Tensor]
+) -> None:
     x = torch.arange(6.0).view(3, 2).requires_grad_()
 
     def compute(call: Callable[..., Tensor]) -> Tensor:
@@ -141,7 +147,9 @@ def test_a_thread_that_takes_the_context_along(workers: LocalCluster, w0: Agent)
     x, results = new_leaf(), []
     with autograd.context(agent=w0) as context_id:
         run = contextvars.copy_context().run
-        thread = threading.Thread(target=lambda: run(lambda: results.append(w0.call("w1", weigh, x))))
+        thread = threading.Thread(
+            target=lambda: run(lambda: results.append(w0.call("w1", weigh, x)))
+        )
         thread.start()
         thread.join()
         autograd.backward(context_id, [results[0].sum()])
@@ -154,7 +162,9 @@ def first_of(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [weigh, first_of])
-def test_a_thread_that_does_not_take_the_context_along(w0: Agent, function: Callable[[Tensor], Tensor]) -> None:
+def test_a_thread_that_does_not_take_the_context_along(
+    w0: Agent, function: Callable[[Tensor], Tensor]
+) -> None:
     x, results = new_leaf(), []
     with autograd.context(agent=w0) as context_id:
         thread = threading.Thread(target=lambda: results.append(w0.call("w1", function, x)))
@@ -176,7 +186,9 @@ def test_many_small_results_of_a_call_outside_of_the_context(w0: Agent) -> None:
     with autograd.context(agent=w0) as context_id:
         with pytest.raises(UsageError, match="outside of this autograd context"):
             autograd.backward(context_id, [w0.call("w1", torch.mul, results[3], 2).sum()])
-        autograd.backward(context_id, [w0.call("w1", torch.mul, results[3].detach().requires_grad_(), 2).sum()])
+        autograd.backward(
+            context_id, [w0.call("w1", torch.mul, results[3].detach().requires_grad_(), 2).sum()]
+        )
 
 
 def a_parameter() -> Tensor:

@@ -60,7 +60,9 @@ def check_the_next_context(workers: LocalCluster, dead: str, path: list[str]) ->
     assert_released(alive)
 
 
-def test_a_worker_dies_during_forward(workers: LocalCluster, w0: Agent, gate: Gate, in_background: Background) -> None:
+def test_a_worker_dies_during_forward(
+    workers: LocalCluster, w0: Agent, gate: Gate, in_background: Background
+) -> None:
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
         y = w0.call("w2", weigh, x)
@@ -76,8 +78,12 @@ def test_a_worker_dies_during_forward(workers: LocalCluster, w0: Agent, gate: Ga
     check_the_next_context(workers, "w1", ["w2", "w3", "w2"])
 
 
-@pytest.mark.parametrize("path", [["w1"], ["w1", "w2"], ["w2", "w1"], ["w2", "w1", "w3"], ["w2", "w3", "w2", "w1"]])
-def test_a_worker_dies_between_forward_and_backward(workers: LocalCluster, w0: Agent, path: list[str]) -> None:
+@pytest.mark.parametrize(
+    "path", [["w1"], ["w1", "w2"], ["w2", "w1"], ["w2", "w1", "w3"], ["w2", "w3", "w2", "w1"]]
+)
+def test_a_worker_dies_between_forward_and_backward(
+    workers: LocalCluster, w0: Agent, path: list[str]
+) -> None:
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
         y = w0.call(path[0], weigh_along, path[1:], x)
@@ -105,7 +111,14 @@ def weigh_and_kill_in_backward(victim: str, rest: list[str], x: Tensor) -> Tenso
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(["w1"], []), (["w1", "w3"], []), ([], ["w1"]), (["w3"], ["w1"]), (["w1"], ["w1"]), (["w3", "w1"], ["w3"])],
+    [
+        (["w1"], []),
+        (["w1", "w3"], []),
+        ([], ["w1"]),
+        (["w3"], ["w1"]),
+        (["w1"], ["w1"]),
+        (["w3", "w1"], ["w3"]),
+    ],
 )
 def test_a_worker_dies_in_the_middle_of_backward(
     workers: LocalCluster, w0: Agent, before: list[str], after: list[str]
@@ -174,7 +187,9 @@ def test_the_worker_where_the_context_began_dies(
     check_the_next_context(workers, "w3", ["w1", "w2"])
 
 
-def test_a_worker_that_came_back_does_not_know_the_old_context(workers: LocalCluster, w0: Agent) -> None:
+def test_a_worker_that_came_back_does_not_know_the_old_context(
+    workers: LocalCluster, w0: Agent
+) -> None:
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
         y = w0.call("w1", weigh, x)

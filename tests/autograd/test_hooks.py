@@ -13,7 +13,17 @@ from telegrad.agent import Agent
 from telegrad.autograd.contexts import ANCHOR, GradientSlot, ReceivedTensor, SentTensor, accumulator
 from telegrad.autograd.graph import LocalGraph
 from telegrad.testing import LocalCluster
-from tests.autograd.functions import TwoLayers, alone, assert_equal, everything, here, new_leaf, weigh, weight, weights
+from tests.autograd.functions import (
+    TwoLayers,
+    alone,
+    assert_equal,
+    everything,
+    here,
+    new_leaf,
+    weigh,
+    weight,
+    weights,
+)
 from tests.local.gates import Log
 
 
@@ -68,7 +78,9 @@ def use_twice(third: str, x: Tensor) -> Tensor:
     return weigh(x) + here().call(third, weigh, x)
 
 
-def test_a_hook_on_a_leaf_sees_the_whole_gradient_once(workers: LocalCluster, w0: Agent, log: Log) -> None:
+def test_a_hook_on_a_leaf_sees_the_whole_gradient_once(
+    workers: LocalCluster, w0: Agent, log: Log
+) -> None:
     """It comes in parts, from several workers, and as a chain that passes the leaf again."""
     for leaf in weights.values():
         leaf.register_hook(lambda gradient: log.note(1) or gradient.clamp(-0.1, 0.1))  # type: ignore[func-returns-value]
@@ -95,7 +107,9 @@ def test_a_hook_never_sees_part_of_a_gradient() -> None:
     y = 2 * leaf
     y.register_hook(lambda gradient: seen.append(gradient.tolist()))
     sources = {"y": SentTensor(y, "somebody"), "z": SentTensor(3 * y, "somebody")}
-    graph = LocalGraph(sources, {arrived.grad_fn: ("somebody", 1)}, {arrived.grad_fn: slot}, retain_graph=False)
+    graph = LocalGraph(
+        sources, {arrived.grad_fn: ("somebody", 1)}, {arrived.grad_fn: slot}, retain_graph=False
+    )
     graph.resolve("y", torch.ones_like(y))
     assert graph.run() == ([], [(("somebody", 1), False, None)])
     assert seen == []
@@ -160,7 +174,9 @@ def test_hooks_of_modules(w0: Agent, log: Log) -> None:
     assert log.entries == notes.entries
 
 
-def test_a_hook_after_accumulation_finds_the_gradient_in_its_place(workers: LocalCluster, w0: Agent, log: Log) -> None:
+def test_a_hook_after_accumulation_finds_the_gradient_in_its_place(
+    workers: LocalCluster, w0: Agent, log: Log
+) -> None:
     leaf = weights["w1"]
     leaf.grad = torch.full((3,), 7.0, dtype=torch.double)
 

@@ -74,7 +74,9 @@ def step(x: Tensor, number: int) -> Tensor:
 class Shape:
     """A program, with the calls that it makes as an argument, and the functions in it that count."""
 
-    def __init__(self, run: Callable[[Any, Tensor, int], Tensor], names: Callable[[int], list[str]]) -> None:
+    def __init__(
+        self, run: Callable[[Any, Tensor, int], Tensor], names: Callable[[int], list[str]]
+    ) -> None:
         self.run = run
         self.names = names
 
@@ -107,7 +109,9 @@ def head_over_steps(call: Any, x: Tensor, count: int) -> Tensor:
 
 def fan_in(call: Any, x: Tensor, count: int) -> Tensor:
     y = counted("shared", x)
-    return counted("sum", torch.stack([call(number, y * (number + 1)) for number in range(count)]).sum(0) + y)
+    return counted(
+        "sum", torch.stack([call(number, y * (number + 1)) for number in range(count)]).sum(0) + y
+    )
 
 
 def skips(call: Any, x: Tensor, count: int) -> Tensor:
@@ -132,7 +136,11 @@ SHAPES = {
         skips,
         lambda count: [
             *_steps(count),
-            *(f"{kind} {number}" for kind in ("state", "before", "total") for number in range(count)),
+            *(
+                f"{kind} {number}"
+                for kind in ("state", "before", "total")
+                for number in range(count)
+            ),
         ],
     ),
 }
@@ -200,7 +208,9 @@ def test_hooks_of_modules_beside_what_was_sent(w0: Agent) -> None:
     x, seen = new_leaf(), []
     first, second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
     for module in (first, second):
-        module.register_full_backward_hook(lambda _, inputs, outputs: seen.append((inputs[0], outputs[0])))
+        module.register_full_backward_hook(
+            lambda _, inputs, outputs: seen.append((inputs[0], outputs[0]))
+        )
 
     def compute(call: Callable[[Tensor], Tensor]) -> Tensor:
         y = first(x)
@@ -233,7 +243,9 @@ def test_hooks_on_a_leaf_that_is_ready_for_a_part(workers: LocalCluster, w0: Age
     assert seen[0] == seen[1]
 
 
-def test_a_node_before_a_leaf_waits_for_all_that_lead_to_it(workers: LocalCluster, w0: Agent) -> None:
+def test_a_node_before_a_leaf_waits_for_all_that_lead_to_it(
+    workers: LocalCluster, w0: Agent
+) -> None:
     """It lies next to a part that runs, but the loss leads to it by another way, too."""
     x, w = new_leaf(), new_leaf(1, 2, 3)
 
@@ -260,7 +272,9 @@ class OfFirst(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("observed", [False, True])
-def test_an_undefined_gradient_that_a_part_ends_with(workers: LocalCluster, w0: Agent, observed: bool) -> None:
+def test_an_undefined_gradient_that_a_part_ends_with(
+    workers: LocalCluster, w0: Agent, observed: bool
+) -> None:
     """The part runs before it is known that nothing else leads to what was received."""
     x, y = new_leaf(), new_leaf(1, 2, 3)
     seen: list[Tensor | None] = []
@@ -332,7 +346,9 @@ def calls_for(count: int, loss_of: Callable[[list[Tensor], Tensor, Tensor], Tens
         sources[number] = SentTensor(sent[-1], "somebody")
     loss = loss_of(states, sent[-1], leaf)
     ends = [loss, *sent]
-    (expected,) = torch.autograd.grad(ends, leaf, [torch.ones_like(end) for end in ends], retain_graph=True)
+    (expected,) = torch.autograd.grad(
+        ends, leaf, [torch.ones_like(end) for end in ends], retain_graph=True
+    )
     sources["loss"] = SentTensor(loss, "somebody")
     graph = LocalGraph(sources, receives, slots, retain_graph=False)
     found = 0
@@ -358,6 +374,8 @@ def calls_for(count: int, loss_of: Callable[[list[Tensor], Tensor, Tensor], Tens
 
 
 @pytest.mark.parametrize("loss_of", [head, last_of_a_chain, last_and_weight])
-def test_a_pass_takes_linear_time(loss_of: Callable[[list[Tensor], Tensor, Tensor], Tensor]) -> None:
+def test_a_pass_takes_linear_time(
+    loss_of: Callable[[list[Tensor], Tensor, Tensor], Tensor],
+) -> None:
     small, large = calls_for(50, loss_of), calls_for(200, loss_of)
     assert large < 4.2 * small

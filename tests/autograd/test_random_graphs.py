@@ -39,7 +39,12 @@ def test_gradients_are_those_of_one_process(cluster: Clusters) -> None:
 def test_gradients_are_those_of_one_process_for_programs_that_shrink() -> None:
     with LocalCluster(5, transports=("memory",)) as workers:
 
-        @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+        @settings(
+            max_examples=100,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
+        )
         @given(st.randoms(use_true_random=False))
         def run(random: Random) -> None:
             check(random, workers)

@@ -65,12 +65,16 @@ def test_a_chain_of_calls_to_one_worker_takes_one_message(w0: Agent, delivered: 
         autograd.backward(context_id, [(torch.stack(states) * 3).sum() + states[2].sum()])
         found = autograd.get_gradients(context_id)[x]
     states = states_of(tripled, x)
-    torch.testing.assert_close(found, torch.autograd.grad((torch.stack(states) * 3).sum() + states[2].sum(), x)[0])
+    torch.testing.assert_close(
+        found, torch.autograd.grad((torch.stack(states) * 3).sum() + states[2].sum(), x)[0]
+    )
     assert [len(message.shortcuts) for message in delivered.messages] == [COUNT - 1]
 
 
 @pytest.mark.parametrize("kind", ["hook", "retain_grad"])
-def test_a_gradient_that_is_observed_takes_no_shortcut(w0: Agent, delivered: Delivered, kind: str) -> None:
+def test_a_gradient_that_is_observed_takes_no_shortcut(
+    w0: Agent, delivered: Delivered, kind: str
+) -> None:
     x = new_leaf()
     seen = []
     with autograd.context(agent=w0) as context_id:

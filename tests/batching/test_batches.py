@@ -41,7 +41,9 @@ def crowd(workers: LocalCluster, log: Log, gate: Gate, method: str, *values: flo
 
 
 @pytest.mark.parametrize("transport", ["memory", "unix", "tcp"])
-def test_what_gathers_while_a_batch_runs_is_the_next(workers: LocalCluster, log: Log, gate: Gate) -> None:
+def test_what_gathers_while_a_batch_runs_is_the_next(
+    workers: LocalCluster, log: Log, gate: Gate
+) -> None:
     assert answers(crowd(workers, log, gate, "double", 0, 1, 2, 3)) == [[0], [2], [4], [6]]
     assert log.entries == [[[0]], [[1], [2], [3]]]
 
@@ -145,7 +147,9 @@ class Child(Kinds):
         (batched(lambda x: x * 3), [3.0, 6.0]),
     ],
 )
-def test_functions_and_methods_of_every_kind(workers: LocalCluster, function: Any, result: list[float]) -> None:
+def test_functions_and_methods_of_every_kind(
+    workers: LocalCluster, function: Any, result: list[float]
+) -> None:
     x = torch.tensor([1.0, 2.0])
     assert workers["w0"].call("w1", function, x).tolist() == result
     assert workers["w0"].submit("w1", function, x).wait().tolist() == result
@@ -203,7 +207,9 @@ def test_direct_calls_join_the_batches_of_others(log: Log, gate: Gate, in_backgr
     assert [len(batch) for batch in log.entries] == [1, 3]
 
 
-def test_a_direct_call_runs_in_the_grad_mode_of_its_caller(log: Log, gate: Gate, in_background: Any) -> None:
+def test_a_direct_call_runs_in_the_grad_mode_of_its_caller(
+    log: Log, gate: Gate, in_background: Any
+) -> None:
     model = Model(log, gate)
 
     def infer(value: float) -> torch.Tensor:
@@ -212,7 +218,10 @@ def test_a_direct_call_runs_in_the_grad_mode_of_its_caller(log: Log, gate: Gate,
 
     calls = [in_background(model.double, tensor(0))]
     gate.wait_for()
-    calls += [in_background(infer, 1), in_background(lambda: model.double(tensor(2).requires_grad_()))]
+    calls += [
+        in_background(infer, 1),
+        in_background(lambda: model.double(tensor(2).requires_grad_())),
+    ]
     until(lambda: Model.double.batching.statistics(model).waiting == 2)
     gate.open()
     _, without, with_gradient = (call.result(PATIENCE) for call in calls)
@@ -290,21 +299,28 @@ def test_a_bad_input_fails_its_caller_alone(workers: LocalCluster, log: Log, gat
     assert [len(batch) for batch in log.entries] == [1, 3, 1, 1, 1]
 
 
-def test_without_a_second_try_the_batch_fails_together(workers: LocalCluster, log: Log, gate: Gate) -> None:
+def test_without_a_second_try_the_batch_fails_together(
+    workers: LocalCluster, log: Log, gate: Gate
+) -> None:
     first, *others = answers(crowd(workers, log, gate, "check_once", 0, 1, -2))
     assert first == [0]
-    assert all(isinstance(error, ValueError) and "batch of 2" in str(error.__cause__) for error in others)
+    assert all(
+        isinstance(error, ValueError) and "batch of 2" in str(error.__cause__) for error in others
+    )
     assert [len(batch) for batch in log.entries] == [1, 2]
 
 
-def test_another_shape_runs_in_a_batch_of_its_own(workers: LocalCluster, log: Log, gate: Gate) -> None:
+def test_another_shape_runs_in_a_batch_of_its_own(
+    workers: LocalCluster, log: Log, gate: Gate
+) -> None:
     call = starting(model_on(workers["w0"], "w1", log, gate), "double")
     futures = [call(tensor(0))]
     gate.wait_for()
     others = [tensor(1), torch.ones(2), tensor(2), torch.ones(1, dtype=torch.int64)]
     for number, x in enumerate(others, 1):
         futures.append(call(x))
-        waiting(Model.double, number)  # a function that blocked runs on the executor, which keeps no order
+        # a function that blocked runs on the executor, which keeps no order
+        waiting(Model.double, number)
     gate.open()
     assert answers(futures) == [[0], [2], [2, 2], [4], [2]]
     assert log.entries[1:] == [[[1], [2]], [[1, 1]], [[1]]]
@@ -341,7 +357,8 @@ def test_a_function_may_fail_single_calls(workers: LocalCluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "message"), [(too_few, "0 results for a batch of 1"), (no_results, "no_results returned int")]
+    ("function", "message"),
+    [(too_few, "0 results for a batch of 1"), (no_results, "no_results returned int")],
 )
 def test_a_function_that_does_not_answer_every_call_is_told_so(
     workers: LocalCluster, function: Any, message: str
@@ -363,7 +380,9 @@ def test_a_quorum_is_waited_for(workers: LocalCluster, log: Log) -> None:
     assert [len(batch) for batch in log.entries] == [3]
 
 
-def from_everybody(workers: LocalCluster, log: Log, method: str, gate: Gate | None = None) -> list[Any]:
+def from_everybody(
+    workers: LocalCluster, log: Log, method: str, gate: Gate | None = None
+) -> list[Any]:
     """A way to call a model of w0 from each of the other workers."""
     model = Model(log, gate)
     workers["w0"]._test_model = model  # type: ignore[attr-defined]  # as long as the worker
@@ -376,7 +395,9 @@ def owned_model() -> Model:
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves"])
-def test_those_who_call_are_waited_for_while_they_are_there(workers: LocalCluster, log: Log, how: str) -> None:
+def test_those_who_call_are_waited_for_while_they_are_there(
+    workers: LocalCluster, log: Log, how: str
+) -> None:
     first, second, _ = from_everybody(workers, log, "together")
     assert answers([first(tensor(1))]) == [[2]]  # nobody else is known
     together = [second(tensor(2))]
@@ -391,7 +412,9 @@ def test_those_who_call_are_waited_for_while_they_are_there(workers: LocalCluste
     assert answers([first(tensor(5))]) == [[10]]
 
 
-def test_a_caller_that_dies_while_its_call_waits_takes_it_along(workers: LocalCluster, log: Log) -> None:
+def test_a_caller_that_dies_while_its_call_waits_takes_it_along(
+    workers: LocalCluster, log: Log
+) -> None:
     calls = from_everybody(workers, log, "by_three")
     patient = [calls[0](tensor(1))]
     waiting(Model.by_three, 1)
@@ -405,7 +428,9 @@ def test_a_caller_that_dies_while_its_call_waits_takes_it_along(workers: LocalCl
 
 
 @pytest.mark.parametrize("how", ["cancelled", "timed out"])
-def test_a_caller_that_gives_up_leaves_the_queue(workers: LocalCluster, log: Log, gate: Gate, how: str) -> None:
+def test_a_caller_that_gives_up_leaves_the_queue(
+    workers: LocalCluster, log: Log, gate: Gate, how: str
+) -> None:
     model = model_on(workers["w0"], "w1", log, gate)
     before = Model.double.batching.statistics().given_up
     first = model.rpc_async().double(tensor(0))
@@ -423,7 +448,9 @@ def test_a_caller_that_gives_up_leaves_the_queue(workers: LocalCluster, log: Log
     assert Model.double.batching.statistics().given_up == before + 1
 
 
-def test_a_synchronous_caller_that_times_out_leaves_too(workers: LocalCluster, log: Log, gate: Gate) -> None:
+def test_a_synchronous_caller_that_times_out_leaves_too(
+    workers: LocalCluster, log: Log, gate: Gate
+) -> None:
     model = model_on(workers["w0"], "w1", log, gate)
     first = model.rpc_async().double(tensor(0))
     gate.wait_for()
@@ -444,7 +471,9 @@ def test_an_agent_that_closes_fails_what_waits(cluster: Clusters, log: Log) -> N
     assert Model.by_three.batching.statistics().waiting == 0
 
 
-def test_the_urgent_go_first_and_callers_take_turns(workers: LocalCluster, log: Log, gate: Gate) -> None:
+def test_the_urgent_go_first_and_callers_take_turns(
+    workers: LocalCluster, log: Log, gate: Gate
+) -> None:
     calls = from_everybody(workers, log, "mixed", gate)
     futures = [calls[0](tensor(0))]
     gate.wait_for()
@@ -457,7 +486,9 @@ def test_the_urgent_go_first_and_callers_take_turns(workers: LocalCluster, log: 
     assert log.entries == [[[0]], [[7], [1], [5]], [[2], [6], [3]], [[4]]]
 
 
-def test_a_call_whose_deadline_passes_in_the_queue_does_not_run(log: Log, gate: Gate, in_background: Any) -> None:
+def test_a_call_whose_deadline_passes_in_the_queue_does_not_run(
+    log: Log, gate: Gate, in_background: Any
+) -> None:
     model = Model(log, gate)
     queue = Model.double.batching._queue(model)
     first = in_background(model.double, tensor(0))
@@ -474,7 +505,8 @@ def test_a_call_whose_deadline_passes_in_the_queue_does_not_run(log: Log, gate: 
 
 def test_companions_are_waited_for_no_longer_than_told(workers: LocalCluster) -> None:
     waited = []
-    while True:  # the first few wait to see who else is there, then this caller knows that it is alone
+    # the first few wait to see who else is there, then this caller knows that it is alone
+    while True:
         assert workers["w0"].call("w1", patient, 7) == 7
         waited.append(patient.batching.statistics(workers["w1"]).queue_time.count)
         if waited[-1:] == waited[-2:-1]:
@@ -516,7 +548,9 @@ def very_patient(numbers: list[int]) -> list[int]:
 # A full queue
 
 
-def test_a_full_queue_holds_up_its_callers(workers: LocalCluster, log: Log, gate: Gate, in_background: Any) -> None:
+def test_a_full_queue_holds_up_its_callers(
+    workers: LocalCluster, log: Log, gate: Gate, in_background: Any
+) -> None:
     model = model_on(workers["w0"], "w1", log, gate)
     first = in_background(model.rpc_sync().held_up, tensor(0))
     gate.wait_for()
@@ -572,7 +606,9 @@ class Circle:
 
 
 def test_batched_functions_may_call_each_other_in_circles(workers: LocalCluster) -> None:
-    futures = [workers["w0"].submit("w1", Circle.descend, "w1", "w2", depth) for depth in (6, 0, 3, 5)]
+    futures = [
+        workers["w0"].submit("w1", Circle.descend, "w1", "w2", depth) for depth in (6, 0, 3, 5)
+    ]
     assert [future.result(PATIENCE) for future in futures] == [6, 0, 3, 5]
 
 
@@ -621,7 +657,9 @@ def test_what_is_counted(workers: LocalCluster, log: Log, gate: Gate) -> None:
 colour: ContextVar[str] = ContextVar("colour", default="none")
 
 
-def test_a_batch_has_the_autocast_and_the_context_variables_of_its_callers(gate: Gate, in_background: Any) -> None:
+def test_a_batch_has_the_autocast_and_the_context_variables_of_its_callers(
+    gate: Gate, in_background: Any
+) -> None:
     """Also if the thread of another caller runs it. Calls that differ in them do not run together."""
     seen = []
 

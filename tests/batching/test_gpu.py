@@ -11,7 +11,10 @@ from telegrad import batched
 from tests.batching.models import waiting
 from tests.local.gates import PATIENCE, Gate, Log
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 class OnGpu:
@@ -38,7 +41,9 @@ class Replayed:
         self.log = log
 
     @batched(max_size=4, pad_to=(1, 4), cuda_graph=True)
-    def double(self, x: torch.Tensor, more: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def double(
+        self, x: torch.Tensor, more: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         self.log.note(len(x))
         return x * self.weight, {"sum": x.sum(1) + more["offset"]}
 
@@ -62,7 +67,10 @@ def test_tensors_on_a_gpu_are_stacked_there(log: Log, gate: Gate, in_background:
     waiting(OnGpu.double, 3)
     gate.open()
     results = [call.result(PATIENCE) for call in calls]
-    assert all(result.is_cuda and torch.equal(result, 2 * x) for result, x in zip(results, inputs, strict=True))
+    assert all(
+        result.is_cuda and torch.equal(result, 2 * x)
+        for result, x in zip(results, inputs, strict=True)
+    )
     assert log.entries == [("cuda", 1), ("cuda", 3)]
 
 
@@ -90,7 +98,8 @@ def test_a_graph_sees_weights_that_change_in_place(log: Log) -> None:
     for factor in (2.0, 2.0, 2.0, 5.0):
         model.weight.fill_(factor)
         results.append(model.double(x, more)[0])
-    assert [result[0].item() for result in results] == [2, 2, 2, 5]  # none is overwritten by the next
+    # none is overwritten by the next
+    assert [result[0].item() for result in results] == [2, 2, 2, 5]
     assert log.entries == [1, 1]
 
 
@@ -110,13 +119,18 @@ def test_replays_on_different_streams_follow_each_other(log: Log) -> None:
 
 @pytest.mark.parametrize(
     ("function", "expected", "reason"),
-    [(looks_at_values, [2.0] * 5, "stream is capturing"), (returns_numbers, [1] * 5, "other things than CUDA tensors")],
+    [
+        (looks_at_values, [2.0] * 5, "stream is capturing"),
+        (returns_numbers, [1] * 5, "other things than CUDA tensors"),
+    ],
 )
 def test_what_cannot_be_captured_runs_as_usual(
     function: Any, expected: list[float], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert [float(function(torch.tensor(1.0, device="cuda"))) for _ in range(5)] == expected
-    (warning,) = [record.getMessage() for record in caplog.records if "CUDA graph" in record.getMessage()]
+    (warning,) = [
+        record.getMessage() for record in caplog.records if "CUDA graph" in record.getMessage()
+    ]
     assert function.__qualname__ in warning
     assert reason in warning
     assert torch.rand(3, device="cuda").numel() == 3  # a capture that failed harms nobody

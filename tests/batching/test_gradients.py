@@ -43,7 +43,9 @@ def train(model: RRef[Model]) -> float:
         return autograd.get_gradients(context_id)[x].item()
 
 
-def test_calls_of_different_contexts_do_not_mix(cluster: Callable[..., LocalCluster], gate: Gate, log: Log) -> None:
+def test_calls_of_different_contexts_do_not_mix(
+    cluster: Callable[..., LocalCluster], gate: Gate, log: Log
+) -> None:
     w0 = cluster(3)["w0"]
     model = model_on(w0, "w1", log, gate)
     held = model.rpc_async().double(tensor(0))

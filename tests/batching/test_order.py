@@ -13,11 +13,20 @@ from telegrad import Deadline
 from telegrad.batching.calls import BatchedCall
 from telegrad.batching.fair_queue import FairQueue
 from telegrad.batching.options import BatchOptions
-from telegrad.batching.policy import AdaptivePolicy, AllCallersPolicy, BatchPolicy, MinimumSizePolicy, policy_for
+from telegrad.batching.policy import (
+    AdaptivePolicy,
+    AllCallersPolicy,
+    BatchPolicy,
+    MinimumSizePolicy,
+    policy_for,
+)
 
 
 def entry(
-    caller: str | int = "w0", arrived: float = 0.0, priority: float = 0.0, deadline: float | None = None
+    caller: str | int = "w0",
+    arrived: float = 0.0,
+    priority: float = 0.0,
+    deadline: float | None = None,
 ) -> BatchedCall:
     made = BatchedCall(None, caller, None if deadline is None else Deadline(deadline), (), (), {})
     made.arrived, made.priority, made.queued = arrived, priority, True
@@ -31,7 +40,13 @@ def test_callers_take_turns() -> None:
     line = FairQueue()
     for number, caller in enumerate("aaaabbc"):
         line.add(entry(caller, number))
-    assert [(each.caller, each.arrived) for each in line.take(5)] == [("a", 0), ("b", 4), ("c", 6), ("a", 1), ("b", 5)]
+    assert [(each.caller, each.arrived) for each in line.take(5)] == [
+        ("a", 0),
+        ("b", 4),
+        ("c", 6),
+        ("a", 1),
+        ("b", 5),
+    ]
     assert [each.arrived for each in line.take(5)] == [2, 3]
 
 
@@ -50,8 +65,12 @@ def test_of_two_lines_the_more_urgent_then_the_older_goes_first() -> None:
     assert sorted([new, urgent, old], key=FairQueue.rank) == [urgent, old, new]
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.booleans())), st.integers(1, 7))
-def test_everybody_gets_through_a_line_once_and_in_order(calls: list[tuple[str, int, bool]], size: int) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.booleans())), st.integers(1, 7)
+)
+def test_everybody_gets_through_a_line_once_and_in_order(
+    calls: list[tuple[str, int, bool]], size: int
+) -> None:
     line, entries = FairQueue(), []
     for number, (caller, priority, leaves) in enumerate(calls):
         made = entry(caller, number, priority)
@@ -68,10 +87,14 @@ def test_everybody_gets_through_a_line_once_and_in_order(calls: list[tuple[str, 
         taken += batch
     assert {id(each) for each in taken} == {id(made) for made, leaves in entries if not leaves}
     assert len(taken) == len({id(each) for each in taken})
-    assert [each.priority for each in taken] == sorted((each.priority for each in taken), reverse=True)
+    assert [each.priority for each in taken] == sorted(
+        (each.priority for each in taken), reverse=True
+    )
     for caller in "abc":
         for priority in range(3):
-            own = [each.arrived for each in taken if (each.caller, each.priority) == (caller, priority)]
+            own = [
+                each.arrived for each in taken if (each.caller, each.priority) == (caller, priority)
+            ]
             assert own == sorted(own)
 
 

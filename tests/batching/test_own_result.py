@@ -57,7 +57,9 @@ def nothing_left_behind() -> None:
     """The workers outlive the test, so that not every example has to start some."""
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(calls, max_size=12))
 def test_everybody_gets_its_own_result(workers: LocalCluster, plan: list[Call]) -> None:
     gate, log = Gate(), Log()

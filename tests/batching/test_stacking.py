@@ -66,12 +66,29 @@ def test_splitting_undoes_stacking(value: Any, count: int) -> None:
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else []
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, tuple | list)
+        else []
+    )
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
 @pytest.mark.parametrize(
-    "value", [3, "text", None, [1, 2], {"a": 1}, (), torch.Size([2]), collections.defaultdict(list, a=[1]), np.ones(2)]
+    "value",
+    [
+        3,
+        "text",
+        None,
+        [1, 2],
+        {"a": 1},
+        (),
+        torch.Size([2]),
+        collections.defaultdict(list, a=[1]),
+        np.ones(2),
+    ],
 )
 def test_what_holds_no_tensor_arrives_as_a_list(value: Any) -> None:
     (left, right) = stack([value, value], shape_of(value))
@@ -109,7 +126,9 @@ def test_results_of_every_form() -> None:
     assert split({}, 2, "f") == [{}, {}]
 
 
-@pytest.mark.parametrize("value", [torch.ones(1), torch.ones(3), torch.tensor(1.0), [1], np.array(1), ([1, 2], [1])])
+@pytest.mark.parametrize(
+    "value", [torch.ones(1), torch.ones(3), torch.tensor(1.0), [1], np.array(1), ([1, 2], [1])]
+)
 def test_too_few_or_too_many_results_are_an_error(value: Any) -> None:
     with pytest.raises(UsageError, match=r"f returned . results for a batch of 2"):
         split(value, 2, "f")
@@ -148,7 +167,9 @@ def test_a_batch_is_filled_up_to_a_fixed_size() -> None:
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=f"batched: .*{next(iter(settings)).removeprefix('pad_to')}"):
+    with pytest.raises(
+        UsageError, match=f"batched: .*{next(iter(settings)).removeprefix('pad_to')}"
+    ):
         batched(**settings)(padded)
 
 

@@ -12,7 +12,9 @@ LATENCY = Case("latency/x", "a call", "us", "latency")
 RATE = Case("rate/x", "calls", "calls/s", "rate", higher_is_better=True)
 
 
-def lines(*series: tuple[Case, str, list[float]], errors: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def lines(
+    *series: tuple[Case, str, list[float]], errors: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     """The lines of these cases, peers and rounds; `errors` are the last one's."""
     figures = Results()
     for case, peer, rounds in series:

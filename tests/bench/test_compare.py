@@ -57,15 +57,20 @@ def test_luck_is_counted_exactly() -> None:
         assert compare.by_luck(low, high) == pytest.approx(sum(better) / len(better))
 
 
-def test_the_command_says_what_got_slower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_got_slower(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
     results.write(old, heading(), lines((LATENCY, "telegrad", BEFORE), (LATENCY, "torch", BEFORE)))
-    results.write(new, heading(), lines((LATENCY, "telegrad", [500.0] * 5), (LATENCY, "torch", [900.0] * 5)))
+    results.write(
+        new, heading(), lines((LATENCY, "telegrad", [500.0] * 5), (LATENCY, "torch", [900.0] * 5))
+    )
     assert compare.main([str(old), str(old)]) == 0
     assert compare.main([str(old), str(new)]) == 1
     last = capsys.readouterr().out.splitlines()
     assert any(line.startswith("slower") and "telegrad" in line for line in last)
-    assert not any("torch " in line for line in last)  # how fast the peers are is not our regression
+    # how fast the peers are is not our regression
+    assert not any("torch " in line for line in last)
     assert last[-1] == "1 compared: 1 slower, 0 faster, 0 within the spread"
 
 

@@ -31,7 +31,9 @@ def test_peers_have_adapters_and_say_what_they_are(spec: object) -> None:
     assert spec.about  # type: ignore[attr-defined]
 
 
-def test_an_environment_is_found_by_its_variable_and_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_an_environment_is_found_by_its_variable_and_by_its_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:  # type: ignore[no-untyped-def]
     python = tmp_path / "ray" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
@@ -49,7 +51,13 @@ def test_parts_that_are_there_can_run() -> None:
 
 def test_lines_with_entries_become_results() -> None:
     run = {"benchmark": "ps", "model": "resnet18", "trainers": 4, "servers": 1, "rounds": 3}
-    line = results.standard(run, {"kind": "result", "entry": "telegrad.ps", "rounds": [1.0, 3.0, 2.0]})
-    assert (line["case"], line["peer"], line["median"]) == ("ps/resnet18/4-trainers", "telegrad.ps", 2.0)
+    line = results.standard(
+        run, {"kind": "result", "entry": "telegrad.ps", "rounds": [1.0, 3.0, 2.0]}
+    )
+    assert (line["case"], line["peer"], line["median"]) == (
+        "ps/resnet18/4-trainers",
+        "telegrad.ps",
+        2.0,
+    )
     assert (line["axis"], line["at"], line["unit"]) == ("trainers", 4, "rounds/s")
     assert results.standard(run, line) == line

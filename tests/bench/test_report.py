@@ -34,7 +34,10 @@ def test_rounds_that_overlap_are_even() -> None:
 
 
 def test_limits_are_not_competitors() -> None:
-    assert verdicts.verdicts(lines((LATENCY, "telegrad", [2.0]), (LATENCY, "one process", [1.0]))) == []
+    assert (
+        verdicts.verdicts(lines((LATENCY, "telegrad", [2.0]), (LATENCY, "one process", [1.0])))
+        == []
+    )
 
 
 def test_losses_come_first_and_look_like_wins() -> None:

@@ -14,10 +14,17 @@ from benchmarks import compare, report, results
 
 
 def bench(*arguments: object) -> None:
-    path = os.pathsep.join([str(Path(telegrad.__path__[0]).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(Path(telegrad.__path__[0]).parent), os.environ.get("PYTHONPATH", "")]
+    )
     command = [sys.executable, "-m", "telegrad", "bench", *map(str, arguments)]
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=110, check=False
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -31,7 +38,10 @@ def test_run_report_and_compare(tmp_path: Path) -> None:
     run, lines = results.read(out)
     assert run["machine"]["cores"] >= 1
     assert set(run["parts"]["core"]["peers"]) == {"telegrad", "torch"}
-    assert [(line["case"], line["peer"]) for line in lines] == [(cases, "telegrad"), (cases, "torch")]
+    assert [(line["case"], line["peer"]) for line in lines] == [
+        (cases, "telegrad"),
+        (cases, "torch"),
+    ]
     for line in lines:
         assert len(line["rounds"]) == 5
         assert line["p99"] >= line["min"] > 0

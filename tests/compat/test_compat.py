@@ -105,8 +105,14 @@ def test_installing_twice_is_installing_once() -> None:
 
 def test_uninstalling_gives_torch_all_its_modules_back() -> None:
     importlib.import_module("torch.distributed.nn")
-    before = {name: module for name, module in sys.modules.items() if name.startswith("torch.distributed")}
-    names = dict(vars(torch.distributed.rpc)), dict(vars(torch._C._distributed_rpc)), dict(vars(torch.distributed.nn))
+    before = {
+        name: module for name, module in sys.modules.items() if name.startswith("torch.distributed")
+    }
+    names = (
+        dict(vars(torch.distributed.rpc)),
+        dict(vars(torch._C._distributed_rpc)),
+        dict(vars(torch.distributed.nn)),
+    )
     compat.install()
     compat.uninstall()
     assert {name: sys.modules.get(name) for name in before} == before
@@ -165,7 +171,11 @@ def test_wait_all_ends_with_the_first_error() -> None:
         failed = cluster["w0"].submit("w1", int, "seven")
         with pytest.raises(ValueError, match="seven"):
             torch.futures.wait_all([never, failed])
-        assert torch.futures.wait_all([cluster["w0"].submit("w1", abs, -n) for n in range(3)]) == [0, 1, 2]
+        assert torch.futures.wait_all([cluster["w0"].submit("w1", abs, -n) for n in range(3)]) == [
+            0,
+            1,
+            2,
+        ]
 
 
 @pytest.mark.usefixtures("installed")

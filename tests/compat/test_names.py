@@ -121,7 +121,11 @@ LEFT_OUT: dict[str, dict[str, str]] = {  # by module and reason
 
 def defined(module: ModuleType) -> set[str]:
     """Names that a module of torch's RPC has, less what it imported from elsewhere."""
-    return {name for name, value in vars(module).items() if not name.startswith("__") and not _is_foreign(value)}
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("__") and not _is_foreign(value)
+    }
 
 
 def _is_foreign(value: Any) -> bool:
@@ -150,28 +154,45 @@ def test_every_name_is_there_or_left_out_with_a_reason(name: str) -> None:
 
 
 def test_every_module_is_there_or_left_out_with_a_reason() -> None:
-    modules = {"torch.distributed.rpc", "torch.distributed.autograd", "torch.distributed.nn.api.remote_module"}
-    modules |= {each.name for each in pkgutil.iter_modules(torch.distributed.rpc.__path__, "torch.distributed.rpc.")}
-    modules |= {"torch.distributed.optim", "torch.distributed.optim.optimizer"}  # its other modules are torch's own
+    modules = {
+        "torch.distributed.rpc",
+        "torch.distributed.autograd",
+        "torch.distributed.nn.api.remote_module",
+    }
+    modules |= {
+        each.name
+        for each in pkgutil.iter_modules(torch.distributed.rpc.__path__, "torch.distributed.rpc.")
+    }
+    # its other modules are torch's own
+    modules |= {"torch.distributed.optim", "torch.distributed.optim.optimizer"}
     assert modules == MODULES.keys() | MODULES_LEFT_OUT.keys()
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "omitted"),
     [
-        ("PyRRef", telegrad.rpc.PyRRef, {"_serialize", "_deserialize", "_set_profiling_future"}),  # ENGINE
+        # ENGINE
+        ("PyRRef", telegrad.rpc.PyRRef, {"_serialize", "_deserialize", "_set_profiling_future"}),
         ("RpcAgent", telegrad.rpc.RpcAgent, set()),
         ("TensorPipeAgent", telegrad.rpc.TensorPipeAgent, {"_update_group_membership"}),  # ENGINE
         ("WorkerInfo", telegrad.rpc.WorkerInfo, set()),
     ],
 )
-def test_classes_of_torchs_engine_have_their_methods(theirs: str, ours: type, omitted: set[str]) -> None:
+def test_classes_of_torchs_engine_have_their_methods(
+    theirs: str, ours: type, omitted: set[str]
+) -> None:
     original = getattr(torch.distributed.rpc, theirs)
-    names = {name for name in dir(original) if not name.startswith("__")} - {"_pybind11_conduit_v1_"}
+    names = {name for name in dir(original) if not name.startswith("__")} - {
+        "_pybind11_conduit_v1_"
+    }
     assert {name for name in names if not hasattr(ours, name)} == omitted
 
 
 def test_contexts_have_the_methods_of_torchs() -> None:
     original = torch._C._distributed_autograd.DistAutogradContext
-    names = {name for name in dir(original) if not name.startswith("__")} - {"_pybind11_conduit_v1_"}
-    assert [name for name in names if not hasattr(telegrad.autograd.DistAutogradContext, name)] == []
+    names = {name for name in dir(original) if not name.startswith("__")} - {
+        "_pybind11_conduit_v1_"
+    }
+    assert [
+        name for name in names if not hasattr(telegrad.autograd.DistAutogradContext, name)
+    ] == []

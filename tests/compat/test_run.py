@@ -49,7 +49,9 @@ def test_a_script(tmp_path: Path) -> None:
     ]
 
 
-def test_a_script_by_a_relative_path_and_through_a_link(tmp_path: Path, own_main: pytest.MonkeyPatch) -> None:
+def test_a_script_by_a_relative_path_and_through_a_link(
+    tmp_path: Path, own_main: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "real" / "script.py", TELL)
     (tmp_path / "link.py").symlink_to("real/script.py")
     own_main.chdir(tmp_path)
@@ -67,7 +69,13 @@ def test_a_module_and_a_package(tmp_path: Path, own_main: pytest.MonkeyPatch) ->
     package = "project_of_a_test"
     where = [str(tmp_path), train, "telegrad.rpc", f"{package}.train", package]
     assert told("-m", f"{package}.train", "7") == ["__main__", [train, "7"], *where]
-    assert told("-m", package)[1:6] == [[main], str(tmp_path), main, "telegrad.rpc", f"{package}.__main__"]
+    assert told("-m", package)[1:6] == [
+        [main],
+        str(tmp_path),
+        main,
+        "telegrad.rpc",
+        f"{package}.__main__",
+    ]
     assert sys.modules.pop(package).early is telegrad.rpc
 
 
@@ -85,7 +93,9 @@ def test_a_folder_and_a_zip_file(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("own_main")
 def test_the_module_outlives_its_program(tmp_path: Path) -> None:
-    script = write(tmp_path / "script.py", "value = 3\ndef later():\n    return value\nTOLD = [later]")
+    script = write(
+        tmp_path / "script.py", "value = 3\ndef later():\n    return value\nTOLD = [later]"
+    )
     (later,) = told(str(script))
     assert later() == 3
 
@@ -102,14 +112,18 @@ def test_the_module_outlives_its_program(tmp_path: Path) -> None:
         ([], "the following arguments are required: PROGRAM"),
     ],
 )
-def test_what_cannot_be_run(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         telegrad.cli.main(["run", *arguments])
     assert ended.value.code == 2
     assert complaint in capsys.readouterr().err
 
 
-def test_a_module_that_imports_what_is_not_there_says_so(tmp_path: Path, own_main: pytest.MonkeyPatch) -> None:
+def test_a_module_that_imports_what_is_not_there_says_so(
+    tmp_path: Path, own_main: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "broken_of_a_test" / "__init__.py", "import not_installed_anywhere")
     own_main.chdir(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
@@ -120,7 +134,10 @@ def test_a_module_that_imports_what_is_not_there_says_so(tmp_path: Path, own_mai
 @pytest.mark.parametrize(
     ("code", "lines"),
     [
-        ("def f():\n    1 / 0\nf()", ["Traceback (most recent call last):", '  File "{script}", line 3, in <module>']),
+        (
+            "def f():\n    1 / 0\nf()",
+            ["Traceback (most recent call last):", '  File "{script}", line 3, in <module>'],
+        ),
         ("x = = 1", ['  File "{script}", line 1', "    x = = 1"]),
     ],
 )
@@ -131,7 +148,9 @@ def test_a_traceback_begins_in_the_program(
     with pytest.raises((ZeroDivisionError, SyntaxError)) as raised:
         telegrad.cli.main(["run", str(script)])
     sys.excepthook(raised.type, raised.value, raised.value.__traceback__)
-    assert capsys.readouterr().err.splitlines()[:2] == [line.format(script=script) for line in lines]
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        line.format(script=script) for line in lines
+    ]
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +218,10 @@ def test_an_unmodified_program_with_children_of_every_kind(tmp_path: Path) -> No
     source = str(Path(telegrad.__path__[0]).parent)
     done = subprocess.run(
         [sys.executable, "-m", "telegrad", "run", str(script), str(tmp_path / "store")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]),
+        },
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -28,8 +28,13 @@ def __getattr__(suite: str) -> Any:
 
 def _fixtures(suite: str) -> tuple[type, ...]:
     if under_test.NAME == "telegrad":
-        return (fixtures.Wording, fixtures.SlowOwnerFixture if suite in suites.FAULTY else fixtures.TelegradFixture)
-    kind, name = ("faulty", "FaultyRpc") if suite in suites.FAULTY else ("tensorpipe", "TensorPipeRpc")
+        return (
+            fixtures.Wording,
+            fixtures.SlowOwnerFixture if suite in suites.FAULTY else fixtures.TelegradFixture,
+        )
+    kind, name = (
+        ("faulty", "FaultyRpc") if suite in suites.FAULTY else ("tensorpipe", "TensorPipeRpc")
+    )
     module = importlib.import_module(f"{suites.BASE}rpc.{kind}_rpc_agent_test_fixture")
     return (getattr(module, f"{name}AgentTestFixture"),)
 

@@ -41,7 +41,9 @@ def load() -> list[Test]:
 
 def capabilities() -> list[str]:
     """In the table's order."""
-    return list(dict.fromkeys(label.capability for _, label in _rows(TABLE.read_text(encoding="utf-8"))))
+    return list(
+        dict.fromkeys(label.capability for _, label in _rows(TABLE.read_text(encoding="utf-8")))
+    )
 
 
 def _label(labels: dict[tuple[str, str], Label], found: suites.Found) -> Label:
@@ -50,7 +52,9 @@ def _label(labels: dict[tuple[str, str], Label], found: suites.Found) -> Label:
         return whole_suite
     if found.gpus > 1:
         return Label(EXCLUDED, "needs 2 or more GPUs")
-    return labels.get((found.suite, found.test.removeprefix("test_")), Label(UNCATALOGUED, "not in catalog.txt"))
+    return labels.get(
+        (found.suite, found.test.removeprefix("test_")), Label(UNCATALOGUED, "not in catalog.txt")
+    )
 
 
 def _rows(table: str) -> Iterator[tuple[tuple[str, str], Label]]:
@@ -64,4 +68,7 @@ def _rows(table: str) -> Iterator[tuple[tuple[str, str], Label]]:
         if words and not line.startswith(" "):
             suite = words.pop(0)
         for word in words:
-            yield (suite, word.removesuffix("*")), Label(kind, capability, starred=word.endswith("*"))
+            yield (
+                (suite, word.removesuffix("*")),
+                Label(kind, capability, starred=word.endswith("*")),
+            )

@@ -15,7 +15,8 @@ import torch.distributed.rpc as rpc
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 
-START, LIMIT = "CONFORMANCE_START", "CONFORMANCE_LIMIT"  # in the environment: fork or spawn, and seconds for a test
+# in the environment: fork or spawn, and seconds for a test
+START, LIMIT = "CONFORMANCE_START", "CONFORMANCE_LIMIT"
 EXIT_CODES: list[int | None] = []  # of the ranks of the test that ran in this process
 
 
@@ -30,7 +31,8 @@ class Ranks(MultiProcessTestCase):
     @classmethod
     def _run(cls, *args: Any, **kwargs: Any) -> None:
         sessions.die_with_parent()
-        faulthandler.dump_traceback_later(float(os.environ[LIMIT]) - 0.5)  # PyTorch misses ranks that hang in exiting
+        # PyTorch misses ranks that hang in exiting
+        faulthandler.dump_traceback_later(float(os.environ[LIMIT]) - 0.5)
         super()._run(*args, **kwargs)
 
     def tearDown(self) -> None:
@@ -48,7 +50,9 @@ class Wording:
 
     def assertRaisesRegex(self, error: Any, regex: Any, *args: Any, **kwargs: Any) -> Any:
         suite: Any = super()
-        return suite.assertRaisesRegex(error, "" if regex in self.PYBIND else regex, *args, **kwargs)  # noqa: PT027
+        return suite.assertRaisesRegex(
+            error, "" if regex in self.PYBIND else regex, *args, **kwargs
+        )
 
 
 class TelegradFixture(RpcAgentTestFixture):
@@ -70,22 +74,35 @@ class TelegradFixture(RpcAgentTestFixture):
 class SlowOwnerFixture(TelegradFixture):
     """In place of torch's fault-injecting agent. Delays: the callee sleeps first. Lost messages cannot be had."""
 
-    def setup_fault_injection(self, faulty_messages: Any, messages_to_delay: dict[str, float] | None) -> None:
+    def setup_fault_injection(
+        self, faulty_messages: Any, messages_to_delay: dict[str, float] | None
+    ) -> None:
         if faulty_messages:
             raise NotImplementedError("messages cannot be dropped on purpose")
-        delays = {"PYTHON_CALL": 1.5, "SCRIPT_CALL": 1.5} if messages_to_delay is None else messages_to_delay
-        for name, message in (("rpc_sync", "_CALL"), ("rpc_async", "_CALL"), ("remote", "_REMOTE_CALL")):
+        delays = (
+            {"PYTHON_CALL": 1.5, "SCRIPT_CALL": 1.5}
+            if messages_to_delay is None
+            else messages_to_delay
+        )
+        for name, message in (
+            ("rpc_sync", "_CALL"),
+            ("rpc_async", "_CALL"),
+            ("remote", "_REMOTE_CALL"),
+        ):
             if hasattr(rpc, name):
                 setattr(rpc, name, _delayed(getattr(rpc, name), delays, message))
 
 
-def _delayed(call: Callable[..., Any], delays: dict[str, float], message: str) -> Callable[..., Any]:
+def _delayed(
+    call: Callable[..., Any], delays: dict[str, float], message: str
+) -> Callable[..., Any]:
     """The call, with a sleep on the callee for as long as the agent would have delayed its message."""
 
     def delayed(to: Any, func: Any, args: Any = None, kwargs: Any = None, **rest: Any) -> Any:
         builtin = torch.jit._builtins._find_builtin(func) is not None
         seconds = delays.get(("SCRIPT" if builtin else "PYTHON") + message, 0.0)
-        if builtin and message == "_REMOTE_CALL":  # a slow fetch is a slow creation, to the one who waits
+        # a slow fetch is a slow creation, to the one who waits
+        if builtin and message == "_REMOTE_CALL":
             seconds = max(seconds, delays.get("SCRIPT_RREF_FETCH_CALL", 0.0))
         if seconds:
             return call(to, _sleep_then_call, (seconds, func, args or (), kwargs or {}), **rest)

@@ -23,10 +23,14 @@ def arm() -> None:
     for cls in (rpc.TensorPipeAgent, rpc.PyRRef):
         cls.__init__ = _trap(f"{rpc.__name__}.{cls.__name__}")
     traps = {
-        function: _trap(f"{module.__name__}.{name}") for module in (rpc, autograd) for name, function in _own(module)
+        function: _trap(f"{module.__name__}.{name}")
+        for module in (rpc, autograd)
+        for name, function in _own(module)
     }
     loaded = [
-        m for n, m in sys.modules.items() if n.startswith(("torch.distributed.rpc", "torch.distributed.autograd"))
+        m
+        for n, m in sys.modules.items()
+        if n.startswith(("torch.distributed.rpc", "torch.distributed.autograd"))
     ]
     for module in (rpc, autograd, *loaded):
         for name, function in _own(module):

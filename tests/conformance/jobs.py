@@ -28,7 +28,8 @@ import under_test
 from catalog import Test
 from results import Result
 
-OVERTIME = 20  # seconds that PyTorch's own watchdog has for printing stacks, once a test's limit has passed
+# seconds that PyTorch's own watchdog has for printing stacks, once a test's limit has passed
+OVERTIME = 20
 
 
 @dataclass
@@ -61,7 +62,9 @@ def preload(names: set[str]) -> None:
             print(f"{suite} cannot be imported; its tests will say why")
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        print(f"{threads} threads run after importing {under_test.NAME}: tests forked from here may hang")
+        print(
+            f"{threads} threads run after importing {under_test.NAME}: tests forked from here may hang"
+        )
 
 
 def run(
@@ -70,7 +73,8 @@ def run(
     """Each test's result and output (none in the foreground: it went to the terminal)."""
     waiting, running = deque(enumerate(tests)), list[Job]()
     sessions.adopt_orphans()
-    root = Path(tempfile.mkdtemp(prefix="cf", dir="/tmp"))  # a short path: unix sockets may be made in it
+    # a short path: unix sockets may be made in it
+    root = Path(tempfile.mkdtemp(prefix="cf", dir="/tmp"))
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -118,7 +122,10 @@ def _child(test: Test, folder: Path, foreground: bool) -> NoReturn:
 
 
 def _redirect_output(path: Path) -> None:
-    log, null = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
+    log, null = (
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+        os.open(os.devnull, os.O_RDONLY),
+    )
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
 
@@ -128,7 +135,10 @@ def _finish(job: Job) -> tuple[Result, str]:
     result, log = _result(job), _read(job.folder / "log")
     result.tripped = sorted(set(_read(job.folder / "tripped").split()))
     if result.tripped:
-        result.status, result.message = "fail", "GUARD: torch's own engine was used: " + ", ".join(result.tripped)
+        result.status, result.message = (
+            "fail",
+            "GUARD: torch's own engine was used: " + ", ".join(result.tripped),
+        )
     shutil.rmtree(job.folder, ignore_errors=True)
     return result, log
 

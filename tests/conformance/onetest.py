@@ -18,7 +18,9 @@ from torch.testing._internal import common_distributed
 
 RANK_FAILED = re.compile(r"Process (\d+) exited with error code 10 and exception:")
 RANK_DIED = re.compile(r"Expected exit code 0 but got (-?\d+)")
-ERROR_LINE = re.compile(r"^(?!Exception raised from)[\w.]*(Error|Exception|Failure|Exit|Interrupt)\b.*", re.M)
+ERROR_LINE = re.compile(
+    r"^(?!Exception raised from)[\w.]*(Error|Exception|Failure|Exit|Interrupt)\b.*", re.M
+)
 LOST_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|eof \(|(Wait|Socket|Application) [Tt]imeout|peer"
 )
@@ -31,7 +33,8 @@ def run(test: Test) -> Result:
     if torch.cuda.device_count() < test.gpus:
         return Result(test.id, "skip", message=f"needs {test.gpus} GPU")
     if "missing_config" in test.name:
-        os.environ["TELEGRAD_UNMAPPED_DEVICES"] = "refuse"  # torch's rule; by default the same device is used
+        # torch's rule; by default the same device is used
+        os.environ["TELEGRAD_UNMAPPED_DEVICES"] = "refuse"
     common_distributed.TIMEOUT_DEFAULT = int(os.environ[fixtures.LIMIT])
     result, start = Result(test.id), time.monotonic()
     try:
@@ -61,7 +64,9 @@ def _first_error(text: str) -> str:
     if died := RANK_DIED.search(text):
         return f"rank 0: ended with code {died[1]}"
     _, *parts = RANK_FAILED.split(text)
-    ranks = [(f"rank {rank}: ", body) for rank, body in zip(parts[::2], parts[1::2], strict=True)] or [("", text)]
+    ranks = [
+        (f"rank {rank}: ", body) for rank, body in zip(parts[::2], parts[1::2], strict=True)
+    ] or [("", text)]
     lines = [rank + match[0] for rank, body in ranks if (match := ERROR_LINE.search(body))]
     primary = [line for line in lines if not LOST_PEER.search(line)]
     return (primary or lines or [text.strip().rpartition("\n")[2]])[0]

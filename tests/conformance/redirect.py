@@ -20,7 +20,11 @@ from telegrad import compat
 
 SUITES = "torch.testing._internal."  # modules that may import what is missing
 RPC = "torch.distributed.rpc"
-OTHERS = ["torch.distributed.autograd", "torch.distributed.nn.api.remote_module", "torch.distributed.optim.optimizer"]
+OTHERS = [
+    "torch.distributed.autograd",
+    "torch.distributed.nn.api.remote_module",
+    "torch.distributed.optim.optimizer",
+]
 
 
 class NotOfferedError(AttributeError):  # not a RuntimeError: tests expect those
@@ -60,8 +64,10 @@ class Missing:
 
 def install() -> None:
     """Point the torch names at Telegrad; what it lacks is a `Missing`, for the suites."""
-    torch.jit._builtins._get_builtin_table()  # reads torch.distributed.autograd once: let it see torch's own
-    loaded = sorted(name for name in sys.modules if f"{name}.".startswith(f"{RPC}."))  # parents first
+    # reads torch.distributed.autograd once: let it see torch's own
+    torch.jit._builtins._get_builtin_table()
+    # parents first
+    loaded = sorted(name for name in sys.modules if f"{name}.".startswith(f"{RPC}."))
     compat.install()
     for name in (*loaded, *OTHERS):
         _complete(_telegrads(name))
@@ -86,7 +92,9 @@ def _complete(module: ModuleType) -> None:
         return
 
     def missing(attribute: str) -> Missing:
-        if sys._getframe(1).f_globals.get("__name__", "").startswith(SUITES) and not attribute.startswith("__"):
+        if sys._getframe(1).f_globals.get("__name__", "").startswith(
+            SUITES
+        ) and not attribute.startswith("__"):
             return Missing(f"{module.__name__}.{attribute}")
         raise AttributeError(f"module {module.__name__!r} has no attribute {attribute!r}")
 

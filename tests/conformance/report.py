@@ -7,14 +7,22 @@ STATES = ("pass", "fail", "timeout", "crash", "error", "skip")
 
 
 def text(rows: list[Row], everything: list[Test]) -> str:
-    public, internal = ([row for row in rows if row[0].label.name == label] for label in (PUBLIC, INTERNAL))
+    public, internal = (
+        [row for row in rows if row[0].label.name == label] for label in (PUBLIC, INTERNAL)
+    )
     starred = [row for row in public if row[0].label.starred]
     unknown = [test for test in everything if test.label.name == UNCATALOGUED]
     parts = [
         public and _table(PUBLIC, public),
         internal and _table(INTERNAL, internal),
-        _names("passed, though a rank other than 0 ended badly", [result for _, result in rows if result.odd]),
-        _names("used torch's own RPC or autograd (GUARD)", [result for _, result in rows if result.tripped]),
+        _names(
+            "passed, though a rank other than 0 ended badly",
+            [result for _, result in rows if result.odd],
+        ),
+        _names(
+            "used torch's own RPC or autograd (GUARD)",
+            [result for _, result in rows if result.tripped],
+        ),
         _names("uncatalogued, not scored", unknown),
         public and f"SCORE  {_share(public)} PUBLIC tests passed",
         starred and f"       {_share(starred)} of those that only calls between processes can pass",
@@ -34,7 +42,11 @@ def _table(label: str, rows: list[Row]) -> str:
         groups[test.label.capability].append(result.status)
     groups[f"all {label}"] = [result.status for _, result in rows]
     lines = [_line(label, ("tests", *STATES))]
-    lines += [_line(name, (len(got), *(got.count(s) or "." for s in STATES))) for name, got in groups.items() if got]
+    lines += [
+        _line(name, (len(got), *(got.count(s) or "." for s in STATES)))
+        for name, got in groups.items()
+        if got
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -41,10 +41,20 @@ def score(rows: Iterable[Row]) -> int:
 
 
 def save(path: Path, rows: list[Row], **about: Any) -> None:
-    tests = [{"label": test.label.name, "capability": test.label.capability, **asdict(result)} for test, result in rows]
-    path.write_text(json.dumps({**about, "score": score(rows), "tests": tests}, indent=1) + "\n", encoding="utf-8")
+    tests = [
+        {"label": test.label.name, "capability": test.label.capability, **asdict(result)}
+        for test, result in rows
+    ]
+    path.write_text(
+        json.dumps({**about, "score": score(rows), "tests": tests}, indent=1) + "\n",
+        encoding="utf-8",
+    )
 
 
 def failed(path: Path) -> set[str]:
     """The tests that did not pass, from a file that `save` wrote."""
-    return {test["id"] for test in json.loads(path.read_text())["tests"] if test["status"] not in ("pass", "skip")}
+    return {
+        test["id"]
+        for test in json.loads(path.read_text())["tests"]
+        if test["status"] not in ("pass", "skip")
+    }

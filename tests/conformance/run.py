@@ -27,26 +27,55 @@ import report
 import results
 from catalog import EXCLUDED, INTERNAL, PUBLIC, UNCATALOGUED, Test
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"  # this checkout is what is tested, whatever is installed
+# this checkout is what is tested, whatever is installed
+SOURCE = Path(__file__).resolve().parents[2] / "src"
 LABELS = {"public": {PUBLIC}, "internal": {INTERNAL}, "all": {PUBLIC, INTERNAL, UNCATALOGUED}}
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("-k", action="append", default=[], metavar="SUBSTRING", help="part of Suite.test; may be repeated")
-    add("--capability", action="append", default=[], metavar="NAME", help="part of its name; may be repeated")
+    add(
+        "-k",
+        action="append",
+        default=[],
+        metavar="SUBSTRING",
+        help="part of Suite.test; may be repeated",
+    )
+    add(
+        "--capability",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="part of its name; may be repeated",
+    )
     add("--suite", action="append", default=[], metavar="NAME", help="may be repeated")
     for name in LABELS:
         add(f"--{name}", dest="labels", action="store_const", const=name, help=f"run {name} tests")
-    add("--failed-from", type=Path, metavar="RESULTS", help="only tests that did not pass in this results file")
+    add(
+        "--failed-from",
+        type=Path,
+        metavar="RESULTS",
+        help="only tests that did not pass in this results file",
+    )
     add("--one", metavar="SUITE.TEST", help="run one test, whatever its label, and show its output")
     add("--list", action="store_true", help="list the tests and stop")
     add("--against", choices=["telegrad", "torch"], default="telegrad")
-    add("--start", choices=["fork", "spawn"], help="how ranks start (default: spawn if there is a GPU, else fork)")
+    add(
+        "--start",
+        choices=["fork", "spawn"],
+        help="how ranks start (default: spawn if there is a GPU, else fork)",
+    )
     add("-j", dest="at_once", type=int, default=1, metavar="N", help="tests at a time")
     add("--limit", type=int, default=100, metavar="SECONDS", help="for one test (default: 100)")
-    add("--out", type=Path, metavar="RESULTS", help="write the results here (JSON), logs of failed tests beside it")
+    add(
+        "--out",
+        type=Path,
+        metavar="RESULTS",
+        help="write the results here (JSON), logs of failed tests beside it",
+    )
     add("--min-score", type=int, metavar="N", help="fail only if fewer public tests pass")
     return parser.parse_args()
 
@@ -63,7 +92,10 @@ def select(tests: list[Test], args: argparse.Namespace) -> list[Test]:
         if test.label.name in labels
         and test.id in wanted
         and (not args.k or any(part in test.id for part in args.k))
-        and (not args.capability or any(part.lower() in test.label.capability.lower() for part in args.capability))
+        and (
+            not args.capability
+            or any(part.lower() in test.label.capability.lower() for part in args.capability)
+        )
         and (not args.suite or test.suite in args.suite)
     ]
 
@@ -71,9 +103,13 @@ def select(tests: list[Test], args: argparse.Namespace) -> list[Test]:
 def prepare(args: argparse.Namespace) -> None:
     """Everything that must be settled before torch is imported."""
     start = args.start or ("spawn" if gpus.present() else "fork")
-    os.environ.update(CONFORMANCE_AGAINST=args.against, CONFORMANCE_START=start, CONFORMANCE_LIMIT=str(args.limit))
+    os.environ.update(
+        CONFORMANCE_AGAINST=args.against, CONFORMANCE_START=start, CONFORMANCE_LIMIT=str(args.limit)
+    )
     os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
-    os.environ.update(dict.fromkeys(["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"], "1"))
+    os.environ.update(
+        dict.fromkeys(["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"], "1")
+    )
     gpus.hide()
     warnings.simplefilter("ignore")
     sys.path.insert(1, str(SOURCE))
@@ -105,7 +141,11 @@ def execute(tests: list[Test], args: argparse.Namespace) -> list[results.Row]:
 def main() -> int:
     args = arguments()
     everything = catalog.load()
-    tests = [test for test in everything if test.id == args.one] if args.one else select(everything, args)
+    tests = (
+        [test for test in everything if test.id == args.one]
+        if args.one
+        else select(everything, args)
+    )
     if args.list:
         print(*tests, f"{len(tests)} tests", sep="\n")
         return 0
@@ -117,7 +157,11 @@ def main() -> int:
     rows = execute(tests, args)
     print("\n" + report.text(rows, everything))
     if args.out:
-        about = {"against": args.against, "torch": version("torch"), "seconds": round(time.monotonic() - start)}
+        about = {
+            "against": args.against,
+            "torch": version("torch"),
+            "seconds": round(time.monotonic() - start),
+        }
         results.save(args.out, rows, **about)
     if args.min_score is not None:
         return int(results.score(rows) < args.min_score)

@@ -48,7 +48,11 @@ def _gone(session: int) -> bool:
 
 
 def _members(session: int) -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _session(entry) == session]
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and _session(entry) == session
+    ]
 
 
 def _session(process: Path) -> int | None:

@@ -36,7 +36,8 @@ MODULES = {
     "JitDistAutogradTest": BASE + "rpc.jit.dist_autograd_test",
     "JitFaultyAgentRpcTest": BASE + "rpc.jit.rpc_test_faulty",
 }
-FAULTY = {"FaultyAgentRpcTest", "FaultyAgentDistAutogradTest"}  # run with the agent that delays and drops messages
+# run with the agent that delays and drops messages
+FAULTY = {"FaultyAgentRpcTest", "FaultyAgentDistAutogradTest"}
 
 
 class Found(NamedTuple):
@@ -78,7 +79,14 @@ def _tests(tree: ast.Module, suite: str) -> dict[str, int]:
 
 def _gpus(decorator: ast.expr) -> int:
     """2 for `@skip_if_lt_x_gpu(2)`; a named number counts as many."""
-    if not isinstance(decorator, ast.Call) or getattr(decorator.func, "id", "") != "skip_if_lt_x_gpu":
+    if (
+        not isinstance(decorator, ast.Call)
+        or getattr(decorator.func, "id", "") != "skip_if_lt_x_gpu"
+    ):
         return 0
     number = decorator.args[0]
-    return int(number.value) if isinstance(number, ast.Constant) and isinstance(number.value, int) else 99
+    return (
+        int(number.value)
+        if isinstance(number, ast.Constant) and isinstance(number.value, int)
+        else 99
+    )

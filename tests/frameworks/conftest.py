@@ -46,4 +46,6 @@ def on_servers() -> Iterator[Make]:
 
 def check_same(model: nn.Module, other: nn.Module) -> None:
     for (name, mine), its in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            mine, its, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )

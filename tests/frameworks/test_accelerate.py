@@ -30,7 +30,9 @@ def model() -> nn.Module:
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(32, 1, 4, 4, generator=generator), torch.randint(2, (32,), generator=generator))
+    return TensorDataset(
+        torch.randn(32, 1, 4, 4, generator=generator), torch.randint(2, (32,), generator=generator)
+    )
 
 
 def train(make: Make, folder: Path, resume: bool = False, **settings: Any) -> nn.Module:
@@ -39,7 +41,9 @@ def train(make: Make, folder: Path, resume: bool = False, **settings: Any) -> nn
     net = model()
     optimizer = make(net)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
-    net, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, DataLoader(data(), 4), scheduler)
+    net, optimizer, loader, scheduler = accelerator.prepare(
+        net, optimizer, DataLoader(data(), 4), scheduler
+    )
     if resume:
         accelerator.load_state(str(folder))
     for epoch in range(1 if resume else 0, 2):

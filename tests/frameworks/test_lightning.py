@@ -21,7 +21,9 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc, name-defined]
         super().__init__()
         torch.manual_seed(0)
         self.make = make
-        self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2)
+        )
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         inputs, targets = batch
@@ -34,11 +36,16 @@ class Classifier(lightning.LightningModule):  # type: ignore[misc, name-defined]
 
 def data() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
-    inputs, targets = torch.randn(32, 1, 4, 4, generator=generator), torch.randint(2, (32,), generator=generator)
+    inputs, targets = (
+        torch.randn(32, 1, 4, 4, generator=generator),
+        torch.randint(2, (32,), generator=generator),
+    )
     return DataLoader(TensorDataset(inputs, targets), 4)
 
 
-def train(make: Make, folder: Path, epochs: int, resume: Path | None = None, **settings: Any) -> nn.Module:
+def train(
+    make: Make, folder: Path, epochs: int, resume: Path | None = None, **settings: Any
+) -> nn.Module:
     net = Classifier(make)
     trainer = lightning.Trainer(
         max_epochs=epochs,
@@ -62,5 +69,11 @@ def test_training_and_resuming(on_servers: Make, tmp_path: Path, settings: dict[
     expected = train(locally, tmp_path / "local", 4, **settings)
     check_same(train(on_servers, tmp_path / "ps", 4, **settings), expected)
     train(on_servers, tmp_path / "half", 2, **settings)
-    check_same(train(on_servers, tmp_path / "rest", 4, tmp_path / "half" / "last.ckpt", **settings), expected)
-    check_same(train(locally, tmp_path / "elsewhere", 4, tmp_path / "half" / "last.ckpt", **settings), expected)
+    check_same(
+        train(on_servers, tmp_path / "rest", 4, tmp_path / "half" / "last.ckpt", **settings),
+        expected,
+    )
+    check_same(
+        train(locally, tmp_path / "elsewhere", 4, tmp_path / "half" / "last.ckpt", **settings),
+        expected,
+    )

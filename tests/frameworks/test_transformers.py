@@ -47,17 +47,24 @@ def train(make: Make, folder: Path, resume: Path | None = None, **settings: Any)
         **settings,
     }
     arguments = transformers.TrainingArguments(str(folder), **options)
-    trainer = transformers.Trainer(net, arguments, train_dataset=Sentences(), optimizers=(make(net), None))
+    trainer = transformers.Trainer(
+        net, arguments, train_dataset=Sentences(), optimizers=(make(net), None)
+    )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return net
 
 
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"save_safetensors": False}], ids=str)
 def test_training_and_resuming(on_servers: Make, tmp_path: Path, settings: dict[str, Any]) -> None:
-    if "save_safetensors" in settings and not hasattr(transformers.TrainingArguments, "save_safetensors"):
+    if "save_safetensors" in settings and not hasattr(
+        transformers.TrainingArguments, "save_safetensors"
+    ):
         pytest.skip("this version saves safetensors only")
     expected = train(locally, tmp_path / "local", **settings)
     check_same(train(on_servers, tmp_path / "ps", **settings), expected)
     resumed = train(on_servers, tmp_path / "again", tmp_path / "ps" / "checkpoint-4", **settings)
     check_same(resumed, expected)
-    check_same(train(locally, tmp_path / "elsewhere", tmp_path / "ps" / "checkpoint-4", **settings), expected)
+    check_same(
+        train(locally, tmp_path / "elsewhere", tmp_path / "ps" / "checkpoint-4", **settings),
+        expected,
+    )

@@ -11,7 +11,8 @@ from telegrad import Config
 
 def join(rank: int, size: int, path: str, settings: dict[str, Any]) -> None:
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"file://{path}", config=Config(secret="for the tests on a GPU", **settings.get("config", {}))
+        init_method=f"file://{path}",
+        config=Config(secret="for the tests on a GPU", **settings.get("config", {})),
     )
     for peer, devices in settings.get("maps", {}).get(rank, {}).items():
         options.set_device_map(peer, devices)

@@ -58,7 +58,9 @@ def test_training_over_two_processes_is_training_in_one(pair: Fleet) -> None:
     pair[0].do(train_far_and_near, "cuda", "cuda")
 
 
-@pytest.mark.parametrize(("source", "target", "devices"), [("cpu", "cuda", {"cpu": 0}), ("cuda", "cpu", {0: "cpu"})])
+@pytest.mark.parametrize(
+    ("source", "target", "devices"), [("cpu", "cuda", {"cpu": 0}), ("cuda", "cpu", {0: "cpu"})]
+)
 def test_gradients_come_home_through_device_maps(
     tmp_path: Path, source: str, target: str, devices: dict[object, object]
 ) -> None:

@@ -38,14 +38,22 @@ def train(
     """What one trainer has in its model at the end, on the CPU."""
     optimizer, settings = OPTIMIZERS[kind]
     model = network(device)
-    with ps.Optimizer(model, servers, optimizer, trainers=trainers, **settings, **options) as remote:
+    with ps.Optimizer(
+        model, servers, optimizer, trainers=trainers, **settings, **options
+    ) as remote:
         for step in range(STEPS):
             remote.zero_grad()
             model(batch(rank, step).to(device)).square().mean().backward()
             remote.step()
         state = remote.state_dict()["state"]
-    assert all(value.device.type == "cpu" or value.is_cuda for each in state.values() for value in each.values())
-    assert all(parameter.device.type == torch.device(device).type for parameter in model.parameters())
+    assert all(
+        value.device.type == "cpu" or value.is_cuda
+        for each in state.values()
+        for value in each.values()
+    )
+    assert all(
+        parameter.device.type == torch.device(device).type for parameter in model.parameters()
+    )
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
@@ -56,13 +64,17 @@ def expected(trainers: int, kind: str) -> list[Tensor]:
     local = optimizer(model.parameters(), **settings)
     for step in range(STEPS):
         local.zero_grad()
-        loss = torch.stack([model(batch(1 + rank, step)).square().mean() for rank in range(trainers)]).mean()
+        loss = torch.stack(
+            [model(batch(1 + rank, step)).square().mean() for rank in range(trainers)]
+        ).mean()
         loss.backward()
         local.step()
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def together(fleet: Fleet, servers: list[str], kind: str, devices: list[str], **options: Any) -> list[list[Tensor]]:
+def together(
+    fleet: Fleet, servers: list[str], kind: str, devices: list[str], **options: Any
+) -> list[list[Tensor]]:
     first = len(servers)
     workers = [fleet[first + number] for number in range(len(devices))]
     for number, (worker, device) in enumerate(zip(workers, devices, strict=True)):

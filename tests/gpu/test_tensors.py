@@ -19,7 +19,8 @@ from tests.gpu.group import join, join_without_gpu
 from tests.local.gates import PATIENCE, until
 from tests.process.fleet import Fleet
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse")  # torch says that such tensors are new or unchecked
+# torch says that such tensors are new or unchecked
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 KINDS: dict[str, Callable[[], Tensor]] = {
     "scalar": lambda: torch.tensor(3.5, device="cuda"),
@@ -34,7 +35,9 @@ KINDS: dict[str, Callable[[], Tensor]] = {
     "with gaps": lambda: torch.randn(8, 8, device="cuda")[:, ::2],
     "small part": lambda: torch.randn(8, 800, device="cuda")[:, ::200],
     "expanded": lambda: torch.randn(3, 1, device="cuda").expand(3, 7),
-    "channels last": lambda: torch.randn(2, 3, 4, 5, device="cuda").to(memory_format=torch.channels_last),
+    "channels last": lambda: torch.randn(2, 3, 4, 5, device="cuda").to(
+        memory_format=torch.channels_last
+    ),
     "sparse": lambda: torch.randn(6, 6, device="cuda").relu().to_sparse(),
     "compressed": lambda: torch.randn(6, 6, device="cuda").relu().to_sparse_csr(),
     "large": lambda: torch.randn(5_000_000, device="cuda"),
@@ -85,7 +88,9 @@ def send_many_at_once() -> None:
     back = rpc.rpc_sync("w1", echo, args=(tensors,))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors, back, strict=True))
     futures = [rpc.rpc_async("w1", echo, args=(tensor,)) for tensor in tensors]
-    assert all(torch.equal(mine, future.wait()) for mine, future in zip(tensors, futures, strict=True))
+    assert all(
+        torch.equal(mine, future.wait()) for mine, future in zip(tensors, futures, strict=True)
+    )
 
 
 def test_many_tensors_in_one_message_and_many_messages_at_once(pair: Fleet) -> None:
@@ -187,7 +192,8 @@ def receive_late() -> None:
     for late in (False, True):
         results = []
         for number in range(5):
-            torch.cuda._sleep(100_000_000)  # the copy comes later than the next call, which may want the same memory
+            # the copy comes later than the next call, which may want the same memory
+            torch.cuda._sleep(100_000_000)
             results.append(rpc.rpc_sync("w1", fresh, args=(float(number), late))[0])
         assert all(torch.all(result == number).item() for number, result in enumerate(results))
 
@@ -289,7 +295,9 @@ def send_few_bytes_while_the_gpu_is_busy() -> None:
     torch.cuda.synchronize()
     rpc.rpc_sync("w1", sleep_on_the_gpu)
     futures = [rpc.rpc_async("w1", torch.add, args=(tensor, 1)) for tensor in tensors]
-    assert all(torch.all(future.wait() == number + 1).item() for number, future in enumerate(futures))
+    assert all(
+        torch.all(future.wait() == number + 1).item() for number, future in enumerate(futures)
+    )
 
 
 def test_more_landings_than_there_is_room_for(pair: Fleet) -> None:
@@ -369,7 +377,8 @@ def send_and_drop() -> None:
     for size in (1, 1000, 3_000_000):
         for _ in range(50):
             rpc.rpc_sync("w1", echo, args=(torch.ones(size, device="cuda"),))
-            torch.cuda.synchronize()  # or the program is ahead of the GPU by as many results as there is time for
+            # or the program is ahead of the GPU by as many results as there is time for
+            torch.cuda.synchronize()
 
 
 def reserved() -> int:
@@ -495,6 +504,8 @@ def test_a_worker_without_a_gpu_gets_cpu_tensors_if_allowed(tmp_path: Path) -> N
 
 
 def test_unmapped_devices_can_be_refused_as_torch_does(tmp_path: Path) -> None:
-    with Fleet(2, join, str(tmp_path / "store"), {"config": {"unmapped_devices": "refuse"}}) as fleet:
+    with Fleet(
+        2, join, str(tmp_path / "store"), {"config": {"unmapped_devices": "refuse"}}
+    ) as fleet:
         answer = fleet[0].do(ask_worker_without_gpu)
     assert "only supports CPU tensors by default" in answer

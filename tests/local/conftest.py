@@ -49,4 +49,6 @@ def in_background() -> Iterator[Background]:
     yield start
     for thread in threads:
         thread.join(PATIENCE)
-    assert not any(thread.is_alive() for thread in threads), "something in the background does not end"
+    assert not any(thread.is_alive() for thread in threads), (
+        "something in the background does not end"
+    )

@@ -19,7 +19,9 @@ from tests.local.gates import PATIENCE
 @contextlib.contextmanager
 def stranger(agent: Agent, transport: str) -> Iterator[socket.socket]:
     """A connection to an agent that has not said anything yet."""
-    address = next(address for address in agent.local_member.addresses if address.startswith(transport + ":"))
+    address = next(
+        address for address in agent.local_member.addresses if address.startswith(transport + ":")
+    )
     with sockets.connect(address, PATIENCE) as sock:
         sock.settimeout(PATIENCE)
         yield sock

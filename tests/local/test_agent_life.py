@@ -151,7 +151,9 @@ def test_a_cluster_comes_and_goes_quickly_and_often(cluster: Clusters, transport
             assert workers["w0"].call("w1", abs, -1) == 1
 
 
-def test_an_agent_that_cannot_open_is_closed_and_can_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_cannot_open_is_closed_and_can_be_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     group_secret(None)
     key_file().chmod(0o644)
@@ -163,7 +165,9 @@ def test_an_agent_that_cannot_open_is_closed_and_can_be_shown(tmp_path: Path, mo
 
 
 def test_an_address_that_cannot_be_listened_on_is_said_so() -> None:
-    config = Config(secret="sixteen characters or more", listen="203.0.113.7", transports=("unix", "tcp"))
+    config = Config(
+        secret="sixteen characters or more", listen="203.0.113.7", transports=("unix", "tcp")
+    )
     agent = Agent("w", store=dist.HashStore(), config=config)
     with pytest.raises(UsageError, match="TELEGRAD_LISTEN"):
         agent.open()
@@ -203,7 +207,9 @@ USES: dict[str, Callable[[Agent], Any]] = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("fixed_size", [True, False], ids=["fixed", "open"])
-def test_a_closed_agent_says_so(cluster: Clusters, use: Callable[[Agent], Any], fixed_size: bool) -> None:
+def test_a_closed_agent_says_so(
+    cluster: Clusters, use: Callable[[Agent], Any], fixed_size: bool
+) -> None:
     w0 = cluster(2, fixed_size=fixed_size)["w0"]
     w0.call("w1", abs, -1)
     w0.close()
@@ -296,7 +302,11 @@ def in_child(work: Callable[[], Any]) -> str:
 
 def open_sockets() -> set[str]:
     paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    return {os.readlink(path) for path in paths if os.path.lexists(path) and "socket:" in os.readlink(path)}
+    return {
+        os.readlink(path)
+        for path in paths
+        if os.path.lexists(path) and "socket:" in os.readlink(path)
+    }
 
 
 def test_an_agent_cannot_be_used_in_a_fork(cluster: Clusters) -> None:

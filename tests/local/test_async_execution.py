@@ -248,7 +248,9 @@ def test_the_call_knows_its_caller(call: Any) -> None:
 
 
 def test_what_is_not_a_future_is_refused(call: Any) -> None:
-    with pytest.raises(UsageError, match=r"must return a torch.futures.Future.*not_a_future returned int"):
+    with pytest.raises(
+        UsageError, match=r"must return a torch.futures.Future.*not_a_future returned int"
+    ):
         call("w1", not_a_future)
 
 
@@ -300,23 +302,37 @@ def test_cancelling_the_call_cancels_the_call_that_it_waits_for(w0: Agent, gate:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "timed out", "killed"])
-def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(workers: LocalCluster, how: str) -> None:
+def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(
+    workers: LocalCluster, how: str
+) -> None:
     promises = Promises()
     promises.note(Future())
-    hasty = workers["w0"].start("w1", same_promise, (promises,), None, 0.05 if how == "timed out" else None)
+    hasty = workers["w0"].start(
+        "w1", same_promise, (promises,), None, 0.05 if how == "timed out" else None
+    )
     patient = workers["w2"].submit("w1", same_promise, promises)
-    until(lambda: sum(inbound.under_way for inbound in workers["w1"].connections.server_connections) == 2)
+    until(
+        lambda: (
+            sum(inbound.under_way for inbound in workers["w1"].connections.server_connections) == 2
+        )
+    )
     if how == "cancelled":
         hasty.cancel()
     elif how == "killed":
         workers.kill("w0")
     assert hasty.exception(PATIENCE) is not None
-    until(lambda: sum(inbound.under_way for inbound in workers["w1"].connections.server_connections) <= 1)
+    until(
+        lambda: (
+            sum(inbound.under_way for inbound in workers["w1"].connections.server_connections) <= 1
+        )
+    )
     promises.entries[0].set_result("for all who are left")
     assert patient.result(PATIENCE) == "for all who are left"
 
 
-def test_the_death_of_the_caller_cancels_the_call_that_it_waits_for(workers: LocalCluster, gate: Gate) -> None:
+def test_the_death_of_the_caller_cancels_the_call_that_it_waits_for(
+    workers: LocalCluster, gate: Gate
+) -> None:
     promises = Promises()
     lost = workers["w0"].submit("w1", hold_elsewhere, promises, "w2", gate)
     (passed_on,) = promises.wait_for(1)

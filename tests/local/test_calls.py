@@ -168,8 +168,14 @@ def test_arguments_arrive_by_position_and_by_keyword(w0: Agent) -> None:
 
 
 def test_keywords_may_have_the_names_of_our_own_parameters(w0: Agent) -> None:
-    assert w0.call("w1", describe, to=1, function=2, self=3) == ((), {"to": 1, "function": 2, "self": 3})
-    assert w0.submit("w1", describe, to=1, function=2, self=3).wait() == ((), {"to": 1, "function": 2, "self": 3})
+    assert w0.call("w1", describe, to=1, function=2, self=3) == (
+        (),
+        {"to": 1, "function": 2, "self": 3},
+    )
+    assert w0.submit("w1", describe, to=1, function=2, self=3).wait() == (
+        (),
+        {"to": 1, "function": 2, "self": 3},
+    )
 
 
 def test_a_worker_may_call_itself(w0: Agent) -> None:
@@ -223,7 +229,9 @@ def test_threads_of_one_worker_call_at_once(w0: Agent) -> None:
         pytest.param(lambda x: x + 1, (1,), 2, id="lambda"),
     ],
 )
-def test_anything_callable_can_be_called(w0: Agent, function: Any, args: tuple[Any, ...], result: Any) -> None:
+def test_anything_callable_can_be_called(
+    w0: Agent, function: Any, args: tuple[Any, ...], result: Any
+) -> None:
     for _ in range(2):
         assert w0.call("w1", function, *args) == result
         assert w0.submit("w1", function, *args).wait() == result
@@ -281,11 +289,15 @@ def test_a_local_class_and_its_instances_travel(w0: Agent) -> None:
     assert w0.call("w1", Point(1).moved).x == 2
 
 
-def test_a_function_is_defined_once_per_connection(w0: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_is_defined_once_per_connection(
+    w0: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     defined: list[int] = []
     define = ServerConnection._define
     monkeypatch.setattr(
-        ServerConnection, "_define", lambda self, frame: (defined.append(frame.function), define(self, frame))
+        ServerConnection,
+        "_define",
+        lambda self, frame: (defined.append(frame.function), define(self, frame)),
     )
     for _ in range(5):
         w0.submit("w1", operator.add, 1, 2).wait()
@@ -307,14 +319,20 @@ def test_a_function_that_was_missing_at_its_first_call_is_found_later(
     w0, w1 = workers["w0"], workers["w1"]
 
     def call(name: str) -> Any:
-        return w0.submit(name, function, large).wait() if asynchronous else w0.call(name, function, large)
+        return (
+            w0.submit(name, function, large).wait()
+            if asynchronous
+            else w0.call(name, function, large)
+        )
 
     large, function = torch.ones(BIG), halve
     call("w2")  # from now on, the worker knows how to define the function
     with monkeypatch.context() as patch:
         patch.delattr(f"{__name__}.halve")
         for _ in range(2):
-            with pytest.raises(SerializationError, match="cannot find the function: AttributeError"):
+            with pytest.raises(
+                SerializationError, match="cannot find the function: AttributeError"
+            ):
                 call("w1")
     gc.collect()
     until(lambda: w1.statistics()["shared blocks in use"] == 0)
@@ -348,7 +366,9 @@ def test_a_received_tensor_belongs_to_the_receiver(w0: Agent, elements: int) -> 
 
 
 @pytest.mark.parametrize("elements", [1, 1000, BIG])
-def test_a_sent_tensor_may_change_as_soon_as_the_call_is_submitted(w0: Agent, elements: int) -> None:
+def test_a_sent_tensor_may_change_as_soon_as_the_call_is_submitted(
+    w0: Agent, elements: int
+) -> None:
     mine = torch.zeros(elements)
     futures = []
     for i in range(5):
@@ -375,7 +395,9 @@ def test_tensors_in_one_message_stay_shared(w0: Agent) -> None:
 
 
 @pytest.mark.parametrize("target", ["nobody", 7, -1])
-def test_an_unknown_worker_is_a_usage_error_that_lists_the_known_ones(w0: Agent, target: str | int) -> None:
+def test_an_unknown_worker_is_a_usage_error_that_lists_the_known_ones(
+    w0: Agent, target: str | int
+) -> None:
     w0.call("w1", abs, 1)
     for call in (w0.call, w0.submit):
         with pytest.raises(UsageError, match=r"could not find.*w0.*w1"):
@@ -417,7 +439,10 @@ def test_whatever_pickling_raises_is_a_serialization_error(w0: Agent) -> None:
 
 
 def test_a_result_that_cannot_travel_is_the_callers_error(w0: Agent) -> None:
-    for attempt in (lambda: w0.call("w1", lock_of_mine), lambda: w0.submit("w1", lock_of_mine).wait()):
+    for attempt in (
+        lambda: w0.call("w1", lock_of_mine),
+        lambda: w0.submit("w1", lock_of_mine).wait(),
+    ):
         with pytest.raises(SerializationError, match="lock") as caught:
             attempt()
         assert caught.value.peer == "w1"
@@ -457,7 +482,10 @@ def test_an_argument_of_a_type_that_is_missing_there(w0: Agent) -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_a_remote_exception_keeps_its_type_args_and_attributes(w0: Agent, error: Exception) -> None:
-    for attempt in (lambda: w0.call("w1", raise_it, error), lambda: w0.submit("w1", raise_it, error).wait()):
+    for attempt in (
+        lambda: w0.call("w1", raise_it, error),
+        lambda: w0.submit("w1", raise_it, error).wait(),
+    ):
         with pytest.raises(type(error)) as caught:
             attempt()
         assert type(caught.value) is type(error)
@@ -485,13 +513,21 @@ def test_the_cause_is_the_remote_traceback(w0: Agent) -> None:
         w0.call("w1", raise_with_cause)
     cause = caught.value.__cause__
     assert isinstance(cause, RemoteTraceback)
-    for part in ("On worker 'w1', in raise_with_cause", "KeyError: 'inner'", "ValueError: outer", "test_calls.py"):
+    for part in (
+        "On worker 'w1', in raise_with_cause",
+        "KeyError: 'inner'",
+        "ValueError: outer",
+        "test_calls.py",
+    ):
         assert part in cause.text
     assert "telegrad/agent" not in cause.text
 
 
 def test_an_exception_that_cannot_travel_arrives_as_text(w0: Agent) -> None:
-    for attempt in (lambda: w0.call("w1", raise_unsendable), lambda: w0.submit("w1", raise_unsendable).wait()):
+    for attempt in (
+        lambda: w0.call("w1", raise_unsendable),
+        lambda: w0.submit("w1", raise_unsendable).wait(),
+    ):
         with pytest.raises(RemoteError, match="cannot travel") as caught:
             attempt()
         assert caught.value.type_name.endswith("test_calls.Unsendable")
@@ -501,7 +537,10 @@ def test_an_exception_that_cannot_travel_arrives_as_text(w0: Agent) -> None:
 
 @pytest.mark.parametrize("kind", ["KeyboardInterrupt", "SystemExit"])
 def test_what_would_end_the_callee_neither_ends_it_nor_the_caller(w0: Agent, kind: str) -> None:
-    for attempt in (lambda: w0.call("w1", raise_kind, kind), lambda: w0.submit("w1", raise_kind, kind).wait()):
+    for attempt in (
+        lambda: w0.call("w1", raise_kind, kind),
+        lambda: w0.submit("w1", raise_kind, kind).wait(),
+    ):
         with pytest.raises(RemoteError, match="from afar") as caught:
             attempt()
         assert caught.value.type_name == kind

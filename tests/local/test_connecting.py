@@ -69,7 +69,9 @@ def test_a_call_before_the_connection_is_packed_and_waits(w0: Agent, gate: Gate)
     assert future.result(PATIENCE) == 1000
 
 
-def test_calls_before_the_connection_keep_their_order(w0: Agent, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_before_the_connection_keep_their_order(
+    w0: Agent, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arrived: list[int] = []
     handle = ServerConnection.handle
 
@@ -88,7 +90,9 @@ def test_calls_before_the_connection_keep_their_order(w0: Agent, gate: Gate, mon
     assert len(arrived) == 100
 
 
-def test_a_synchronous_call_waits_for_the_same_connection(w0: Agent, gate: Gate, in_background: Background) -> None:
+def test_a_synchronous_call_waits_for_the_same_connection(
+    w0: Agent, gate: Gate, in_background: Background
+) -> None:
     future = w0.submit("w1", abs, -1)
     gate.wait_for()
     called = in_background(w0.call, "w1", abs, -2)
@@ -109,7 +113,9 @@ def test_a_deadline_passes_before_the_connection_is_there(w0: Agent, gate: Gate,
     assert log.wait_for(2) == ["creation", "next"]
 
 
-def test_a_call_is_cancelled_before_the_connection_is_there(w0: Agent, gate: Gate, log: Log) -> None:
+def test_a_call_is_cancelled_before_the_connection_is_there(
+    w0: Agent, gate: Gate, log: Log
+) -> None:
     assert w0.submit("w1", note_in, log, "cancelled").cancel()
     gate.open()
     w0.submit("w1", note_in, log, "next").result(PATIENCE)
@@ -117,7 +123,9 @@ def test_a_call_is_cancelled_before_the_connection_is_there(w0: Agent, gate: Gat
     assert w0.statistics()["calls pending"] == 0
 
 
-def test_calls_that_wait_fail_if_nobody_can_be_reached(pair: LocalCluster, w0: Agent, gate: Gate) -> None:
+def test_calls_that_wait_fail_if_nobody_can_be_reached(
+    pair: LocalCluster, w0: Agent, gate: Gate
+) -> None:
     futures = [w0.submit("w1", abs, -1) for _ in range(3)]
     gate.wait_for()
     pair["w1"].abort()
@@ -128,9 +136,14 @@ def test_calls_that_wait_fail_if_nobody_can_be_reached(pair: LocalCluster, w0: A
         assert not error.sent
 
 
-def test_the_next_call_connects_again(w0: Agent, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_call_connects_again(
+    w0: Agent, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate.open()
-    dial, failures = w0.connections.dial, iter([PeerLost("out of descriptors", peer="w1", sent=False)])
+    dial, failures = (
+        w0.connections.dial,
+        iter([PeerLost("out of descriptors", peer="w1", sent=False)]),
+    )
 
     def fail_once(*args: Any) -> DialedConnection:
         for failure in failures:
@@ -154,7 +167,9 @@ def test_calls_that_wait_fail_when_the_worker_is_given_up(silent: tuple[Agent, s
 
 
 @pytest.mark.parametrize("end", [Agent.close, Agent.abort])
-def test_calls_that_wait_fail_when_their_worker_closes(silent: tuple[Agent, str], end: Callable[[Agent], None]) -> None:
+def test_calls_that_wait_fail_when_their_worker_closes(
+    silent: tuple[Agent, str], end: Callable[[Agent], None]
+) -> None:
     w0, _ = silent
     future = w0.submit("silent", abs, -1)
     until(lambda: bool(w0.connections._dialling))

@@ -100,7 +100,9 @@ def test_a_callee_that_never_completes_its_future_is_given_up(w0: Agent, invoke:
         invoke("w1", promise, (promises,), None, SHORT)
 
 
-def test_a_call_that_a_given_up_call_waits_for_is_given_up_too(w0: Agent, invoke: Invoke, gate: Gate) -> None:
+def test_a_call_that_a_given_up_call_waits_for_is_given_up_too(
+    w0: Agent, invoke: Invoke, gate: Gate
+) -> None:
     promises = Promises()
     with pytest.raises(CallTimeout):
         invoke("w1", hold_elsewhere, (promises, gate), None, SHORT)
@@ -143,7 +145,9 @@ def test_the_callee_sees_the_time_that_is_left(w0: Agent, invoke: Invoke) -> Non
     assert 9 < left <= 10
 
 
-def test_a_timeout_that_is_not_positive_has_passed_already(w0: Agent, invoke: Invoke, gate: Gate) -> None:
+def test_a_timeout_that_is_not_positive_has_passed_already(
+    w0: Agent, invoke: Invoke, gate: Gate
+) -> None:
     with pytest.raises((CallTimeout, UsageError)):
         invoke("w1", hold_at, (gate,), None, 0)
 
@@ -168,7 +172,9 @@ def test_an_expired_call_in_the_queue_never_runs(cluster: Clusters, gate: Gate, 
 
 def test_thousands_of_deadlines_pass(w0: Agent, pair: LocalCluster) -> None:
     promises = Promises()
-    futures = [w0.start("w1", promise, (promises,), None, 0.01 + i % 100 / 500) for i in range(2000)]
+    futures = [
+        w0.start("w1", promise, (promises,), None, 0.01 + i % 100 / 500) for i in range(2000)
+    ]
     assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)
     assert w0.statistics()["calls pending"] == 0
     inbounds = pair["w1"].connections.server_connections
@@ -216,7 +222,9 @@ def test_a_call_that_outlives_its_deadline_leaves_nothing_at_the_callee(
     assert [inbound._cancelled for inbound in inbounds] == [set() for _ in inbounds]
 
 
-def test_a_promise_that_comes_after_its_deadline_is_not_kept(w0: Agent, pair: LocalCluster, gate: Gate) -> None:
+def test_a_promise_that_comes_after_its_deadline_is_not_kept(
+    w0: Agent, pair: LocalCluster, gate: Gate
+) -> None:
     promises = Promises()
     late = w0.start("w1", promise_at_last, (promises, gate), None, SHORT)
     gate.wait_for(1)
@@ -225,7 +233,9 @@ def test_a_promise_that_comes_after_its_deadline_is_not_kept(w0: Agent, pair: Lo
     until(lambda: any(inbound._cancelled for inbound in inbounds))
     gate.open()
     until(lambda: not any(inbound.under_way for inbound in inbounds))
-    assert [(inbound._waiting, inbound._cancelled) for inbound in inbounds] == [({}, set()) for _ in inbounds]
+    assert [(inbound._waiting, inbound._cancelled) for inbound in inbounds] == [
+        ({}, set()) for _ in inbounds
+    ]
 
 
 def test_early_replies_win_over_later_deadlines(w0: Agent) -> None:
@@ -245,7 +255,8 @@ def test_a_short_deadline_behind_a_long_one_is_kept(w0: Agent, gate: Gate) -> No
 @pytest.mark.parametrize("transport", ["unix"])
 def test_callbacks_of_expired_calls_may_block(w0: Agent, gate: Gate, transport: str) -> None:
     promises, blocking = Promises(), Gate()
-    first = w0.start("w1", promise, (promises,), None, 6 * SHORT)  # time enough to put the callback in place
+    # time enough to put the callback in place
+    first = w0.start("w1", promise, (promises,), None, 6 * SHORT)
     first.add_done_callback(lambda _: blocking.hold())
     blocking.wait_for()
     second = w0.start("w1", promise, (promises,), None, SHORT)
@@ -264,10 +275,15 @@ def test_deadlines_compare_and_tell_what_is_left() -> None:
     assert Deadline.after(None) is None
 
 
-def test_a_callee_that_finds_the_deadline_passed_a_moment_before_its_caller(cluster: Clusters) -> None:
+def test_a_callee_that_finds_the_deadline_passed_a_moment_before_its_caller(
+    cluster: Clusters,
+) -> None:
     """It answers a call that it did not begin with an empty reply."""
     pipe = cluster(2)["w0"].peers.reach("w1").pipe
     future: Future[int] = Future()
-    pipe._complete(PendingCall(future, math.inf, 1.0, "slow", False, None, []), Frame(Kind.REPLY, 0, 1, 0, 0, b"", ()))
+    pipe._complete(
+        PendingCall(future, math.inf, 1.0, "slow", False, None, []),
+        Frame(Kind.REPLY, 0, 1, 0, 0, b"", ()),
+    )
     with pytest.raises(CallTimeout, match="slow on worker 'w1'"):
         future.wait()

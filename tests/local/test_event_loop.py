@@ -100,19 +100,25 @@ def test_one_thread_serves_all_callers(workers: LocalCluster) -> None:
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_calls_that_are_answered_later_share_the_thread(workers: LocalCluster, in_background: Any) -> None:
+def test_calls_that_are_answered_later_share_the_thread(
+    workers: LocalCluster, in_background: Any
+) -> None:
     rounds = Rounds(len(CALLERS))
 
     def play(agent: Agent) -> list[int]:
         return [agent.call("w0", meet, rounds) for _ in range(ROUNDS)]
 
-    results = [each.result(PATIENCE) for each in [in_background(play, workers[name]) for name in CALLERS]]
+    results = [
+        each.result(PATIENCE) for each in [in_background(play, workers[name]) for name in CALLERS]
+    ]
     assert [sorted(each) for each in zip(*results, strict=True)] == [[0, 1, 2]] * ROUNDS
     assert len(rounds.threads) == 1
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_a_call_that_waits_goes_on_where_it_was_and_another_thread_reads(workers: LocalCluster) -> None:
+def test_a_call_that_waits_goes_on_where_it_was_and_another_thread_reads(
+    workers: LocalCluster,
+) -> None:
     here, there = workers["w1"].call("w0", ask_identity, "w2")
     assert here != there
     assert sum(loop.hand_overs for loop in workers["w0"].event_loops) == 1
@@ -150,7 +156,9 @@ def test_a_call_that_blocks_does_not_hold_up_the_others(
     assert target.seconds > 0  # it was seen to block: the executor runs it from now on
 
 
-def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(cluster: Clusters) -> None:
+def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
+    cluster: Clusters,
+) -> None:
     workers = cluster(3)
     w1 = workers["w1"]
     assert w1.submit("w0", bytes, 1).wait() == b"\0"
@@ -168,7 +176,9 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(cluste
     assert asleep.wait(PATIENCE)
     futures = [w1.submit("w0", bytes, 1 << 13) for _ in range(4000)]
     inbound = next(
-        each for each in workers["w0"].connections.server_connections if each.peer_name == "w1" and each.is_shared
+        each
+        for each in workers["w0"].connections.server_connections
+        if each.peer_name == "w1" and each.is_shared
     )
     if inbound.channel.kind != "memory":
         until(lambda: inbound.mask == select.EPOLLOUT)
@@ -265,7 +275,9 @@ def test_an_alarm_rings_on_the_thread_that_reads(line: Callable[[], Line]) -> No
 
     def act(_: Frame) -> None:
         rang.append(identity())
-        assert blocking.at("key", time.monotonic() + 0.01, lambda: (rang.append(identity()), finished.set()))
+        assert blocking.at(
+            "key", time.monotonic() + 0.01, lambda: (rang.append(identity()), finished.set())
+        )
 
     one.recorder.act = act
     one.add()
@@ -294,7 +306,9 @@ def test_one_connection_does_not_keep_the_others_waiting(line: Callable[[], Line
     assert order.index("two") <= many / 2
 
 
-def test_a_large_frame_is_received_beside_the_loop(line: Callable[[], Line], in_background: Any) -> None:
+def test_a_large_frame_is_received_beside_the_loop(
+    line: Callable[[], Line], in_background: Any
+) -> None:
     one, two = line(), line()
     one.add()
     two.add()
@@ -338,7 +352,9 @@ def test_who_holds_up_its_own_connection_holds_up_no_other(line: Callable[[], Li
     until(lambda: one.recorder.calls == [1, 2, 3])
 
 
-def test_an_unexpected_error_ends_its_connection_only(line: Callable[[], Line], caplog: Any) -> None:
+def test_an_unexpected_error_ends_its_connection_only(
+    line: Callable[[], Line], caplog: Any
+) -> None:
     one, two = line(), line()
 
     def fail(_: Frame) -> None:
@@ -395,7 +411,9 @@ def test_a_thread_of_the_user_has_nothing_more_to_read() -> None:
     assert not blocking.at("key", 5.0, int)
 
 
-def test_an_executor_that_is_full_holds_up_who_fills_it(cluster: Clusters, gate: Gate, in_background: Any) -> None:
+def test_an_executor_that_is_full_holds_up_who_fills_it(
+    cluster: Clusters, gate: Gate, in_background: Any
+) -> None:
     workers = cluster(3, threads=1, max_threads=2)
     w0 = workers["w0"]
     target = w0.target(hold_at)
@@ -409,8 +427,11 @@ def test_an_executor_that_is_full_holds_up_who_fills_it(cluster: Clusters, gate:
     until(lambda: not any(inbound.held for inbound in w0.connections.server_connections))
 
 
-def test_a_connection_that_must_not_be_read_is_not_looked_at_either(agent: Agent, line: Callable[[], Line]) -> None:
-    one, loop = line(), EventLoop(agent.threads, agent.clock)  # nobody leads this loop but this test
+def test_a_connection_that_must_not_be_read_is_not_looked_at_either(
+    agent: Agent, line: Callable[[], Line]
+) -> None:
+    # nobody leads this loop but this test
+    one, loop = line(), EventLoop(agent.threads, agent.clock)
     loop._last, loop._repeats = one.recorder, True
     one.send(1)
     one.recorder.mask = select.EPOLLOUT  # its peer takes no answers

@@ -39,7 +39,9 @@ def call_on(to: str, value: int) -> int:
 
 def spread(agent: Agent, purpose: str) -> list[int]:
     """Return how many connections of one purpose each loop of an agent reads."""
-    found = collections.Counter(each.loop for each in agent.connections.server_connections if each.group == purpose)
+    found = collections.Counter(
+        each.loop for each in agent.connections.server_connections if each.group == purpose
+    )
     return sorted(found[loop] for loop in agent.event_loops)
 
 
@@ -59,7 +61,9 @@ def test_loops_read_at_the_same_time(workers: LocalCluster) -> None:
     assert sorted(future.result(PATIENCE) for future in futures) == list(range(LOOPS))
 
 
-def test_calls_of_all_kinds_are_answered(workers: LocalCluster, gate: Gate, in_background: Any) -> None:
+def test_calls_of_all_kinds_are_answered(
+    workers: LocalCluster, gate: Gate, in_background: Any
+) -> None:
     held = [in_background(workers[name].call, "w0", hold_at, gate, name) for name in CALLERS]
     gate.wait_for(len(CALLERS))
     futures = [workers[name].submit("w0", abs, -number) for name in CALLERS for number in range(50)]
@@ -69,7 +73,9 @@ def test_calls_of_all_kinds_are_answered(workers: LocalCluster, gate: Gate, in_b
     assert [each.result(PATIENCE) for each in held] == list(CALLERS)
 
 
-def test_where_descriptors_run_out_fewer_loops_do(cluster: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_descriptors_run_out_fewer_loops_do(
+    cluster: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workers = cluster(3, event_loops=LOOPS)
 
     def refuse(*_: Any) -> int:

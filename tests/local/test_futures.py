@@ -103,7 +103,9 @@ def test_looking_again_and_again_leaves_nothing_on_the_future(
 ) -> None:
     added: list[Any] = []
     add = Future.add_done_callback
-    monkeypatch.setattr(Future, "add_done_callback", lambda self, run: (added.append(run), add(self, run))[1])
+    monkeypatch.setattr(
+        Future, "add_done_callback", lambda self, run: (added.append(run), add(self, run))[1]
+    )
     future = w0.submit("w1", hold_at, gate, 5)
     for _ in range(50):
         with pytest.raises(CallTimeout):
@@ -116,8 +118,12 @@ def test_looking_again_and_again_leaves_nothing_on_the_future(
 # Ctrl-C
 
 
-@pytest.mark.parametrize("wait", [Future.wait, lambda future: future.result(PATIENCE), Future.exception])
-def test_ctrl_c_interrupts_a_waiting_future(w0: Agent, gate: Gate, wait: Callable[[Future[Any]], Any]) -> None:
+@pytest.mark.parametrize(
+    "wait", [Future.wait, lambda future: future.result(PATIENCE), Future.exception]
+)
+def test_ctrl_c_interrupts_a_waiting_future(
+    w0: Agent, gate: Gate, wait: Callable[[Future[Any]], Any]
+) -> None:
     future = w0.submit("w1", hold_at, gate, 5)
     with pytest.raises(KeyboardInterrupt):
         _interrupted_at(gate, lambda: wait(future))
@@ -223,7 +229,9 @@ def test_a_callback_may_make_calls(w0: Agent) -> None:
 
     def call_on(done: torch.futures.Future[int]) -> None:
         number = done.value()
-        made.set_result([w0.call("w1", operator.neg, number), w0.submit("w1", operator.pos, number).wait()])
+        made.set_result(
+            [w0.call("w1", operator.neg, number), w0.submit("w1", operator.pos, number).wait()]
+        )
 
     w0.submit("w1", abs, -3).add_done_callback(call_on)
     assert made.result(PATIENCE) == [-3, 3]
@@ -251,7 +259,9 @@ def test_torch_wait_all_raises_what_a_call_raised(w0: Agent) -> None:
 
 def test_torch_collects_all(w0: Agent, gate: Gate) -> None:
     futures = [w0.submit("w1", hold_at, gate, i) for i in range(5)]
-    collected = torch.futures.collect_all(futures).then(lambda done: [each.value() for each in done.value()])
+    collected = torch.futures.collect_all(futures).then(
+        lambda done: [each.value() for each in done.value()]
+    )
     assert not collected.done()
     gate.open()
     assert collected.wait() == list(range(5))
@@ -282,7 +292,9 @@ def test_completions_race_and_one_wins() -> None:
         future: Future[int] = Future()
         start = threading.Barrier(4)
 
-        def settle(number: int, future: Future[int] = future, start: threading.Barrier = start) -> bool:
+        def settle(
+            number: int, future: Future[int] = future, start: threading.Barrier = start
+        ) -> bool:
             start.wait(PATIENCE)
             return future._settle(number, None)
 
@@ -308,7 +320,9 @@ def test_a_cancelled_call_ends_at_once(w0: Agent, gate: Gate) -> None:
     assert w0.statistics()["calls pending"] == 0
 
 
-def test_a_cancelled_call_is_a_cancelled_future_of_the_standard_library(w0: Agent, gate: Gate) -> None:
+def test_a_cancelled_call_is_a_cancelled_future_of_the_standard_library(
+    w0: Agent, gate: Gate
+) -> None:
     future = w0.submit("w1", hold_at, gate)
     future.cancel()
     with pytest.raises(concurrent.futures.CancelledError):
@@ -323,9 +337,12 @@ def test_a_finished_call_cannot_be_cancelled(w0: Agent) -> None:
     assert future.wait() == 1
 
 
-def test_a_call_that_was_cancelled_in_the_queue_never_runs(cluster: Clusters, gate: Gate, log: Log) -> None:
+def test_a_call_that_was_cancelled_in_the_queue_never_runs(
+    cluster: Clusters, gate: Gate, log: Log
+) -> None:
     w0 = cluster(2, threads=2, max_threads=2)["w0"]
-    running = [w0.submit("w1", hold_at_then_note, gate, log, "running") for _ in range(3)]  # one of them by the reader
+    # one of them by the reader
+    running = [w0.submit("w1", hold_at_then_note, gate, log, "running") for _ in range(3)]
     gate.wait_for(3)
     unwanted = w0.submit("w1", hold_at_then_note, gate, log, "unwanted")
     wanted = w0.submit("w1", hold_at_then_note, gate, log, "wanted")

@@ -43,7 +43,9 @@ def travel(stops: list[str], gate: Gate) -> list[str]:
     """Goes from worker to worker, the first stop held at the gate."""
     gate.hold()
     agent = here()
-    return [agent.name] if not stops else [agent.name, *agent.call(stops[0], travel, stops[1:], gate)]
+    return (
+        [agent.name] if not stops else [agent.name, *agent.call(stops[0], travel, stops[1:], gate)]
+    )
 
 
 @pytest.fixture
@@ -51,7 +53,9 @@ def trio(cluster: Clusters) -> LocalCluster:
     return cluster(3)
 
 
-def everywhere(in_background: Background, agents: list[Agent], act: Callable[[Agent], Any]) -> list[Any]:
+def everywhere(
+    in_background: Background, agents: list[Agent], act: Callable[[Agent], Any]
+) -> list[Any]:
     """What `act` returned or raised on each agent, all at once."""
 
     def attempt(agent: Agent) -> Any:
@@ -132,7 +136,9 @@ def test_a_worker_that_aborts_inside_a_call(trio: LocalCluster) -> None:
 # Leaving
 
 
-def test_last_words_reach_those_who_wait(trio: LocalCluster, gate: Gate, in_background: Background) -> None:
+def test_last_words_reach_those_who_wait(
+    trio: LocalCluster, gate: Gate, in_background: Background
+) -> None:
     future = trio["w0"].submit("w1", hold_at, gate)
     waiting = in_background(trio["w2"].call, "w1", hold_at, gate)
     gate.wait_for(2)
@@ -179,7 +185,9 @@ def test_an_exception_that_ends_the_agents_block_is_its_last_words(cluster: Clus
         w0.call("short-lived", abs, -1)
 
 
-def test_closing_ends_the_workers_own_calls(trio: LocalCluster, gate: Gate, in_background: Background) -> None:
+def test_closing_ends_the_workers_own_calls(
+    trio: LocalCluster, gate: Gate, in_background: Background
+) -> None:
     future = trio["w0"].submit("w1", hold_at, gate)
     waiting = in_background(trio["w0"].call, "w1", hold_at, gate)
     gate.wait_for(2)
@@ -275,18 +283,25 @@ def _answers(agent: Agent, to: str) -> bool:
 
 def test_everybody_meets(trio: LocalCluster, in_background: Background) -> None:
     for _ in range(3):
-        assert everywhere(in_background, trio.agents, lambda agent: agent.barrier(timeout=PATIENCE)) == [None] * 3
+        assert (
+            everywhere(in_background, trio.agents, lambda agent: agent.barrier(timeout=PATIENCE))
+            == [None] * 3
+        )
 
 
 def test_everybody_gets_everything(trio: LocalCluster, in_background: Background) -> None:
     for _ in range(3):
-        gathered = everywhere(in_background, trio.agents, lambda agent: agent.all_gather(agent.name * 2))
+        gathered = everywhere(
+            in_background, trio.agents, lambda agent: agent.all_gather(agent.name * 2)
+        )
         assert gathered == [{"w0": "w0w0", "w1": "w1w1", "w2": "w2w2"}] * 3
 
 
 def test_some_meet_without_the_others(trio: LocalCluster, in_background: Background) -> None:
     gathered = everywhere(
-        in_background, trio.agents[1:], lambda agent: agent.all_gather(agent.local_member.rank, ["w2", "w1"])
+        in_background,
+        trio.agents[1:],
+        lambda agent: agent.all_gather(agent.local_member.rank, ["w2", "w1"]),
     )
     assert gathered == [{"w1": 1, "w2": 2}] * 2
 
@@ -299,7 +314,9 @@ def test_a_barrier_does_not_open_early(trio: LocalCluster, in_background: Backgr
     assert [each.result(PATIENCE) for each in early] == [None, None]
 
 
-@pytest.mark.parametrize("act", [Agent.barrier, lambda agent: agent.all_gather(1)], ids=["barrier", "all_gather"])
+@pytest.mark.parametrize(
+    "act", [Agent.barrier, lambda agent: agent.all_gather(1)], ids=["barrier", "all_gather"]
+)
 @pytest.mark.parametrize("victim", ["w0", "w1", "w2"])
 def test_the_dead_are_named(
     trio: LocalCluster, in_background: Background, act: Callable[[Agent], Any], victim: str
@@ -314,7 +331,9 @@ def test_the_dead_are_named(
 
 
 @pytest.mark.parametrize("victim", ["w0", "w2"])
-def test_a_death_during_the_barrier_is_named(trio: LocalCluster, in_background: Background, victim: str) -> None:
+def test_a_death_during_the_barrier_is_named(
+    trio: LocalCluster, in_background: Background, victim: str
+) -> None:
     """w0 leads; whether it or another dies while the rest waits, the rest hears who is missing."""
     alive = [agent for agent in trio if agent.name != victim]
     leader = trio["w0"]
@@ -327,7 +346,9 @@ def test_a_death_during_the_barrier_is_named(trio: LocalCluster, in_background: 
         assert error.missing == (victim,)
 
 
-def test_the_leader_dies_after_it_has_come_itself(trio: LocalCluster, in_background: Background) -> None:
+def test_the_leader_dies_after_it_has_come_itself(
+    trio: LocalCluster, in_background: Background
+) -> None:
     leading = in_background(trio["w0"].all_gather, "from w0")
     follower = in_background(trio["w1"].all_gather, "from w1")
     until(lambda: "['w2']" in repr(trio["w0"].collectives))
@@ -391,9 +412,16 @@ def test_who_was_late_does_not_get_the_outcome_of_the_failed_barrier_again(
 
 
 def test_a_barrier_after_a_failed_one(trio: LocalCluster, in_background: Background) -> None:
-    everywhere(in_background, trio.agents[:2], lambda agent: agent.barrier(["w0", "w1", "w2"], 0.05))
-    everywhere(in_background, trio.agents[2:], lambda agent: agent.barrier(["w0", "w1", "w2"], 0.05))
-    assert everywhere(in_background, trio.agents, lambda agent: agent.barrier(timeout=PATIENCE)) == [None] * 3
+    everywhere(
+        in_background, trio.agents[:2], lambda agent: agent.barrier(["w0", "w1", "w2"], 0.05)
+    )
+    everywhere(
+        in_background, trio.agents[2:], lambda agent: agent.barrier(["w0", "w1", "w2"], 0.05)
+    )
+    assert (
+        everywhere(in_background, trio.agents, lambda agent: agent.barrier(timeout=PATIENCE))
+        == [None] * 3
+    )
 
 
 # Shutdown
@@ -431,7 +459,9 @@ def test_a_death_during_shutdown(trio: LocalCluster, in_background: Background) 
     assert [each.result(PATIENCE) for each in leaving] == [("w2",)] * 2
 
 
-def test_shutdown_waits_for_calls_under_way(trio: LocalCluster, gate: Gate, in_background: Background) -> None:
+def test_shutdown_waits_for_calls_under_way(
+    trio: LocalCluster, gate: Gate, in_background: Background
+) -> None:
     future = trio["w0"].submit("w1", hold_at, gate, "done")
     waiting = in_background(trio["w2"].call, "w1", hold_at, gate, "done")
     gate.wait_for(2)
@@ -442,7 +472,9 @@ def test_shutdown_waits_for_calls_under_way(trio: LocalCluster, gate: Gate, in_b
     assert future.wait() == waiting.result(PATIENCE) == "done"
 
 
-def test_shutdown_waits_for_calls_that_make_calls(trio: LocalCluster, gate: Gate, in_background: Background) -> None:
+def test_shutdown_waits_for_calls_that_make_calls(
+    trio: LocalCluster, gate: Gate, in_background: Background
+) -> None:
     stops = ["w2", "w0", "w1", "w2", "w1"]
     future = trio["w0"].submit("w1", travel, stops, gate)
     gate.wait_for()
@@ -492,7 +524,9 @@ def beats(monkeypatch: pytest.MonkeyPatch) -> Beats:
     return beats
 
 
-def test_silence_is_a_loss(cluster: Clusters, beats: Beats, gate: Gate, in_background: Background) -> None:
+def test_silence_is_a_loss(
+    cluster: Clusters, beats: Beats, gate: Gate, in_background: Background
+) -> None:
     beats.silent.add("w1")
     workers = cluster(3, **QUICK)
     w0 = workers["w0"]
@@ -526,9 +560,13 @@ def test_who_computes_for_long_is_not_silent(cluster: Clusters, beats: Beats, ga
     assert future.wait() == "done"
 
 
-def test_a_peer_that_beats_more_slowly_is_not_silent(cluster: Clusters, beats: Beats, gate: Gate) -> None:
+def test_a_peer_that_beats_more_slowly_is_not_silent(
+    cluster: Clusters, beats: Beats, gate: Gate
+) -> None:
     workers = cluster(1, fixed_size=False)  # beats every 5 seconds
-    with Agent("hasty", store=workers.store, rank=9, config=replace(workers.config, **QUICK)) as hasty:
+    with Agent(
+        "hasty", store=workers.store, rank=9, config=replace(workers.config, **QUICK)
+    ) as hasty:
         future = hasty.submit("w0", hold_at, gate, "done")
         beats.wait_for(10)
         gate.open()
@@ -556,7 +594,9 @@ def test_a_lost_worker_is_known_as_lost(cluster: Clusters) -> None:
     assert known == [True]
 
 
-def test_who_connects_to_a_worker_that_is_given_up_does_not_wait(cluster: Clusters, in_background: Background) -> None:
+def test_who_connects_to_a_worker_that_is_given_up_does_not_wait(
+    cluster: Clusters, in_background: Background
+) -> None:
     w0 = cluster(1, connect_timeout=2 * PATIENCE)["w0"]
     with socket.socket(socket.AF_UNIX) as silent:  # it accepts connections and never answers
         name = f"telegrad-test-{secrets.token_hex(8)}"

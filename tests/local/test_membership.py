@@ -45,7 +45,12 @@ def test_a_fixed_group_knows_its_members(cluster: Clusters) -> None:
     for rank, agent in enumerate(workers):
         assert agent.get_worker_infos() == infos
         assert agent.get_worker_info() == infos[rank]
-        assert agent.get_worker_info("w2") == agent.get_worker_info(2) == agent.get_worker_info(infos[2]) == infos[2]
+        assert (
+            agent.get_worker_info("w2")
+            == agent.get_worker_info(2)
+            == agent.get_worker_info(infos[2])
+            == infos[2]
+        )
 
 
 def test_entering_waits_for_everybody() -> None:
@@ -64,7 +69,9 @@ def test_entering_waits_for_everybody() -> None:
 
 
 def test_missing_ranks_are_named() -> None:
-    lonely = Agent("w1", store=dist.HashStore(), rank=1, world_size=4, config=config(join_timeout=0.05))
+    lonely = Agent(
+        "w1", store=dist.HashStore(), rank=1, world_size=4, config=config(join_timeout=0.05)
+    )
     with pytest.raises(JoinError, match=r"only 1 of 4 workers.*missing ranks: \[0, 2, 3\]"):
         lonely.__enter__()
     assert lonely.closing
@@ -78,7 +85,9 @@ def test_a_fixed_group_needs_a_rank_within_it(rank: int | None, world_size: int)
 
 def test_two_workers_of_a_fixed_group_with_one_name_are_both_told() -> None:
     store = dist.HashStore()
-    agents = [Agent("twin", store=store, rank=rank, world_size=2, config=config()) for rank in range(2)]
+    agents = [
+        Agent("twin", store=store, rank=rank, world_size=2, config=config()) for rank in range(2)
+    ]
     for agent in agents:
         agent.open()
     for agent in agents:
@@ -169,11 +178,15 @@ def test_many_join_at_once(cluster: Clusters) -> None:
     with ThreadPoolExecutor(8) as pool:
         joined = list(pool.map(workers.join, [f"late{i}" for i in range(8)]))
     assert sorted(agent.get_worker_info().id for agent in joined) == list(range(1, 9))
-    assert [workers["w0"].call(agent.name, abs, -i) for i, agent in enumerate(joined)] == list(range(8))
+    assert [workers["w0"].call(agent.name, abs, -i) for i, agent in enumerate(joined)] == list(
+        range(8)
+    )
     assert len(workers["w0"].get_worker_infos()) == 9
 
 
-def test_shutdown_of_an_open_group_waits_for_its_own_calls_only(cluster: Clusters, gate: Gate) -> None:
+def test_shutdown_of_an_open_group_waits_for_its_own_calls_only(
+    cluster: Clusters, gate: Gate
+) -> None:
     workers = cluster(3, fixed_size=False)
     mine = workers["w0"].submit("w1", hold_at, gate, "done")
     others = workers["w1"].submit("w2", hold_at, gate, "done")
@@ -204,7 +217,9 @@ def test_a_worker_comes_back_under_its_name(cluster: Clusters, fixed_size: bool)
 
 
 @pytest.mark.parametrize("fixed_size", [True, False])
-def test_who_never_met_the_first_incarnation_reaches_the_second(cluster: Clusters, fixed_size: bool) -> None:
+def test_who_never_met_the_first_incarnation_reaches_the_second(
+    cluster: Clusters, fixed_size: bool
+) -> None:
     workers = cluster(2, fixed_size=fixed_size)
     workers.kill("w1")
     back = workers.join("w1", 1 if fixed_size else None)
@@ -249,7 +264,9 @@ def test_calls_to_a_returned_worker_from_many_threads(cluster: Clusters) -> None
     assert reached == {back.local_member.incarnation}
 
 
-def test_a_peer_has_one_link_however_it_is_named(cluster: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_has_one_link_however_it_is_named(
+    cluster: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workers = cluster(2)
     w0 = workers["w0"]
     both = threading.Barrier(2)
@@ -323,7 +340,12 @@ def _other(workers: LocalCluster, **settings: Any) -> Agent:
 
 def _smuggle(agent: Agent, into: LocalCluster, rank: int) -> None:
     """Write a worker of one group into the directory of another."""
-    entry = {"name": "smuggled", "rank": rank, "incarnation": agent.local_member.incarnation, "left": False}
+    entry = {
+        "name": "smuggled",
+        "rank": rank,
+        "incarnation": agent.local_member.incarnation,
+        "left": False,
+    }
     into.store.set(f"rank/{rank}", json.dumps({**entry, "addresses": agent.local_member.addresses}))
 
 
@@ -334,7 +356,9 @@ def test_groups_in_prefixes_of_one_store_are_separate() -> None:
     store = dist.HashStore()
     with ExitStack() as stack:
         agents = [
-            stack.enter_context(Agent("same", store=dist.PrefixStore(prefix, store), config=config()))
+            stack.enter_context(
+                Agent("same", store=dist.PrefixStore(prefix, store), config=config())
+            )
             for prefix in ("a", "b")
         ]
         assert [len(agent.get_worker_infos()) for agent in agents] == [1, 1]

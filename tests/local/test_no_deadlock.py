@@ -32,7 +32,11 @@ def descend(depth: int, others: dict[str, str]) -> int:
 
 def descend_by_futures(depth: int, others: dict[str, str]) -> int:
     agent = here()
-    return 0 if depth == 0 else 1 + agent.submit(others[agent.name], descend_by_futures, depth - 1, others).wait()
+    return (
+        0
+        if depth == 0
+        else 1 + agent.submit(others[agent.name], descend_by_futures, depth - 1, others).wait()
+    )
 
 
 def call_back(to: str, number: int) -> int:
@@ -242,7 +246,11 @@ def test_a_full_socket_waits_and_loses_nothing(cluster: Clusters, gate: Gate) ->
 def test_large_messages_cross_in_both_directions(pair: LocalCluster) -> None:
     """Neither side may stop reading because it is busy sending."""
     payload = torch.ones(500_000)
-    futures = [agent.submit(to, torch.add, payload, 1) for _ in range(10) for agent, to in _directions(pair)]
+    futures = [
+        agent.submit(to, torch.add, payload, 1)
+        for _ in range(10)
+        for agent, to in _directions(pair)
+    ]
     assert all(bool((future.result(PATIENCE) == 2).all()) for future in futures)
 
 
@@ -262,7 +270,9 @@ def test_a_callback_that_blocks_delays_no_other_call(w0: Agent, gate: Gate) -> N
     assert [w0.submit("w1", abs, -i).result(PATIENCE) for i in range(20)] == list(range(20))
 
 
-def test_a_callback_that_blocked_before_does_not_run_on_the_thread_that_reads(w0: Agent, gate: Gate) -> None:
+def test_a_callback_that_blocked_before_does_not_run_on_the_thread_that_reads(
+    w0: Agent, gate: Gate
+) -> None:
     w0.call("w1", abs, -1)
     gates = Gate(), Gate()
 
@@ -284,7 +294,9 @@ def test_a_callback_that_blocked_before_does_not_run_on_the_thread_that_reads(w0
     assert [first.result(PATIENCE), second.result(PATIENCE)] == [0, 1]
 
 
-def test_a_callback_that_blocks_no_more_runs_where_the_answer_is_read_again(w0: Agent, gate: Gate) -> None:
+def test_a_callback_that_blocks_no_more_runs_where_the_answer_is_read_again(
+    w0: Agent, gate: Gate
+) -> None:
     replies = Gate()
 
     def callback(_: object) -> None:
@@ -307,12 +319,16 @@ def test_a_callback_that_blocks_no_more_runs_where_the_answer_is_read_again(w0: 
 
 def test_a_callback_may_wait_for_another_call(w0: Agent) -> None:
     first = w0.submit("w1", abs, -1)
-    chained = first.then(lambda done: done.value() + w0.submit("w1", abs, -2).wait() + w0.call("w1", abs, -3))
+    chained = first.then(
+        lambda done: done.value() + w0.submit("w1", abs, -2).wait() + w0.call("w1", abs, -3)
+    )
     assert chained.result(PATIENCE) == 6
 
 
 def test_callbacks_that_wait_for_each_other(w0: Agent, gate: Gate) -> None:
     meeting = threading.Barrier(10)
-    chained = [w0.submit("w1", hold_at, gate).then(lambda _: meeting.wait(PATIENCE)) for _ in range(10)]
+    chained = [
+        w0.submit("w1", hold_at, gate).then(lambda _: meeting.wait(PATIENCE)) for _ in range(10)
+    ]
     gate.open()
     assert sorted(future.result(PATIENCE) for future in chained) == list(range(10))

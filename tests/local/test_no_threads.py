@@ -57,7 +57,8 @@ def test_calls_end_and_the_worker_stays(workers: LocalCluster, no_threads: NoThr
         lambda: w0.invoke("w1", abs, (-1,), None, 1.0),
         lambda: w0.start("w1", abs, (-1,), None, 1.0).wait(),
         lambda: remote("w1", Thing, (1,), agent=w0, timeout=1.0).rpc_async(1.0).get().result(1.0),
-        lambda: workers["w1"].invoke("w0", abs, (-1,), None, 1.0),  # needs connections that are not there yet
+        # needs connections that are not there yet
+        lambda: workers["w1"].invoke("w0", abs, (-1,), None, 1.0),
     ]
     errors = []
     with no_threads():

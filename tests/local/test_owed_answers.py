@@ -139,7 +139,10 @@ def reference(caller: Agent) -> None:
 
 
 def callback(caller: Agent) -> None:
-    assert caller.start("w1", echo, (3,), None, PATIENCE).then(lambda done: done.value() + 1).wait() == 4
+    assert (
+        caller.start("w1", echo, (3,), None, PATIENCE).then(lambda done: done.value() + 1).wait()
+        == 4
+    )
 
 
 SCENARIOS = [synchronous, asynchronous, large, failing, reference, callback]
@@ -155,7 +158,10 @@ def nothing_left(agent: Agent) -> bool:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("transport", ["unix"])
 def test_a_call_ends_whatever_is_raised_where_our_code_calls_out(
-    injector: Injector, scenario: Callable[[Agent], None], error: type[BaseException], transport: str
+    injector: Injector,
+    scenario: Callable[[Agent], None],
+    error: type[BaseException],
+    transport: str,
 ) -> None:
     injector.error = error
     total = run_with(injector, scenario, 0)
@@ -166,7 +172,9 @@ def test_a_call_ends_whatever_is_raised_where_our_code_calls_out(
 def run_with(injector: Injector, scenario: Callable[[Agent], None], fails_at: int) -> int:
     """Run a scenario between two new workers; how many points there were."""
     outcome: list[BaseException | None] = []
-    with LocalCluster(2, transports=("unix",), heartbeat_interval=0.5, heartbeat_timeout=5.0) as cluster:
+    with LocalCluster(
+        2, transports=("unix",), heartbeat_interval=0.5, heartbeat_timeout=5.0
+    ) as cluster:
         w0, w1 = cluster["w0"], cluster["w1"]
         w0.call("w1", abs, -1)
         w1.call("w0", abs, -1)
@@ -207,5 +215,7 @@ def test_the_sweep_reaches_the_places_that_matter(injector: Injector) -> None:
     for point in (1, 2, 3, 4, 5, 6):
         run_with(injector, asynchronous, point)
         hits.add(injector.hit)
-    assert any("send" in hit or "recv" in hit or "loads" in hit or "dump" in hit for hit in hits), hits
+    assert any("send" in hit or "recv" in hit or "loads" in hit or "dump" in hit for hit in hits), (
+        hits
+    )
     assert sys.getprofile() is None

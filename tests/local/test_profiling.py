@@ -73,14 +73,27 @@ def test_a_call_and_what_it_did_on_its_callee(cluster: LocalCluster) -> None:
     assert (events[call].node_id, events[call].is_remote) == (0, False)
     assert (add.node_id, add.is_remote) == (doubling.node_id, doubling.is_remote) == (1, True)
     assert add.cpu_parent is doubling
-    outer, inner, remote_range = events["around it"].time_range, events[call].time_range, doubling.time_range
-    assert outer.start <= inner.start <= remote_range.start <= remote_range.end <= inner.end <= outer.end
+    outer, inner, remote_range = (
+        events["around it"].time_range,
+        events[call].time_range,
+        doubling.time_range,
+    )
+    assert (
+        outer.start
+        <= inner.start
+        <= remote_range.start
+        <= remote_range.end
+        <= inner.end
+        <= outer.end
+    )
     assert events["around it"].node_id == 0
 
 
 def test_asynchronous_calls_and_operators(cluster: LocalCluster) -> None:
     with profile() as done:
-        futures = [cluster["w0"].submit(f"w{rank}", torch.add, torch.ones(2), rank) for rank in (1, 2)]
+        futures = [
+            cluster["w0"].submit(f"w{rank}", torch.add, torch.ones(2), rank) for rank in (1, 2)
+        ]
         assert [future.wait().tolist() for future in futures] == [[2.0, 2.0], [3.0, 3.0]]
     events = by_name(done)
     for rank in (1, 2):
@@ -142,7 +155,9 @@ def test_a_call_that_is_cancelled(cluster: LocalCluster, gate: Gate) -> None:
     assert future.cancelled()
 
 
-def test_only_the_profiled_thread_and_only_while_it_is(cluster: LocalCluster, in_background: Background) -> None:
+def test_only_the_profiled_thread_and_only_while_it_is(
+    cluster: LocalCluster, in_background: Background
+) -> None:
     agent = cluster["w0"]
     assert agent.call("w1", is_profiled) is False
     with profile():
@@ -174,5 +189,7 @@ def test_a_trace_for_the_browser(cluster: LocalCluster, tmp_path: Path) -> None:
     with profile() as done:
         cluster["w0"].call("w1", double, torch.ones(1))
     done.export_chrome_trace(str(tmp_path / "trace"))
-    threads = {event["name"]: event["tid"] for event in json.loads((tmp_path / "trace").read_text())}
+    threads = {
+        event["name"]: event["tid"] for event in json.loads((tmp_path / "trace").read_text())
+    }
     assert "node_id:1" in threads[f"rpc_sync#double(w0 -> w1)#remote_op: {ADD}"]

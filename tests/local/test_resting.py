@@ -75,7 +75,8 @@ def passed_through(function: Callable[[Tensor], Any]) -> Any:
 )
 def test_what_nobody_else_refers_to_is_sole(make: Callable[[], Any]) -> None:
     value = make()
-    assert is_exclusive(value, 1, anywhere=True) == has_lock()  # without the lock, counts may be too low
+    # without the lock, counts may be too low
+    assert is_exclusive(value, 1, anywhere=True) == has_lock()
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ def ask(to: str, function: Callable[..., Any]) -> Any:
 
 def options(init_method: str, **settings: Any) -> rpc.TensorPipeRpcBackendOptions:
     config = Config(secret=SECRET, join_timeout=PATIENCE)
-    return rpc.TensorPipeRpcBackendOptions(init_method=init_method, **{"config": config, **settings})
+    return rpc.TensorPipeRpcBackendOptions(
+        init_method=init_method, **{"config": config, **settings}
+    )
 
 
 def free_port() -> int:
@@ -82,7 +84,9 @@ def fellow(tmp_path: Path, url: str, in_background: Background) -> Iterator[Agen
 
 
 @pytest.mark.parametrize("rendezvous", ["file", "tcp", "env"])
-def test_every_rendezvous_of_torch(rendezvous: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rendezvous_of_torch(
+    rendezvous: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if rendezvous == "tcp":
         url = f"tcp://127.0.0.1:{free_port()}"
     elif rendezvous == "env":
@@ -95,7 +99,12 @@ def test_every_rendezvous_of_torch(rendezvous: str, url: str, monkeypatch: pytes
 
 
 def test_rank_and_size_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
+    settings = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TELEGRAD_SECRET", SECRET)
@@ -194,8 +203,12 @@ def test_calls(fellow: Agent) -> None:
         assert rpc.rpc_sync(to, operator.add, args=(1, 2)) == 3
         assert rpc.rpc_sync(to, int, args=("11",), kwargs={"base": 2}, timeout=PATIENCE) == 3
         assert rpc.rpc_async(to, operator.add, args=(1, 2)).wait() == 3
-        assert rpc.rpc_async(to, int, args=("11",), kwargs={"base": 2}, timeout=PATIENCE).wait() == 3
-    assert torch.equal(rpc.rpc_sync("w1", torch.add, args=(torch.ones(2), 1)), torch.full((2,), 2.0))
+        assert (
+            rpc.rpc_async(to, int, args=("11",), kwargs={"base": 2}, timeout=PATIENCE).wait() == 3
+        )
+    assert torch.equal(
+        rpc.rpc_sync("w1", torch.add, args=(torch.ones(2), 1)), torch.full((2,), 2.0)
+    )
     assert rpc.rpc_sync("w1", own_name) == "w1"
 
 
@@ -239,7 +252,9 @@ def test_the_default_limit_is_the_options(url: str) -> None:
 
 def test_a_call_that_takes_too_long(alone: None, gate: Gate) -> None:
     for attempt in (rpc.rpc_sync, lambda *args, **kwargs: rpc.rpc_async(*args, **kwargs).wait()):
-        with pytest.raises(RuntimeError, match=r"RPC ran for more than set timeout \(50 ms\)") as caught:
+        with pytest.raises(
+            RuntimeError, match=r"RPC ran for more than set timeout \(50 ms\)"
+        ) as caught:
             attempt("w0", hold_at, args=(gate,), timeout=0.05)
         assert isinstance(caught.value, CallTimeout)
     api._set_rpc_timeout(0.05)
@@ -274,7 +289,10 @@ def test_worker_infos(fellow: Agent) -> None:
     assert rpc.get_worker_info() == rpc.WorkerInfo("w0", 0)
     assert rpc.get_worker_info("w1") == rpc.WorkerInfo("w1", 1)
     assert repr(rpc.get_worker_info("w1")) == "WorkerInfo(id=1, name=w1)"
-    assert api._get_current_rpc_agent().get_worker_infos() == [rpc.WorkerInfo("w0", 0), rpc.WorkerInfo("w1", 1)]
+    assert api._get_current_rpc_agent().get_worker_infos() == [
+        rpc.WorkerInfo("w0", 0),
+        rpc.WorkerInfo("w1", 1),
+    ]
     with pytest.raises(RuntimeError, match="nobody"):
         rpc.get_worker_info("nobody")
 
@@ -335,7 +353,9 @@ def test_wait_all_raises_what_a_call_raised(alone: None) -> None:
         ({"name": "no spaces"}, RuntimeError),
     ],
 )
-def test_wrong_arguments_of_init(arguments: dict[str, Any], error: type[Exception], url: str) -> None:
+def test_wrong_arguments_of_init(
+    arguments: dict[str, Any], error: type[Exception], url: str
+) -> None:
     proper = {"name": "w0", "rank": 0, "world_size": 1, "rpc_backend_options": options(url)}
     with pytest.raises(error):
         rpc.init_rpc(**{**proper, **arguments})
@@ -344,7 +364,11 @@ def test_wrong_arguments_of_init(arguments: dict[str, Any], error: type[Exceptio
 
 def test_torchs_options_are_accepted() -> None:
     made = rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=4, rpc_timeout=0, init_method="env://", _transports=["shm", "uv"], _channels=["basic"]
+        num_worker_threads=4,
+        rpc_timeout=0,
+        init_method="env://",
+        _transports=["shm", "uv"],
+        _channels=["basic"],
     )
     assert (made.num_worker_threads, made.rpc_timeout, made.init_method) == (4, 0, "env://")
     assert (made.device_maps, made.devices) == ({}, [])
@@ -378,7 +402,10 @@ def test_device_maps_are_one_to_one() -> None:
     made.set_device_map("w1", {"cuda:1": "cuda:0"})
     made.set_device_map("w2", {0: 0})
     cuda = [torch.device("cuda", index) for index in range(3)]
-    assert made.device_maps == {"w1": {cuda[0]: cuda[1], cuda[1]: cuda[0]}, "w2": {cuda[0]: cuda[0]}}
+    assert made.device_maps == {
+        "w1": {cuda[0]: cuda[1], cuda[1]: cuda[0]},
+        "w2": {cuda[0]: cuda[0]},
+    }
     assert made.devices == cuda[:2]
     with pytest.raises(ValueError, match="1-to-1"):
         made.set_device_map("w1", {0: 2})
@@ -396,16 +423,30 @@ def test_a_refused_device_map_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("declared", "complaint"),
     [
-        ({"maps": {"w1": {"cuda:0": "cuda:1", "cuda:1": "cuda:1"}}}, "Node w0 has duplicated target devices .* for w1"),
-        ({"maps": {"w1": {"cuda:2": "cuda:0"}}}, "Node w0 has source devices with invalid indices .* for w1"),
-        ({"maps": {"w1": {"cuda:0": "cuda:2"}}}, "Node w0 has target devices with invalid indices .* for w1"),
+        (
+            {"maps": {"w1": {"cuda:0": "cuda:1", "cuda:1": "cuda:1"}}},
+            "Node w0 has duplicated target devices .* for w1",
+        ),
+        (
+            {"maps": {"w1": {"cuda:2": "cuda:0"}}},
+            "Node w0 has source devices with invalid indices .* for w1",
+        ),
+        (
+            {"maps": {"w1": {"cuda:0": "cuda:2"}}},
+            "Node w0 has target devices with invalid indices .* for w1",
+        ),
         ({"maps": {"w2": {"cuda:0": "cuda:0"}}}, "Node w0 has invalid target node names"),
-        ({"maps": {"w1": {"cuda:0": "cuda:0"}}, "devices": ["cuda:1"]}, "Node w0 has unexpected source devices"),
+        (
+            {"maps": {"w1": {"cuda:0": "cuda:0"}}, "devices": ["cuda:1"]},
+            "Node w0 has unexpected source devices",
+        ),
         ({"devices": ["cuda:1", "cuda:1"]}, "Node w0 has duplicated devices"),
         ({"devices": ["cuda:2"]}, "Node w0 has devices with invalid indices"),
     ],
 )
-def test_device_maps_that_make_no_sense_are_refused(declared: dict[str, Any], complaint: str) -> None:
+def test_device_maps_that_make_no_sense_are_refused(
+    declared: dict[str, Any], complaint: str
+) -> None:
     first = DeclaredDevices(**{"gpus": 2, "maps": {}, "devices": [], **declared})
     with pytest.raises(ValueError, match=complaint):
         device_maps.check({"w0": first, "w1": DeclaredDevices(2, {}, [])}, complete=True)
@@ -414,7 +455,8 @@ def test_device_maps_that_make_no_sense_are_refused(declared: dict[str, Any], co
 def test_device_maps_that_make_sense_are_accepted() -> None:
     maps = {"w1": {"cpu": "cuda:1", "cuda:0": "cpu", "cuda:1": "cuda:0"}}
     device_maps.check(
-        {"w0": DeclaredDevices(2, maps, []), "w1": DeclaredDevices(2, {}, ["cuda:0", "cuda:1"])}, complete=True
+        {"w0": DeclaredDevices(2, maps, []), "w1": DeclaredDevices(2, {}, ["cuda:0", "cuda:1"])},
+        complete=True,
     )
 
 
@@ -422,7 +464,9 @@ def test_the_backend_is_named_tensorpipe_as_in_torch(url: str) -> None:
     backend = rpc.BackendType.TENSORPIPE
     assert backend_registry.backend_registered("TENSORPIPE")
     assert backend in rpc.BackendType
-    made = backend_registry.construct_rpc_backend_options(backend, rpc_timeout=5, init_method=url, num_worker_threads=2)
+    made = backend_registry.construct_rpc_backend_options(
+        backend, rpc_timeout=5, init_method=url, num_worker_threads=2
+    )
     assert (made.rpc_timeout, made.init_method) == (5, url)
     with pytest.raises(AttributeError, match="NOWHERE"):
         _ = rpc.BackendType.NOWHERE
@@ -435,7 +479,9 @@ def test_a_backend_of_ones_own(url: str, request: pytest.FixtureRequest) -> None
     def construct(rpc_timeout: float, init_method: str, **_: Any) -> Options:
         return Options(rpc_timeout, init_method)
 
-    def start(store: Any, name: str, rank: int, world_size: int, rpc_backend_options: Options) -> Agent:
+    def start(
+        store: Any, name: str, rank: int, world_size: int, rpc_backend_options: Options
+    ) -> Agent:
         agent = Agent(name + "-own", store=store, config=Config(secret=SECRET))
         agent.open()
         return agent
@@ -444,10 +490,13 @@ def test_a_backend_of_ones_own(url: str, request: pytest.FixtureRequest) -> None
     request.addfinalizer(lambda: rpc.BackendType.remove("OWN"))
     with pytest.raises(RuntimeError, match="already registered"):
         backend_registry.register_backend("OWN", construct, start)
-    rpc.init_rpc("w0", backend=backend, rank=0, world_size=1, rpc_backend_options=Options(init_method=url))
+    rpc.init_rpc(
+        "w0", backend=backend, rank=0, world_size=1, rpc_backend_options=Options(init_method=url)
+    )
     assert rpc.rpc_sync("w0-own", own_name) == "w0-own"
     rpc.shutdown()
-    rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=Options(init_method=url))  # the backend is inferred
+    # the backend is inferred
+    rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=Options(init_method=url))
     assert rpc.get_worker_info().name == "w0-own"
 
 

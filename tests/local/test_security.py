@@ -73,7 +73,11 @@ def agent(pair: LocalCluster) -> Iterator[Agent]:
 
 
 def turned_away(agent: Agent) -> int:
-    return sum(count for name, count in agent.statistics().items() if name.startswith(("refused", "closed")))
+    return sum(
+        count
+        for name, count in agent.statistics().items()
+        if name.startswith(("refused", "closed"))
+    )
 
 
 # Where it listens
@@ -81,12 +85,26 @@ def turned_away(agent: Agent) -> int:
 
 def test_only_abstract_unix_sockets_and_loopback_by_default() -> None:
     with Agent("w", store=dist.HashStore(), config=Config()) as agent:
-        mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
-        tcp = [fields[1] for fields in _table("tcp", "tcp6") if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine]
-        unix = [fields[7] for fields in _table("unix") if f"socket:[{fields[6]}]" in mine and len(fields) > 7]
+        mine = {
+            os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)
+        }
+        tcp = [
+            fields[1]
+            for fields in _table("tcp", "tcp6")
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine
+        ]
+        unix = [
+            fields[7]
+            for fields in _table("unix")
+            if f"socket:[{fields[6]}]" in mine and len(fields) > 7
+        ]
         assert [address.partition(":")[0] for address in tcp] == ["0100007F"]  # 127.0.0.1
         assert {name.partition("-")[0] for name in unix} == {"@telegrad"}
-        assert [address.partition(":")[0] for address in agent.local_member.addresses] == ["memory", "unix", "tcp"]
+        assert [address.partition(":")[0] for address in agent.local_member.addresses] == [
+            "memory",
+            "unix",
+            "tcp",
+        ]
 
 
 def _is_open(fd: str) -> bool:
@@ -123,7 +141,9 @@ def test_the_secret_is_never_shown(pair: LocalCluster) -> None:
         pytest.param(HELLO + struct.pack("<H", 0) + b"x" * 32, id="empty introduction"),
     ],
 )
-def test_what_is_no_handshake_is_closed_and_counted(agent: Agent, transport: str, data: bytes) -> None:
+def test_what_is_no_handshake_is_closed_and_counted(
+    agent: Agent, transport: str, data: bytes
+) -> None:
     with stranger(agent, transport) as sock:
         sock.sendall(data)
         assert is_closed(sock)
@@ -131,7 +151,9 @@ def test_what_is_no_handshake_is_closed_and_counted(agent: Agent, transport: str
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, len(HELLO) - 1, len(HELLO), len(HELLO) + 1])
-def test_a_truncated_handshake_is_closed_and_counted(agent: Agent, transport: str, length: int) -> None:
+def test_a_truncated_handshake_is_closed_and_counted(
+    agent: Agent, transport: str, length: int
+) -> None:
     with stranger(agent, transport) as sock:
         sock.sendall((HELLO + b"\x10\x00")[:length])
         sock.shutdown(socket.SHUT_WR)
@@ -274,7 +296,8 @@ def test_a_message_for_which_there_is_no_memory_is_skipped_and_answered(
         for call, flags in ((1, DEFINES), (2, 0), (3, DEFINES)):  # the connection goes on
             sock.sendall(HEADER.pack(1 << 20, call, 1, 0, 0, Kind.CALL, flags, 0) + bytes(1 << 20))
             length, answered, function, _, _, kind, _, _ = HEADER.unpack(_read(sock, HEADER.size))
-            assert (answered, kind, function) == (call, Kind.FAILURE, 1)  # the definition of function 1 was lost
+            # the definition of function 1 was lost
+            assert (answered, kind, function) == (call, Kind.FAILURE, 1)
             assert b"no room" in _read(sock, length)
 
 
@@ -287,7 +310,9 @@ def _read(sock: socket.socket, count: int) -> bytes:
     return data
 
 
-def test_a_member_that_claims_much_and_sends_little_costs_little(agent: Agent, transport: str) -> None:
+def test_a_member_that_claims_much_and_sends_little_costs_little(
+    agent: Agent, transport: str
+) -> None:
     before = _resident()
     with ExitStack() as stack:
         for _ in range(8):
@@ -304,22 +329,30 @@ def _resident() -> int:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"purpose": "mischief"}, {"group": "another"}, {"heartbeat": "soon"}, {"incarnation": None}]
+    "changes",
+    [{"purpose": "mischief"}, {"group": "another"}, {"heartbeat": "soon"}, {"incarnation": None}],
 )
 def test_a_member_with_a_strange_introduction_is_closed_and_counted(
     agent: Agent, transport: str, changes: dict[str, Any]
 ) -> None:
     with stranger(agent, transport) as sock:
-        with contextlib.suppress(ProtocolError):  # some are refused during the handshake, some right after it
+        # some are refused during the handshake, some right after it
+        with contextlib.suppress(ProtocolError):
             shake_hands(sock, agent, **changes)
         assert is_closed(sock)
     until(lambda: turned_away(agent) == 1)
 
 
 @pytest.mark.parametrize("direction", ["argument", "result"])
-def test_a_message_beyond_the_limit_fails_alone(cluster: Clusters, transport: str, direction: str) -> None:
+def test_a_message_beyond_the_limit_fails_alone(
+    cluster: Clusters, transport: str, direction: str
+) -> None:
     w0 = cluster(2, max_frame=1 << 20)["w0"]
-    function, args = (torch.numel, (torch.zeros(1 << 20),)) if direction == "argument" else (torch.zeros, (1 << 20,))
+    function, args = (
+        (torch.numel, (torch.zeros(1 << 20),))
+        if direction == "argument"
+        else (torch.zeros, (1 << 20,))
+    )
     for attempt in (w0.call, lambda *args: w0.submit(*args).wait()):
         with pytest.raises(TelegradError, match="limit"):
             attempt("w1", function, *args)
@@ -340,7 +373,16 @@ def test_an_exposed_function_is_served(strict: LocalCluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [hidden, eval, os.getpid, lambda: hidden(1), "text".upper, type("Local", (), {}), subprocess.Popen]
+    "function",
+    [
+        hidden,
+        eval,
+        os.getpid,
+        lambda: hidden(1),
+        "text".upper,
+        type("Local", (), {}),
+        subprocess.Popen,
+    ],
 )
 def test_anything_else_is_refused(strict: LocalCluster, function: Any) -> None:
     w0 = strict["w0"]
@@ -361,7 +403,10 @@ def test_a_function_cannot_claim_to_be_ours(strict: LocalCluster) -> None:
 
 def test_the_arguments_of_a_refused_call_are_not_unpickled(strict: LocalCluster, log: Log) -> None:
     w0 = strict["w0"]
-    for attempt in (lambda: w0.call("w1", hidden, Bomb(log)), lambda: w0.submit("w1", hidden, Bomb(log)).wait()):
+    for attempt in (
+        lambda: w0.call("w1", hidden, Bomb(log)),
+        lambda: w0.submit("w1", hidden, Bomb(log)).wait(),
+    ):
         with pytest.raises(UsageError, match="serves only registered functions"):
             attempt()
     assert log.entries == []
@@ -369,7 +414,10 @@ def test_the_arguments_of_a_refused_call_are_not_unpickled(strict: LocalCluster,
 
 def test_barriers_and_shutdown_still_work(strict: LocalCluster) -> None:
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(lambda agent: agent.all_gather(agent.name), strict)) == [{"w0": "w0", "w1": "w1"}] * 2
+        assert (
+            list(pool.map(lambda agent: agent.all_gather(agent.name), strict))
+            == [{"w0": "w0", "w1": "w1"}] * 2
+        )
         assert list(pool.map(Agent.shutdown, strict)) == [(), ()]
 
 
@@ -432,7 +480,9 @@ def test_a_key_that_anybody_can_guess_is_refused(key: Path, text: str) -> None:
         group_secret(None)
 
 
-def test_a_place_where_no_key_can_be_written_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_where_no_key_can_be_written_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with pytest.raises(UsageError, match=r"TELEGRAD_SECRET or Config.secret"):
@@ -440,7 +490,11 @@ def test_a_place_where_no_key_can_be_written_is_said_so(tmp_path: Path, monkeypa
 
 
 def test_a_given_secret_needs_no_file(key: Path) -> None:
-    assert group_secret("a secret of our own") == group_secret("a secret of our own") != group_secret("another secret")
+    assert (
+        group_secret("a secret of our own")
+        == group_secret("a secret of our own")
+        != group_secret("another secret")
+    )
     assert not key.exists()
 
 

@@ -66,7 +66,9 @@ def workers(cluster: Clusters) -> Iterator[LocalCluster]:
     gc.collect()
 
 
-def waiting(workers: LocalCluster, meeting: Meeting, callers: tuple[str, ...] = CALLERS) -> list[Any]:
+def waiting(
+    workers: LocalCluster, meeting: Meeting, callers: tuple[str, ...] = CALLERS
+) -> list[Any]:
     futures = [workers[name].submit("w0", meet, meeting) for name in callers]
     until(lambda: meeting.here == len(callers))
     return futures
@@ -139,7 +141,15 @@ def test_a_caller_that_gave_up_costs_nothing(workers: LocalCluster) -> None:
     meeting = Meeting()
     futures = waiting(workers, meeting)
     futures[0].cancel()
-    until(lambda: sum(inbound.calls_answered_later for inbound in workers["w0"].connections.server_connections) == 2)
+    until(
+        lambda: (
+            sum(
+                inbound.calls_answered_later
+                for inbound in workers["w0"].connections.server_connections
+            )
+            == 2
+        )
+    )
     meeting.future.set_result(torch.ones(LARGE))
     assert [future.result(PATIENCE).sum().item() for future in futures[1:]] == [LARGE] * 2
 
@@ -171,7 +181,9 @@ def test_references_are_counted_for_each_receiver(workers: LocalCluster) -> None
         assert future.result(PATIENCE).to_here().sum().item() == 3.0
 
 
-def test_gradients_travel_to_each_caller_that_wants_them(workers: LocalCluster, in_background: Any) -> None:
+def test_gradients_travel_to_each_caller_that_wants_them(
+    workers: LocalCluster, in_background: Any
+) -> None:
     meeting = Meeting()
     weights = torch.ones(3, requires_grad=True)
     plain = waiting(workers, meeting, ("w2", "w3"))
@@ -217,7 +229,9 @@ def test_only_those_who_share_map_privately(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         MappedSegment,
         "private_view",
-        lambda self, place, view=MappedSegment.private_view: views.append(True) or view(self, place),
+        lambda self, place, view=MappedSegment.private_view: (
+            views.append(True) or view(self, place)
+        ),
     )
     with LocalCluster(3, transports=("unix",)) as workers:
         assert workers["w1"].call("w0", torch.ones, LARGE).sum().item() == LARGE

@@ -27,7 +27,9 @@ from tests.local.gates import Gate, hold_at, until
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Any]:
     """The agent of a group of one, made by `init_rpc`."""
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/store", num_worker_threads=3)
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{tmp_path}/store", num_worker_threads=3
+    )
     options.device_maps = {"w0": {torch.device("cpu"): torch.device("cpu")}}
     rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=options)
     yield rpc._get_current_rpc_agent()
@@ -91,7 +93,11 @@ def test_join_waits_for_calls_under_way(agent: Any, gate: Gate) -> None:
 
 def test_debug_info_holds_all_counters(agent: Any) -> None:
     info = rpc._get_debug_info()
-    parts = [rpc._rref_context_get_debug_info(), agent.get_debug_info(), dist_autograd._get_debug_info()]
+    parts = [
+        rpc._rref_context_get_debug_info(),
+        agent.get_debug_info(),
+        dist_autograd._get_debug_info(),
+    ]
     assert info.keys() == {key for part in parts for key in part}
     with dist_autograd.context():
         assert rpc._get_debug_info()["num_autograd_contexts"] == 1
@@ -108,7 +114,10 @@ def test_a_context_by_hand(agent: Any) -> None:
         dist_autograd._current_context()
     with pytest.raises(RuntimeError, match="Could not find autograd context"):
         dist_autograd._release_context(context._context_id())
-    assert dist_autograd._get_debug_info() == {"num_current_backward_passes": 0, "num_autograd_contexts": 0}
+    assert dist_autograd._get_debug_info() == {
+        "num_current_backward_passes": 0,
+        "num_autograd_contexts": 0,
+    }
 
 
 class Look(torch.autograd.Function):
@@ -128,7 +137,11 @@ class Look(torch.autograd.Function):
 
 def context_of(number: int) -> tuple[set[int], list[int], list[int]]:
     context = dist_autograd._retrieve_context(number)
-    return context._known_worker_ids(), list(context._send_functions()), list(context._recv_functions())
+    return (
+        context._known_worker_ids(),
+        list(context._send_functions()),
+        list(context._recv_functions()),
+    )
 
 
 def test_what_a_context_noted(agent: Any) -> None:

@@ -37,7 +37,10 @@ class Model:
     def __init__(self, agent: Agent) -> None:
         generator = torch.Generator().manual_seed(0)
         self.agent = agent
-        self.here = [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in SHAPES]
+        self.here = [
+            nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+            for shape in SHAPES
+        ]
         self.there = [
             remote(owner, nn.Parameter, (parameter.detach(),), agent=agent)
             for owner, parameter in zip(OWNERS, self.here, strict=True)
@@ -69,7 +72,9 @@ class Training:
             autograd.backward(context_id, [self.model.loss(self.model.fetched(), seed)])
             if clip is not None:
                 norm = nn.utils.clip_grad_norm_(self.model.here, clip)
-                assert float(self.distributed.clip_grad_norm_(clip, context_id)) == pytest.approx(float(norm))
+                assert float(self.distributed.clip_grad_norm_(clip, context_id)) == pytest.approx(
+                    float(norm)
+                )
             self.distributed.step(context_id)
         self.local.step()
         self.model.check()
@@ -81,7 +86,9 @@ def model(workers: LocalCluster) -> Model:
 
 
 def both(model: Model, kind: Callable[..., Optimizer], **options: Any) -> Training:
-    return Training(model, kind(model.here, **options), DistributedOptimizer(kind, model.there, **options))
+    return Training(
+        model, kind(model.here, **options), DistributedOptimizer(kind, model.there, **options)
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +103,9 @@ def both(model: Model, kind: Callable[..., Optimizer], **options: Any) -> Traini
         (torch.optim.Rprop, {"lr": 0.01}),
     ],
 )
-def test_it_steps_like_the_optimizer_itself(model: Model, kind: Callable[..., Optimizer], options: Any) -> None:
+def test_it_steps_like_the_optimizer_itself(
+    model: Model, kind: Callable[..., Optimizer], options: Any
+) -> None:
     training = both(model, kind, **options)
     for seed in range(5):
         training.step(seed)
@@ -106,7 +115,9 @@ def test_it_steps_like_the_optimizer_itself(model: Model, kind: Callable[..., Op
     "make",
     [
         lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
-        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.1, total_steps=10
+        ),
         lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=2),
     ],
 )
@@ -123,7 +134,8 @@ def test_schedulers_reach_the_workers(model: Model, make: Callable[[Optimizer], 
 def test_a_scheduler_that_watches_the_loss(model: Model) -> None:
     training = both(model, torch.optim.SGD, lr=0.01)
     schedulers = [
-        torch.optim.lr_scheduler.ReduceLROnPlateau(each, patience=0) for each in (training.local, training.distributed)
+        torch.optim.lr_scheduler.ReduceLROnPlateau(each, patience=0)
+        for each in (training.local, training.distributed)
     ]
     for seed in range(3):
         training.step(seed)
@@ -136,7 +148,10 @@ def test_groups_with_options_of_their_own(model: Model) -> None:
     groups = [{"params": [0, 3], "lr": 0.1}, {"params": [1, 2], "weight_decay": 0.5}]
 
     def of(parameters: list[Any]) -> list[dict[str, Any]]:
-        return [{**group, "params": [parameters[number] for number in group["params"]]} for group in groups]
+        return [
+            {**group, "params": [parameters[number] for number in group["params"]]}
+            for group in groups
+        ]
 
     local = torch.optim.AdamW(of(model.here), lr=0.01)
     distributed = DistributedOptimizer(torch.optim.AdamW, of(model.there), lr=0.01)

@@ -161,7 +161,9 @@ def test_other_changes_in_place_are_still_found(w0: Agent) -> None:
             autograd.backward(context_id, [loss])
 
 
-def test_a_step_does_not_change_what_a_call_computes_with(cluster: Callable[..., LocalCluster]) -> None:
+def test_a_step_does_not_change_what_a_call_computes_with(
+    cluster: Callable[..., LocalCluster],
+) -> None:
     workers = cluster(2)
     w0, shared = workers["w0"], Contexts.of(workers["w1"]).versions
     network = remote("w1", Network, agent=w0)
@@ -179,7 +181,9 @@ def test_a_step_does_not_change_what_a_call_computes_with(cluster: Callable[...,
         stepped.result(PATIENCE)
 
 
-def test_a_step_does_not_wait_for_a_call_that_waits_for_others(w0: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_wait_for_a_call_that_waits_for_others(
+    w0: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         shared_parameters, "_LONGEST", 2 * PATIENCE
     )  # it would hang, rather than go ahead after a while

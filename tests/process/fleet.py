@@ -15,7 +15,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "telegrad", "tests.process.fleet"])
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed", "telegrad", "tests.process.fleet"]
+)
 
 _PATIENCE = 60.0
 

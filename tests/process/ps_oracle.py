@@ -31,10 +31,20 @@ from telegrad.agent import Agent
 from telegrad.config import Config
 from telegrad.current import process_state as this_process
 
-RULES: dict[str, Any] = {"sync": ps.Sync(), "quorum": ps.Sync(quorum=2), "async": ps.Async(), "stale": ps.Stale(3)}
+RULES: dict[str, Any] = {
+    "sync": ps.Sync(),
+    "quorum": ps.Sync(quorum=2),
+    "async": ps.Async(),
+    "stale": ps.Stale(3),
+}
 LIVES = 256  # of trainers, at most
 HANG = 90.0  # seconds without any step
-SETTINGS = {"heartbeat_interval": 1.0, "heartbeat_timeout": 30.0, "timeout": 60.0, "join_timeout": 80.0}
+SETTINGS = {
+    "heartbeat_interval": 1.0,
+    "heartbeat_timeout": 30.0,
+    "timeout": 60.0,
+    "join_timeout": 80.0,
+}
 
 
 class Counting(torch.optim.Optimizer):
@@ -52,7 +62,9 @@ class Counting(torch.optim.Optimizer):
 
 
 def agent(name: str, port: int) -> Agent:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     made = Agent(name, store=store, config=Config(secret="only for this test", **SETTINGS))
     made.open()
     this_process.agent = made
@@ -79,7 +91,9 @@ def join(me: Agent, rule: str, servers: int, folder: str) -> tuple[nn.ParameterL
     return model, optimizer
 
 
-def train(name: str, port: int, rule: str, servers: int, folder: str, life: int, told: Any, stop: Any) -> None:
+def train(
+    name: str, port: int, rule: str, servers: int, folder: str, life: int, told: Any, stop: Any
+) -> None:
     """Make steps, and note after each that it was acknowledged, or dropped."""
     torch.set_num_threads(1)
     me = agent(name, port)
@@ -107,7 +121,9 @@ class Run:
         self.stop = self.context.Value("b", 0, lock=False)
         self.lives = 0
         self.killed: set[int] = set()
-        self.servers = {f"ps{number}": self.start_server(f"ps{number}") for number in range(servers)}
+        self.servers = {
+            f"ps{number}": self.start_server(f"ps{number}") for number in range(servers)
+        }
         self.wait_for_servers()
         self.trainers: dict[str, tuple[int, BaseProcess]] = {}
         for number in range(trainers):
@@ -138,7 +154,16 @@ class Run:
         return True
 
     def start_trainer(self, name: str) -> None:
-        args = (name, self.store.port, self.rule, self.count, self.folder, self.lives, self.told, self.stop)
+        args = (
+            name,
+            self.store.port,
+            self.rule,
+            self.count,
+            self.folder,
+            self.lives,
+            self.told,
+            self.stop,
+        )
         self.trainers[name] = self.lives, self.start(train, *args)
         self.lives += 1
 
@@ -161,8 +186,12 @@ class Run:
         goal, until = sum(self.told) + count, time.monotonic() + HANG
         while sum(self.told) < goal:
             for name, (_, process) in self.trainers.items():
-                assert process.exitcode is None, f"trainer {name} failed with exit code {process.exitcode}"
-            assert time.monotonic() < until, f"no step for {HANG} s: {list(self.told[: self.lives])}"
+                assert process.exitcode is None, (
+                    f"trainer {name} failed with exit code {process.exitcode}"
+                )
+            assert time.monotonic() < until, (
+                f"no step for {HANG} s: {list(self.told[: self.lives])}"
+            )
             time.sleep(0.005)
 
     def play(self, kills: int) -> tuple[int, int]:
@@ -194,12 +223,17 @@ class Run:
             told = self.told[life]
             allowed = {told, told + 1} if life in self.killed else {told}
             found = [int(each[life]) for each in counted]
-            assert set(found) <= allowed, f"life {life}: told {told}, counted {found}, killed {life in self.killed}"
+            assert set(found) <= allowed, (
+                f"life {life}: told {told}, counted {found}, killed {life in self.killed}"
+            )
             if self.rule in ("sync", "quorum"):
                 assert len(set(found)) == 1, f"the servers differ in life {life}: {found}"
 
     def close(self) -> None:
-        for process in [*self.servers.values(), *(process for _, process in self.trainers.values())]:
+        for process in [
+            *self.servers.values(),
+            *(process for _, process in self.trainers.values()),
+        ]:
             process.kill()
             process.join()
         self.judge.abort()
@@ -207,7 +241,9 @@ class Run:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rule", choices=list(RULES))
     parser.add_argument("servers", type=int)
     parser.add_argument("--trainers", type=int, default=3)

@@ -118,7 +118,9 @@ def train_with_others(rank: int) -> list[list[Tensor]]:
         y = rpc.rpc_sync("w2", serve, args=(_state["first"](inputs_of(rank)),))
         autograd.backward(context_id, [(_state["last"](y) ** 2).sum()])
         mine = autograd.get_gradients(context_id)
-        local = [[mine[each].clone() for each in _state[name].parameters()] for name in ("first", "last")]
+        local = [
+            [mine[each].clone() for each in _state[name].parameters()] for name in ("first", "last")
+        ]
         remote = rpc.rpc_sync("w2", served_gradients, args=(context_id,))
         return [local[0], remote, local[1]]
 

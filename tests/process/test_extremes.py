@@ -43,7 +43,9 @@ def send_large(to: str, nbytes: int, asynchronous: bool) -> tuple[int, int, int]
 def send_many(to: str, count: int, size: int) -> bool:
     sent = [torch.full((size,), float(index)) for index in range(count)]
     back = this_agent().call(to, echo, sent)
-    return len(back) == count and all(torch.equal(one, other) for one, other in zip(sent, back, strict=True))
+    return len(back) == count and all(
+        torch.equal(one, other) for one, other in zip(sent, back, strict=True)
+    )
 
 
 def flood(to: str, count: int) -> int:
@@ -56,8 +58,12 @@ def temporaries(to: str, count: int) -> int:
     agent, right = this_agent(), 0
     for start in range(0, count, 500):
         numbers = range(start, min(start + 500, count))
-        futures = [remote(to, Thing, (number,), agent=agent).rpc_async().get() for number in numbers]
-        right += sum(future.wait() == number for number, future in zip(numbers, futures, strict=True))
+        futures = [
+            remote(to, Thing, (number,), agent=agent).rpc_async().get() for number in numbers
+        ]
+        right += sum(
+            future.wait() == number for number, future in zip(numbers, futures, strict=True)
+        )
     return right
 
 
@@ -113,7 +119,9 @@ def test_calls_that_never_return_end_with_their_deadline_and_stop_nobody() -> No
         until(lambda: owned(w1) == 0)
 
 
-def test_a_corrupt_key_file_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corrupt_key_file_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with Agent("first", store=dist.HashStore()) as first:
         assert first.call("first", abs, -1) == 1
@@ -125,6 +133,8 @@ def test_a_corrupt_key_file_is_an_error_that_says_what_to_do(tmp_path: Path, mon
 
 
 def test_a_rank_outside_the_group_is_an_error_at_once(tmp_path: Path) -> None:
-    options = rpc.RpcBackendOptions(init_method="tcp://127.0.0.1:1", config=Config(join_timeout=300.0))
+    options = rpc.RpcBackendOptions(
+        init_method="tcp://127.0.0.1:1", config=Config(join_timeout=300.0)
+    )
     with pytest.raises(UsageError, match="rank 2 is outside"):
         rpc.init_rpc("late", rank=2, world_size=2, rpc_backend_options=options)

@@ -35,7 +35,9 @@ def join(rank: int, size: int, method: str) -> None:
 
 
 def join_by_environment(rank: int, size: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size)
+    )
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=size)
 
 
@@ -61,7 +63,11 @@ def test_a_group_comes_up_works_and_leaves_three_times(tmp_path: Path, method: s
             for worker in fleet.workers:
                 worker.result()
             if repetition < 2:
-                again = f"tcp://127.0.0.1:{free_port()}" if method == "tcp" else f"file://{tmp_path}/again{repetition}"
+                again = (
+                    f"tcp://127.0.0.1:{free_port()}"
+                    if method == "tcp"
+                    else f"file://{tmp_path}/again{repetition}"
+                )
                 for rank, worker in enumerate(fleet.workers):
                     worker.begin(join, rank, 3, again)
                 for worker in fleet.workers:
@@ -140,7 +146,9 @@ def test_functions_of_main_travel_to_a_worker_that_runs_another_program(tmp_path
         script = tmp_path / f"{name}.py"
         script.write_text(textwrap.dedent(text))
         command = [sys.executable, str(script), str(tmp_path / "store")]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        processes.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
     outputs = [process.communicate(timeout=100)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     assert "the client is content" in outputs[1]

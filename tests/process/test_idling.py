@@ -17,7 +17,9 @@ PROGRAM = "import os, telegrad; print(os.environ['GOMP_SPINCOUNT'])"
 def test_a_process_that_imports_telegrad_first_has_calm_threads() -> None:
     set_before = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     environment = {name: value for name, value in os.environ.items() if name not in set_before}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    )
     spins = done.stdout.strip()
     assert spins == openmp._SPINS
 

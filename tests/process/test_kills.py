@@ -72,7 +72,9 @@ def shut_down() -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_a_killed_worker_fails_every_call_at_once_and_can_come_back(tmp_path: Path, transport: str) -> None:
+def test_a_killed_worker_fails_every_call_at_once_and_can_come_back(
+    tmp_path: Path, transport: str
+) -> None:
     with Fleet(3, join, str(tmp_path / "store"), {"transports": (transport,)}) as fleet:
         fleet[0].do(start_blocked_calls, "w1", 100)
         fleet[1].kill()
@@ -128,8 +130,12 @@ def result_of_call() -> Any:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_the_first_asynchronous_call_does_not_wait_for_a_frozen_worker(tmp_path: Path, transport: str) -> None:
-    with Fleet(2, join, str(tmp_path / "store"), {"transports": (transport,), "connect_timeout": 50}) as fleet:
+def test_the_first_asynchronous_call_does_not_wait_for_a_frozen_worker(
+    tmp_path: Path, transport: str
+) -> None:
+    with Fleet(
+        2, join, str(tmp_path / "store"), {"transports": (transport,), "connect_timeout": 50}
+    ) as fleet:
         fleet[1].signal(signal.SIGSTOP)
         try:
             fleet[0].do(start_call, "w1")
@@ -157,7 +163,9 @@ def test_a_killed_receiver_of_shared_memory_leaves_nothing_behind(tmp_path: Path
 _numbers = itertools.count(1)
 
 
-def in_namespace(rank: int, size: int, namespaces: list[str], addresses: list[str], port: int) -> None:
+def in_namespace(
+    rank: int, size: int, namespaces: list[str], addresses: list[str], port: int
+) -> None:
     with open(f"/var/run/netns/{namespaces[rank]}") as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
@@ -187,7 +195,20 @@ def namespaces() -> Iterator[tuple[list[str], list[str]]]:
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable1", "netns", names[1])
+        ip(
+            "link",
+            "add",
+            "cable0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable1",
+            "netns",
+            names[1],
+        )
         for number, (name, address) in enumerate(zip(names, addresses, strict=True)):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", f"cable{number}")
             ip("-n", name, "link", "set", f"cable{number}", "up")
@@ -199,7 +220,9 @@ def namespaces() -> Iterator[tuple[list[str], list[str]]]:
 
 
 @pytest.mark.netns
-def test_a_silent_partition_is_found_within_the_configured_time(namespaces: tuple[list[str], list[str]]) -> None:
+def test_a_silent_partition_is_found_within_the_configured_time(
+    namespaces: tuple[list[str], list[str]],
+) -> None:
     names, addresses = namespaces
     with Fleet(2, in_namespace, names, addresses, 29777) as fleet:
         fleet[0].do(start_blocked_calls, "w1", 10)

@@ -21,7 +21,9 @@ _here: dict[str, Any] = {}
 
 def join(rank: int, size: int, path: str) -> None:
     torch.set_num_threads(1)
-    options = rpc.RpcBackendOptions(init_method=f"file://{path}", config=Config(secret="for tests of servers"))
+    options = rpc.RpcBackendOptions(
+        init_method=f"file://{path}", config=Config(secret="for tests of servers")
+    )
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
 
 
@@ -29,7 +31,9 @@ def begin_training(folder: str, trainers: int) -> str:
     net = model()
     point = ps.Checkpoint(folder, every=1, wait=True)
     _here["net"] = net
-    _here["optimizer"] = ps.Optimizer(net, "w0", checkpoint=point, trainers=trainers, lr=0.1, momentum=0.9)
+    _here["optimizer"] = ps.Optimizer(
+        net, "w0", checkpoint=point, trainers=trainers, lr=0.1, momentum=0.9
+    )
     return repr(_here["optimizer"]._attachments[0])
 
 

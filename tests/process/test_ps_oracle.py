@@ -28,7 +28,15 @@ def test_hundreds_of_kills(rule: str, servers: int) -> None:
 
 
 def run(rule: str, servers: int, kills: int) -> None:
-    command = [sys.executable, "-m", "tests.process.ps_oracle", rule, str(servers), "--kills", str(kills)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.process.ps_oracle",
+        rule,
+        str(servers),
+        "--kills",
+        str(kills),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "steps agree" in done.stdout

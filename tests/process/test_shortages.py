@@ -33,7 +33,9 @@ def limit_memory(spare: int | None = 100_000_000) -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     with open("/proc/self/statm") as statm:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY if spare is None else mapped + spare, hard))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (resource.RLIM_INFINITY if spare is None else mapped + spare, hard)
+    )
 
 
 def total(tensor: torch.Tensor) -> int:
@@ -88,12 +90,15 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_message_that_does_not_fit_the_address_space_fails_alone(fleet: Fleet, asynchronous: bool) -> None:
+def test_a_message_that_does_not_fit_the_address_space_fails_alone(
+    fleet: Fleet, asynchronous: bool
+) -> None:
     fleet[1].do(limit_memory)
     for _ in range(2):
         assert fleet[0].do(failure_of_sending, "w1", LARGE, asynchronous) == "SerializationError"
         assert fleet[1].do(failure_of_receiving, "w0", LARGE, asynchronous) == "SerializationError"
-        assert "allocate" in fleet[0].do(failure_of_receiving, "w1", LARGE, asynchronous)  # of the function itself
+        # of the function itself
+        assert "allocate" in fleet[0].do(failure_of_receiving, "w1", LARGE, asynchronous)
         assert fleet[0].do(serves, "w1")
         assert fleet[1].do(serves, "w0")
     fleet[1].do(limit_memory, None)
@@ -107,7 +112,9 @@ def outcomes(to: str, rounds: int) -> list[str]:
     agent, errors = this_agent(), []
     kinds = [
         lambda: agent.call(to, abs, -3) == 3,
-        lambda: [each.wait() for each in [agent.submit(to, abs, -3) for _ in range(20)]] == [3] * 20,
+        lambda: (
+            [each.wait() for each in [agent.submit(to, abs, -3) for _ in range(20)]] == [3] * 20
+        ),
         lambda: agent.call(to, total, ones(MEDIUM)) == MEDIUM,
         lambda: agent.submit(to, total, ones(MEDIUM)).wait() == MEDIUM,
         lambda: int(agent.call(to, ones, MEDIUM).sum()) == MEDIUM,
@@ -150,7 +157,10 @@ def test_a_worker_without_memory_goes_on_when_there_is_some(fleet: Fleet, spare:
 def join_with_tiny_shm(rank: int, size: int, path: str) -> None:
     """Join with a /dev/shm of one megabyte, which is full, that no other process sees."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNS) != 0 or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) != 0:
+    if (
+        libc.unshare(_CLONE_NEWNS) != 0
+        or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) != 0
+    ):
         raise OSError(ctypes.get_errno(), "no mount namespace")
     if libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=1m") != 0:
         raise OSError(ctypes.get_errno(), "no tmpfs")
@@ -220,7 +230,9 @@ def call_forks(to: str, asynchronous: bool) -> list[str]:
     for _ in range(3):
         for function, args in ((fork_inside_call, (ones(MEDIUM),)), (fork_and_return, ())):
             start = agent.start(to, function, args, None, 20.0) if asynchronous else None
-            result = start.wait() if start is not None else agent.invoke(to, function, args, None, 20.0)
+            result = (
+                start.wait() if start is not None else agent.invoke(to, function, args, None, 20.0)
+            )
             if function is fork_inside_call:
                 assert result[1] == MEDIUM
                 texts.append(result[0])
@@ -231,7 +243,9 @@ def call_forks(to: str, asynchronous: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_child_forked_inside_a_call_does_not_disturb_its_parent(fleet: Fleet, asynchronous: bool) -> None:
+def test_a_child_forked_inside_a_call_does_not_disturb_its_parent(
+    fleet: Fleet, asynchronous: bool
+) -> None:
     texts = fleet[0].do(call_forks, "w1", asynchronous)
     assert {text.partition(";")[0] for text in texts} == {FORKED}
     assert fleet[1].do(serves, "w0")

@@ -48,13 +48,22 @@ def operations(to: str, number: int) -> list[Callable[[], None]]:
     return [
         lambda: checked(rpc.rpc_sync(to, echo, (number,)), number),
         lambda: checked(rpc.rpc_sync(to, echo, (large,)), large),
-        lambda: [checked(future.wait(), number) for future in [rpc.rpc_async(to, echo, (number,)) for _ in range(20)]],
-        lambda: [checked(future.wait(), large) for future in [rpc.rpc_async(to, echo, (large,)) for _ in range(3)]],
+        lambda: [
+            checked(future.wait(), number)
+            for future in [rpc.rpc_async(to, echo, (number,)) for _ in range(20)]
+        ],
+        lambda: [
+            checked(future.wait(), large)
+            for future in [rpc.rpc_async(to, echo, (large,)) for _ in range(3)]
+        ],
         lambda: checked(rpc.remote(to, Thing, (number,)).rpc_async().get().wait(), number),
         lambda: checked(rpc.remote(to, Thing, (number,)).rpc_sync().add(1), number + 1),
         lambda: checked(rpc.remote(to, echo, (number,)).to_here(), number),
         lambda: checked(list(rpc.remote(to, Thing, (0,)).stream().count_to(5)), [0, 1, 2, 3, 4]),
-        lambda: checked(rpc.rpc_async(to, echo, (number,)).then(lambda done: done.value() + 1).wait(), number + 1),
+        lambda: checked(
+            rpc.rpc_async(to, echo, (number,)).then(lambda done: done.value() + 1).wait(),
+            number + 1,
+        ),
     ]  # type: ignore[list-item]
 
 
@@ -85,7 +94,8 @@ class Storm:
                 self.armed = False
         except Interrupt:
             return
-        except RuntimeError as error:  # of a callback that was interrupted, as `Future.then` reports it
+        # of a callback that was interrupted, as `Future.then` reports it
+        except RuntimeError as error:
             if not str(error).startswith("Interrupt"):
                 raise
         finally:
@@ -109,7 +119,13 @@ def is_settled() -> bool:
     agent = process_state.agent
     assert agent is not None
     figures = agent.statistics()
-    names = ("calls pending", "owned objects", "objects not created yet", "held objects", "shared blocks in use")
+    names = (
+        "calls pending",
+        "owned objects",
+        "objects not created yet",
+        "held objects",
+        "shared blocks in use",
+    )
     return not any(figures.get(name, 0) for name in names)
 
 
@@ -129,7 +145,9 @@ def pid() -> int:
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 @pytest.mark.parametrize("signals", [300, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.timeout(900)
-def test_interrupted_calls_cost_only_themselves(tmp_path: Path, transport: str, signals: int) -> None:
+def test_interrupted_calls_cost_only_themselves(
+    tmp_path: Path, transport: str, signals: int
+) -> None:
     with Fleet(2, join, str(tmp_path / "store"), transport) as fleet:
         pids = [worker.do(pid) for worker in fleet.workers]
         left = signals

@@ -36,7 +36,12 @@ THREADS = 2  # that make calls, in each worker
 
 def join(rank: int, size: int, path: str) -> None:
     """A heartbeat limit that is short for a machine under such a load: silence must be told from slowness."""
-    config = Config(secret="for the soak of workers", heartbeat_interval=0.5, heartbeat_timeout=4.0, timeout=50.0)
+    config = Config(
+        secret="for the soak of workers",
+        heartbeat_interval=0.5,
+        heartbeat_timeout=4.0,
+        timeout=50.0,
+    )
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(path, size)
     agent = Agent(f"w{rank}", store=store, rank=rank, world_size=size, config=config)
@@ -75,7 +80,9 @@ def one_of_each(agent: Agent, names: list[str], choose: random.Random) -> None:
     elif kind == 1:
         assert float(agent.call(to, echo, torch.ones(1 << 18)).sum()) == 1 << 18
     elif kind == 2:
-        assert [future.wait() for future in [agent.submit(to, echo, each) for each in range(20)]] == list(range(20))
+        assert [
+            future.wait() for future in [agent.submit(to, echo, each) for each in range(20)]
+        ] == list(range(20))
     elif kind == 3:
         futures = [agent.submit(to, echo, torch.ones(1 << 18)) for _ in range(4)]
         assert all(float(future.wait().sum()) == 1 << 18 for future in futures)
@@ -130,7 +137,11 @@ def settle() -> dict[str, int]:
         return not any(figures.get(name, 0) for name in COUNTERS)
 
     until(settled, lambda: str(this_agent().statistics()))
-    return {name: count for name, count in this_agent().statistics().items() if "lost" in name or "closed" in name}
+    return {
+        name: count
+        for name, count in this_agent().statistics().items()
+        if "lost" in name or "closed" in name
+    }
 
 
 def resident() -> int:
@@ -142,7 +153,11 @@ def resident() -> int:
 
 @pytest.mark.parametrize(
     ("workers", "rounds"),
-    [(4, 1), pytest.param(10, 20, marks=pytest.mark.soak), pytest.param(20, 20, marks=pytest.mark.soak)],
+    [
+        (4, 1),
+        pytest.param(10, 20, marks=pytest.mark.soak),
+        pytest.param(20, 20, marks=pytest.mark.soak),
+    ],
 )
 @pytest.mark.timeout(1800)
 def test_live_workers_are_never_given_up(tmp_path: Path, workers: int, rounds: int) -> None:

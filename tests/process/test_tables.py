@@ -32,7 +32,12 @@ def loss_of(output: Tensor) -> Tensor:
 
 def begin_training(folder: str, trainers: int) -> None:
     point = ps.Checkpoint(folder, every=1, wait=True)
-    options = {"checkpoint": point, "trainers": trainers, "optimizer": ps.RowAdam(lr=0.03), "dtype": torch.float64}
+    options = {
+        "checkpoint": point,
+        "trainers": trainers,
+        "optimizer": ps.RowAdam(lr=0.03),
+        "dtype": torch.float64,
+    }
     _here["bag"] = ps.EmbeddingBag(ROWS, DIM, ["w0", "w1"], **options)
 
 
@@ -49,7 +54,9 @@ class Local:
 
     def __init__(self) -> None:
         self.rows = nn.Parameter(
-            initialize(torch.empty(40, DIM, dtype=torch.float64), torch.arange(40) * 12_345_678, 0, 1.0)
+            initialize(
+                torch.empty(40, DIM, dtype=torch.float64), torch.arange(40) * 12_345_678, 0, 1.0
+            )
         )
         self._optimizer = torch.optim.SparseAdam([self.rows], lr=0.03)
 

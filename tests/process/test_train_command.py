@@ -26,7 +26,9 @@ pytestmark = pytest.mark.process
 
 ENVIRONMENT = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(Path(telegrad.__path__[0]).parent), os.environ.get("PYTHONPATH", "")]),
+    "PYTHONPATH": os.pathsep.join(
+        [str(Path(telegrad.__path__[0]).parent), os.environ.get("PYTHONPATH", "")]
+    ),
     "http_proxy": "http://127.0.0.1:9",  # there is no network for this
     "https_proxy": "http://127.0.0.1:9",
 }
@@ -71,8 +73,12 @@ def exists(group: int) -> bool:
 
 
 @pytest.mark.parametrize("send", [os.killpg, os.kill], ids=["all processes", "the first process"])
-def test_an_interrupted_training_ends_cleanly(tmp_path: Path, send: Callable[[int, int], None]) -> None:
-    process = start("--trainers", 1, "--epochs", 100000, "--consistency", "stale:2", "--out", tmp_path)
+def test_an_interrupted_training_ends_cleanly(
+    tmp_path: Path, send: Callable[[int, int], None]
+) -> None:
+    process = start(
+        "--trainers", 1, "--epochs", 100000, "--consistency", "stale:2", "--out", tmp_path
+    )
     read_until(process, "epoch")
     interrupt(process, send)
 
@@ -92,7 +98,9 @@ def test_a_resumed_training_ends_where_an_uninterrupted_one_does(tmp_path: Path)
     assert "epoch   0" not in output
     assert "epoch   5" in output
     for server in range(2):
-        whole, parts = (newest(tmp_path / name / "default" / f"ps{server}") for name in ("whole", "parts"))
+        whole, parts = (
+            newest(tmp_path / name / "default" / f"ps{server}") for name in ("whole", "parts")
+        )
         assert whole.keys() == parts.keys()
         assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
@@ -100,7 +108,9 @@ def test_a_resumed_training_ends_where_an_uninterrupted_one_does(tmp_path: Path)
 def newest(folder: Path) -> dict[str, torch.Tensor]:
     versions = [int(each.name) for each in folder.iterdir() if each.name.isdigit()]
     assert max(versions) == 6 * 23  # steps of 6 epochs
-    found: dict[str, torch.Tensor] = load_file(folder / str(max(versions)) / "parameters.safetensors")
+    found: dict[str, torch.Tensor] = load_file(
+        folder / str(max(versions)) / "parameters.safetensors"
+    )
     return found
 
 
@@ -118,7 +128,9 @@ def test_mnist_from_local_files(tmp_path: Path) -> None:
         (raw / f"{name}-labels-idx1-ubyte").write_bytes(
             struct.pack(">2I", 0x801, len(pixels)) + classes.numpy().tobytes()
         )
-    output = finish(start("--data", "mnist", "--folder", tmp_path, "--epochs", 2, "--out", tmp_path / "out"))
+    output = finish(
+        start("--data", "mnist", "--folder", tmp_path, "--epochs", 2, "--out", tmp_path / "out")
+    )
     assert float(re.findall(r"test accuracy ([\d.]+) %", output)[-1]) > 70
     assert (tmp_path / "out" / "report.html").exists()
 

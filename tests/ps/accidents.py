@@ -24,7 +24,9 @@ _SILENT = {
 class Accidents:
     """Stops servers at planned points so that the test can kill them there. What they did not do is never done."""
 
-    def __init__(self, where: Any, method: str, plan: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, where: Any, method: str, plan: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self._reached = threading.Semaphore(0)
         self._dead = threading.Semaphore(0)
         self._victim: Agent | None = None
@@ -49,7 +51,8 @@ class Accidents:
         assert victim is not None
         end_threads = victim.threads.close
 
-        def cut_off(timeout: float) -> None:  # its connections are closed by now, so nobody hears from it any more
+        # its connections are closed by now, so nobody hears from it any more
+        def cut_off(timeout: float) -> None:
             for holding in victim.service(ShardRegistry)._all.values():
                 holding._archive = None  # a process that is killed writes nothing any more
             self._dead.release()

@@ -194,7 +194,11 @@ class LedgerShard(BaseShard):
 
     def push(self, trainer: str, step: int, version: int) -> Future[PushReply]:
         future: Future[PushReply] = Future()
-        run_actions(self._carry_out(self._coordinator.report(StepReport(trainer, step, version, None, future))))
+        run_actions(
+            self._carry_out(
+                self._coordinator.report(StepReport(trainer, step, version, None, future))
+            )
+        )
         return future
 
 
@@ -217,7 +221,8 @@ class Process:
         self.world, self.name = world, name
         self.incarnation = f"{name}.{next(world.numbers)}"
         self.alive = True
-        self.calls: dict[Promise, None] = {}  # that it has not answered; in order, so that a world can be repeated
+        # that it has not answered; in order, so that a world can be repeated
+        self.calls: dict[Promise, None] = {}
 
     def __repr__(self) -> str:
         return self.incarnation
@@ -274,7 +279,9 @@ class Server(Process):
     def _make(self, what: What, archive: MemoryArchive, snapshot: ShardSnapshot | None) -> None:
         leads = self.name == what.servers[0]
         ask = None if leads else partial(self._ask, what)
-        shard = LedgerShard(what, archive, ServerRole(self.incarnation, what.servers[1:] if leads else (), ask))
+        shard = LedgerShard(
+            what, archive, ServerRole(self.incarnation, what.servers[1:] if leads else (), ask)
+        )
         expected: list[str] = []
         if snapshot is not None:
             expected, started = archive.members()
@@ -317,7 +324,9 @@ class Server(Process):
     def _look_at(self, what: What, follower: str) -> None:
         if not self.alive or not self.find(what).unsure:
             return
-        standing = self.world.call(self, follower, lambda other: (other.incarnation, other.find(what).round))
+        standing = self.world.call(
+            self, follower, lambda other: (other.incarnation, other.find(what).round)
+        )
 
         def answered() -> None:
             if self.alive:
@@ -370,7 +379,9 @@ class Membership:
 
     def _call(self, side: ServerSide, function: Callable[[LedgerShard], Any]) -> Promise:
         world = self.process.world
-        return world.call(self.process, side.server, lambda server: function(server.find(self.what)), self.name)
+        return world.call(
+            self.process, side.server, lambda server: function(server.find(self.what)), self.name
+        )
 
     def join(self) -> Task:
         while True:
@@ -382,13 +393,16 @@ class Membership:
                     firsts.append((yield self._call(side, lambda shard: shard.announce(self.name))))
                 self.first = max(firsts)
                 entered = [
-                    self._call(side, partial(LedgerShard.enter, trainer=self.name, first=self.first))
+                    self._call(
+                        side, partial(LedgerShard.enter, trainer=self.name, first=self.first)
+                    )
                     for side in self.sides
                 ]
                 yield from self._wait_for_start(entered)
                 for side, answer in zip(self.sides, entered, strict=True):
                     side.held = answer.value
-            except (UsageError, *LOSS_ERRORS):  # UsageError: the first checkpoint could not be written
+            # UsageError: the first checkpoint could not be written
+            except (UsageError, *LOSS_ERRORS):
                 yield self.process.world.pause()
             else:
                 self.busy = False
@@ -410,7 +424,9 @@ class Membership:
         while not all_entered.done:
             yield from self.process.watch_idle()
             for side, each in zip(self.sides, entered, strict=True):
-                if each.done and not (yield self._call(side, lambda shard: shard.has_member(self.name))):
+                if each.done and not (
+                    yield self._call(side, lambda shard: shard.has_member(self.name))
+                ):
                     raise StaleReference("a server was restarted")
         yield all_entered
 
@@ -422,7 +438,9 @@ class Membership:
     def leave(self) -> Task:
         self.trains = False
         self.process.world.note_losses(self.what, self.forgotten_by())
-        for promise in [self._call(side, lambda shard: shard.leave(self.name)) for side in self.sides]:
+        for promise in [
+            self._call(side, lambda shard: shard.leave(self.name)) for side in self.sides
+        ]:
             try:
                 yield promise
             except LOSS_ERRORS:
@@ -432,7 +450,11 @@ class Membership:
         """Return the servers that were restarted and to which this trainer has not come back."""
         servers = self.process.world.servers
         shards = {name: servers[name].shards.get(self.what.name) for name in self.what.servers}
-        return [name for name, shard in shards.items() if shard is None or self.name not in shard.members]
+        return [
+            name
+            for name, shard in shards.items()
+            if shard is None or self.name not in shard.members
+        ]
 
     def begin_step(self) -> list[Promise]:
         self.step += 1
@@ -441,7 +463,8 @@ class Membership:
         oldest = min(side.held.version for side in self.sides)
         world = self.process.world
         return [
-            world.run(self.process, self._push(side, oldest if rounds else side.held.version)) for side in self.sides
+            world.run(self.process, self._push(side, oldest if rounds else side.held.version))
+            for side in self.sides
         ]
 
     def _push(self, side: ServerSide, version: int) -> Task:
@@ -543,7 +566,8 @@ class World:
         self.timers: list[Event] = []
         self.fired = self.happened = 0
         self.writes_failed = self.servers_killed = 0
-        self.lost: set[tuple[str, str, str, int]] = set()  # what, server, trainer, step: see `note_losses`
+        # what, server, trainer, step: see `note_losses`
+        self.lost: set[tuple[str, str, str, int]] = set()
         self._kills, self._disk_errors, self._kill_at = kills, disk_errors, kill_at
         self._accidents = ["server"] * server_kills + ["trainer"] * trainer_kills + ["join"] * joins
         self.chance.shuffle(self._accidents)
@@ -594,7 +618,11 @@ class World:
         return finished
 
     def call(
-        self, caller: Process, server: str, function: Callable[[Server], Any], sender: str | None = None
+        self,
+        caller: Process,
+        server: str,
+        function: Callable[[Server], Any],
+        sender: str | None = None,
     ) -> Promise:
         """Call a function on a server; the request and the reply take their time."""
         promise = Promise()
@@ -619,7 +647,9 @@ class World:
             if isinstance(result, Future):
                 result.add_done_callback(
                     lambda done: (
-                        reply(callee, error=done.exception()) if done.exception() else reply(callee, done.value())
+                        reply(callee, error=done.exception())
+                        if done.exception()
+                        else reply(callee, done.value())
                     )
                 )
             else:
@@ -662,7 +692,9 @@ class World:
         elif accident == "join":
             self.trainers.append(Trainer(self, f"n{len(self.trainers)}", self.steps))
         else:
-            alive = [trainer for trainer in self.trainers if trainer.alive and not trainer.finished.done]
+            alive = [
+                trainer for trainer in self.trainers if trainer.alive and not trainer.finished.done
+            ]
             awaited = max(what.trainers for what in self.whats)
             if awaited > 1 and not all(trainer.started for trainer in self.trainers):
                 self._accidents.insert(0, accident)  # the others would wait for another one to come
@@ -676,7 +708,9 @@ class World:
         self.servers_killed += 1
         server.die()
         for what in self.whats:
-            self.note_losses(what, [each for each in what.servers if what.name not in self._running(each)])
+            self.note_losses(
+                what, [each for each in what.servers if what.name not in self._running(each)]
+            )
         self._lost(server)
         self.later(partial(self._restart, name))
 
@@ -710,9 +744,12 @@ class World:
         """
         archives = {name: self.servers[name].archive(what) for name in what.servers}
         versions = {name: set(archive.versions()) for name, archive in archives.items()}
-        if not any(what.name in self._running(name) for name in what.servers):  # all may begin with the same version
+        # all may begin with the same version
+        if not any(what.name in self._running(name) for name in what.servers):
             versions = dict.fromkeys(versions, set.intersection(*versions.values()))
-        members = [each for trainer in self.trainers for each in trainer.members if each.what is what]
+        members = [
+            each for trainer in self.trainers for each in trainer.members if each.what is what
+        ]
         for name in servers:
             snapshot = archives[name].find(max(versions[name], default=-1))
             kept = set() if snapshot is None else _entries(snapshot.values["ledger"])  # type: ignore[arg-type]
@@ -752,7 +789,8 @@ class World:
                 if process.alive and not process.finished.done
             },
             "servers": {
-                name: [shard._coordinator for shard in server.shards.values()] for name, server in self.servers.items()
+                name: [shard._coordinator for shard in server.shards.values()]
+                for name, server in self.servers.items()
             },
         }
 
@@ -775,23 +813,36 @@ class World:
             ledgers = self.ledgers(what)
             for server, ledger in ledgers.items():
                 counted = [entry for made in ledger for entry in made]
-                assert len(counted) == len(set(counted)), f"{what.name} on {server} counts twice: {ledger}"
+                assert len(counted) == len(set(counted)), (
+                    f"{what.name} on {server} counts twice: {ledger}"
+                )
                 in_memory = what.name in self.servers[server].shards
-                if safe or (what.rule == ps.Sync() and what.brings_values and in_memory and not self.writes_failed):
+                if safe or (
+                    what.rule == ps.Sync()
+                    and what.brings_values
+                    and in_memory
+                    and not self.writes_failed
+                ):
                     self._check_acknowledged(what, server, set(counted), dead_too=safe)
             if safe and isinstance(what.rule, ps.Sync):
                 rounds = [self._confirmed(what, name, ledger) for name, ledger in ledgers.items()]
                 longest = max(rounds, key=len, default=())
-                assert all(each == longest[: len(each)] for each in rounds), f"servers differ in {what.name}: {ledgers}"
+                assert all(each == longest[: len(each)] for each in rounds), (
+                    f"servers differ in {what.name}: {ledgers}"
+                )
 
     def _confirmed(self, what: What, server: str, ledger: Ledger) -> Ledger:
         """Return the rounds that have trainers and cannot be undone."""
         shard = self.servers[server].shards.get(what.name)
-        if shard is None or (isinstance(shard._coordinator, RoundCoordinator) and shard._coordinator.made is not None):
+        if shard is None or (
+            isinstance(shard._coordinator, RoundCoordinator) and shard._coordinator.made is not None
+        ):
             ledger = ledger[:-1]
         return tuple(made for made in ledger if made)
 
-    def _check_acknowledged(self, what: What, server: str, counted: set[tuple[str, int]], dead_too: bool) -> None:
+    def _check_acknowledged(
+        self, what: What, server: str, counted: set[tuple[str, int]], dead_too: bool
+    ) -> None:
         for trainer in self.trainers:
             for each in trainer.members:
                 if each.what is what and (trainer.alive or dead_too):

@@ -29,7 +29,9 @@ def three(workers: LocalCluster) -> tuple[list[nn.Module], list[ps.Optimizer]]:
     nets: list[nn.Module] = [model() for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
         made = [
-            pool.submit(ps.Optimizer, net, ["w0", "w1"], agent=workers[f"w{2 + number}"], trainers=3, lr=0.1)
+            pool.submit(
+                ps.Optimizer, net, ["w0", "w1"], agent=workers[f"w{2 + number}"], trainers=3, lr=0.1
+            )
             for number, net in enumerate(nets)
         ]
         return nets, [each.result(PATIENCE) for each in made]
@@ -61,7 +63,8 @@ def test_who_dies_between_two_reports_counts_nowhere(
             for number, (optimizer, net) in enumerate(zip(optimizers, nets, strict=True))
         ]
         held = {
-            server: {trainer for trainer, servers in reports_to.items() if server in servers} for server in ("w0", "w1")
+            server: {trainer for trainer, servers in reports_to.items() if server in servers}
+            for server in ("w0", "w1")
         }
         lead, follower = shards(workers)
         until(lambda: set(lead.waiting) == held["w0"] and set(follower.waiting) == held["w1"])
@@ -69,7 +72,9 @@ def test_who_dies_between_two_reports_counts_nowhere(
         assert steps[0].exception(PATIENCE) is not None
         until(lambda: victim not in lead.waiting)
         late = optimizers[1]._attachments[0]
-        start(late, PushRequest(1, 0, {})).add_done_callback(lambda done: unsent.set_result(done.value()))
+        start(late, PushRequest(1, 0, {})).add_done_callback(
+            lambda done: unsent.set_result(done.value())
+        )
         for step in steps[1:]:
             step.result(PATIENCE)
     expected = model()

@@ -19,11 +19,14 @@ from tests.ps import training
 from tests.ps.training import check_same, model
 
 Clusters = Callable[..., LocalCluster]
-GRADIENT = 1 + 2**-10  # neither float16 nor bfloat16 has it after a few additions; bfloat16 has nothing near it
+# neither float16 nor bfloat16 has it after a few additions; bfloat16 has nothing near it
+GRADIENT = 1 + 2**-10
 
 
 def test_what_rounding_takes_away_comes_with_the_next_steps() -> None:
-    share = ParameterLayout.of([[(0, "a", torch.zeros(3)), (1, "b", torch.zeros(2, dtype=torch.int64))]]).divide(1)[0]
+    share = ParameterLayout.of(
+        [[(0, "a", torch.zeros(3)), (1, "b", torch.zeros(2, dtype=torch.int64))]]
+    ).divide(1)[0]
     compressor = Compressor(share, torch.bfloat16)
     flat = torch.zeros(share.nbytes, dtype=torch.uint8)
     total = torch.zeros(3)
@@ -42,26 +45,36 @@ def test_what_rounding_takes_away_comes_with_the_next_steps() -> None:
 
 @pytest.mark.parametrize("transport", ["tcp"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_training_with_small_gradients(cluster: Clusters, monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+def test_training_with_small_gradients(
+    cluster: Clusters, monkeypatch: pytest.MonkeyPatch, dtype: Any
+) -> None:
     pushed: list[Any] = []
     real = service.Shard.push
-    monkeypatch.setattr(service.Shard, "push", lambda self, *args: (pushed.append(args[4]), real(self, *args))[1])
+    monkeypatch.setattr(
+        service.Shard, "push", lambda self, *args: (pushed.append(args[4]), real(self, *args))[1]
+    )
     workers = cluster(3)
     net = nn.Linear(4, 3, bias=False)
     before = net.weight.detach().clone()
-    with ps.Optimizer(net, ["w1", "w2"], agent=workers["w0"], lr=1.0, compression=dtype) as optimizer:
+    with ps.Optimizer(
+        net, ["w1", "w2"], agent=workers["w0"], lr=1.0, compression=dtype
+    ) as optimizer:
         for _ in range(100):
             net.weight.grad = torch.full_like(net.weight, GRADIENT)
             optimizer.step()
     assert {part.dtype for parts in pushed for part in parts} == {dtype}
-    torch.testing.assert_close(before - net.weight.detach(), torch.full((3, 4), 100 * GRADIENT), atol=2**-7, rtol=1e-5)
+    torch.testing.assert_close(
+        before - net.weight.detach(), torch.full((3, 4), 100 * GRADIENT), atol=2**-7, rtol=1e-5
+    )
 
 
 def test_shared_memory_needs_none(cluster: Clusters) -> None:
     workers = cluster(2)
     net, expected = model(), model()
     training.train(torch.optim.SGD(expected.parameters(), lr=0.1), expected, range(3), [0])
-    with ps.Optimizer(net, "w1", agent=workers["w0"], lr=0.1, compression=torch.bfloat16) as optimizer:
+    with ps.Optimizer(
+        net, "w1", agent=workers["w0"], lr=0.1, compression=torch.bfloat16
+    ) as optimizer:
         training.train(optimizer, net, range(3), [0])
     check_same(net, expected)
     with pytest.raises(UsageError, match="compressed to"):

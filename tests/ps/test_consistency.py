@@ -29,7 +29,9 @@ class Trainer:
         self.agent = cluster[worker]
         self._thread = ThreadPoolExecutor(1)
         options = {"lr": 1.0, "servers": "w0", **options}
-        self.joined = self._thread.submit(ps.Optimizer, self.net, consistency=rule, agent=self.agent, **options)
+        self.joined = self._thread.submit(
+            ps.Optimizer, self.net, consistency=rule, agent=self.agent, **options
+        )
 
     @property
     def optimizer(self) -> ps.Optimizer:
@@ -76,14 +78,18 @@ def waiting(cluster: LocalCluster, trainer: Trainer) -> Callable[[], bool]:
     return lambda: trainer.optimizer._trainer in shard(cluster).waiting
 
 
-def two(cluster: LocalCluster, trainer: Callable[..., Trainer], rule: Any) -> tuple[Trainer, Trainer]:
+def two(
+    cluster: LocalCluster, trainer: Callable[..., Trainer], rule: Any
+) -> tuple[Trainer, Trainer]:
     first, second = (trainer(cluster, worker, rule, trainers=2) for worker in ("w1", "w2"))
     first.joined.result(PATIENCE)
     second.joined.result(PATIENCE)
     return first, second
 
 
-def test_a_round_waits_for_every_trainer(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
+def test_a_round_waits_for_every_trainer(
+    cluster: Clusters, trainer: Callable[..., Trainer]
+) -> None:
     workers = cluster(3)
     a, b = two(workers, trainer, ps.Sync())
     before = a.weight()
@@ -116,7 +122,9 @@ def test_shutdown_leaves_first(cluster: Clusters, trainer: Callable[..., Trainer
     step.result(PATIENCE)
 
 
-def test_a_killed_trainer_leaves_the_round(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
+def test_a_killed_trainer_leaves_the_round(
+    cluster: Clusters, trainer: Callable[..., Trainer]
+) -> None:
     workers = cluster(4)
     a, b, c = (trainer(workers, worker, ps.Sync(), trainers=3) for worker in ("w1", "w2", "w3"))
     before = a.weight()
@@ -135,7 +143,9 @@ def test_a_killed_trainer_leaves_the_round(cluster: Clusters, trainer: Callable[
 
 def test_a_quorum_drops_who_comes_late(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
     workers = cluster(4)
-    a, b, c = (trainer(workers, worker, ps.Sync(quorum=2), trainers=3) for worker in ("w1", "w2", "w3"))
+    a, b, c = (
+        trainer(workers, worker, ps.Sync(quorum=2), trainers=3) for worker in ("w1", "w2", "w3")
+    )
     before = a.weight()
     first = a.begin(1.0)
     b.step(3.0)
@@ -151,7 +161,9 @@ def test_a_quorum_drops_who_comes_late(cluster: Clusters, trainer: Callable[...,
     assert c.optimizer.dropped == 1
 
 
-def test_async_never_waits_and_says_how_stale(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
+def test_async_never_waits_and_says_how_stale(
+    cluster: Clusters, trainer: Callable[..., Trainer]
+) -> None:
     workers = cluster(3)
     a, b = two(workers, trainer, ps.Async())
     before = a.weight()
@@ -165,7 +177,9 @@ def test_async_never_waits_and_says_how_stale(cluster: Clusters, trainer: Callab
     assert b.optimizer.staleness == 0
 
 
-def test_the_fastest_waits_when_it_is_too_far_ahead(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
+def test_the_fastest_waits_when_it_is_too_far_ahead(
+    cluster: Clusters, trainer: Callable[..., Trainer]
+) -> None:
     workers = cluster(3)
     a, b = two(workers, trainer, ps.Stale(3))
     before = a.weight()
@@ -184,7 +198,9 @@ def test_the_fastest_waits_when_it_is_too_far_ahead(cluster: Clusters, trainer: 
     fourth.result(PATIENCE)
 
 
-def test_who_waits_in_vain_for_others_to_come_leaves(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
+def test_who_waits_in_vain_for_others_to_come_leaves(
+    cluster: Clusters, trainer: Callable[..., Trainer]
+) -> None:
     workers = cluster(3, join_timeout=0.2)
     alone = trainer(workers, "w1", ps.Sync(), trainers=3)
     assert isinstance(alone.joined.exception(PATIENCE), JoinError)
@@ -192,7 +208,9 @@ def test_who_waits_in_vain_for_others_to_come_leaves(cluster: Clusters, trainer:
 
 
 @pytest.mark.parametrize("rule", [ps.Sync(), ps.Sync(quorum=2), ps.Async(), ps.Stale(1)], ids=repr)
-def test_who_joins_gets_the_current_model(cluster: Clusters, trainer: Callable[..., Trainer], rule: Any) -> None:
+def test_who_joins_gets_the_current_model(
+    cluster: Clusters, trainer: Callable[..., Trainer], rule: Any
+) -> None:
     workers = cluster(4)
     a = trainer(workers, "w2", rule, servers=["w0", "w1"])
     for _ in range(3):
@@ -211,7 +229,9 @@ def one_joins_in_a_round(
 ) -> tuple[Trainer, Trainer, Future[None], Trainer]:
     """Two trainers, of which the first has begun a step, and one that waits for the next round."""
     servers = ["w0", "w1"]
-    a, b = (trainer(workers, worker, ps.Sync(), servers=servers, trainers=2) for worker in ("w2", "w3"))
+    a, b = (
+        trainer(workers, worker, ps.Sync(), servers=servers, trainers=2) for worker in ("w2", "w3")
+    )
     assert a.weight() == b.weight()
     step = a.begin()
     until(waiting(workers, a))
@@ -253,7 +273,9 @@ def test_who_waits_for_a_round_to_end_starts_when_everybody_in_it_has_died(
     assert (c.optimizer.version, c.weight()) == (2, before - 1.0)
 
 
-def test_a_worker_may_have_one_trainer_after_the_other(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
+def test_a_worker_may_have_one_trainer_after_the_other(
+    cluster: Clusters, trainer: Callable[..., Trainer]
+) -> None:
     workers = cluster(2)
     first = trainer(workers, "w1", ps.Sync(), name="same")
     first.step()
@@ -265,7 +287,9 @@ def test_a_worker_may_have_one_trainer_after_the_other(cluster: Clusters, traine
     assert second.weight() == first.weight() - 1.0
 
 
-def test_a_push_that_is_repeated_counts_once(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
+def test_a_push_that_is_repeated_counts_once(
+    cluster: Clusters, trainer: Callable[..., Trainer]
+) -> None:
     workers = cluster(2)
     a = trainer(workers, "w1", ps.Async())
     a.step()
@@ -288,7 +312,9 @@ def test_nobody_sees_a_version_that_is_half_written(cluster: Clusters, rule: Any
         for each in net.parameters():
             nn.init.zeros_(each)
         torn = 0
-        with ps.Optimizer(net, servers="w0", agent=workers[worker], consistency=rule, lr=1.0) as optimizer:
+        with ps.Optimizer(
+            net, servers="w0", agent=workers[worker], consistency=rule, lr=1.0
+        ) as optimizer:
             for _ in range(100):
                 for each in net.parameters():
                     each.grad = torch.ones_like(each)
@@ -300,9 +326,14 @@ def test_nobody_sees_a_version_that_is_half_written(cluster: Clusters, rule: Any
         assert list(pool.map(work, ["w1", "w2", "w3"])) == [0, 0, 0]
 
 
-def test_an_error_of_the_optimizer_reaches_every_trainer(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
+def test_an_error_of_the_optimizer_reaches_every_trainer(
+    cluster: Clusters, trainer: Callable[..., Trainer]
+) -> None:
     workers = cluster(3)
-    a, b = (trainer(workers, worker, ps.Sync(), trainers=2, optimizer=Failing) for worker in ("w1", "w2"))
+    a, b = (
+        trainer(workers, worker, ps.Sync(), trainers=2, optimizer=Failing)
+        for worker in ("w1", "w2")
+    )
     steps = a.begin(), b.begin()
     for step in steps:
         assert "not today" in str(step.exception(PATIENCE))
@@ -321,7 +352,9 @@ def test_trainers_that_wait_for_each_other_in_two_quorums_are_told(cluster: Clus
     def made(worker: str, name: str) -> tuple[nn.Linear, ps.Optimizer]:
         net = nn.Linear(1, 1)
         rule = ps.Sync(quorum=3)
-        return net, ps.Optimizer(net, "w0", agent=workers[worker], name=name, trainers=4, consistency=rule, lr=0.1)
+        return net, ps.Optimizer(
+            net, "w0", agent=workers[worker], name=name, trainers=4, consistency=rule, lr=0.1
+        )
 
     def step(pair: tuple[nn.Linear, ps.Optimizer]) -> None:
         pair[0](torch.ones(1, 1)).sum().backward()
@@ -337,7 +370,9 @@ def test_trainers_that_wait_for_each_other_in_two_quorums_are_told(cluster: Clus
         assert "with a quorum" in str(error)
 
 
-def test_the_steps_of_a_single_quorum_have_no_limit(cluster: Clusters, trainer: Callable[..., Trainer]) -> None:
+def test_the_steps_of_a_single_quorum_have_no_limit(
+    cluster: Clusters, trainer: Callable[..., Trainer]
+) -> None:
     workers = cluster(3)
     a, _ = two(workers, trainer, ps.Sync(quorum=2))
     assert a.optimizer._attachments[0].step_limit() is None

@@ -27,7 +27,8 @@ from telegrad.ps.server.registry import ShardRegistry
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, about its optimizers
+# torch's own, about its optimizers
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 Clusters = Callable[..., LocalCluster]
 
@@ -36,7 +37,9 @@ EVERY = torch.arange(ROWS)
 EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-13}
 
 
-def table(kind: Any, cluster: LocalCluster, trainer: str = "w0", servers: Any = ("w1",), **options: Any) -> Any:
+def table(
+    kind: Any, cluster: LocalCluster, trainer: str = "w0", servers: Any = ("w1",), **options: Any
+) -> Any:
     return kind(ROWS, DIM, servers, dtype=torch.float64, agent=cluster[trainer], **options)
 
 
@@ -54,7 +57,9 @@ def shard(cluster: LocalCluster, worker: str = "w1", name: str = "table") -> Tab
     return cluster[worker].service(ShardRegistry).find(f"tables {name!r}", TableShard)
 
 
-def in_one_process(start: Tensor, inputs: list[Tensor], make: Callable[[list[Tensor]], Any], mode: str) -> Tensor:
+def in_one_process(
+    start: Tensor, inputs: list[Tensor], make: Callable[[list[Tensor]], Any], mode: str
+) -> Tensor:
     """What torch makes of the rows."""
     sparse = mode != "max"  # of which torch has no sparse gradient
     local = nn.EmbeddingBag.from_pretrained(start.clone(), freeze=False, sparse=sparse, mode=mode)
@@ -75,7 +80,10 @@ def rows_of(gradient: Tensor | None, ids: Tensor) -> Tensor:
 
 RULES: dict[str, tuple[Any, Callable[[list[Tensor]], Any]]] = {
     "SGD": (ps.RowSGD(lr=0.3), lambda weights: torch.optim.SGD(weights, lr=0.3)),
-    "Adagrad": (ps.RowAdagrad(lr=0.3, per_element=True), lambda weights: torch.optim.Adagrad(weights, lr=0.3)),
+    "Adagrad": (
+        ps.RowAdagrad(lr=0.3, per_element=True),
+        lambda weights: torch.optim.Adagrad(weights, lr=0.3),
+    ),
     "Adam": (ps.RowAdam(lr=0.03), lambda weights: torch.optim.SparseAdam(weights, lr=0.03)),
 }
 
@@ -86,7 +94,9 @@ RULES: dict[str, tuple[Any, Callable[[list[Tensor]], Any]]] = {
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("servers", [["w1"], ["w1", "w2", "w3"]], ids=len)
-def test_one_trainer_is_torch_itself(cluster: Clusters, rule: str, mode: str, servers: list[str]) -> None:
+def test_one_trainer_is_torch_itself(
+    cluster: Clusters, rule: str, mode: str, servers: list[str]
+) -> None:
     ours, theirs = RULES[rule]
     bag = table(ps.EmbeddingBag, cluster(4), servers=servers, mode=mode, optimizer=ours)
     start = bag.rows(EVERY)
@@ -101,7 +111,13 @@ def test_one_trainer_is_torch_itself(cluster: Clusters, rule: str, mode: str, se
 @pytest.mark.parametrize("servers", [["w1"], ["w1", "w2"]], ids=len)
 def test_adagrad_by_row(cluster: Clusters, servers: list[str]) -> None:
     """Against the rule, written down for one row after the other."""
-    bag = table(ps.EmbeddingBag, cluster(3), servers=servers, mode="sum", optimizer=ps.RowAdagrad(lr=0.3, eps=1e-6))
+    bag = table(
+        ps.EmbeddingBag,
+        cluster(3),
+        servers=servers,
+        mode="sum",
+        optimizer=ps.RowAdagrad(lr=0.3, eps=1e-6),
+    )
     rows, sums = bag.rows(EVERY), torch.zeros(ROWS, dtype=torch.float64)
     for step in range(8):
         loss_of(bag(input_of(step))).backward()
@@ -118,13 +134,23 @@ def test_adagrad_by_row(cluster: Clusters, servers: list[str]) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("servers", [["w0"], ["w0", "w1"]], ids=len)
-def test_trainers_together_are_one_with_the_large_batch(cluster: Clusters, rule: str, servers: list[str]) -> None:
+def test_trainers_together_are_one_with_the_large_batch(
+    cluster: Clusters, rule: str, servers: list[str]
+) -> None:
     workers = cluster(5)
     ours, theirs = RULES[rule]
     agents = ["w2", "w3", "w4"]
 
     def train(number: int) -> Tensor:
-        bag = table(ps.EmbeddingBag, workers, agents[number], servers, mode="sum", optimizer=ours, trainers=3)
+        bag = table(
+            ps.EmbeddingBag,
+            workers,
+            agents[number],
+            servers,
+            mode="sum",
+            optimizer=ours,
+            trainers=3,
+        )
         for step in range(6):
             loss_of(bag(input_of(step, number, bags=4 * (number < 2)))).backward()
             bag.tables.step()
@@ -132,13 +158,16 @@ def test_trainers_together_are_one_with_the_large_batch(cluster: Clusters, rule:
         return bag.rows(EVERY)
 
     with ThreadPoolExecutor(3) as pool:
-        ends = [each.result(PATIENCE) for each in [pool.submit(train, number) for number in range(3)]]
+        ends = [
+            each.result(PATIENCE) for each in [pool.submit(train, number) for number in range(3)]
+        ]
     start = initialize(torch.empty(len(EVERY), DIM, dtype=torch.float64), EVERY, 0, 1.0)
     leaf = nn.Parameter(start.clone())
     optimizer = theirs([leaf])
     for step in range(6):  # the third trainer has empty batches: it counts, with zeros
         losses = [
-            loss_of(F.embedding_bag(input_of(step, number, 4), leaf, mode="sum", sparse=True)) for number in (0, 1)
+            loss_of(F.embedding_bag(input_of(step, number, 4), leaf, mode="sum", sparse=True))
+            for number in (0, 1)
         ]
         optimizer.zero_grad()
         (sum(losses) / 3).backward()  # type: ignore[union-attr]
@@ -156,14 +185,18 @@ def bags(draw: st.DrawFn) -> dict[str, Any]:
     ids = draw(st.lists(st.integers(0, ROWS - 1), min_size=count, max_size=count))
     last = draw(st.booleans())
     ends = torch.tensor([0, *lengths]).cumsum(0)
-    weights = draw(st.lists(st.floats(-2, 2), min_size=count, max_size=count)) if mode == "sum" else None
+    weights = (
+        draw(st.lists(st.floats(-2, 2), min_size=count, max_size=count)) if mode == "sum" else None
+    )
     return {
         "mode": mode,
         "include_last_offset": last,
         "padding_idx": draw(st.none() | st.integers(-ROWS, ROWS - 1)),
         "input": torch.tensor(ids, dtype=torch.int64),
         "offsets": ends if last else ends[:-1],
-        "weights": None if weights is None or draw(st.booleans()) else torch.tensor(weights, dtype=torch.float64),
+        "weights": None
+        if weights is None or draw(st.booleans())
+        else torch.tensor(weights, dtype=torch.float64),
     }
 
 
@@ -174,11 +207,19 @@ def test_bags_of_every_kind_are_torchs() -> None:
         def check(case: dict[str, Any]) -> None:
             made = {key: case[key] for key in ("mode", "include_last_offset", "padding_idx")}
             bag = table(
-                ps.EmbeddingBag, workers, servers=["w1", "w2"], optimizer=ps.RowSGD(lr=1.0), **made, name=repr(case)
+                ps.EmbeddingBag,
+                workers,
+                servers=["w1", "w2"],
+                optimizer=ps.RowSGD(lr=1.0),
+                **made,
+                name=repr(case),
             )
             start = bag.rows(EVERY)
             theirs = nn.EmbeddingBag.from_pretrained(start.clone(), freeze=False, **made)
-            weights = [None if case["weights"] is None else case["weights"].clone().requires_grad_() for _ in range(2)]
+            weights = [
+                None if case["weights"] is None else case["weights"].clone().requires_grad_()
+                for _ in range(2)
+            ]
             both = zip((bag, theirs), weights, strict=True)
             outputs = [each(case["input"], case["offsets"], weight) for each, weight in both]
             torch.testing.assert_close(*outputs, **EXACT)
@@ -195,7 +236,9 @@ def test_bags_of_every_kind_are_torchs() -> None:
 
 
 def test_an_embedding_is_torchs(cluster: Clusters) -> None:
-    ours = table(ps.Embedding, cluster(3), servers="w[12]", optimizer=ps.RowSGD(lr=1.0), padding_idx=-1)
+    ours = table(
+        ps.Embedding, cluster(3), servers="w[12]", optimizer=ps.RowSGD(lr=1.0), padding_idx=-1
+    )
     start = ours.rows(EVERY)
     assert not start[-1].any()
     theirs = nn.Embedding.from_pretrained(start.clone(), freeze=False, padding_idx=-1)
@@ -211,7 +254,9 @@ def test_an_embedding_is_torchs(cluster: Clusters) -> None:
 
 
 def test_gradients_add_up_until_a_step(cluster: Clusters) -> None:
-    bag = table(ps.EmbeddingBag, cluster(3), servers=["w1", "w2"], mode="sum", optimizer=ps.RowSGD(lr=1.0))
+    bag = table(
+        ps.EmbeddingBag, cluster(3), servers=["w1", "w2"], mode="sum", optimizer=ps.RowSGD(lr=1.0)
+    )
     start = bag.rows(EVERY)
     leaf = start.clone().requires_grad_()
     for step in (1, 2):
@@ -269,7 +314,9 @@ def test_an_optimizer_steps_the_tables_of_its_model(cluster: Clusters, closure: 
         for step in range(5):
             for net, optimizer in ((model, ours), (local, theirs)):
 
-                def backward(net: nn.Module = net, optimizer: Any = optimizer, step: int = step) -> Tensor:
+                def backward(
+                    net: nn.Module = net, optimizer: Any = optimizer, step: int = step
+                ) -> Tensor:
                     optimizer.zero_grad()
                     loss = loss_of(net(input_of(step)))
                     loss.backward()
@@ -313,7 +360,9 @@ def test_storage_grows(cluster: Clusters, monkeypatch: pytest.MonkeyPatch, reser
     monkeypatch.setattr(growable_array, "_MOST", reserved)
     if not reserved:
         monkeypatch.setattr(growable_array.mmap, "mmap", refuse)
-    bag = ps.EmbeddingBag(10**6, 8, "w1", mode="sum", optimizer=ps.RowAdagrad(lr=1.0), agent=cluster(2)["w0"])
+    bag = ps.EmbeddingBag(
+        10**6, 8, "w1", mode="sum", optimizer=ps.RowAdagrad(lr=1.0), agent=cluster(2)["w0"]
+    )
     start = bag.rows(torch.arange(5000))
     for first in range(0, 5000, 500):
         bag(torch.arange(first, first + 500)[None]).sum().backward()
@@ -325,7 +374,11 @@ def test_it_does_not_matter_who_makes_a_row_and_where(cluster: Clusters) -> None
     workers = cluster(4)
     tables = [
         ps.Embedding(10**6, 5, servers, agent=workers["w0"], name=name, seed=seed)
-        for name, servers, seed in (("a", ["w1"], 0), ("b", ["w1", "w2", "w3"], 0), ("c", ["w1"], 1))
+        for name, servers, seed in (
+            ("a", ["w1"], 0),
+            ("b", ["w1", "w2", "w3"], 0),
+            ("c", ["w1"], 1),
+        )
     ]
     ids = torch.arange(0, 10**6, 1000)
     alone, spread, other = (each.rows(ids) for each in tables)
@@ -339,7 +392,9 @@ def test_it_does_not_matter_who_makes_a_row_and_where(cluster: Clusters) -> None
     assert min(counts) > 120
 
 
-def test_tables_are_fetched_and_updated_together(cluster: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_fetched_and_updated_together(
+    cluster: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workers = cluster(3)
     calls: list[tuple[str, list[str]]] = []
     pull, push = TableShard.pull, TableShard.push
@@ -367,13 +422,21 @@ def test_tables_are_fetched_and_updated_together(cluster: Clusters, monkeypatch:
     stale = bags[0].rows(inputs[0])
     bags[0](inputs[0].clone()).sum().backward()
     tables.step()
-    assert not torch.equal(bags[0](inputs[0]), stale.sum(1))  # what was fetched before a step is not used after it
+    # what was fetched before a step is not used after it
+    assert not torch.equal(bags[0](inputs[0]), stale.sum(1))
 
 
 def test_rows_are_used_again_for_some_steps(cluster: Clusters) -> None:
     workers = cluster(3)
     cached, plain = (
-        table(ps.Embedding, workers, worker, optimizer=ps.RowSGD(lr=1.0), consistency=ps.Async(), reuse=reuse)
+        table(
+            ps.Embedding,
+            workers,
+            worker,
+            optimizer=ps.RowSGD(lr=1.0),
+            consistency=ps.Async(),
+            reuse=reuse,
+        )
         for worker, reuse in (("w0", 2), ("w2", 0))
     )
     asked = torch.tensor([3, 4])
@@ -446,7 +509,11 @@ def test_a_state_dict_names_the_table(cluster: Clusters) -> None:
     bag = table(ps.EmbeddingBag, workers, name="a")
     state = Model(bag).state_dict()
     assert state.keys() == {"bag._extra_state", "dense.weight", "dense.bias"}
-    assert json.loads(bytes(state["bag._extra_state"].tolist())) == {"name": "a", "rows": ROWS, "dim": DIM}
+    assert json.loads(bytes(state["bag._extra_state"].tolist())) == {
+        "name": "a",
+        "rows": ROWS,
+        "dim": DIM,
+    }
     Model(bag).load_state_dict(state)
     with pytest.raises(UsageError, match="'b'"):
         Model(table(ps.EmbeddingBag, workers, name="b")).load_state_dict(state)
@@ -455,7 +522,10 @@ def test_a_state_dict_names_the_table(cluster: Clusters) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda bag: bag(torch.tensor([[ROWS]])), f"'table' has rows 0 to {ROWS - 1}, .* row {ROWS}: make"),
+        (
+            lambda bag: bag(torch.tensor([[ROWS]])),
+            f"'table' has rows 0 to {ROWS - 1}, .* row {ROWS}: make",
+        ),
         (lambda bag: bag(torch.tensor([[-1, 2]])), "asks for row -1"),
         (lambda bag: bag(torch.tensor([[1.0]])), "int64 or int32"),
         (lambda bag: bag.put(torch.tensor([1, 1]), torch.zeros(2, DIM)), "once each"),
@@ -507,7 +577,10 @@ def row(bag: Any) -> float:
 def pair(workers: LocalCluster, rule: Any) -> list[Any]:
     options = {"consistency": rule, "trainers": 2, "optimizer": ps.RowSGD(lr=1.0), "std": 0.0}
     with ThreadPoolExecutor(2) as pool:
-        made = [pool.submit(table, ps.EmbeddingBag, workers, worker, ["w0"], **options) for worker in ("w1", "w2")]
+        made = [
+            pool.submit(table, ps.EmbeddingBag, workers, worker, ["w0"], **options)
+            for worker in ("w1", "w2")
+        ]
         return [each.result(PATIENCE) for each in made]
 
 
@@ -674,13 +747,22 @@ def test_embeddings_and_their_gradients_are_those_of_torch(servers: int) -> None
     theirs = F.embedding(batch.places.view(input.shape), rows)
     assert torch.equal(ours, theirs)
     weights = torch.randn_like(ours)
-    torch.testing.assert_close(torch.autograd.grad(ours, rows, weights), torch.autograd.grad(theirs, rows, weights))
-    assert torch.autograd.gradgradcheck(lambda leaf: lookup.embedding(leaf, batch, input.shape), (rows,))
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, rows, weights), torch.autograd.grad(theirs, rows, weights)
+    )
+    assert torch.autograd.gradgradcheck(
+        lambda leaf: lookup.embedding(leaf, batch, input.shape), (rows,)
+    )
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from([0, 1, 2, 5, 9, 2**40, 2**62 + 1, 2**63 - 1]), max_size=40), st.integers(1, 3))
-def test_a_batch_has_each_row_once_and_knows_where_it_is_used(numbers: list[int], servers: int) -> None:
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 5, 9, 2**40, 2**62 + 1, 2**63 - 1]), max_size=40),
+    st.integers(1, 3),
+)
+def test_a_batch_has_each_row_once_and_knows_where_it_is_used(
+    numbers: list[int], servers: int
+) -> None:
     ids = torch.tensor(numbers, dtype=torch.int64)
     batch = RowBatch.of(ids, servers)
     assert torch.equal(batch.ids[batch.places], ids)

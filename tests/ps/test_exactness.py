@@ -53,17 +53,23 @@ def test_two_trainers_equal_one_process(
 ) -> None:
     workers = cluster(count + 2)
     expected, _ = locally(kind, options, 2, 6)
-    nets = trainers_of(workers).train(2, 6, count, optimizer=kind, servers=servers(count), **options)
+    nets = trainers_of(workers).train(
+        2, 6, count, optimizer=kind, servers=servers(count), **options
+    )
     for net in nets:
         check_same(net, expected)
 
 
-def test_the_loss_curve_is_that_of_one_process_with_the_large_batch(cluster: Clusters, trainers_of: Make) -> None:
+def test_the_loss_curve_is_that_of_one_process_with_the_large_batch(
+    cluster: Clusters, trainers_of: Make
+) -> None:
     def curve(optimizer: Any, net: nn.Module, numbers: list[int]) -> list[float]:
         found = []
         for step in range(15):
             optimizer.zero_grad()
-            loss = training.loss(net, torch.cat([training.batch(step, number) for number in numbers]))
+            loss = training.loss(
+                net, torch.cat([training.batch(step, number) for number in numbers])
+            )
             loss.backward()
             optimizer.step()
             found.append(loss.item())
@@ -84,7 +90,9 @@ def test_the_loss_curve_is_that_of_one_process_with_the_large_batch(cluster: Clu
         for number in range(3)
     ]
     curves = [each.result(PATIENCE) for each in started]
-    assert [sum(losses) / 3 for losses in zip(*curves, strict=True)] == pytest.approx(whole, rel=1e-9)
+    assert [sum(losses) / 3 for losses in zip(*curves, strict=True)] == pytest.approx(
+        whole, rel=1e-9
+    )
     assert whole[-1] < whole[0]
 
 
@@ -102,7 +110,8 @@ def test_many_blocks_are_as_good_as_one(
     check_same(mine, other)
     state = remote.state_dict()["state"]
     for number, values in local.state_dict()["state"].items():
-        for key, value in values.items():  # torch changes the dtype of some scalars when it loads them
+        # torch changes the dtype of some scalars when it loads them
+        for key, value in values.items():
             torch.testing.assert_close(state[number][key], value, check_dtype=False)
 
 
@@ -110,8 +119,11 @@ def test_many_blocks_are_as_good_as_one(
 @pytest.mark.parametrize("rule", [ps.Sync(), ps.Sync(quorum=3), ps.Stale(1)], ids=repr)
 def test_every_transport(cluster: Clusters, trainers_of: Make, transport: str, rule: Any) -> None:
     workers = cluster(5)
-    nets = trainers_of(workers).train(3, 5, 2, servers="w[01]", consistency=rule, lr=0.1, momentum=0.9)
-    if rule == ps.Stale(1):  # steps one by one, in any order: all that is sure is that everybody ends with the same
+    nets = trainers_of(workers).train(
+        3, 5, 2, servers="w[01]", consistency=rule, lr=0.1, momentum=0.9
+    )
+    # steps one by one, in any order: all that is sure is that everybody ends with the same
+    if rule == ps.Stale(1):
         assert all(torch.isfinite(each).all() for net in nets for each in net.parameters())
     else:
         expected, _ = locally(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 3, 5)
@@ -134,14 +146,17 @@ def test_elsewhere_calls_carry_everything(cluster: Clusters) -> None:
         assert "by calls" in repr(optimizer._attachments[0])
 
 
-def test_everybody_starts_from_the_first_trainers_parameters(cluster: Clusters, trainers_of: Make) -> None:
+def test_everybody_starts_from_the_first_trainers_parameters(
+    cluster: Clusters, trainers_of: Make
+) -> None:
     workers = cluster(5)
     nets = trainers_of(workers).train(3, 0, 2, seeds=[0, 1, 2], servers="w[01]", lr=0.1)
     seeds = [model(seed) for seed in range(3)]
     for net in nets[1:]:
         check_same(net, nets[0])
     assert any(
-        all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), seed.parameters(), strict=True)) for seed in seeds
+        all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), seed.parameters(), strict=True))
+        for seed in seeds
     )
 
 
@@ -153,9 +168,13 @@ def pair(cluster: Clusters) -> Callable[..., tuple[nn.Module, ps.Optimizer, nn.M
     """The same model twice: with a parameter server of two workers, and with the optimizer itself."""
     workers = cluster(3)
 
-    def make(kind: Any = torch.optim.SGD, **options: Any) -> tuple[nn.Module, ps.Optimizer, nn.Module, Any]:
+    def make(
+        kind: Any = torch.optim.SGD, **options: Any
+    ) -> tuple[nn.Module, ps.Optimizer, nn.Module, Any]:
         mine, other = model(), model()
-        remote = ps.Optimizer(mine, servers=["w1", "w2"], optimizer=kind, agent=workers["w0"], **options)
+        remote = ps.Optimizer(
+            mine, servers=["w1", "w2"], optimizer=kind, agent=workers["w0"], **options
+        )
         return mine, remote, other, kind(other.parameters(), **options)
 
     return make
@@ -165,7 +184,9 @@ def pair(cluster: Clusters) -> Callable[..., tuple[nn.Module, ps.Optimizer, nn.M
     "make",
     [
         lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
-        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.1, total_steps=10
+        ),
     ],
 )
 def test_schedulers_reach_the_servers(pair: Any, make: Callable[[Any], Any]) -> None:
@@ -209,11 +230,14 @@ def give_gradients(net: nn.Module, step: int, without: set[int]) -> None:
         each.grad = None if number in without else torch.full_like(each, 1.0 + step + number)
 
 
-WITHOUT = [{2, 3}, set(), {0}, {2, 5}, {0, 1, 2, 3, 4, 5}, set()]  # which parameters have no gradient in each step
+# which parameters have no gradient in each step
+WITHOUT = [{2, 3}, set(), {0}, {2, 5}, {0, 1, 2, 3, 4, 5}, set()]
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=IDS)
-def test_parameters_without_gradients_are_left_alone(pair: Any, kind: Any, options: dict[str, Any]) -> None:
+def test_parameters_without_gradients_are_left_alone(
+    pair: Any, kind: Any, options: dict[str, Any]
+) -> None:
     """With their momentum and the number of their steps, also when the state is taken out and put back."""
     mine, remote, other, local = pair(kind, **options)
     for optimizer, net in ((remote, mine), (local, other)):
@@ -245,7 +269,8 @@ def test_a_gradient_that_some_trainer_has_counts(cluster: Clusters, trainers_of:
     trainers = trainers_of(cluster(4))
     options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
     started = [
-        trainers.start(f"w{2 + number}", work(number), servers=servers(2), trainers=2, **options) for number in (0, 1)
+        trainers.start(f"w{2 + number}", work(number), servers=servers(2), trainers=2, **options)
+        for number in (0, 1)
     ]
     expected = model()
     local = torch.optim.SGD(expected.parameters(), **options)
@@ -259,7 +284,9 @@ def test_a_gradient_that_some_trainer_has_counts(cluster: Clusters, trainers_of:
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=IDS)
-def test_its_state_is_that_of_the_optimizer_itself(pair: Any, kind: Any, options: dict[str, Any]) -> None:
+def test_its_state_is_that_of_the_optimizer_itself(
+    pair: Any, kind: Any, options: dict[str, Any]
+) -> None:
     mine, remote, other, local = pair(kind, **options)
     for optimizer, net in ((remote, mine), (local, other)):
         training.train(optimizer, net, range(3), [0])
@@ -320,7 +347,9 @@ def test_a_closure_is_evaluated_first(pair: Any) -> None:
         value.backward()
         return float(value.item())
 
-    assert remote.step(closure) == pytest.approx(training.loss(model(), training.batch(0, 0)).item())
+    assert remote.step(closure) == pytest.approx(
+        training.loss(model(), training.batch(0, 0)).item()
+    )
 
 
 def test_rules_are_checked(cluster: Clusters) -> None:
@@ -345,8 +374,12 @@ def test_rules_are_checked(cluster: Clusters) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(("options", "fused"), [({}, True), ({"foreach": False}, None), ({"fused": False}, False)])
-def test_servers_step_in_one_pass_unless_told_otherwise(pair: Any, options: dict[str, Any], fused: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("options", "fused"), [({}, True), ({"foreach": False}, None), ({"fused": False}, False)]
+)
+def test_servers_step_in_one_pass_unless_told_otherwise(
+    pair: Any, options: dict[str, Any], fused: bool | None
+) -> None:
     _, remote, _, _ = pair(lr=0.1, **options)
     remote.load_state_dict(remote.state_dict())
     remote.param_groups[0]["lr"] = 0.2
@@ -357,4 +390,7 @@ def test_servers_step_in_one_pass_unless_told_otherwise(pair: Any, options: dict
 
 
 def how_steps_are_made() -> list[Any]:
-    return [unit.optimizer.param_groups[0]["fused"] for unit in ParameterShards.here().find("default")._solver._units]
+    return [
+        unit.optimizer.param_groups[0]["fused"]
+        for unit in ParameterShards.here().find("default")._solver._units
+    ]

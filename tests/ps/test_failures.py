@@ -35,7 +35,9 @@ STEPS = 12
 
 def undisturbed(trainers: int, steps: int, **options: Any) -> nn.Module:
     net = model()
-    training.train(torch.optim.SGD(net.parameters(), **options), net, range(steps), list(range(trainers)))
+    training.train(
+        torch.optim.SGD(net.parameters(), **options), net, range(steps), list(range(trainers))
+    )
     return net
 
 
@@ -44,7 +46,9 @@ def started(trainers_of: Make) -> Iterator[Callable[..., Any]]:
     """Starts trainers that train while the test does something to their servers."""
     threads: list[threading.Thread] = []
 
-    def start(cluster: LocalCluster, count: int, first: int, **options: Any) -> Callable[[], list[nn.Module]]:
+    def start(
+        cluster: LocalCluster, count: int, first: int, **options: Any
+    ) -> Callable[[], list[nn.Module]]:
         nets: list[nn.Module] = []
         errors: list[BaseException] = []
 
@@ -85,7 +89,10 @@ BETWEEN_SERVERS = {
     ("where", "method", "plan", "servers"),
     [
         *(pytest.param(*point, ["w0"], id=name) for name, point in POINTS.items()),
-        *(pytest.param(*point, ["w0", "w1"], id=f"{name}-2") for name, point in (POINTS | BETWEEN_SERVERS).items()),
+        *(
+            pytest.param(*point, ["w0", "w1"], id=f"{name}-2")
+            for name, point in (POINTS | BETWEEN_SERVERS).items()
+        ),
     ],
 )
 def test_chaos_ends_where_an_undisturbed_run_does(
@@ -195,7 +202,9 @@ def test_patience_has_an_end(cluster: Clusters, tmp_path: Path) -> None:
     workers = cluster(2)
     net = model()
     rule = ps.Checkpoint(tmp_path)
-    optimizer = ps.Optimizer(net, servers="w1", agent=workers["w0"], checkpoint=rule, patience=0.05, lr=0.1)
+    optimizer = ps.Optimizer(
+        net, servers="w1", agent=workers["w0"], checkpoint=rule, patience=0.05, lr=0.1
+    )
     workers.kill("w1")
     with pytest.raises(PeerLost, match="w1"):
         training.train(optimizer, net, range(1), [0])
@@ -206,7 +215,9 @@ def test_patience_has_an_end(cluster: Clusters, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adafactor])
 @pytest.mark.parametrize("rule", [ps.Sync(), ps.Async()], ids=repr)
-def test_a_new_run_goes_on_where_an_old_one_ended(cluster: Clusters, tmp_path: Path, kind: Any, rule: Any) -> None:
+def test_a_new_run_goes_on_where_an_old_one_ended(
+    cluster: Clusters, tmp_path: Path, kind: Any, rule: Any
+) -> None:
     expected = model()
     training.train(kind(expected.parameters(), lr=0.01), expected, range(10), [0])
     net = model()
@@ -214,25 +225,38 @@ def test_a_new_run_goes_on_where_an_old_one_ended(cluster: Clusters, tmp_path: P
         workers = cluster(3)
         point = ps.Checkpoint(tmp_path, every=1000, resume=True)
         with ps.Optimizer(
-            net, ["w1", "w2"], kind, agent=workers["w0"], consistency=rule, checkpoint=point, lr=0.01
+            net,
+            ["w1", "w2"],
+            kind,
+            agent=workers["w0"],
+            consistency=rule,
+            checkpoint=point,
+            lr=0.01,
         ) as optimizer:
             assert optimizer.version == steps[0]
             training.train(optimizer, net, steps, [0])
         workers.close()
-        final, net = net, model(seed=1)  # the next run starts with other parameters, and does not use them
+        # the next run starts with other parameters, and does not use them
+        final, net = net, model(seed=1)
     check_same(final, expected)
 
 
-def test_a_new_run_begins_with_the_newest_version_that_all_servers_have(cluster: Clusters, tmp_path: Path) -> None:
+def test_a_new_run_begins_with_the_newest_version_that_all_servers_have(
+    cluster: Clusters, tmp_path: Path
+) -> None:
     """One of them was killed before it had saved as much as the other."""
     expected = model()
-    training.train(torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9), expected, range(9), [0])
+    training.train(
+        torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9), expected, range(9), [0]
+    )
 
     def run(first: int, last: int, seed: int) -> nn.Module:
         workers = cluster(3)
         net = model(seed)
         point = ps.Checkpoint(tmp_path, every=2, resume=True, wait=True, keep=3)
-        with ps.Optimizer(net, ["w1", "w2"], agent=workers["w0"], checkpoint=point, lr=0.1, momentum=0.9) as optimizer:
+        with ps.Optimizer(
+            net, ["w1", "w2"], agent=workers["w0"], checkpoint=point, lr=0.1, momentum=0.9
+        ) as optimizer:
             assert optimizer.version == first
             training.train(optimizer, net, range(first, last), [0])
         workers.close()
@@ -268,7 +292,9 @@ def test_without_resume_a_new_run_starts_anew(cluster: Clusters, tmp_path: Path)
     for _ in range(2):
         workers = cluster(2)
         net = model()
-        with ps.Optimizer(net, "w1", agent=workers["w0"], checkpoint=ps.Checkpoint(tmp_path, every=1), lr=0.1) as made:
+        with ps.Optimizer(
+            net, "w1", agent=workers["w0"], checkpoint=ps.Checkpoint(tmp_path, every=1), lr=0.1
+        ) as made:
             assert made.version == 0
             training.train(made, net, range(3), [0])
         workers.close()
@@ -276,7 +302,12 @@ def test_without_resume_a_new_run_starts_anew(cluster: Clusters, tmp_path: Path)
 
 def snapshot(version: int) -> ShardSnapshot:
     return ShardSnapshot(
-        version, "run", {"weight": torch.full((3,), float(version))}, [], [{"lr": 0.1}], {"a": version}
+        version,
+        "run",
+        {"weight": torch.full((3,), float(version))},
+        [],
+        [{"lr": 0.1}],
+        {"a": version},
     )
 
 
@@ -296,7 +327,9 @@ def test_an_archive_keeps_the_newest_and_ignores_what_is_not_whole(tmp_path: Pat
     assert torch.equal(found.values["weight"], torch.full((3,), 10.0))
 
 
-def test_what_cannot_be_written_is_heard_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_is_heard_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     archive = CheckpointArchive(ps.Checkpoint(tmp_path), "default", "w0", in_the_foreground)
 
     def full(*_: object) -> None:
@@ -365,12 +398,24 @@ def test_trainers_die_and_others_take_their_place(cluster: Clusters) -> None:
     for step, victim, newcomer in ((1, "w3", "w5"), (2, "w2", "w6")):
         net, optimizer = alive.pop(victim)
         with ThreadPoolExecutor(1) as pool:
-            doomed = pool.submit(training.train, optimizer, net, range(step, step + 1), [int(victim[1:])])
-            shards = [workers[server].service(ParameterShards).find("default") for server in servers]
-            until(lambda victim=victim, shards=shards: all(_has(each, workers[victim]) for each in shards))  # type: ignore[misc]
+            doomed = pool.submit(
+                training.train, optimizer, net, range(step, step + 1), [int(victim[1:])]
+            )
+            shards = [
+                workers[server].service(ParameterShards).find("default") for server in servers
+            ]
+            until(
+                lambda victim=victim, shards=shards: all(
+                    _has(each, workers[victim]) for each in shards
+                )
+            )  # type: ignore[misc]
             workers.kill(victim)
             assert doomed.exception(PATIENCE) is not None
-        until(lambda victim=victim, shards=shards: not any(_has(each, workers[victim]) for each in shards))  # type: ignore[misc]
+        until(
+            lambda victim=victim, shards=shards: (
+                not any(_has(each, workers[victim]) for each in shards)
+            )
+        )  # type: ignore[misc]
         round_of(alive, step)
         alive[newcomer] = begin(newcomer)
         check_same(alive[newcomer][0], expected)

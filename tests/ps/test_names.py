@@ -56,10 +56,13 @@ def test_a_name_that_is_in_use_is_an_error(cluster: Clusters) -> None:
     agent = cluster(2)["w0"]
     net = nn.Linear(2, 1)
     with ps.Optimizer(net, "w1", name="a", lr=0.1, agent=agent) as optimizer:
-        with pytest.raises(UsageError, match="parameter server 'a' already, and would wait for itself"):
+        with pytest.raises(
+            UsageError, match="parameter server 'a' already, and would wait for itself"
+        ):
             ps.Optimizer(nn.Linear(2, 1), "w1", name="a", lr=0.1, agent=agent)
         step(optimizer, net)
-    with ps.Optimizer(net, "w1", name="a", lr=0.1, agent=agent) as optimizer:  # it goes on with that server
+    # it goes on with that server
+    with ps.Optimizer(net, "w1", name="a", lr=0.1, agent=agent) as optimizer:
         assert optimizer.version == 1
     table = ps.Embedding(5, 2, "w1", name="b", agent=agent)
     with pytest.raises(UsageError, match="tables 'b' already"):

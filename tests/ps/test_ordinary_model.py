@@ -133,7 +133,9 @@ CHANGES: list[Callable[[nn.Module], object]] = [
 
 @pytest.mark.parametrize("consistency", [ps.Sync(), ps.Async()], ids=repr)
 @pytest.mark.parametrize("change", CHANGES)
-def test_parameters_that_are_moved_or_written_to(compared: Any, change: Any, consistency: Any) -> None:
+def test_parameters_that_are_moved_or_written_to(
+    compared: Any, change: Any, consistency: Any
+) -> None:
     compared(change=change, consistency=consistency)
 
 
@@ -192,7 +194,9 @@ def test_other_types_and_shapes_are_errors(cluster: Clusters) -> None:
     with ps.Optimizer(net, "w1", lr=0.1, agent=cluster(2)["w0"]) as optimizer:
         net.double()
         loss(net, 0).backward()
-        with pytest.raises(UsageError, match=r"'first\.weight' was torch\.float32 .* is torch\.float64"):
+        with pytest.raises(
+            UsageError, match=r"'first\.weight' was torch\.float32 .* is torch\.float64"
+        ):
             optimizer.step()
         net.float()
         plain(optimizer, net, 1)
@@ -234,7 +238,9 @@ def add_module(net: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [replace_parameter, replace_module, add_module])
-def test_parameters_that_the_optimizer_does_not_know_are_errors(cluster: Clusters, change: Any) -> None:
+def test_parameters_that_the_optimizer_does_not_know_are_errors(
+    cluster: Clusters, change: Any
+) -> None:
     workers = cluster(2)
     net, other = Net(), Net()
     with ps.Optimizer(net, "w1", lr=0.1, agent=workers["w0"]) as optimizer:
@@ -242,7 +248,9 @@ def test_parameters_that_the_optimizer_does_not_know_are_errors(cluster: Cluster
         net.empty = nn.ReLU()
         plain(optimizer, net, 0)
         change(net)
-        with pytest.raises(UsageError, match=r"parameters (head|more)\.weight.* would not be trained"):
+        with pytest.raises(
+            UsageError, match=r"parameters (head|more)\.weight.* would not be trained"
+        ):
             plain(optimizer, net, 1)
     with ps.Optimizer(other.parameters(), "w1", lr=0.1, agent=workers["w0"]) as optimizer:
         change(other)
@@ -315,7 +323,9 @@ def differentiated_twice(optimizer: Any, net: nn.Module, step: int) -> None:
 
 def own_gradient_tensors(optimizer: Any, net: nn.Module, step: int) -> None:
     """Gradients that are views of a tensor of the user, who zeroes that and never calls `zero_grad`."""
-    whole = net.__dict__.setdefault("whole", torch.zeros(sum(each.numel() for each in net.parameters())))
+    whole = net.__dict__.setdefault(
+        "whole", torch.zeros(sum(each.numel() for each in net.parameters()))
+    )
     whole.zero_()
     if step == 0:
         pieces = whole.split([each.numel() for each in net.parameters()])
@@ -393,10 +403,14 @@ def test_copies_and_averages_are_independent(compared: Any) -> None:
         plain(optimizer, net, step)
         if step == 0:
             averages.append((torch.optim.swa_utils.AveragedModel(net), copy.deepcopy(net)))
-        average, copied = averages[-1 - (len(averages) > 1 and isinstance(optimizer, torch.optim.SGD))]
+        average, copied = averages[
+            -1 - (len(averages) > 1 and isinstance(optimizer, torch.optim.SGD))
+        ]
         average.update_parameters(net)  # type: ignore[operator]
         if step:
-            assert not torch.equal(copied.get_parameter("head.weight"), net.get_parameter("head.weight"))
+            assert not torch.equal(
+                copied.get_parameter("head.weight"), net.get_parameter("head.weight")
+            )
 
     compared(train=train, steps=3)
 
@@ -439,11 +453,14 @@ def test_beside_parameters_that_fsdp_has_sharded(transport: str) -> None:
     """They are an error for servers, and the others are trained beside them. Gloo leaves a socket behind."""
     program = f"from {__name__} import train_beside_fsdp; train_beside_fsdp()"
     root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100, cwd=root)  # its imports take a while
+    # its imports take a while
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100, cwd=root)
 
 
 def train_beside_fsdp() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     mine, other = Net(), Net()
     fully_shard(mine.first, mesh=init_device_mesh("cpu", (1,)))
     with LocalCluster(2) as cluster:

@@ -41,12 +41,19 @@ class Both:
 
     def __init__(self, cluster: LocalCluster, **options: Any) -> None:
         self.net, self.local_net = model(), model()
-        self.remote = ps.Optimizer(self.net, ["w1", "w2"], agent=cluster["w0"], lr=0.1, momentum=0.9, **options)
+        self.remote = ps.Optimizer(
+            self.net, ["w1", "w2"], agent=cluster["w0"], lr=0.1, momentum=0.9, **options
+        )
         self.local = torch.optim.SGD(self.local_net.parameters(), lr=0.1, momentum=0.9)
 
     @property
     def early(self) -> list[OverlappedPush]:
-        return [early for each in self.remote._attachments for early in [each._early] if early is not None]
+        return [
+            early
+            for each in self.remote._attachments
+            for early in [each._early]
+            if early is not None
+        ]
 
     def wait(self) -> None:
         until(lambda: not any(early._sending for early in self.early))
@@ -157,7 +164,9 @@ def no_gradients(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
 
 def used_twice(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
     optimizer.zero_grad()
-    (training.loss(net, training.batch(step, 0)) + training.loss(net, training.batch(step, 1))).backward()
+    (
+        training.loss(net, training.batch(step, 0)) + training.loss(net, training.batch(step, 1))
+    ).backward()
     left()
     optimizer.step()
 
@@ -179,11 +188,16 @@ def test_the_step_takes_what_is_there(both: Both, body: Any) -> None:
 
 
 @pytest.mark.parametrize("body", [plain, accumulated, *CASES], ids=lambda body: body.__name__)
-def test_compressed_gradients_are_those_of_a_run_without_overlap(cluster: Clusters, body: Any) -> None:
+def test_compressed_gradients_are_those_of_a_run_without_overlap(
+    cluster: Clusters, body: Any
+) -> None:
     """What rounding takes away is carried on once, whether a bucket left in vain or not."""
     workers = cluster(3)
     small: dict[str, Any] = {"compression": torch.bfloat16}
-    early, late = Both(workers, name="early", **small), Both(workers, name="late", overlap=False, **small)
+    early, late = (
+        Both(workers, name="early", **small),
+        Both(workers, name="late", overlap=False, **small),
+    )
     assert late.early == []
     for step in range(5):
         body(early.remote, early.net, step, early.wait)
@@ -213,7 +227,9 @@ def test_shared_memory_has_nothing_to_send(cluster: Clusters, pushed: list[Any])
     assert pushed == [None] * 4
 
 
-def test_a_server_that_comes_back_gets_everything(cluster: Clusters, tmp_path: Path, pushed: list[Any]) -> None:
+def test_a_server_that_comes_back_gets_everything(
+    cluster: Clusters, tmp_path: Path, pushed: list[Any]
+) -> None:
     workers = cluster(3)
     both = Both(workers, checkpoint=ps.Checkpoint(tmp_path, every=1, wait=True))
 
@@ -247,20 +263,28 @@ def staged() -> int:
 
 
 def test_buckets_cover_every_element_once() -> None:
-    entries = [(0, "a", torch.zeros(100)), (1, "b", torch.zeros(3, dtype=torch.float64)), (2, "c", torch.zeros(40))]
+    entries = [
+        (0, "a", torch.zeros(100)),
+        (1, "b", torch.zeros(3, dtype=torch.float64)),
+        (2, "c", torch.zeros(40)),
+    ]
     for share in ParameterLayout.of([entries]).divide(2):
         found = divide_into_buckets(share)
         runs = [run.of(torch.zeros(share.nbytes, dtype=torch.uint8)) for run in share.runs]
         for bucket in found:
             bucket.of(runs).add_(1)
         assert all(bool((run == 1).all()) for run in runs)
-        assert {slot for bucket in found for slot in bucket.slots} == {part.slot.number for part in share.parts}
+        assert {slot for bucket in found for slot in bucket.slots} == {
+            part.slot.number for part in share.parts
+        }
 
 
 def test_what_was_brought_for_another_step_does_not_count() -> None:
     (share,) = ParameterLayout.of([[(0, "a", torch.zeros(50))]]).divide(1)
     staging = GradientBuffer(share)
-    first, second = [torch.ones(bucket.last - bucket.first) for bucket in divide_into_buckets(share)]
+    first, second = [
+        torch.ones(bucket.last - bucket.first) for bucket in divide_into_buckets(share)
+    ]
     staging.bring(1, {0: first})
     assert bool((share.parts[0].of(staging.complete(1, {1: second})) == 1).all())
     staging.bring(2, {0: first})
@@ -278,4 +302,11 @@ def test_an_error_of_the_sender_is_heard_at_the_step() -> None:
     early.ready(0)
     with pytest.raises(ArithmeticError, match="not today"):
         early.stop()
-    assert len(early.missing([run.of(torch.zeros(share.nbytes, dtype=torch.uint8)) for run in share.runs])) == 2
+    assert (
+        len(
+            early.missing(
+                [run.of(torch.zeros(share.nbytes, dtype=torch.uint8)) for run in share.runs]
+            )
+        )
+        == 2
+    )

@@ -34,7 +34,9 @@ class BatchUpdateServer:
 
     @staticmethod
     @rpc.functions.async_execution
-    def update_and_fetch_model(server: RRef[BatchUpdateServer], gradients: list[Tensor]) -> Future[nn.Module]:
+    def update_and_fetch_model(
+        server: RRef[BatchUpdateServer], gradients: list[Tensor]
+    ) -> Future[nn.Module]:
         self = server.local_value()
         with self.lock:
             self.updates += 1
@@ -65,9 +67,13 @@ def run_trainer(server: RRef[BatchUpdateServer], number: int) -> nn.Module:
 def test_update_and_fetch_model(cluster: Clusters) -> None:
     workers = cluster(4)
     server = RRef(BatchUpdateServer(3), agent=workers["w0"])
-    trainers = [workers["w0"].submit(f"w{1 + number}", run_trainer, server, number) for number in range(3)]
+    trainers = [
+        workers["w0"].submit(f"w{1 + number}", run_trainer, server, number) for number in range(3)
+    ]
     expected = model()
-    training.train(torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9), expected, range(5), [0, 1, 2])
+    training.train(
+        torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9), expected, range(5), [0, 1, 2]
+    )
     for trainer in trainers:
         check_same(trainer.result(PATIENCE), expected)
 
@@ -92,14 +98,18 @@ class ModelServer:
 def test_the_model_on_the_server(cluster: Clusters) -> None:
     workers = cluster(2)
     server = remote("w1", ModelServer, agent=workers["w0"])
-    optimizer = DistributedOptimizer(torch.optim.SGD, server.rpc_sync().parameter_references(), lr=0.1)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD, server.rpc_sync().parameter_references(), lr=0.1
+    )
     expected = model()
     local = torch.optim.SGD(expected.parameters(), lr=0.1)
     for step in range(5):
         data = training.batch(step, 0)
         with autograd.context(agent=workers["w0"]) as context_id:
             answer = server.rpc_sync().forward(data)
-            autograd.backward(context_id, [((answer - data.sum(1, keepdim=True).sin()) ** 2).mean()])
+            autograd.backward(
+                context_id, [((answer - data.sum(1, keepdim=True).sin()) ** 2).mean()]
+            )
             optimizer.step(context_id)
         training.train(local, expected, range(step, step + 1), [0])
     for mine, its in zip(server.rpc_sync().parameters(), expected.parameters(), strict=True):

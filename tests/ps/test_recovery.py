@@ -42,11 +42,21 @@ def step(net: nn.ParameterList, optimizer: ps.Optimizer) -> list[float]:
     return [float(each[0].detach()) for each in net]
 
 
-def trainers(workers: LocalCluster, names: list[str], servers: list[str], **options: Any) -> list[Any]:
+def trainers(
+    workers: LocalCluster, names: list[str], servers: list[str], **options: Any
+) -> list[Any]:
     nets = [model() for _ in names]
     with ThreadPoolExecutor(len(names)) as pool:
         made = [
-            pool.submit(ps.Optimizer, net, servers, agent=workers[name], trainers=len(names), lr=1.0, **options)
+            pool.submit(
+                ps.Optimizer,
+                net,
+                servers,
+                agent=workers[name],
+                trainers=len(names),
+                lr=1.0,
+                **options,
+            )
             for net, name in zip(nets, names, strict=True)
         ]
         return list(zip(nets, [each.result(PATIENCE) for each in made], strict=True))
@@ -74,7 +84,9 @@ def test_a_folder_that_is_gone_keeps_nobody_waiting(cluster: Clusters, tmp_path:
     """The members cannot be noted when a trainer leaves, which completes the round."""
     workers = cluster(3)
     folder = tmp_path / "points"
-    pair, (net, leaving) = trainers(workers, ["w1", "w2"], ["w0"], checkpoint=ps.Checkpoint(folder, every=1000))
+    pair, (net, leaving) = trainers(
+        workers, ["w1", "w2"], ["w0"], checkpoint=ps.Checkpoint(folder, every=1000)
+    )
     together([pair, (net, leaving)])
     shutil.rmtree(folder)
     folder.write_text("a file where a folder should be")
@@ -88,10 +100,15 @@ def test_a_folder_that_is_gone_keeps_nobody_waiting(cluster: Clusters, tmp_path:
         assert step(*pair) == [-3.0, -3.0]
 
 
-def test_a_trainer_that_died_with_the_server_is_not_waited_for_in_any_model(cluster: Clusters, tmp_path: Path) -> None:
+def test_a_trainer_that_died_with_the_server_is_not_waited_for_in_any_model(
+    cluster: Clusters, tmp_path: Path
+) -> None:
     workers = cluster(3)
     point = ps.Checkpoint(tmp_path, every=1, wait=True)
-    pairs = {name: trainers(workers, ["w1", "w2"], ["w0"], name=name, checkpoint=point) for name in ("G", "D")}
+    pairs = {
+        name: trainers(workers, ["w1", "w2"], ["w0"], name=name, checkpoint=point)
+        for name in ("G", "D")
+    }
     for each in pairs.values():
         together(each)
     kill(workers, "w0")
@@ -102,7 +119,9 @@ def test_a_trainer_that_died_with_the_server_is_not_waited_for_in_any_model(clus
             assert pool.submit(step, *each[0]).result(PATIENCE) == [-2.0, -2.0]
 
 
-def test_a_trainer_that_left_while_the_server_was_down_is_not_waited_for(cluster: Clusters, tmp_path: Path) -> None:
+def test_a_trainer_that_left_while_the_server_was_down_is_not_waited_for(
+    cluster: Clusters, tmp_path: Path
+) -> None:
     workers = cluster(3)
     point = ps.Checkpoint(tmp_path, every=1, wait=True)
     pair, (net, leaving) = trainers(workers, ["w1", "w2"], ["w0"], checkpoint=point)
@@ -164,7 +183,9 @@ def test_what_was_written_reaches_a_server_that_is_restarted(
 ) -> None:
     workers = cluster(3)
     point = ps.Checkpoint(tmp_path, every=every, wait=True)
-    ((net, optimizer),) = trainers(workers, ["w2"], ["w0", "w1"], checkpoint=point, consistency=rule)
+    ((net, optimizer),) = trainers(
+        workers, ["w2"], ["w0", "w1"], checkpoint=point, consistency=rule
+    )
     assert step(net, optimizer) == [-1.0, -1.0]
     with torch.no_grad():
         for each in net:
@@ -260,16 +281,21 @@ def test_a_trainer_joins_after_servers_with_different_versions_were_restarted(
 ) -> None:
     workers = cluster(4)
     point = ps.Checkpoint(tmp_path, every=1, wait=True)
-    ((net, optimizer),) = trainers(workers, ["w2"], ["w0", "w1"], checkpoint=point, consistency=rule)
+    ((net, optimizer),) = trainers(
+        workers, ["w2"], ["w0", "w1"], checkpoint=point, consistency=rule
+    )
     step(net, optimizer)
     ahead = optimizer._attachments[0]
-    for number in range(2, 6):  # a trainer that dies between its calls to servers leaves such versions behind
+    # a trainer that dies between its calls to servers leaves such versions behind
+    for number in range(2, 6):
         ahead.take(ahead.push(PushRequest(number, ahead.version, {})))
     for server in ("w0", "w1"):
         kill(workers, server)
         restart(workers, server)
     new = model()
-    with ps.Optimizer(new, ["w0", "w1"], agent=workers["w3"], checkpoint=point, consistency=rule, lr=1.0) as joined:
+    with ps.Optimizer(
+        new, ["w0", "w1"], agent=workers["w3"], checkpoint=point, consistency=rule, lr=1.0
+    ) as joined:
         assert [float(each[0].detach()) for each in new] == [-5.0, -1.0]
         assert step(new, joined) == [-6.0, -2.0]
 
@@ -280,7 +306,10 @@ def test_joining_waits_for_a_server_that_is_restarted(
     cluster: Clusters, tmp_path: Path, server: str, rule: Any
 ) -> None:
     workers = cluster(4)
-    options: dict[str, Any] = {"checkpoint": ps.Checkpoint(tmp_path, every=1, wait=True), "consistency": rule}
+    options: dict[str, Any] = {
+        "checkpoint": ps.Checkpoint(tmp_path, every=1, wait=True),
+        "consistency": rule,
+    }
     ((net, optimizer),) = trainers(workers, ["w2"], ["w0", "w1"], **options)
     step(net, optimizer)
     optimizer.close()
@@ -288,16 +317,26 @@ def test_joining_waits_for_a_server_that_is_restarted(
     new = model()
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(
-            ps.Optimizer, new, ["w0", "w1"], agent=workers["w3"], lr=1.0, patience=PATIENCE, **options
+            ps.Optimizer,
+            new,
+            ["w0", "w1"],
+            agent=workers["w3"],
+            lr=1.0,
+            patience=PATIENCE,
+            **options,
         )
         restart(workers, server)
         joined = joining.result(PATIENCE)
     assert step(new, joined) == [-2.0, -2.0]
 
 
-def test_a_server_without_any_checkpoint_is_a_clear_error(cluster: Clusters, tmp_path: Path) -> None:
+def test_a_server_without_any_checkpoint_is_a_clear_error(
+    cluster: Clusters, tmp_path: Path
+) -> None:
     workers = cluster(2)
-    ((net, optimizer),) = trainers(workers, ["w1"], ["w0"], checkpoint=ps.Checkpoint(tmp_path, every=1, wait=True))
+    ((net, optimizer),) = trainers(
+        workers, ["w1"], ["w0"], checkpoint=ps.Checkpoint(tmp_path, every=1, wait=True)
+    )
     kill(workers, "w0")
     shutil.rmtree(tmp_path)
     restart(workers, "w0")
@@ -318,12 +357,22 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-DAMAGES = {"truncated": truncate, "flipped": flip, "missing": os.unlink, "empty": lambda file: file.write_bytes(b"")}
+DAMAGES = {
+    "truncated": truncate,
+    "flipped": flip,
+    "missing": os.unlink,
+    "empty": lambda file: file.write_bytes(b""),
+}
 
 
 def snapshot(version: int) -> ShardSnapshot:
     return ShardSnapshot(
-        version, "run", {"weight": torch.full((3,), float(version))}, [], [{"lr": 0.1}], {"a": version}
+        version,
+        "run",
+        {"weight": torch.full((3,), float(version))},
+        [],
+        [{"lr": 0.1}],
+        {"a": version},
     )
 
 
@@ -332,7 +381,9 @@ def snapshot(version: int) -> ShardSnapshot:
 def test_the_last_good_checkpoint_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: str
 ) -> None:
-    archive = CheckpointArchive(ps.Checkpoint(tmp_path, wait=True), "default", "w0", lambda job: job())
+    archive = CheckpointArchive(
+        ps.Checkpoint(tmp_path, wait=True), "default", "w0", lambda job: job()
+    )
     for version in (1, 2):
         archive.save(snapshot(version))
     DAMAGES[damage](tmp_path / "default" / "w0" / "2" / name)
@@ -344,9 +395,13 @@ def test_the_last_good_checkpoint_is_used(
 
 
 @pytest.mark.parametrize("damage", list(DAMAGES))
-def test_training_goes_on_after_a_damaged_checkpoint(cluster: Clusters, tmp_path: Path, damage: str) -> None:
+def test_training_goes_on_after_a_damaged_checkpoint(
+    cluster: Clusters, tmp_path: Path, damage: str
+) -> None:
     workers = cluster(2)
-    ((net, optimizer),) = trainers(workers, ["w1"], ["w0"], checkpoint=ps.Checkpoint(tmp_path, every=1, wait=True))
+    ((net, optimizer),) = trainers(
+        workers, ["w1"], ["w0"], checkpoint=ps.Checkpoint(tmp_path, every=1, wait=True)
+    )
     for _ in range(3):
         step(net, optimizer)
     kill(workers, "w0")
@@ -361,7 +416,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)],
+        capture_output=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip("needs the right to mount a file system")
@@ -392,14 +449,21 @@ def test_training_goes_on_while_the_disk_is_full(cluster: Clusters, small_disk: 
     restart(workers, "w0")
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        assert step(net, optimizer) == [-3.0, -3.0]  # the trainer has brought back what the checkpoint lacks
+        # the trainer has brought back what the checkpoint lacks
+        assert step(net, optimizer) == [-3.0, -3.0]
     junk.unlink()
     assert step(net, optimizer) == [-4.0, -4.0]  # and no warning, which would be an error
-    assert sorted(int(each.name) for each in (small_disk / "points/default/w0").glob("[0-9]*"))[-1] == 4
+    assert (
+        sorted(int(each.name) for each in (small_disk / "points/default/w0").glob("[0-9]*"))[-1]
+        == 4
+    )
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_at_once(cluster: Clusters, small_disk: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_at_once(
+    cluster: Clusters, small_disk: Path
+) -> None:
     workers = cluster(2)
     fill(small_disk)
-    with pytest.raises((OSError, UsageError), match="No space left"):  # OSError: not even the folder can be made
+    # OSError: not even the folder can be made
+    with pytest.raises((OSError, UsageError), match="No space left"):
         trainers(workers, ["w1"], ["w0"], checkpoint=ps.Checkpoint(small_disk / "points"))

@@ -39,7 +39,9 @@ class Net(nn.Module):
 
 
 def on_servers(agent: Any, **options: Any) -> Net:
-    return Net(ps.Embedding(10, 3, "w0", optimizer=ps.RowSGD(lr=0.1), std=0.5, agent=agent, **options))
+    return Net(
+        ps.Embedding(10, 3, "w0", optimizer=ps.RowSGD(lr=0.1), std=0.5, agent=agent, **options)
+    )
 
 
 def here(net: Net, agent: Any) -> Net:
@@ -51,7 +53,9 @@ def ids(step: int) -> Tensor:
     return torch.randint(10, (4,), generator=torch.Generator().manual_seed(step))
 
 
-def scaled_step(optimizer: Any, scaler: Any, net: Net, step: int, clip: bool, factor: float = 1.0) -> None:
+def scaled_step(
+    optimizer: Any, scaler: Any, net: Net, step: int, clip: bool, factor: float = 1.0
+) -> None:
     optimizer.zero_grad()
     for piece in range(2):  # accumulated
         with torch.autocast("cpu", enabled=False):
@@ -92,7 +96,9 @@ def test_scaling_and_clipping_are_those_of_one_process(cluster: Clusters, clip: 
 
 @pytest.mark.parametrize("servers", [["w0"], ["w0", "w1"]], ids=len)
 @pytest.mark.parametrize("clip", [False, True])
-def test_a_step_that_one_trainer_skips_all_skip(cluster: Clusters, servers: list[str], clip: bool) -> None:
+def test_a_step_that_one_trainer_skips_all_skip(
+    cluster: Clusters, servers: list[str], clip: bool
+) -> None:
     workers = cluster(4)
 
     def train(number: int) -> tuple[list[Tensor], int, int, float]:
@@ -110,7 +116,11 @@ def test_a_step_that_one_trainer_skips_all_skip(cluster: Clusters, servers: list
         first, second = pool.map(train, range(2), timeout=PATIENCE)
     expected = here(on_servers(workers["w0"], name="fresh"), workers["w0"])
     optimizer = torch.optim.SGD(
-        [{"params": expected.head.parameters(), "momentum": 0.9}, {"params": expected.rows.parameters()}], lr=0.1
+        [
+            {"params": expected.head.parameters(), "momentum": 0.9},
+            {"params": expected.rows.parameters()},
+        ],
+        lr=0.1,
     )
     for step in (0, 1, 3, 4):
         optimizer.zero_grad()
@@ -156,7 +166,9 @@ def test_without_rounds_a_step_is_skipped_alone(cluster: Clusters) -> None:
 # Means
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_mean_of_large_gradients_is_finite(dtype: torch.dtype, count: int) -> None:
     large = torch.full((4,), torch.finfo(dtype).max * 0.75, dtype=dtype)
@@ -173,7 +185,9 @@ def test_trainers_of_float16_models(cluster: Clusters) -> None:
 
     def train(number: int) -> None:
         nn.init.zeros_(nets[number].weight)
-        with ps.Optimizer(nets[number], "w0", lr=1e-5, trainers=2, agent=workers[f"w{1 + number}"]) as optimizer:
+        with ps.Optimizer(
+            nets[number], "w0", lr=1e-5, trainers=2, agent=workers[f"w{1 + number}"]
+        ) as optimizer:
             nets[number].weight.grad = torch.full((1, 1), 40000.0, dtype=torch.float16)
             optimizer.step()
 
@@ -190,7 +204,9 @@ class Sender:
     """A compressor of two parameters, and the sum of what arrives."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.share = ParameterLayout.of([[(0, "a", torch.zeros(3)), (1, "b", torch.zeros(2))]]).divide(1)[0]
+        self.share = ParameterLayout.of(
+            [[(0, "a", torch.zeros(3)), (1, "b", torch.zeros(2))]]
+        ).divide(1)[0]
         self.compressor = Compressor(self.share, dtype)
         self.total = torch.zeros(3)
         self.step = 0
@@ -214,7 +230,8 @@ def test_steps_without_gradients_keep_the_remainder(dtype: torch.dtype) -> None:
     for _ in range(500):
         sender.send(gradient)
         sender.send(None)
-        sender.send(1e3 * gradient, applied=False)  # dropped, skipped or failed: it counts for nothing
+        # dropped, skipped or failed: it counts for nothing
+        sender.send(1e3 * gradient, applied=False)
     torch.testing.assert_close(sender.total, torch.full((3,), 500 * gradient), rtol=1e-5, atol=1e-2)
 
 

@@ -18,25 +18,40 @@ EXACT = ps.Checkpoint("nowhere", every=1, wait=True)
 LOSSY = ps.Checkpoint("nowhere", every=3)
 
 
-def whats(chance: random.Random, kinds: list[str], rule: Any, checkpoint: ps.Checkpoint, trainers: int) -> list[What]:
+def whats(
+    chance: random.Random, kinds: list[str], rule: Any, checkpoint: ps.Checkpoint, trainers: int
+) -> list[What]:
     """Models and tables, each on one to three servers."""
     names = ("s0", "s1", "s2")
     return [
-        What(kind, rule, names[: chance.randint(1, 3)], trainers, checkpoint, brings_values=kind != "tables")
+        What(
+            kind,
+            rule,
+            names[: chance.randint(1, 3)],
+            trainers,
+            checkpoint,
+            brings_values=kind != "tables",
+        )
         for kind in kinds
     ]
 
 
 def play(seed: int, rule: Any, checkpoint: ps.Checkpoint, **accidents: Any) -> None:
     chance = random.Random(seed)
-    kinds = chance.choice([["dense"], ["tables", "dense"], ["dense", "other"], ["tables", "dense", "other"]])
-    if rule in QUORUMS:  # with two of them, trainers may wait in one for those who wait in the other
+    kinds = chance.choice(
+        [["dense"], ["tables", "dense"], ["dense", "other"], ["tables", "dense", "other"]]
+    )
+    # with two of them, trainers may wait in one for those who wait in the other
+    if rule in QUORUMS:
         kinds = [chance.choice(["dense", "tables"])]
     trainers, awaited = chance.randint(1, 3), 1
-    if len(kinds) > 1:  # who joins two things between steps of others may be waited for in one and wait in the other
+    # who joins two things between steps of others may be waited for in one and wait in the other
+    if len(kinds) > 1:
         awaited = trainers
         accidents["joins"] = 0
-    world = World(seed, whats(chance, kinds, rule, checkpoint, awaited), trainers, steps=3, **accidents)
+    world = World(
+        seed, whats(chance, kinds, rule, checkpoint, awaited), trainers, steps=3, **accidents
+    )
     try:
         world.play()
         world.check()
@@ -46,7 +61,15 @@ def play(seed: int, rule: Any, checkpoint: ps.Checkpoint, **accidents: Any) -> N
 
 
 def play_with_kills(seed: int, rule: Any, checkpoint: ps.Checkpoint) -> None:
-    play(seed, rule, checkpoint, kills=0.02, server_kills=seed % 5, trainer_kills=seed % 3, joins=seed % 2)
+    play(
+        seed,
+        rule,
+        checkpoint,
+        kills=0.02,
+        server_kills=seed % 5,
+        trainer_kills=seed % 3,
+        joins=seed % 2,
+    )
 
 
 def play_with_bad_disks(seed: int, rule: Any, checkpoint: ps.Checkpoint) -> None:
@@ -56,7 +79,9 @@ def play_with_bad_disks(seed: int, rule: Any, checkpoint: ps.Checkpoint) -> None
 
 @pytest.mark.parametrize("checkpoint", [EXACT, LOSSY], ids=["exact", "lossy"])
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("worlds", [100, pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize(
+    "worlds", [100, pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(600)])]
+)
 def test_random_worlds(rule: Any, checkpoint: ps.Checkpoint, worlds: int) -> None:
     """Servers and trainers die and return, trainers join."""
     for seed in range(worlds):
@@ -70,7 +95,9 @@ def test_a_server_dies_when_everybody_with_its_values_has_left() -> None:
 
 @pytest.mark.parametrize("checkpoint", [EXACT, LOSSY], ids=["exact", "lossy"])
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("worlds", [50, pytest.param(1500, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize(
+    "worlds", [50, pytest.param(1500, marks=[pytest.mark.soak, pytest.mark.timeout(600)])]
+)
 def test_random_worlds_with_bad_disks(rule: Any, checkpoint: ps.Checkpoint, worlds: int) -> None:
     """One of ten writes fails."""
     for seed in range(worlds):
@@ -78,7 +105,9 @@ def test_random_worlds_with_bad_disks(rule: Any, checkpoint: ps.Checkpoint, worl
 
 
 @pytest.mark.parametrize(("seed", "quorum"), [(62066, 2), (62218, 2), (62917, 1)])
-def test_a_follower_that_is_restarted_in_a_made_round_says_what_it_lacks_in_the_next(seed: int, quorum: int) -> None:
+def test_a_follower_that_is_restarted_in_a_made_round_says_what_it_lacks_in_the_next(
+    seed: int, quorum: int
+) -> None:
     """The leader has made the next round, too, and must undo it because trainers of that have died."""
     play_with_kills(seed, ps.Sync(quorum=quorum), EXACT)
 
@@ -117,7 +146,9 @@ def test_a_leader_that_is_restarted_passes_over_a_round_again(said: str) -> None
     leader = RoundCoordinator(ps.Sync(), 1, ["s1"], exact=True, server="s0 again")
     leader.restore(0, {}, [], None)
     if said == "asked":
-        leader.hear("s1", RoundVote("s1", 1, 1, {}, frozenset({"trainer"}), complete=False), Future())
+        leader.hear(
+            "s1", RoundVote("s1", 1, 1, {}, frozenset({"trainer"}), complete=False), Future()
+        )
     else:
         leader.hear_of("s1", "s1", 1)
     future: Future[Any] = Future()

@@ -29,9 +29,13 @@ STEPS = 12
 RULE = ps.RowAdam(lr=0.03)
 
 
-def train(workers: LocalCluster, number: int, trainers: int, servers: list[str], **options: Any) -> Tensor:
+def train(
+    workers: LocalCluster, number: int, trainers: int, servers: list[str], **options: Any
+) -> Tensor:
     worker = f"w{len(servers) + number}"
-    bag = table(ps.EmbeddingBag, workers, worker, servers, optimizer=RULE, trainers=trainers, **options)
+    bag = table(
+        ps.EmbeddingBag, workers, worker, servers, optimizer=RULE, trainers=trainers, **options
+    )
     for step in range(STEPS):
         loss_of(bag(input_of(step, number))).backward()
         bag.tables.step()
@@ -41,7 +45,9 @@ def train(workers: LocalCluster, number: int, trainers: int, servers: list[str],
 
 
 def undisturbed(trainers: int, steps: int = STEPS) -> Tensor:
-    leaf = nn.Parameter(initialize(torch.empty(len(EVERY), DIM, dtype=torch.float64), EVERY, 0, 1.0))
+    leaf = nn.Parameter(
+        initialize(torch.empty(len(EVERY), DIM, dtype=torch.float64), EVERY, 0, 1.0)
+    )
     optimizer = torch.optim.SparseAdam([leaf], lr=0.03)
     for step in range(steps):
         optimizer.zero_grad()
@@ -68,7 +74,10 @@ BETWEEN_SERVERS = {
     ("where", "method", "plan", "servers"),
     [
         *(pytest.param(*point, ["w0"], id=name) for name, point in POINTS.items()),
-        *(pytest.param(*point, ["w0", "w1"], id=f"{name}-2") for name, point in (POINTS | BETWEEN_SERVERS).items()),
+        *(
+            pytest.param(*point, ["w0", "w1"], id=f"{name}-2")
+            for name, point in (POINTS | BETWEEN_SERVERS).items()
+        ),
     ],
 )
 def test_chaos_ends_where_an_undisturbed_run_does(
@@ -85,7 +94,9 @@ def test_chaos_ends_where_an_undisturbed_run_does(
     accidents = Accidents(where, method, plan, monkeypatch)
     rule = ps.Checkpoint(tmp_path, every=1, wait=True)
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(train, workers, number, 2, servers, checkpoint=rule) for number in range(2)]
+        ends = [
+            pool.submit(train, workers, number, 2, servers, checkpoint=rule) for number in range(2)
+        ]
         for _ in plan:
             accidents.happen(workers)
         results: list[Tensor] = [each.result(PATIENCE) for each in ends]
@@ -93,7 +104,9 @@ def test_chaos_ends_where_an_undisturbed_run_does(
         torch.testing.assert_close(end, undisturbed(2), **EXACT)
 
 
-def test_a_server_without_recent_checkpoint_goes_on_from_the_last(cluster: Clusters, tmp_path: Path) -> None:
+def test_a_server_without_recent_checkpoint_goes_on_from_the_last(
+    cluster: Clusters, tmp_path: Path
+) -> None:
     workers = cluster(2)
     rule = ps.Checkpoint(tmp_path, every=2, wait=True)
     bag = table(ps.EmbeddingBag, workers, optimizer=ps.RowSGD(lr=1.0), std=0.0, checkpoint=rule)
@@ -130,14 +143,23 @@ def test_patience_has_an_end(cluster: Clusters, tmp_path: Path) -> None:
         push(bag)
 
 
-@pytest.mark.parametrize("rule", [ps.RowSGD(lr=0.1), ps.RowAdagrad(lr=0.1), ps.RowAdam(lr=0.03)], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [ps.RowSGD(lr=0.1), ps.RowAdagrad(lr=0.1), ps.RowAdam(lr=0.03)], ids=repr
+)
 @pytest.mark.parametrize("consistency", [ps.Sync(), ps.Async()], ids=repr)
 def test_a_new_run_goes_on_where_an_old_one_ended(
     cluster: Clusters, tmp_path: Path, rule: Any, consistency: Any
 ) -> None:
     def run(steps: range, **options: Any) -> Tensor:
         workers = cluster(3)
-        bag = table(ps.EmbeddingBag, workers, servers=["w1", "w2"], optimizer=rule, consistency=consistency, **options)
+        bag = table(
+            ps.EmbeddingBag,
+            workers,
+            servers=["w1", "w2"],
+            optimizer=rule,
+            consistency=consistency,
+            **options,
+        )
         assert bag.tables.version == steps[0]
         for step in steps:
             loss_of(bag(input_of(step))).backward()
@@ -153,7 +175,9 @@ def test_a_new_run_goes_on_where_an_old_one_ended(
 
 
 def run_whole(cluster: Clusters, rule: Any, consistency: Any) -> Tensor:
-    bag = table(ps.EmbeddingBag, cluster(3), servers=["w1", "w2"], optimizer=rule, consistency=consistency)
+    bag = table(
+        ps.EmbeddingBag, cluster(3), servers=["w1", "w2"], optimizer=rule, consistency=consistency
+    )
     for step in range(10):
         loss_of(bag(input_of(step))).backward()
         bag.tables.step()

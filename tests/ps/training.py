@@ -19,7 +19,9 @@ Work = Callable[[ps.Optimizer, nn.Module], Any]
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     """Small, with parameters of several sizes."""
-    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1)).to(dtype)
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1)).to(
+        dtype
+    )
     generator = torch.Generator().manual_seed(seed)
     for each in net.parameters():
         each.data = torch.randn(each.shape, generator=generator, dtype=dtype) / 2

@@ -152,7 +152,11 @@ class Lives(RuleBasedStateMachine):
             self.forget(slot)
             ReferenceManager.of(self.agent(holder)).sweep()
 
-    @rule(data=st.data(), way=st.sampled_from(WAYS), then=st.sampled_from(["wait", "cancel", "time out"]))
+    @rule(
+        data=st.data(),
+        way=st.sampled_from(WAYS),
+        then=st.sampled_from(["wait", "cancel", "time out"]),
+    )
     @precondition(lambda self: self.holders)
     def call(self, data: st.DataObject, way: str, then: str) -> None:
         """Use a reference in a call that does not begin yet. Nothing but the call keeps temporaries alive."""
@@ -215,7 +219,8 @@ class Lives(RuleBasedStateMachine):
     def kill(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.living()))
         for outbox, number, notes in list(self.under_way):
-            if outbox._agent.name == name:  # what a worker has sent arrives before the end of its connection does
+            # what a worker has sent arrives before the end of its connection does
+            if outbox._agent.name == name:
                 self.deliver_one((outbox, number, notes))
         self.dead.add(name)
         self.cluster.kill(name)
@@ -232,7 +237,8 @@ class Lives(RuleBasedStateMachine):
     def deliver(self, choice: int, twice: bool) -> None:
         if not self.under_way:
             return
-        batch = self.under_way[-1 - choice % len(self.under_way)]  # the simplest choice is the newest: out of order
+        # the simplest choice is the newest: out of order
+        batch = self.under_way[-1 - choice % len(self.under_way)]
         if twice:
             _transmit(*batch)
         self.deliver_one(batch)
@@ -253,7 +259,10 @@ class Lives(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.made % 8 == 0)  # seldom enough that notes pile up
     def nothing_is_left(self) -> None:
-        wanted = {name: {thing for _, thing, owner in self.holders.values() if owner == name} for name in self.living()}
+        wanted = {
+            name: {thing for _, thing, owner in self.holders.values() if owner == name}
+            for name in self.living()
+        }
 
         def settled() -> bool:
             gc.collect()  # a call that failed has left its frames to its exception
@@ -267,7 +276,10 @@ class Lives(RuleBasedStateMachine):
             return all(objects.owned(self.agent(name)) == len(wanted[name]) for name in wanted)
 
         until(
-            settled, lambda: f"{wanted}, {self.waiting}, {[ReferenceManager.of(self.agent(name)) for name in wanted]}"
+            settled,
+            lambda: (
+                f"{wanted}, {self.waiting}, {[ReferenceManager.of(self.agent(name)) for name in wanted]}"
+            ),
         )
         for call in self.waiting:
             if not call.workers & self.dead:
@@ -280,7 +292,8 @@ class Lives(RuleBasedStateMachine):
 Lives.TestCase.settings = settings(
     max_examples=200,
     stateful_step_count=40,
-    phases=[Phase.generate],  # threads of the agents run beside the machine, so a case is not replayed to the letter
+    # threads of the agents run beside the machine, so a case is not replayed to the letter
+    phases=[Phase.generate],
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,

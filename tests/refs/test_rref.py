@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from telegrad.agent import Agent
-from telegrad.errors import CallCancelled, CallTimeout, PeerLost, SerializationError, StaleReference, UsageError
+from telegrad.errors import (
+    CallCancelled,
+    CallTimeout,
+    PeerLost,
+    SerializationError,
+    StaleReference,
+    UsageError,
+)
 from telegrad.refs import RRef, remote
 from telegrad.refs.counts import ObjectKey
 from telegrad.refs.manager import ReferenceManager
@@ -83,7 +90,9 @@ def test_references_travel_anywhere(trio: LocalCluster, w0: Agent) -> None:
     assert w0.call("w2", objects.pass_on, thing, ["w0", "w1", "w2", "w1", "w0", "w2"]) == 5
     back = w0.call("w2", objects.give_back, thing)
     assert back.rpc_sync().get() == 5
-    assert w0.call("w2", objects.give_back, {"deep": [(thing,)]})["deep"][0][0].rpc_sync().get() == 5
+    assert (
+        w0.call("w2", objects.give_back, {"deep": [(thing,)]})["deep"][0][0].rpc_sync().get() == 5
+    )
     made = w0.call("w2", objects.make_thing, 8)
     assert made.owner_name() == "w2"
     assert made.rpc_sync().get() == 8
@@ -94,13 +103,19 @@ def test_references_travel_anywhere(trio: LocalCluster, w0: Agent) -> None:
     assert trio["w0"].call("w1", objects.use, mine) == 3
 
 
-def test_a_reference_is_used_before_its_owner_has_made_the_object(w0: Agent, trio: LocalCluster) -> None:
+def test_a_reference_is_used_before_its_owner_has_made_the_object(
+    w0: Agent, trio: LocalCluster
+) -> None:
     gate = threading.Event()
     objects.gates["slow"] = gate
     try:
         slow = remote("w1", objects.make_when_open, ("slow", 6), agent=w0)
         assert not slow.confirmed_by_owner()
-        uses = [w0.submit("w2", objects.use, slow), slow.rpc_async().get(), w0.submit("w1", objects.use, slow)]
+        uses = [
+            w0.submit("w2", objects.use, slow),
+            slow.rpc_async().get(),
+            w0.submit("w1", objects.use, slow),
+        ]
         second = slow.remote().where()
         assert not any(future.done() for future in uses)
     finally:
@@ -228,7 +243,9 @@ def test_an_object_lives_while_somebody_refers_to_it(trio: LocalCluster, w0: Age
     until(lambda: objects.count_alive("watched") == 0)
 
 
-def test_a_reference_that_is_an_argument_for_its_owner_costs_no_note(trio: LocalCluster, w0: Agent) -> None:
+def test_a_reference_that_is_an_argument_for_its_owner_costs_no_note(
+    trio: LocalCluster, w0: Agent
+) -> None:
     thing = remote("w1", Thing, ("home",), agent=w0)
     thing.to_here()
     notes: list[Any] = []
@@ -284,7 +301,9 @@ def test_a_dead_owner_is_an_error_at_once(trio: LocalCluster, w0: Agent) -> None
         remote("w1", Thing, agent=w0).to_here()
 
 
-def test_a_reference_to_an_earlier_life_of_its_owner_says_so(cluster: Callable[..., LocalCluster]) -> None:
+def test_a_reference_to_an_earlier_life_of_its_owner_says_so(
+    cluster: Callable[..., LocalCluster],
+) -> None:
     trio = cluster(2, fixed_size=False)
     w0 = trio["w0"]
     thing = remote("w1", Thing, agent=w0)
@@ -342,7 +361,9 @@ def test_what_is_left_is_counted_and_reported(
     assert "worker 'w1' leaves while references are alive: {'owned objects': 1" in caplog.text
 
 
-def test_an_object_that_is_asked_for_after_its_owner_has_left_never_comes(cluster: Clusters) -> None:
+def test_an_object_that_is_asked_for_after_its_owner_has_left_never_comes(
+    cluster: Clusters,
+) -> None:
     agent = cluster(2)["w0"]
     books = ReferenceManager.of(agent).books
     agent.close()

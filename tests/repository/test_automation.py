@@ -50,7 +50,10 @@ def test_the_matrix_has_the_supported_versions() -> None:
 def test_hooks_run_the_parts_of_make_check() -> None:
     path = ROOT / ".pre-commit-config.yaml"
     done = subprocess.run(
-        [sys.executable, "-m", "pre_commit", "validate-config", path], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pre_commit", "validate-config", path],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     hooks = [hook["entry"] for repository in load(path)["repos"] for hook in repository["hooks"]]

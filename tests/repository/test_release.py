@@ -63,40 +63,64 @@ def test_a_tag_is_made_once(release: ModuleType, repository: Path) -> None:
 
 @pytest.mark.parametrize(
     ("version", "message"),
-    [("1.2", "is not a version"), ("v1.2.3", "is not a version"), ("1.2.4", "__version__ .* is '1.2.3', not '1.2.4'")],
+    [
+        ("1.2", "is not a version"),
+        ("v1.2.3", "is not a version"),
+        ("1.2.4", "__version__ .* is '1.2.3', not '1.2.4'"),
+    ],
 )
-def test_the_version_is_that_of_the_package(release: ModuleType, repository: Path, version: str, message: str) -> None:
+def test_the_version_is_that_of_the_package(
+    release: ModuleType, repository: Path, version: str, message: str
+) -> None:
     with pytest.raises(release.ReleaseError, match=message):
         release.check_version(repository, version)
 
 
 def test_the_changelog_describes_the_version(release: ModuleType, repository: Path) -> None:
     (repository / "CHANGELOG.md").write_text(CHANGELOG.replace("1.2.3", "1.2.1"))
-    with pytest.raises(release.ReleaseError, match=r"CHANGELOG\.md has no entries under '## 1\.2\.3'"):
+    with pytest.raises(
+        release.ReleaseError, match=r"CHANGELOG\.md has no entries under '## 1\.2\.3'"
+    ):
         release.check_version(repository, "1.2.3")
 
 
 @pytest.mark.parametrize(
-    ("version", "text"), [("1.2.3", "### Added\n\n- Something."), ("1.2.2", ""), ("1.2", ""), ("Unreleased", "")]
+    ("version", "text"),
+    [("1.2.3", "### Added\n\n- Something."), ("1.2.2", ""), ("1.2", ""), ("Unreleased", "")],
 )
 def test_changes_of_a_version(release: ModuleType, version: str, text: str) -> None:
     assert release.changes(CHANGELOG, version) == text
 
 
-def test_the_wheel_has_what_users_need_and_nothing_else(release: ModuleType, tmp_path: Path) -> None:
+def test_the_wheel_has_what_users_need_and_nothing_else(
+    release: ModuleType, tmp_path: Path
+) -> None:
     tree = tmp_path / "tree"  # what a build adds must not appear in the checkout
     for name in ("src", "examples", "benchmarks", "tests/repository"):
         shutil.copytree(ROOT / name, tree / name)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "--target",
+        "wheel",
+        "--directory",
+        str(tmp_path),
+    ]
     subprocess.run(command, cwd=tree, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     release.check_contents(wheel)
 
 
-@pytest.mark.parametrize("name", ["telegrad/bench/benchmarks/ps.py", "tests/conftest.py", "benchmarks/ps.py"])
-def test_a_wheel_with_other_files_is_refused(release: ModuleType, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["telegrad/bench/benchmarks/ps.py", "tests/conftest.py", "benchmarks/ps.py"]
+)
+def test_a_wheel_with_other_files_is_refused(
+    release: ModuleType, tmp_path: Path, name: str
+) -> None:
     wheel = tmp_path / "telegrad-1.2.3-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for needed in (*release.NEEDED, name):

@@ -10,7 +10,12 @@ from typing import Any
 
 from telegrad.transport import in_process
 from telegrad.transport.channel import Channel
-from telegrad.transport.shared_memory import SegmentAllocator, SegmentMappings, SharedMemoryTransfer, SharedSegment
+from telegrad.transport.shared_memory import (
+    SegmentAllocator,
+    SegmentMappings,
+    SharedMemoryTransfer,
+    SharedSegment,
+)
 from telegrad.transport.stream import StreamChannel
 from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import Kind, head
@@ -65,7 +70,8 @@ def connected_sockets(family: str) -> tuple[socket.socket, socket.socket]:
     if family == "unix":
         return socket.socketpair(socket.AF_UNIX)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BUFFER)  # the accepted socket inherits it
+        # the accepted socket inherits it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BUFFER)
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
     return near, far
@@ -93,8 +99,12 @@ def connected(kind: str) -> Iterator[Pair]:
         for sock in (near_socket, far_socket):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BUFFER)
         pool = BufferPool()
-        near = StreamChannel(near_socket, pool, MAX_FRAME, near_end.sharing_with(far_end) if shares else None)
-        far = StreamChannel(far_socket, pool, MAX_FRAME, far_end.sharing_with(near_end) if shares else None)
+        near = StreamChannel(
+            near_socket, pool, MAX_FRAME, near_end.sharing_with(far_end) if shares else None
+        )
+        far = StreamChannel(
+            far_socket, pool, MAX_FRAME, far_end.sharing_with(near_end) if shares else None
+        )
     try:
         yield Pair(near, far, near_end, far_end, near_socket, far_socket)
     finally:

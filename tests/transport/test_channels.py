@@ -16,7 +16,14 @@ from telegrad.errors import ProtocolError
 from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, SendTimeout, send_goodbye
 from telegrad.wire.frames import BufferPlace, Frame, Kind, head
 from tests.local.gates import until
-from tests.transport.pairs import KERNEL_BUFFER, MAX_FRAME, Background, Pair, connected, fill_with_frames
+from tests.transport.pairs import (
+    KERNEL_BUFFER,
+    MAX_FRAME,
+    Background,
+    Pair,
+    connected,
+    fill_with_frames,
+)
 
 SOON = 0.03  # seconds to wait for something that must not come
 LATE = 20.0  # seconds after which something that must come is given up
@@ -53,7 +60,13 @@ def until_end(channel: Channel) -> list[int]:
 def test_a_frame_arrives_with_all_its_fields(pair: Pair) -> None:
     pair.near.send(Kind.CALL, 2**64 - 1, b"body", (), 2**32 - 1, 2**31, 0xFF, timeout=1.0)
     frame = pair.far.recv(LATE)
-    assert (frame.kind, frame.flags, frame.call, frame.function, frame.left_ms) == (1, 255, 2**64 - 1, 2**32 - 1, 2**31)
+    assert (frame.kind, frame.flags, frame.call, frame.function, frame.left_ms) == (
+        1,
+        255,
+        2**64 - 1,
+        2**32 - 1,
+        2**31,
+    )
     assert bytes(frame.body) == b"body"
     assert list(frame.buffers) == []
 
@@ -124,7 +137,9 @@ def test_concurrent_senders_never_mix_their_frames(pair: Pair, background: Backg
         sender, number = frame.function, frame.call
         size = sizes[(number + sender) % len(sizes)]
         assert is_filled(frame.body, size, sender)
-        assert [is_filled(buffer, size, sender) for buffer in frame.buffers] == [True] * (number % 2)
+        assert [is_filled(buffer, size, sender) for buffer in frame.buffers] == [True] * (
+            number % 2
+        )
         seen[sender].append(number)
     assert seen == [list(range(frames))] * senders
     assert all(future.result(LATE) is None for future in sent)
@@ -159,7 +174,10 @@ def test_what_was_received_stays_while_more_arrives(pair: Pair, background: Back
     received = background(receive)
     for value in range(6):
         pair.near.send(Kind.CALL, value, b"", [filled(400_000, value)])
-    assert all(is_filled(frame.buffers[0], 400_000, value) for value, frame in enumerate(received.result(LATE)))
+    assert all(
+        is_filled(frame.buffers[0], 400_000, value)
+        for value, frame in enumerate(received.result(LATE))
+    )
 
 
 def test_read_only_memory_can_be_sent(pair: Pair, background: Background) -> None:
@@ -212,7 +230,9 @@ def test_half_a_frame_then_a_timeout_then_the_rest(streams: Pair) -> None:
         assert (frame.call, bytes(frame.body), bytes(frame.buffers[0])) == (9, body, b"c" * 30_000)
 
 
-def test_a_peer_that_sends_drop_by_drop_does_not_extend_the_time_limit(streams: Pair, background: Background) -> None:
+def test_a_peer_that_sends_drop_by_drop_does_not_extend_the_time_limit(
+    streams: Pair, background: Background
+) -> None:
     stop = threading.Event()
 
     def drip() -> None:
@@ -233,7 +253,9 @@ def test_a_peer_that_sends_drop_by_drop_does_not_extend_the_time_limit(streams: 
 
 
 @pytest.mark.parametrize("side", ["near", "far"])
-def test_shut_on_either_side_wakes_whoever_receives(pair: Pair, background: Background, side: str) -> None:
+def test_shut_on_either_side_wakes_whoever_receives(
+    pair: Pair, background: Background, side: str
+) -> None:
     inside = threading.Event()
 
     def receive() -> None:
@@ -249,7 +271,8 @@ def test_shut_on_either_side_wakes_whoever_receives(pair: Pair, background: Back
 
 def blocked_sender(streams: Pair, background: Background) -> Future[None]:
     sending = background(streams.near.send, Kind.CALL, 1, bytes(BIG))
-    assert select.select([streams.far_socket], [], [], LATE)[0]  # part of it is here; the rest does not fit
+    # part of it is here; the rest does not fit
+    assert select.select([streams.far_socket], [], [], LATE)[0]
     return sending
 
 
@@ -341,7 +364,11 @@ def test_closing_twice_is_closing_once(pair: Pair) -> None:
     pair.near.close()
     pair.near.close()
     pair.near.shut()
-    for use in (pair.near.recv, lambda: pair.near.send(Kind.CALL, 1, b""), lambda: pair.near.try_send(Kind.ALIVE)):
+    for use in (
+        pair.near.recv,
+        lambda: pair.near.send(Kind.CALL, 1, b""),
+        lambda: pair.near.try_send(Kind.ALIVE),
+    ):
         with pytest.raises(ChannelClosed):
             use()
     assert "shut" in repr(pair.near)
@@ -355,7 +382,8 @@ def test_the_end_in_the_middle_of_a_frame(streams: Pair) -> None:
 
 
 def test_a_copy_that_is_dropped_does_not_end_the_conversation(streams: Pair) -> None:
-    with streams.near_socket.dup() as kept:  # as a parent keeps its copy when its forked child drops the other
+    # as a parent keeps its copy when its forked child drops the other
+    with streams.near_socket.dup() as kept:
         streams.near.drop()
         with pytest.raises(TimeoutError):
             streams.far.recv(timeout=SOON)
@@ -393,7 +421,16 @@ def test_corked_frames_go_first_and_in_order(pair: Pair) -> None:
     pair.near.try_send(Kind.ALIVE)
     frames = [pair.far.recv(LATE) for _ in range(8)]
     assert [frame.call for frame in frames] == [1, 2, 3, 4, 5, 6, 7, 0]
-    assert [bytes(frame.body) for frame in frames] == [b"one", b"", b"three", b"four", b"", b"six", b"seven", b""]
+    assert [bytes(frame.body) for frame in frames] == [
+        b"one",
+        b"",
+        b"three",
+        b"four",
+        b"",
+        b"six",
+        b"seven",
+        b"",
+    ]
     assert is_filled(frames[4].buffers[0], 20_000, 5)
     assert frames[7].kind == Kind.ALIVE
 
@@ -426,7 +463,12 @@ def test_has_frame_says_whether_another_one_is_here(pair: Pair) -> None:
 def test_a_sign_of_life_is_an_empty_frame(pair: Pair) -> None:
     pair.near.try_send(Kind.ALIVE)
     frame = pair.far.recv(LATE)
-    assert (frame.kind, frame.call, bytes(frame.body), list(frame.buffers)) == (Kind.ALIVE, 0, b"", [])
+    assert (frame.kind, frame.call, bytes(frame.body), list(frame.buffers)) == (
+        Kind.ALIVE,
+        0,
+        b"",
+        [],
+    )
 
 
 # A peer that takes nothing
@@ -438,7 +480,9 @@ def stuff(streams: Pair) -> None:
         streams.near.send(Kind.CALL, 1, bytes(BIG), timeout=0.05)
 
 
-def test_a_send_that_gives_up_is_finished_by_the_next_one(streams: Pair, background: Background) -> None:
+def test_a_send_that_gives_up_is_finished_by_the_next_one(
+    streams: Pair, background: Background
+) -> None:
     stuff(streams)
     received = background(lambda: [streams.far.recv(LATE) for _ in range(2)])
     streams.near.send(Kind.CALL, 2, b"second")
@@ -470,7 +514,9 @@ def test_corked_frames_that_do_not_fit_are_not_lost(streams: Pair, background: B
     assert received.result(LATE) == [1, 2, 4]
 
 
-def test_a_frame_of_which_nothing_fits_is_not_sent_at_all(shared: Pair, background: Background) -> None:
+def test_a_frame_of_which_nothing_fits_is_not_sent_at_all(
+    shared: Pair, background: Background
+) -> None:
     fill_with_frames(shared.near_socket)
     with pytest.raises(TimeoutError):
         shared.near.send(Kind.CALL, 1, b"x" * 100_000, timeout=0.05)
@@ -495,10 +541,13 @@ def test_try_send_never_blocks_on_a_full_connection(streams: Pair, background: B
     assert time.monotonic() - started < LATE
     received = background(lambda: [streams.far.recv(LATE) for _ in range(2)])
     streams.near.send(Kind.CALL, 2, b"")
-    assert [frame.kind for frame in received.result(LATE)] == [Kind.CALL, Kind.CALL]  # what is owed is sign enough
+    # what is owed is sign enough
+    assert [frame.kind for frame in received.result(LATE)] == [Kind.CALL, Kind.CALL]
 
 
-def test_try_send_leaves_out_what_would_wait_for_another_sender(streams: Pair, background: Background) -> None:
+def test_try_send_leaves_out_what_would_wait_for_another_sender(
+    streams: Pair, background: Background
+) -> None:
     sending = blocked_sender(streams, background)
     background(streams.near.try_send, Kind.ALIVE).result(LATE)
     assert not sending.done()
@@ -522,7 +571,12 @@ def test_senders_wait_for_a_slow_reader(streams: Pair, background: Background) -
 
 @pytest.mark.parametrize(
     "data",
-    [b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n", bytes(32), b"\xff" * 64, head(Kind.CALL, 1, b"")[:-4] + b"\0" * 4],
+    [
+        b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
+        bytes(32),
+        b"\xff" * 64,
+        head(Kind.CALL, 1, b"")[:-4] + b"\0" * 4,
+    ],
     ids=["http", "zeros", "ones", "no kind"],
 )
 def test_garbage_breaks_the_protocol(streams: Pair, data: bytes) -> None:
@@ -537,11 +591,19 @@ def test_a_frame_over_the_limit_breaks_the_protocol(streams: Pair) -> None:
         streams.far.recv(LATE)
 
 
-def test_a_buffer_in_shared_memory_that_nobody_announced_damages_its_frame_alone(shared: Pair) -> None:
-    shared.near_socket.sendall(head(Kind.CALL, 1, b"body", places=[BufferPlace(100_000, 4096, 1, 0)]) + b"body")
+def test_a_buffer_in_shared_memory_that_nobody_announced_damages_its_frame_alone(
+    shared: Pair,
+) -> None:
+    shared.near_socket.sendall(
+        head(Kind.CALL, 1, b"body", places=[BufferPlace(100_000, 4096, 1, 0)]) + b"body"
+    )
     shared.near.send(Kind.CALL, 2, b"next")
     damaged, whole = shared.far.recv(LATE), shared.far.recv(LATE)
-    assert (damaged.call, bytes(damaged.body), "unknown" in str(damaged.damage)) == (1, b"body", True)
+    assert (damaged.call, bytes(damaged.body), "unknown" in str(damaged.damage)) == (
+        1,
+        b"body",
+        True,
+    )
     assert (whole.call, bytes(whole.body), whole.damage) == (2, b"next", None)
 
 
@@ -594,7 +656,9 @@ def test_what_is_not_taken_at_once_is_left_for_later(streams: Pair, background: 
     assert arriving.result(LATE) == list(range(sent + 2))
 
 
-def test_what_is_corked_while_another_thread_sends_goes_out_after_it(streams: Pair, background: Background) -> None:
+def test_what_is_corked_while_another_thread_sends_goes_out_after_it(
+    streams: Pair, background: Background
+) -> None:
     sending = background(streams.near.send, Kind.CALL, 1, bytes(BIG))
     until(streams.near._send_lock.locked)  # type: ignore[attr-defined]
     assert streams.near.offer(Kind.REPLY, 2, b"small")
@@ -608,7 +672,9 @@ def next_frame(channel: Channel) -> Frame | None:
     return channel.next_frame()
 
 
-def test_what_is_corked_during_a_sign_of_life_goes_out_after_it(streams: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_corked_during_a_sign_of_life_goes_out_after_it(
+    streams: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     near: Any = streams.near
     send_all = near._send_all
 

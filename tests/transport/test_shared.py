@@ -53,7 +53,9 @@ def arena() -> Iterator[SegmentAllocator]:
 @pytest.fixture
 def ends() -> Iterator[tuple[End, End]]:
     """A sender and a receiver."""
-    sender, receiver = (End(name, SegmentAllocator(FLOOR, 4 * MEGABYTE)) for name in ("sender", "receiver"))
+    sender, receiver = (
+        End(name, SegmentAllocator(FLOOR, 4 * MEGABYTE)) for name in ("sender", "receiver")
+    )
     yield sender, receiver
     sender.close()
     receiver.close()
@@ -62,12 +64,16 @@ def ends() -> Iterator[tuple[End, End]]:
 SENDER = object()  # the connection that blocks are sent through
 
 
-def placed(sharing: SharedMemoryTransfer, buffers: list[memoryview]) -> tuple[list[BufferPlace], list[memoryview]]:
+def placed(
+    sharing: SharedMemoryTransfer, buffers: list[memoryview]
+) -> tuple[list[BufferPlace], list[memoryview]]:
     places = [BufferPlace(buffer.nbytes) for buffer in buffers]
     return places, sharing.place(buffers, places)
 
 
-def taken(arena: SegmentAllocator, nbytes: int, peer: str = "receiver") -> tuple[SharedSegment, BufferPlace]:
+def taken(
+    arena: SegmentAllocator, nbytes: int, peer: str = "receiver"
+) -> tuple[SharedSegment, BufferPlace]:
     found = arena.take(nbytes, peer, SENDER)
     assert found is not None
     return found
@@ -156,7 +162,9 @@ def test_a_block_that_came_back_is_the_first_to_go_out_again(ends: tuple[End, En
     assert places == [(1, PAGE)] * 3
 
 
-def test_a_callback_that_runs_late_does_not_free_the_next_use_of_its_block(ends: tuple[End, End]) -> None:
+def test_a_callback_that_runs_late_does_not_free_the_next_use_of_its_block(
+    ends: tuple[End, End],
+) -> None:
     """Another thread may find that the tensor is gone, and free its block, before the callback of the tensor runs."""
     sender, receiver = ends
     memory = send(sender, receiver, bytes(100_000))
@@ -196,7 +204,9 @@ def test_neighbours_that_are_free_become_one_block(arena: SegmentAllocator) -> N
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(1, 300_000) | st.just(0), max_size=40), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.integers(1, 300_000) | st.just(0), max_size=40), st.randoms(use_true_random=False)
+)
 def test_blocks_never_overlap(sizes: list[int], random: Any) -> None:
     """A size is taken; 0 returns one that was."""
     segment = SharedSegment(1, MEGABYTE)
@@ -240,7 +250,9 @@ def test_beyond_the_limit_there_is_no_room(arena: SegmentAllocator) -> None:
     assert taken(arena, 1_000_000)[1].segment == 1
 
 
-@pytest.mark.parametrize("nbytes", [1, PAGE, MEGABYTE - PAGE, MEGABYTE - PAGE + 1, MEGABYTE, 2 * MEGABYTE - PAGE])
+@pytest.mark.parametrize(
+    "nbytes", [1, PAGE, MEGABYTE - PAGE, MEGABYTE - PAGE + 1, MEGABYTE, 2 * MEGABYTE - PAGE]
+)
 def test_a_new_segment_is_always_large_enough(arena: SegmentAllocator, nbytes: int) -> None:
     segment, place = taken(arena, nbytes)
     assert place.offset + nbytes <= segment.size
@@ -256,7 +268,9 @@ def test_small_buffers_and_those_without_room_stay_in_the_stream(ends: tuple[End
 
 
 def test_a_segment_that_cannot_be_passed_on_is_not_used(arena: SegmentAllocator) -> None:
-    sharing = SharedMemoryTransfer(arena, SegmentMappings(), "receiver", lambda segment, until: False)
+    sharing = SharedMemoryTransfer(
+        arena, SegmentMappings(), "receiver", lambda segment, until: False
+    )
     places, inside = placed(sharing, [memoryview(bytes(FLOOR))])
     assert ([place.segment for place in places], len(inside)) == ([0], 1)
     arena.trim()
@@ -281,7 +295,9 @@ def test_a_closed_arena_has_no_room(arena: SegmentAllocator) -> None:
 # When a connection or a peer is lost
 
 
-def test_a_block_on_its_way_through_a_broken_connection_is_never_used_again(ends: tuple[End, End]) -> None:
+def test_a_block_on_its_way_through_a_broken_connection_is_never_used_again(
+    ends: tuple[End, End],
+) -> None:
     sender, receiver = ends
     segment, place = taken(sender.arena, 10_000)
     receiver.mappings.add("sender", segment.number, segment.fd)
@@ -291,7 +307,9 @@ def test_a_block_on_its_way_through_a_broken_connection_is_never_used_again(ends
     memory[:] = b"x" * 10_000
 
 
-def test_blocks_that_arrived_or_came_back_survive_a_broken_connection(ends: tuple[End, End]) -> None:
+def test_blocks_that_arrived_or_came_back_survive_a_broken_connection(
+    ends: tuple[End, End],
+) -> None:
     sender, receiver = ends
     held = send(sender, receiver, bytes(10_000))
     send(sender, receiver, bytes(10_000))
@@ -337,18 +355,22 @@ def test_the_segments_of_a_lost_sender_are_forgotten(ends: tuple[End, End]) -> N
     assert "0 segments" in repr(receiver.mappings)
 
 
-def test_a_segment_that_is_retired_while_it_is_being_passed_on_keeps_its_descriptor(arena: SegmentAllocator) -> None:
+def test_a_segment_that_is_retired_while_it_is_being_passed_on_keeps_its_descriptor(
+    arena: SegmentAllocator,
+) -> None:
     """Another thread may close a connection between `take` and `announce`; the number must not go to another file."""
     receiver = SegmentMappings()
 
     def announce(segment: SharedSegment, until: float) -> bool:
         arena.abandon("receiver", SENDER)
-        taken(arena, 50_000, "another")  # a new segment, which would get the number of a closed descriptor
+        # a new segment, which would get the number of a closed descriptor
+        taken(arena, 50_000, "another")
         receiver.add("sender", segment.number, segment.fd)
         return True
 
     [place], _ = placed(
-        SharedMemoryTransfer(arena, SegmentMappings(), "receiver", announce), [memoryview(b"m" * 20_000)]
+        SharedMemoryTransfer(arena, SegmentMappings(), "receiver", announce),
+        [memoryview(b"m" * 20_000)],
     )
     if place.segment:
         assert bytes(receiver.locate("sender", place)) == b"m" * 20_000
@@ -377,7 +399,9 @@ def bogus(place: BufferPlace, **changes: int) -> BufferPlace:
     ],
     ids=str,
 )
-def test_a_place_that_does_not_exist_breaks_the_protocol(ends: tuple[End, End], changes: dict[str, int]) -> None:
+def test_a_place_that_does_not_exist_breaks_the_protocol(
+    ends: tuple[End, End], changes: dict[str, int]
+) -> None:
     sender, receiver = ends
     segment, place = taken(sender.arena, 10_000)
     receiver.mappings.add("sender", segment.number, segment.fd)
@@ -410,7 +434,9 @@ def memfd(size: int, *, sealed: bool) -> int:
     fd = os.memfd_create("telegrad-bogus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     if sealed:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
     return fd
 
 
@@ -517,7 +543,9 @@ def test_large_buffers_take_the_short_way_and_small_ones_the_stream(shared: Pair
     assert shared.far_end.mappings.live == 0
 
 
-def test_without_room_a_large_buffer_goes_through_the_stream(shared: Pair, background: Background) -> None:
+def test_without_room_a_large_buffer_goes_through_the_stream(
+    shared: Pair, background: Background
+) -> None:
     shared.near_end.arena.close()
     data = os.urandom(3 * MEGABYTE)
     received = background(shared.far.recv, LATE)
@@ -528,7 +556,9 @@ def test_without_room_a_large_buffer_goes_through_the_stream(shared: Pair, backg
 
 def test_a_thousand_sends_reuse_the_same_memory(shared: Pair) -> None:
     for value in range(1000):
-        shared.near.send(Kind.CALL, value, b"", [memoryview(np.full(100_000, value % 256, np.uint8))])
+        shared.near.send(
+            Kind.CALL, value, b"", [memoryview(np.full(100_000, value % 256, np.uint8))]
+        )
         frame = shared.far.recv(LATE)
         assert frame.buffers[0][0] == frame.buffers[0][-1] == value % 256
         del frame
@@ -549,9 +579,13 @@ def test_a_frame_that_was_never_sent_gives_its_blocks_back(shared: Pair) -> None
     assert repr(shared.near_end.arena) == "<Arena []>"
 
 
-def test_a_frame_that_is_finished_later_keeps_its_blocks(shared: Pair, background: Background) -> None:
+def test_a_frame_that_is_finished_later_keeps_its_blocks(
+    shared: Pair, background: Background
+) -> None:
     with pytest.raises(SendTimeout) as late:
-        shared.near.send(Kind.CALL, 1, bytes(8 * MEGABYTE), [memoryview(b"k" * 10_000)], timeout=0.05)
+        shared.near.send(
+            Kind.CALL, 1, bytes(8 * MEGABYTE), [memoryview(b"k" * 10_000)], timeout=0.05
+        )
     assert late.value.begun
     received = background(lambda: [shared.far.recv(LATE) for _ in range(2)])
     shared.near.send(Kind.CALL, 2, b"")
@@ -568,7 +602,9 @@ def test_a_frame_that_was_never_sent_returns_its_blocks(shared: Pair) -> None:
     assert "0 blocks" in repr(shared.near_end.arena)
 
 
-def test_a_segment_is_found_while_another_connection_carries_a_block_of_it(ends: tuple[End, End]) -> None:
+def test_a_segment_is_found_while_another_connection_carries_a_block_of_it(
+    ends: tuple[End, End],
+) -> None:
     """The end of one connection must not cost a message of another its memory."""
     sender, receiver = ends
     ended, other = (sender.sharing_with(receiver) for _ in range(2))
@@ -576,7 +612,8 @@ def test_a_segment_is_found_while_another_connection_carries_a_block_of_it(ends:
     [place], _ = placed(other, [memoryview(b"o" * 10_000)])
     ended.ended()
     receiver.mappings.forget()
-    assert taken(sender.arena, 10_000)[1].segment == 2  # a block of unknown fate: the segment is not used again
+    # a block of unknown fate: the segment is not used again
+    assert taken(sender.arena, 10_000)[1].segment == 2
     block = receiver.mappings.locate("sender", place)
     assert bytes(block) == b"o" * 10_000
     sender.arena.tidy()
@@ -632,7 +669,9 @@ def test_many_pages_are_faulted_in_step_by_step(monkeypatch: pytest.MonkeyPatch)
     assert steps == [(PAGE, 16 * PAGE), (17 * PAGE, 16 * PAGE), (33 * PAGE, 8 * PAGE)]
 
 
-def test_a_block_without_memory_is_given_back(arena: SegmentAllocator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_without_memory_is_given_back(
+    arena: SegmentAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(shared_memory, "_populate", lambda *args: False)
         assert arena.take(FLOOR, "peer", None) is None
@@ -647,7 +686,8 @@ def test_two_threads_that_ask_for_the_same_copy_share_it(
     take, both_are_here = arena.take_for_many, threading.Barrier(2)
 
     def take_together(nbytes: int) -> Any:
-        with contextlib.suppress(threading.BrokenBarrierError):  # as it must be: only one thread comes here
+        # as it must be: only one thread comes here
+        with contextlib.suppress(threading.BrokenBarrierError):
             both_are_here.wait(0.3)
         return take(nbytes)
 

@@ -45,7 +45,8 @@ def server(secret: bytes = SECRET, reason: str | None = None) -> Steps:
 
 
 @pytest.mark.parametrize(
-    ("transport", "host", "prefix"), [("unix", "127.0.0.1", "unix:@telegrad-"), ("tcp", "127.0.0.1", "tcp:127.0.0.1:")]
+    ("transport", "host", "prefix"),
+    [("unix", "127.0.0.1", "unix:@telegrad-"), ("tcp", "127.0.0.1", "tcp:127.0.0.1:")],
 )
 def test_a_listener_can_be_reached_at_its_address(transport: str, host: str, prefix: str) -> None:
     listener, address = sockets.listen(transport, host)
@@ -87,7 +88,9 @@ def test_a_name_of_a_unix_socket_leaves_no_file() -> None:
 
 @pytest.mark.parametrize("host", ["256.0.0.1", "192.0.2.7"])
 def test_an_address_that_is_not_ours_is_a_usage_error_that_names_the_setting(host: str) -> None:
-    with pytest.raises(UsageError, match=r"cannot listen on .* set Config.listen or TELEGRAD_LISTEN"):
+    with pytest.raises(
+        UsageError, match=r"cannot listen on .* set Config.listen or TELEGRAD_LISTEN"
+    ):
         sockets.listen("tcp", host)
 
 
@@ -132,12 +135,19 @@ def test_another_user_may_not_come_in() -> None:
     with listener, subprocess.Popen([sys.executable, "-S", "-c", code]) as stranger:
         listener.settimeout(LATE)
         far, _ = listener.accept()
-        with far, pytest.raises(AuthenticationError, match=f"a process of user {SOMEBODY_ELSE} tried to connect"):
+        with (
+            far,
+            pytest.raises(
+                AuthenticationError, match=f"a process of user {SOMEBODY_ELSE} tried to connect"
+            ),
+        ):
             sockets.check_user(far)
         assert stranger.wait(LATE) == 0
 
 
-@pytest.mark.parametrize(("mine", "peer", "welcome"), [(1000, 1000, True), (1000, 0, True), (1000, 1001, False)])
+@pytest.mark.parametrize(
+    ("mine", "peer", "welcome"), [(1000, 1000, True), (1000, 0, True), (1000, 1001, False)]
+)
 def test_only_this_user_and_root_may_come_in(
     mine: int, peer: int, welcome: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +175,9 @@ def test_both_sides_learn_who_the_other_is(ends: Sockets, background: Background
     assert accepting.result(LATE) == {"name": "near"}
 
 
-def test_what_follows_the_handshake_is_not_swallowed_by_it(ends: Sockets, background: Background) -> None:
+def test_what_follows_the_handshake_is_not_swallowed_by_it(
+    ends: Sockets, background: Background
+) -> None:
     near, far = ends
 
     def call() -> Introduction:
@@ -213,7 +225,9 @@ def test_a_peer_that_stops_in_the_middle_is_given_up(ends: Sockets) -> None:
         sockets.shake_hands(far, server(), timeout=0.05)
 
 
-def test_a_peer_that_sends_drop_by_drop_is_given_up_in_time(ends: Sockets, background: Background) -> None:
+def test_a_peer_that_sends_drop_by_drop_is_given_up_in_time(
+    ends: Sockets, background: Background
+) -> None:
     """Otherwise a few strangers could hold every place that is kept for strangers, for hours."""
     near, far = ends
     stop = threading.Event()
@@ -224,7 +238,9 @@ def test_a_peer_that_sends_drop_by_drop_is_given_up_in_time(ends: Sockets, backg
                 return
             near.send(handshake.MAGIC[:1])
 
-    hello = handshake.MAGIC + struct.pack("<H", handshake.VERSION) + bytes(32) + struct.pack("<H", 8000)
+    hello = (
+        handshake.MAGIC + struct.pack("<H", handshake.VERSION) + bytes(32) + struct.pack("<H", 8000)
+    )
     near.sendall(hello)
     dripping = background(drip)
     with pytest.raises(ProtocolError, match="did not finish its handshake within"):
@@ -242,7 +258,9 @@ def test_a_peer_that_hangs_up_is_noticed(ends: Sockets) -> None:
         sockets.shake_hands(far, server(), LATE)
 
 
-@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n" + bytes(100), bytes(5000), os.urandom(5000)], ids=len)
+@pytest.mark.parametrize(
+    "noise", [b"GET / HTTP/1.1\r\n\r\n" + bytes(100), bytes(5000), os.urandom(5000)], ids=len
+)
 def test_noise_is_refused(ends: Sockets, noise: bytes) -> None:
     near, far = ends
     near.sendall(noise)

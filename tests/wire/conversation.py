@@ -55,7 +55,9 @@ def unchanged(position: int, words: bytes) -> bytes:
     return words
 
 
-def converse(client: Steps, server: Steps, up: Alter = unchanged, down: Alter = unchanged) -> tuple[Side, Side]:
+def converse(
+    client: Steps, server: Steps, up: Alter = unchanged, down: Alter = unchanged
+) -> tuple[Side, Side]:
     """Let the two talk to their end. `up` may change what the client says, `down` what the server says."""
     near, far = Side(client), Side(server)
     far.hear(b"")

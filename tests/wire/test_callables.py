@@ -182,7 +182,9 @@ def test_what_may_change_between_two_calls_gets_none(function: Any) -> None:
     assert repr(numbers) == "<Numbers 0 functions>"
 
 
-def test_a_full_table_still_knows_what_it_has_and_takes_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_table_still_knows_what_it_has_and_takes_nothing_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(function_table, "MAX_FUNCTIONS", 2)
     numbers = FunctionTable()
     assert numbers.find(abs) is not None

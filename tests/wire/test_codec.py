@@ -184,7 +184,18 @@ def test_any_nested_structure_arrives_equal(value: Any, by_value: bool) -> None:
         np.array(["2026-01-01"], dtype="datetime64[D]"),
         np.float32(1.5),
     ],
-    ids=["small", "large", "fortran", "strided", "scalar", "empty", "text", "records", "dates", "number"],
+    ids=[
+        "small",
+        "large",
+        "fortran",
+        "strided",
+        "scalar",
+        "empty",
+        "text",
+        "records",
+        "dates",
+        "number",
+    ],
 )
 def test_numpy_arrays_arrive_equal_and_writable(array: Any) -> None:
     received = trip(array)
@@ -221,7 +232,9 @@ class Tied(nn.Module):
 
 
 def test_a_whole_module_arrives_and_computes_the_same() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2)).eval()
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2)
+    ).eval()
     received = trip(model)
     inputs = torch.randn(2, 3, 4, 4)
     assert torch.equal(received(inputs), model(inputs))
@@ -394,7 +407,17 @@ def nested(depth: int) -> list[Any]:
         ([Slotted(threading.Lock())], "[0]", "Slotted"),
         ((nn.Linear(1, 1), Locked()), "[1].lock", "lock"),
     ],
-    ids=["itself", "list", "attribute", "deep", "generator", "closure", "hook", "slots", "beside a module"],
+    ids=[
+        "itself",
+        "list",
+        "attribute",
+        "deep",
+        "generator",
+        "closure",
+        "hook",
+        "slots",
+        "beside a module",
+    ],
 )
 def test_the_error_says_where_the_culprit_stands(value: Any, path: str, kind: str) -> None:
     with pytest.raises(SerializationError) as caught:
@@ -414,7 +437,14 @@ def test_the_culprit_in_a_module_is_found() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [TypeError("no"), ValueError("no"), RuntimeError("no"), OSError("no"), KeyError("no"), RecursionError("no")],
+    [
+        TypeError("no"),
+        ValueError("no"),
+        RuntimeError("no"),
+        OSError("no"),
+        KeyError("no"),
+        RecursionError("no"),
+    ],
     ids=lambda error: type(error).__name__,
 )
 def test_whatever_a_reducer_raises_becomes_a_serialization_error(error: Exception) -> None:
@@ -452,7 +482,9 @@ def test_a_small_call_is_a_small_message() -> None:
     assert weight((1, "two", [3.0])) < 60
 
 
-_atoms = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+_atoms = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+)
 
 
 @given(_atoms | st.lists(_atoms | st.lists(_atoms).map(tuple), max_size=16).map(tuple))
@@ -469,7 +501,8 @@ class Metre(float):
 
 
 @pytest.mark.parametrize(
-    "value", [Metre(1), Point(1.0, torch.ones(1)), [1], (1, Metre(1)), ((1, [2]),), (torch.ones(1),)]
+    "value",
+    [Metre(1), Point(1.0, torch.ones(1)), [1], (1, Metre(1)), ((1, [2]),), (torch.ones(1),)],
 )
 def test_what_a_reducer_may_have_a_say_in_is_not_encoded_as_a_number(value: Any) -> None:
     assert codec.encode_atoms(value) is None

@@ -48,7 +48,10 @@ def test_the_secret_is_not_shown() -> None:
         ({"connect_timeout": -1}, "connect_timeout must be positive, not -1"),
         ({"heartbeat_interval": 0}, "heartbeat_interval must be positive, not 0"),
         ({"heartbeat_timeout": 0}, "heartbeat_timeout must be positive, not 0"),
-        ({"heartbeat_interval": 5, "heartbeat_timeout": 5}, "heartbeat_timeout (5) must exceed heartbeat_interval (5)"),
+        (
+            {"heartbeat_interval": 5, "heartbeat_timeout": 5},
+            "heartbeat_timeout (5) must exceed heartbeat_interval (5)",
+        ),
         ({"transports": ("unix", "pigeon")}, "unknown transports ['pigeon']; choose from"),
         ({"transports": ()}, "transports must not be empty"),
         ({"threads": 0}, "need 1 <= threads <= max_threads, not 0"),
@@ -73,12 +76,18 @@ def test_a_short_secret_is_refused_without_being_shown() -> None:
 
 
 def test_the_shortest_secret_and_the_odd_limits_are_accepted() -> None:
-    assert Config(secret="x" * 16, timeout=None, threads=1, max_threads=1, idle_lanes=0).timeout is None
+    assert (
+        Config(secret="x" * 16, timeout=None, threads=1, max_threads=1, idle_lanes=0).timeout
+        is None
+    )
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
     assert Config.from_environment({}) == Config()
-    assert Config.from_environment({"TELEGRAD_TIMEOUT": "", "TIMEOUT": "3", "PATH": "/bin"}) == Config()
+    assert (
+        Config.from_environment({"TELEGRAD_TIMEOUT": "", "TIMEOUT": "3", "PATH": "/bin"})
+        == Config()
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,24 +105,46 @@ def test_an_empty_environment_gives_the_defaults() -> None:
         ("TELEGRAD_ONLY_REGISTERED", "true", "only_registered", True),
         ("TELEGRAD_ONLY_REGISTERED", "0", "only_registered", False),
         ("TELEGRAD_UNMAPPED_DEVICES", "cpu", "unmapped_devices", "cpu"),
-        ("TELEGRAD_DEVICE_MAPS", '{"ps": {"cuda:0": "cpu"}}', "device_maps", {"ps": {"cuda:0": "cpu"}}),
+        (
+            "TELEGRAD_DEVICE_MAPS",
+            '{"ps": {"cuda:0": "cpu"}}',
+            "device_maps",
+            {"ps": {"cuda:0": "cpu"}},
+        ),
     ],
 )
-def test_a_variable_fills_its_field_and_no_other(name: str, text: str, field: str, value: Any) -> None:
+def test_a_variable_fills_its_field_and_no_other(
+    name: str, text: str, field: str, value: Any
+) -> None:
     config = Config.from_environment({name: text})
     assert getattr(config, field) == value
     assert config == dataclasses.replace(Config(), **{field: value})
 
 
 def test_every_field_can_be_set_from_the_environment() -> None:
-    texts = {"float": "3600", "float | None": "3600", "int": "64", "int | None": "64", "tuple[str, ...]": "tcp"}
+    texts = {
+        "float": "3600",
+        "float | None": "3600",
+        "int": "64",
+        "int | None": "64",
+        "tuple[str, ...]": "tcp",
+    }
     given = {entry.name: texts.get(str(entry.type), SECRET) for entry in dataclasses.fields(Config)}
-    given |= {entry.name: str(not entry.default) for entry in dataclasses.fields(Config) if entry.type == "bool"}
+    given |= {
+        entry.name: str(not entry.default)
+        for entry in dataclasses.fields(Config)
+        if entry.type == "bool"
+    }
     given |= {"device_maps": '{"ps": {"cuda:0": "cpu"}}', "unmapped_devices": "refuse"}
     config = Config.from_environment(
-        {"TELEGRAD_" + name.upper(): text for name, text in given.items()} | {"TELEGRAD_HEARTBEAT_INTERVAL": "1"}
+        {"TELEGRAD_" + name.upper(): text for name, text in given.items()}
+        | {"TELEGRAD_HEARTBEAT_INTERVAL": "1"}
     )
-    unchanged = [entry.name for entry in dataclasses.fields(Config) if getattr(config, entry.name) == entry.default]
+    unchanged = [
+        entry.name
+        for entry in dataclasses.fields(Config)
+        if getattr(config, entry.name) == entry.default
+    ]
     assert unchanged == []
 
 

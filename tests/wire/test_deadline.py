@@ -68,7 +68,9 @@ def test_the_earlier_deadline_is_the_smaller() -> None:
         (math.inf, 0xFFFFFFFF),
     ],
 )
-def test_what_travels_is_whole_milliseconds_and_zero_means_none(timeout: float | None, milliseconds: int) -> None:
+def test_what_travels_is_whole_milliseconds_and_zero_means_none(
+    timeout: float | None, milliseconds: int
+) -> None:
     assert to_wire(timeout) == milliseconds
 
 

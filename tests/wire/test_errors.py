@@ -38,7 +38,9 @@ NAMES_OF_EXAMPLES = [type(example).__name__ for example in EXAMPLES]
 
 def classes() -> dict[str, type[Exception]]:
     """Every exception class that the module defines."""
-    found = inspect.getmembers(errors, lambda value: inspect.isclass(value) and value.__module__ == errors.__name__)
+    found = inspect.getmembers(
+        errors, lambda value: inspect.isclass(value) and value.__module__ == errors.__name__
+    )
     return {name: value for name, value in found if issubclass(value, Exception)}
 
 
@@ -68,7 +70,9 @@ def test_the_docstring_names_exactly_the_classes_that_exist() -> None:
 
 
 @pytest.mark.parametrize(("name", "parent", "also"), drawn(), ids=[name for name, _, _ in drawn()])
-def test_a_class_stands_where_the_docstring_draws_it(name: str, parent: str | None, also: list[str]) -> None:
+def test_a_class_stands_where_the_docstring_draws_it(
+    name: str, parent: str | None, also: list[str]
+) -> None:
     cls = classes()[name]
     ours = [base for base in cls.__bases__ if issubclass(base, TelegradError)]
     assert [base.__name__ for base in ours] == ([parent] if parent else [])
@@ -101,10 +105,17 @@ def test_copying_keeps_type_message_and_attributes(error: Exception) -> None:
 
 
 def test_all_failures_travel() -> None:
-    error = errors.WorkersFailed.of({"w1": ValueError("no"), "w2": errors.PeerLost("gone", peer="w2")})
+    error = errors.WorkersFailed.of(
+        {"w1": ValueError("no"), "w2": errors.PeerLost("gone", peer="w2")}
+    )
     copied = pickle.loads(pickle.dumps(error))
-    assert [repr(each) for each in copied.failures.values()] == ["ValueError('no')", "PeerLost('gone')"]
-    assert str(copied) == str(error) == "2 workers failed:\n  w1: ValueError: no\n  w2: PeerLost: gone"
+    assert [repr(each) for each in copied.failures.values()] == [
+        "ValueError('no')",
+        "PeerLost('gone')",
+    ]
+    assert (
+        str(copied) == str(error) == "2 workers failed:\n  w1: ValueError: no\n  w2: PeerLost: gone"
+    )
 
 
 def test_attributes_that_were_set_later_travel_too() -> None:
@@ -118,7 +129,11 @@ def test_attributes_that_were_set_later_travel_too() -> None:
 def test_the_examples_carry_the_attributes_that_the_docstrings_promise() -> None:
     remote, lost, broken = EXAMPLES[2], EXAMPLES[6], EXAMPLES[7]
     assert isinstance(remote, errors.RemoteError)
-    assert (remote.type_name, remote.traceback_text, remote.peer) == ("lib.Odd", "Traceback ...", "w1")
+    assert (remote.type_name, remote.traceback_text, remote.peer) == (
+        "lib.Odd",
+        "Traceback ...",
+        "w1",
+    )
     assert isinstance(lost, errors.PeerLost)
     assert (lost.peer, lost.call, lost.last_words) == ("w1", "f", "out of memory")
     assert isinstance(broken, errors.GroupBroken)
@@ -156,10 +171,15 @@ def test_a_subclass_with_another_constructor_pickles() -> None:
         (errors.UsageError, ValueError),
     ],
 )
-def test_an_error_is_caught_as_what_python_calls_it(cls: type[Exception], caught_as: type[Exception]) -> None:
+def test_an_error_is_caught_as_what_python_calls_it(
+    cls: type[Exception], caught_as: type[Exception]
+) -> None:
     with pytest.raises(caught_as, match="message"):
         raise cls("message")
 
 
 def test_a_remote_traceback_shows_its_text_on_a_line_of_its_own() -> None:
-    assert str(errors.RemoteTraceback("Traceback (most recent call last):")) == "\nTraceback (most recent call last):"
+    assert (
+        str(errors.RemoteTraceback("Traceback (most recent call last):"))
+        == "\nTraceback (most recent call last):"
+    )

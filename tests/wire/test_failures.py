@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.errors import CallTimeout, GroupBroken, PeerLost, RemoteError, RemoteTraceback, UsageError
+from telegrad.errors import (
+    CallTimeout,
+    GroupBroken,
+    PeerLost,
+    RemoteError,
+    RemoteTraceback,
+    UsageError,
+)
 from telegrad.wire.failures import decode_failure, encode_failure
 
 
@@ -146,7 +153,12 @@ def test_an_exception_arrives_as_its_own_type_with_args_and_attributes(error: Ex
 def test_attributes_that_live_outside_the_dictionary_arrive_too() -> None:
     missing = trip(FileNotFoundError(errno.ENOENT, "no such file", "/a", None, "/b"))
     assert isinstance(missing, FileNotFoundError)
-    assert (missing.errno, missing.strerror, missing.filename, missing.filename2) == (2, "no such file", "/a", "/b")
+    assert (missing.errno, missing.strerror, missing.filename, missing.filename2) == (
+        2,
+        "no such file",
+        "/a",
+        "/b",
+    )
     undecodable = trip(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"))
     assert isinstance(undecodable, UnicodeDecodeError)
     assert (undecodable.object, undecodable.start, undecodable.reason) == (b"\xff", 0, "invalid")
@@ -254,7 +266,9 @@ class PickyFileTrouble(OSError):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_what_cannot_be_rebuilt_is_a_remote_error_with_its_name_and_traceback(error: BaseException, name: str) -> None:
+def test_what_cannot_be_rebuilt_is_a_remote_error_with_its_name_and_traceback(
+    error: BaseException, name: str
+) -> None:
     received = trip(error)
     assert type(received) is RemoteError
     assert received.type_name == name
@@ -333,7 +347,9 @@ def helper() -> None:
 def test_the_cause_is_the_remote_traceback_and_starts_in_the_users_code() -> None:
     received = decode_failure(encode_failure(of_telegrad(user_function), "w1", "user_function"))
     text = text_of(received)
-    assert text.startswith("On worker 'w1', in user_function:\nTraceback (most recent call last):\n")
+    assert text.startswith(
+        "On worker 'w1', in user_function:\nTraceback (most recent call last):\n"
+    )
     frames = [line.strip() for line in text.splitlines() if line.lstrip().startswith("File ")]
     assert [frame.rpartition(" in ")[2] for frame in frames] == ["user_function", "helper"]
     assert "serving.py" not in text

@@ -24,7 +24,20 @@ from telegrad.wire.frames import (
 
 LIMIT = 1 << 20
 DIRECT = 1 << 14  # from this size on, a body or buffer is received straight into its own memory
-SIZES = [0, 1, 31, 32, 33, DIRECT - 1, DIRECT, DIRECT + 1, SCRATCH - 32, SCRATCH, SCRATCH + 1, 3 * SCRATCH + 5]
+SIZES = [
+    0,
+    1,
+    31,
+    32,
+    33,
+    DIRECT - 1,
+    DIRECT,
+    DIRECT + 1,
+    SCRATCH - 32,
+    SCRATCH,
+    SCRATCH + 1,
+    3 * SCRATCH + 5,
+]
 
 
 class Reader:
@@ -61,7 +74,9 @@ def pattern(size: int, seed: int = 0) -> bytes:
     return (bytes((seed + number) % 251 for number in range(251)) * (size // 251 + 1))[:size]
 
 
-def frame(body: bytes = b"", buffers: Sequence[bytes] = (), *, call: int = 7, kind: int = Kind.CALL) -> Frame:
+def frame(
+    body: bytes = b"", buffers: Sequence[bytes] = (), *, call: int = 7, kind: int = Kind.CALL
+) -> Frame:
     return Frame(kind, 3, call, 11, 1500, body, list(buffers))
 
 
@@ -81,7 +96,9 @@ def encode(message: Frame) -> bytes:
 
 def plain(message: Frame) -> Frame:
     """The frame with bytes in place of whatever memory it lies in."""
-    return message._replace(body=bytes(message.body), buffers=[bytes(buffer) for buffer in message.buffers])
+    return message._replace(
+        body=bytes(message.body), buffers=[bytes(buffer) for buffer in message.buffers]
+    )
 
 
 def decode(data: bytes, sizes: Iterable[int] = ()) -> list[Frame]:
@@ -141,7 +158,12 @@ def test_the_body_of_a_small_frame_outlives_the_next_ones() -> None:
 
 
 def test_frames_cut_in_two_at_every_byte() -> None:
-    sent = [frame(b"one", [b"buffer", b""]), frame(b"", []), frame(b"three", []), frame(b"", [b"4"])]
+    sent = [
+        frame(b"one", [b"buffer", b""]),
+        frame(b"", []),
+        frame(b"three", []),
+        frame(b"", [b"4"]),
+    ]
     data = b"".join(map(encode, sent))
     for cut in range(len(data) + 1):
         assert decode(data, [cut] if cut else []) == sent
@@ -219,7 +241,10 @@ frames = st.builds(
     function=st.integers(0, 2**32 - 1),
     left_ms=st.integers(0, 2**32 - 1),
     body=st.builds(pattern, st.integers(0, 100) | st.sampled_from(SIZES), st.integers(0, 250)),
-    buffers=st.lists(st.builds(pattern, st.integers(0, 100) | st.sampled_from(SIZES), st.integers(0, 250)), max_size=4),
+    buffers=st.lists(
+        st.builds(pattern, st.integers(0, 100) | st.sampled_from(SIZES), st.integers(0, 250)),
+        max_size=4,
+    ),
     damage=st.none(),
 )
 
@@ -305,7 +330,9 @@ def test_more_buffers_than_allowed_are_refused_before_their_table_arrives() -> N
             decode(header(count=count))
 
 
-@pytest.mark.parametrize("failure", [MemoryError("no memory"), OSError("no mapping"), SystemExit(3)])
+@pytest.mark.parametrize(
+    "failure", [MemoryError("no memory"), OSError("no mapping"), SystemExit(3)]
+)
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
 @pytest.mark.parametrize("piece", [1, 1000, 1 << 20])
 def test_a_frame_that_cannot_be_received_is_damaged_and_the_next_one_is_whole(
@@ -337,7 +364,8 @@ def test_a_frame_that_cannot_be_received_is_damaged_and_the_next_one_is_whole(
 
 plausible_headers = st.builds(
     lambda length, count, kind, zero, places: (
-        HEADER.pack(length, 1, 0, 0, count, kind, 0, zero) + b"".join(PLACE.pack(*place) for place in places)
+        HEADER.pack(length, 1, 0, 0, count, kind, 0, zero)
+        + b"".join(PLACE.pack(*place) for place in places)
     ),
     length=st.integers(0, 5000) | st.integers(0, 2**64 - 1),
     count=st.integers(0, 5) | st.integers(0, 2**32 - 1),
@@ -356,9 +384,14 @@ plausible_headers = st.builds(
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.binary(max_size=200) | plausible_headers | frames.map(encode), max_size=8), st.integers(1, 5000))
+@given(
+    st.lists(st.binary(max_size=200) | plausible_headers | frames.map(encode), max_size=8),
+    st.integers(1, 5000),
+)
 @example([b"\xff" * 200], 7)
-def test_garbage_is_refused_and_reserves_no_more_than_the_limit(parts: list[bytes], piece: int) -> None:
+def test_garbage_is_refused_and_reserves_no_more_than_the_limit(
+    parts: list[bytes], piece: int
+) -> None:
     limit = 4000
     reader = Reader(limit)
     try:
@@ -372,9 +405,13 @@ def test_garbage_is_refused_and_reserves_no_more_than_the_limit(parts: list[byte
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(frames, min_size=1, max_size=3), st.data())
-def test_a_damaged_stream_never_does_more_harm_than_a_protocol_error(sent: list[Frame], data: st.DataObject) -> None:
+def test_a_damaged_stream_never_does_more_harm_than_a_protocol_error(
+    sent: list[Frame], data: st.DataObject
+) -> None:
     stream = bytearray(b"".join(map(encode, sent)))
-    for position in data.draw(st.lists(st.integers(0, min(len(stream), 300) - 1), min_size=1, max_size=5)):
+    for position in data.draw(
+        st.lists(st.integers(0, min(len(stream), 300) - 1), min_size=1, max_size=5)
+    ):
         stream[position] ^= data.draw(st.integers(1, 255))
     reader = Reader(limit=LIMIT)
     try:

@@ -26,7 +26,9 @@ def client(secret: bytes = SECRET, introduction: Introduction = NEAR) -> Steps:
     return handshake.client(secret, introduction)
 
 
-def server(secret: bytes = SECRET, introduction: Introduction = FAR, reason: str | None = None) -> Steps:
+def server(
+    secret: bytes = SECRET, introduction: Introduction = FAR, reason: str | None = None
+) -> Steps:
     return handshake.server(secret, introduction, lambda peer: reason)
 
 
@@ -312,7 +314,9 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("text", NONSENSE.values(), ids=NONSENSE)
-def test_a_proven_introduction_that_makes_no_sense_is_refused(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proven_introduction_that_makes_no_sense_is_refused(
+    text: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(handshake, "_pack_json", lambda introduction: text)
     _, far = converse(client(), server())
     with pytest.raises(ProtocolError, match="an introduction that is not"):
@@ -344,7 +348,9 @@ def test_bytes_put_in_the_middle_are_noticed(position: int, extra: bytes, upward
         changed = not longer.startswith(words)
         return longer
 
-    near, far = converse(client(), server(), *((insert, unchanged) if upwards else (unchanged, insert)))
+    near, far = converse(
+        client(), server(), *((insert, unchanged) if upwards else (unchanged, insert))
+    )
     if changed:
         with pytest.raises((ProtocolError, Stalled)):
             (far if upwards else near).outcome()

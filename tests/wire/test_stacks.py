@@ -38,7 +38,19 @@ TENSOR_DTYPES = (
     torch.uint16,
     torch.float8_e4m3fn,
 )
-ARRAY_DTYPES = ("f4", "f8", "f2", "i8", "u1", "?", "c16", ">f8", "M8[s]", "U3", [("a", "f4"), ("b", "i2")])
+ARRAY_DTYPES = (
+    "f4",
+    "f8",
+    "f2",
+    "i8",
+    "u1",
+    "?",
+    "c16",
+    ">f8",
+    "M8[s]",
+    "U3",
+    [("a", "f4"), ("b", "i2")],
+)
 
 
 @dataclass
@@ -64,7 +76,9 @@ def tensors(count: int = COUNT, *shape: int, dtype: torch.dtype = torch.float32)
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (1, 1, 1), (0,), (2000,)])
 @pytest.mark.parametrize("dtype", TENSOR_DTYPES, ids=str)
-def test_tensors_of_every_dtype_arrive_with_all_their_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_of_every_dtype_arrive_with_all_their_bits(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     size = dtype.itemsize * torch.Size(shape).numel()
     sent = [torch.randint(0, 256, (size,), dtype=torch.uint8) for _ in range(COUNT)]
     if dtype is torch.bool:
@@ -76,8 +90,13 @@ def test_tensors_of_every_dtype_arrive_with_all_their_bits(dtype: torch.dtype, s
 
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0,), (2000,)])
 @pytest.mark.parametrize("dtype", ARRAY_DTYPES, ids=str)
-def test_arrays_of_every_dtype_arrive_with_all_their_bits(dtype: Any, shape: tuple[int, ...]) -> None:
-    sent = [np.arange(np.prod(shape, dtype=int)).astype("i4").astype(dtype).reshape(shape) for _ in range(COUNT)]
+def test_arrays_of_every_dtype_arrive_with_all_their_bits(
+    dtype: Any, shape: tuple[int, ...]
+) -> None:
+    sent = [
+        np.arange(np.prod(shape, dtype=int)).astype("i4").astype(dtype).reshape(shape)
+        for _ in range(COUNT)
+    ]
     for arrived, value in zip(trip(sent), sent, strict=True):
         assert arrived.dtype == value.dtype
         assert arrived.shape == value.shape
@@ -143,7 +162,9 @@ def test_containers_keep_their_type_and_are_stacked(container: Callable[[Any], A
     assert is_stacked((value,))
 
 
-@pytest.mark.parametrize("value", [torch.ones(1), (torch.ones(1),), [1] * 1000, (1, "a"), ["a"] * 100, [None] * 50])
+@pytest.mark.parametrize(
+    "value", [torch.ones(1), (torch.ones(1),), [1] * 1000, (1, "a"), ["a"] * 100, [None] * 50]
+)
 def test_a_message_with_few_tensors_is_a_pickle_as_before(value: Any) -> None:
     assert not is_stacked(value)
     assert repr(trip(value)) == repr(value)
@@ -167,17 +188,23 @@ def test_a_hundred_thousand_tensors_arrive() -> None:
 
 
 def test_more_shapes_than_there_can_be_stacks_arrive() -> None:
-    sent = [torch.ones(number) for number in range(1, 400)] + [np.ones(number) for number in range(1, 400)]
+    sent = [torch.ones(number) for number in range(1, 400)] + [
+        np.ones(number) for number in range(1, 400)
+    ]
     assert [len(each) for each in trip(sent)] == [len(each) for each in sent]
 
 
 def test_there_are_never_more_buffers_than_a_frame_has_room_for() -> None:
     large = [torch.zeros(codec.OUT_OF_BAND // 4) for _ in range(MAX_BUFFERS + 5)]
-    blocks = [torch.ones(1024, dtype=dtype) for dtype in (torch.float32, torch.int32) for _ in range(40)]
+    blocks = [
+        torch.ones(1024, dtype=dtype) for dtype in (torch.float32, torch.int32) for _ in range(40)
+    ]
     body, buffers = codec.encode([*blocks, *large])
     assert len(buffers) <= MAX_BUFFERS
     arrived = codec.decode(body, [bytearray(buffer) for buffer in buffers])
-    assert all(torch.equal(left, right) for left, right in zip(arrived, [*blocks, *large], strict=True))
+    assert all(
+        torch.equal(left, right) for left, right in zip(arrived, [*blocks, *large], strict=True)
+    )
 
 
 # Identity and memory
@@ -189,7 +216,9 @@ def test_an_object_that_occurs_twice_arrives_once() -> None:
     assert len({id(part) for pair in arrived for part in pair}) == 2
 
 
-@pytest.mark.parametrize("make", [lambda: torch.zeros(1), lambda: torch.zeros(2, 2), lambda: torch.tensor(0.0)])
+@pytest.mark.parametrize(
+    "make", [lambda: torch.zeros(1), lambda: torch.zeros(2, 2), lambda: torch.tensor(0.0)]
+)
 def test_each_tensor_has_memory_and_a_version_of_its_own(make: Callable[[], Tensor]) -> None:
     arrived = trip([make() for _ in range(COUNT)])
     arrived[1].add_(1)
@@ -216,7 +245,14 @@ def test_strides_attributes_and_laziness_are_kept_among_plain_tensors() -> None:
     named.label = "weight"  # type: ignore[attr-defined]
     negative = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
     conjugate = torch.tensor([1 + 2j]).conj()
-    odd = [transposed, named, negative, conjugate, torch.ones(3).to_sparse(), torch.ones(1, device="meta")]
+    odd = [
+        transposed,
+        named,
+        negative,
+        conjugate,
+        torch.ones(3).to_sparse(),
+        torch.ones(1, device="meta"),
+    ]
     arrived = trip([*tensors(COUNT, 1), *odd])[COUNT:]
     assert arrived[0].stride() == transposed.stride()
     assert arrived[1].label == "weight"
@@ -236,7 +272,9 @@ def test_negative_and_conjugate_views_are_stacked_with_their_values() -> None:
 
 
 def test_parameters_and_gradients_stay_what_they_are() -> None:
-    parameters = [nn.Parameter(torch.ones(2), requires_grad=number % 2 == 0) for number in range(COUNT)]
+    parameters = [
+        nn.Parameter(torch.ones(2), requires_grad=number % 2 == 0) for number in range(COUNT)
+    ]
     computed = [torch.ones(1, requires_grad=True) * 2 for _ in range(COUNT)]
     arrived = trip([parameters, computed])
     for left, right in zip(arrived[0] + arrived[1], parameters + computed, strict=True):
@@ -246,7 +284,12 @@ def test_parameters_and_gradients_stay_what_they_are() -> None:
 def test_a_subclass_of_an_array_and_a_read_only_array_stay_what_they_are() -> None:
     frozen = np.ones(1)
     frozen.flags.writeable = False
-    odd = [np.ma.masked_array([1.0], [True]), frozen, np.asfortranarray(np.ones((2, 2))), np.ones(4)[::2]]
+    odd = [
+        np.ma.masked_array([1.0], [True]),
+        frozen,
+        np.asfortranarray(np.ones((2, 2))),
+        np.ones(4)[::2],
+    ]
     arrived = trip([*[np.ones(1) for _ in range(COUNT)], *odd])[COUNT:]
     assert isinstance(arrived[0], np.ma.MaskedArray)
     assert not arrived[1].flags.writeable
@@ -272,7 +315,9 @@ def test_values_that_need_code_are_stacked_too() -> None:
     sent = [*tensors(COUNT, 1), lambda: 5]
     arrived = trip(sent)
     assert arrived[-1]() == 5
-    assert all(torch.equal(left, right) for left, right in zip(arrived[:-1], sent[:-1], strict=True))
+    assert all(
+        torch.equal(left, right) for left, right in zip(arrived[:-1], sent[:-1], strict=True)
+    )
     assert trip(sent, by_value=True)[-1]() == 5
 
 

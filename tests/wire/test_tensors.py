@@ -19,9 +19,15 @@ from tests.wire.travel import assert_same, trip, weight
 DTYPES = [dtype for dtype in tensors._DTYPES if dtype is not None]
 OVERHEAD = 300  # bytes that a message may have beyond those of its tensor
 
-complex_half = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental:UserWarning")
-sparse_beta = pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
-quantized_deprecated = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, torch.quantize_per_channel")
+complex_half = pytest.mark.filterwarnings(
+    "ignore:B?Complex(Half|32) support is experimental:UserWarning"
+)
+sparse_beta = pytest.mark.filterwarnings(
+    "ignore:Sparse .* tensor support is in beta state:UserWarning"
+)
+quantized_deprecated = pytest.mark.filterwarnings(
+    "ignore:torch.quantize_per_tensor, torch.quantize_per_channel"
+)
 typed_storage = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 
 
@@ -78,7 +84,9 @@ def test_the_list_of_dtypes_is_all_that_torch_has() -> None:
 
 
 def strides_that_matter(tensor: Tensor) -> list[tuple[int, int]]:
-    return [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return [
+        (size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in VIEWS if name not in ("column", "diagonal")])
@@ -100,7 +108,13 @@ def test_channels_last_stays_channels_last() -> None:
 
 
 def test_zero_dimensions_and_zero_elements() -> None:
-    for sent in (torch.tensor(3.5), torch.tensor(True), torch.empty(0), torch.empty(3, 0, 2), torch.empty(0, 5).t()):
+    for sent in (
+        torch.tensor(3.5),
+        torch.tensor(True),
+        torch.empty(0),
+        torch.empty(3, 0, 2),
+        torch.empty(0, 5).t(),
+    ):
         assert_same(trip(sent), sent)
 
 
@@ -122,7 +136,9 @@ def test_any_view_arrives_equal(shape: list[int], dtype: torch.dtype, data: st.D
             sent = sent.expand(data.draw(st.lists(st.integers(1, 3), max_size=2)))
             continue
         dim = data.draw(st.integers(0, sent.dim() - 1))
-        match data.draw(st.sampled_from(["narrow", "step", "transpose", "expand", "select", "unfold"])):
+        match data.draw(
+            st.sampled_from(["narrow", "step", "transpose", "expand", "select", "unfold"])
+        ):
             case "narrow":
                 start = data.draw(st.integers(0, sent.shape[dim]))
                 sent = sent.narrow(dim, start, data.draw(st.integers(0, sent.shape[dim] - start)))
@@ -131,11 +147,15 @@ def test_any_view_arrives_equal(shape: list[int], dtype: torch.dtype, data: st.D
             case "transpose":
                 sent = sent.transpose(dim, data.draw(st.integers(0, sent.dim() - 1)))
             case "expand":
-                sent = sent.unsqueeze(dim).expand(*sent.shape[:dim], data.draw(st.integers(1, 3)), *sent.shape[dim:])
+                sent = sent.unsqueeze(dim).expand(
+                    *sent.shape[:dim], data.draw(st.integers(1, 3)), *sent.shape[dim:]
+                )
             case "select" if sent.shape[dim]:
                 sent = sent.select(dim, data.draw(st.integers(0, sent.shape[dim] - 1)))
             case "unfold" if sent.shape[dim]:
-                sent = sent.unfold(dim, data.draw(st.integers(1, sent.shape[dim])), data.draw(st.integers(1, 3)))
+                sent = sent.unfold(
+                    dim, data.draw(st.integers(1, sent.shape[dim])), data.draw(st.integers(1, 3))
+                )
     assert_same(trip(sent), sent)
 
 
@@ -155,9 +175,21 @@ def test_any_view_arrives_equal(shape: list[int], dtype: torch.dtype, data: st.D
         (lambda t: t[:100].view(10, 10).t().expand(5000, 10, 10), 400),
         (lambda t: t[:1000].unfold(0, 500, 1), 4000),
     ],
-    ids=["slice", "transposed", "columns", "half", "corners", "rows", "scalar", "transposed copies", "windows"],
+    ids=[
+        "slice",
+        "transposed",
+        "columns",
+        "half",
+        "corners",
+        "rows",
+        "scalar",
+        "transposed copies",
+        "windows",
+    ],
 )
-def test_only_the_bytes_that_a_view_uses_travel(view: Callable[[Tensor], Tensor], used: int) -> None:
+def test_only_the_bytes_that_a_view_uses_travel(
+    view: Callable[[Tensor], Tensor], used: int
+) -> None:
     sent = view(torch.zeros(1_000_000))
     assert used <= weight(sent) <= used + OVERHEAD
 
@@ -182,7 +214,10 @@ def test_a_large_tensor_sits_on_the_memory_that_it_arrived_in() -> None:
 
 
 def test_more_large_tensors_than_a_frame_has_room_for() -> None:
-    sent = [torch.full((codec.OUT_OF_BAND,), number % 100, dtype=torch.uint8) for number in range(MAX_BUFFERS + 10)]
+    sent = [
+        torch.full((codec.OUT_OF_BAND,), number % 100, dtype=torch.uint8)
+        for number in range(MAX_BUFFERS + 10)
+    ]
     body, buffers = codec.encode(sent)
     assert len(buffers) == MAX_BUFFERS
     received = codec.decode(body, [bytearray(buffer) for buffer in buffers])
@@ -193,8 +228,12 @@ def test_more_large_tensors_than_a_frame_has_room_for() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 10, 100_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64], ids=str)
-def test_writing_to_a_received_tensor_changes_nothing_at_the_sender(size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64], ids=str
+)
+def test_writing_to_a_received_tensor_changes_nothing_at_the_sender(
+    size: int, dtype: torch.dtype
+) -> None:
     sent = torch.zeros(size, dtype=dtype)
     received = trip(sent)
     received.fill_(1)
@@ -234,7 +273,14 @@ def test_operations_in_place_on_a_received_tensor_and_on_views_of_it_are_recorde
 
 def test_conjugated_and_negated_views_arrive_resolved_and_equal() -> None:
     base = torch.randn(4, 3, dtype=torch.complex64)
-    for sent in (base.conj(), base.conj().t(), base.conj().imag, base.conj()[0], base.conj().imag[1, 1], base.imag):
+    for sent in (
+        base.conj(),
+        base.conj().t(),
+        base.conj().imag,
+        base.conj()[0],
+        base.conj().imag[1, 1],
+        base.imag,
+    ):
         received = trip(sent)
         assert torch.equal(received, sent)
         assert not received.is_conj()
@@ -257,7 +303,12 @@ def test_a_parameter_arrives_as_a_parameter(requires_grad: bool) -> None:
 
 
 def test_attributes_of_tensors_and_parameters_travel() -> None:
-    for sent in (torch.ones(3), torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(3)), torch.ones(2, 3).t()):
+    for sent in (
+        torch.ones(3),
+        torch.ones(3, requires_grad=True),
+        nn.Parameter(torch.ones(3)),
+        torch.ones(2, 3).t(),
+    ):
         sent.tag = {"name": "bias", "scale": torch.tensor(0.5)}  # type: ignore[attr-defined]
         received = trip(sent)
         assert_same(received, sent)
@@ -274,7 +325,13 @@ def test_a_buffer_of_a_module_arrives_as_one() -> None:
 def test_a_meta_tensor_is_a_shape_without_bytes() -> None:
     sent = torch.empty(1000, 2000, dtype=torch.bfloat16, device="meta", requires_grad=True).t()
     received = trip(sent)
-    assert (received.is_meta, received.shape, received.stride(), received.dtype, received.requires_grad) == (
+    assert (
+        received.is_meta,
+        received.shape,
+        received.stride(),
+        received.dtype,
+        received.requires_grad,
+    ) == (
         True,
         sent.shape,
         sent.stride(),
@@ -301,7 +358,12 @@ def test_a_tensor_of_a_private_layout_arrives_dense() -> None:
 
 
 def test_a_tensor_that_is_sent_twice_arrives_as_one_object() -> None:
-    for sent in (torch.ones(3), torch.ones(100_000), torch.ones(2, 3).t(), nn.Parameter(torch.ones(3))):
+    for sent in (
+        torch.ones(3),
+        torch.ones(100_000),
+        torch.ones(2, 3).t(),
+        nn.Parameter(torch.ones(3)),
+    ):
         first, second = trip((sent, {"again": sent}))
         assert first is second["again"]
 
@@ -316,7 +378,9 @@ def test_a_tensor_that_is_sent_twice_travels_once() -> None:
 
 def coo(*, coalesced: bool) -> Tensor:
     indices = torch.tensor([[0, 2, 2], [1, 0, 0]])
-    sparse = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2.0, 3.0]), (3, 4), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(
+        indices, torch.tensor([1.0, 2.0, 3.0]), (3, 4), check_invariants=True
+    )
     return sparse.coalesce() if coalesced else sparse
 
 
@@ -332,7 +396,11 @@ def test_sparse_coo(coalesced: bool) -> None:
 
 
 def test_sparse_coo_with_dense_dimensions_none_at_all_or_gradients() -> None:
-    for sent in (torch.eye(6).view(3, 2, 6).to_sparse(1), torch.zeros(3, 4).to_sparse(), coo(coalesced=True)):
+    for sent in (
+        torch.eye(6).view(3, 2, 6).to_sparse(1),
+        torch.zeros(3, 4).to_sparse(),
+        coo(coalesced=True),
+    ):
         received = trip(sent)
         assert torch.equal(received.to_dense(), sent.to_dense())
         assert received.sparse_dim() == sent.sparse_dim()
@@ -354,8 +422,13 @@ def test_compressed_sparse(layout: str, dtype: torch.dtype) -> None:
 
 @sparse_beta
 def test_compressed_sparse_keeps_small_indices_and_gradients() -> None:
-    rows, columns = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
-    sent = torch.sparse_csr_tensor(rows, columns, torch.ones(2), (2, 2), check_invariants=True).requires_grad_()
+    rows, columns = (
+        torch.tensor([0, 1, 2], dtype=torch.int32),
+        torch.tensor([1, 0], dtype=torch.int32),
+    )
+    sent = torch.sparse_csr_tensor(
+        rows, columns, torch.ones(2), (2, 2), check_invariants=True
+    ).requires_grad_()
     received = trip(sent)
     assert received.crow_indices().dtype is torch.int32
     assert received.requires_grad
@@ -363,7 +436,9 @@ def test_compressed_sparse_keeps_small_indices_and_gradients() -> None:
 
 def test_a_sparse_tensor_weighs_as_much_as_its_values() -> None:
     indices = torch.tensor([[5], [7]])
-    sent = torch.sparse_coo_tensor(indices, torch.ones(1), (100_000, 100_000), check_invariants=True)
+    sent = torch.sparse_coo_tensor(
+        indices, torch.ones(1), (100_000, 100_000), check_invariants=True
+    )
     assert weight(sent) < 2 * OVERHEAD
 
 
@@ -382,9 +457,13 @@ def test_quantized_per_tensor(dtype: torch.dtype) -> None:
 
 
 @quantized_deprecated
-@pytest.mark.parametrize("zeros", [torch.tensor([0, 1, 2]), torch.tensor([0.5, 1.0, 2.0])], ids=["whole", "fractions"])
+@pytest.mark.parametrize(
+    "zeros", [torch.tensor([0, 1, 2]), torch.tensor([0.5, 1.0, 2.0])], ids=["whole", "fractions"]
+)
 def test_quantized_per_channel(zeros: Tensor) -> None:
-    sent = torch.quantize_per_channel(torch.randn(3, 4), torch.tensor([0.1, 0.2, 0.3]), zeros, 0, torch.quint8)
+    sent = torch.quantize_per_channel(
+        torch.randn(3, 4), torch.tensor([0.1, 0.2, 0.3]), zeros, 0, torch.quint8
+    )
     received = trip(sent)
     assert received.qscheme() == sent.qscheme()
     assert received.q_per_channel_axis() == 0
@@ -396,7 +475,9 @@ def test_quantized_per_channel(zeros: Tensor) -> None:
 @quantized_deprecated
 @typed_storage
 def test_quantized_to_half_a_byte() -> None:
-    sent = torch.quantize_per_channel(torch.randn(3, 4), torch.ones(3), torch.zeros(3), 0, torch.quint4x2)
+    sent = torch.quantize_per_channel(
+        torch.randn(3, 4), torch.ones(3), torch.zeros(3), 0, torch.quint4x2
+    )
     assert torch.equal(trip(sent).dequantize(), sent.dequantize())
 
 

@@ -39,7 +39,11 @@ def replicated() -> Replicated:
     if not dist.is_available() or not dist.is_initialized():
         return {}
     _find_older()
-    return {id(parameter): instance for instance in list(_instances) for parameter in instance.parameters()}
+    return {
+        id(parameter): instance
+        for instance in list(_instances)
+        for parameter in instance.parameters()
+    }
 
 
 def any_watched(accumulators: Sequence[Any], instances: Replicated) -> bool:
@@ -76,7 +80,9 @@ def take_gradient(leaf: Tensor, instances: Replicated) -> Tensor | None:
     return leaf.grad
 
 
-def refuse_sharded(leaves: Iterable[Tensor], with_gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+def refuse_sharded(
+    leaves: Iterable[Tensor], with_gradients: Iterable[tuple[Tensor, Tensor]]
+) -> None:
     """Raise if one of these is a gathered parameter of a module under `fully_shard` (FSDP2).
 
     Its hooks expect the whole of a backward pass in one call of the engine, and `.grad` to be left alone.
@@ -86,7 +92,11 @@ def refuse_sharded(leaves: Iterable[Tensor], with_gradients: Iterable[tuple[Tens
         return
     states = [reference() for reference in known.values()]
     groups = [group for state in states for group in _groups_of(state)]
-    gathered = {id(getattr(each, "_unsharded_param", None)) for group in groups for each in group.fsdp_params}
+    gathered = {
+        id(getattr(each, "_unsharded_param", None))
+        for group in groups
+        for each in group.fsdp_params
+    }
     for leaf in (*leaves, *(leaf for leaf, _ in with_gradients)):
         if id(leaf) in gathered:
             raise UsageError(
@@ -115,7 +125,8 @@ class _Checks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.clean: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id: the leaf, and where the counter stood
+        # by id: the leaf, and where the counter stood
+        self.clean: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def find_hooks(self, accumulators: Sequence[Any]) -> bool:
         """Has one of these nodes a hook?"""
@@ -136,7 +147,9 @@ class _Checks:
 def _find_older() -> None:
     if not _Search.done:
         _Search.done = True
-        _instances.update(thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel)
+        _instances.update(
+            thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel
+        )
 
 
 def _registered(module: nn.Module, name: str, submodule: Any) -> None:

@@ -52,7 +52,9 @@ def _begin(agent: Agent | None) -> Context:
     """Begin a context and make it the current one of this thread."""
     agent = agent or active_agent()
     if agent is None:
-        raise UsageError("RPC has not been initialized: call telegrad.rpc.init_rpc first, or pass agent=")
+        raise UsageError(
+            "RPC has not been initialized: call telegrad.rpc.init_rpc first, or pass agent="
+        )
     if current_context() is not None:
         raise UsageError(
             "Already have an autograd context id for this thread; contexts do not nest. Leave the block of the one "
@@ -101,17 +103,25 @@ def _check_roots(roots: Sequence[Tensor]) -> None:
         raise UsageError("No tensors provided for gradient computation.")
     for number, root in enumerate(roots):
         if not isinstance(root, Tensor):
-            raise TypeError(f"incompatible function arguments: root {number} is a {type(root).__name__}, not a tensor")
+            raise TypeError(
+                f"incompatible function arguments: root {number} is a {type(root).__name__}, not a tensor"
+            )
         if not root.requires_grad:
-            raise UsageError(f"requires_grad not set on root {number}: it does not depend on anything with a gradient")
+            raise UsageError(
+                f"requires_grad not set on root {number}: it does not depend on anything with a gradient"
+            )
         if root.numel() != 1:
-            raise UsageError(f"root {number} of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar")
+            raise UsageError(
+                f"root {number} of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar"
+            )
         if root.is_complex():
             raise UsageError(
                 f"root {number} is complex ({root.dtype}): the gradient of a loss is that of a real number"
             )
         if root.grad_fn is None:
-            raise UsageError(f"root {number} does not have a valid gradient function: nothing was computed")
+            raise UsageError(
+                f"root {number} does not have a valid gradient function: nothing was computed"
+            )
 
 
 # What clients and tests of torch.distributed.autograd reach for beneath the public names.
@@ -142,7 +152,9 @@ def _get_debug_info() -> dict[str, int]:
 def _current_context() -> Context:
     found = current_context()
     if found is None:
-        raise UsageError("Current thread doesn't have a valid autograd context. Wrap your code in autograd.context()")
+        raise UsageError(
+            "Current thread doesn't have a valid autograd context. Wrap your code in autograd.context()"
+        )
     return found
 
 

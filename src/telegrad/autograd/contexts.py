@@ -121,7 +121,8 @@ class ReceivedTensor(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, tensor: tuple[Tensor], slot: GradientSlot) -> Tensor:
         ctx.slot = slot
         data = tensor[0]
-        return data.detach() if data._is_view() else data  # operations in place are not allowed on views
+        # operations in place are not allowed on views
+        return data.detach() if data._is_view() else data
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
@@ -241,7 +242,9 @@ class Context:
                     self.sends[ticket] = SentTensor(tensor, peer)
                 self.peers[peer] = to.peer
 
-    def receive(self, data: Sequence[Tensor], tickets: Sequence[int], sender: MessageContext) -> list[Tensor]:
+    def receive(
+        self, data: Sequence[Tensor], tickets: Sequence[int], sender: MessageContext
+    ) -> list[Tensor]:
         """Return tensors that arrived as outputs of nodes, and note these."""
         slots = [GradientSlot() for _ in tickets]
         if torch.is_grad_enabled():
@@ -276,7 +279,9 @@ class Context:
     def check(self) -> None:
         """Raise if a gradient could be missing."""
         if self.broken is not None:
-            raise PeerLost(str(self.broken), peer=self.broken.peer, last_words=self.broken.last_words)
+            raise PeerLost(
+                str(self.broken), peer=self.broken.peer, last_words=self.broken.last_words
+            )
 
     def lost(self, name: str, incarnation: str) -> None:
         if incarnation in self.peers and self.broken is None:
@@ -298,13 +303,22 @@ class Context:
     def _send_functions(self) -> dict[int, SentTensor]:
         """Return the tensors that left, by an id that the receiver has for them, too."""
         with self.lock:
-            return {_message_id(self.agent.local_member.rank, ticket): send for ticket, send in self.sends.items()}
+            return {
+                _message_id(self.agent.local_member.rank, ticket): send
+                for ticket, send in self.sends.items()
+            }
 
     def _recv_functions(self) -> dict[int, Node]:
         """Return the autograd nodes of the tensors that arrived, by an id that the sender has for them, too."""
         with self.lock:
-            received = [(node, self.peers[sender], ticket) for node, (sender, ticket) in self.receives.items()]
-        return {_message_id(self.agent.get_worker_info(name).id, ticket): node for node, name, ticket in received}
+            received = [
+                (node, self.peers[sender], ticket)
+                for node, (sender, ticket) in self.receives.items()
+            ]
+        return {
+            _message_id(self.agent.get_worker_info(name).id, ticket): node
+            for node, name, ticket in received
+        }
 
     def release(self) -> None:
         with self.lock:
@@ -337,7 +351,8 @@ class Contexts:
         self.versions = SharedParameters()
         self._open: dict[int, Context] = {}
         self._ended: dict[int, None] = {}
-        self._untold: dict[str, tuple[str, list[int]]] = {}  # by incarnation: name, numbers it has not been told ended
+        # by incarnation: name, numbers it has not been told ended
+        self._untold: dict[str, tuple[str, list[int]]] = {}
         self._tells_soon = False  # a timer runs until all are told
         self._lock = threading.Lock()
         self._passes_begun_here = 0
@@ -428,7 +443,9 @@ class Contexts:
             untold, self._untold = self._untold, {}
         for incarnation, (name, numbers) in untold.items():
             if not self.agent.closing:
-                self.agent.start(name, _release, (incarnation, numbers), None, _PATIENCE, internal=True)
+                self.agent.start(
+                    name, _release, (incarnation, numbers), None, _PATIENCE, internal=True
+                )
 
     def count_running(self, change: int) -> None:
         """Note that a backward pass begins here (1) or is over (-1)."""
@@ -441,7 +458,11 @@ class Contexts:
         waiting = 0
         for context in list(self._open.values()):
             with context.lock:
-                waiting += sum(1 for (began, _), each in context.passes.items() if began != me and each.unanswered)
+                waiting += sum(
+                    1
+                    for (began, _), each in context.passes.items()
+                    if began != me and each.unanswered
+                )
         return self._passes_begun_here + waiting
 
     def statistics(self) -> dict[str, int]:
@@ -497,7 +518,9 @@ class _UntrackedResults:
         key, known = id(leaf), self._known
         known[key] = weakref.ref(leaf, lambda _: known.pop(key, None)), peer
 
-    def refuse(self, leaves: Iterable[Tensor], with_gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def refuse(
+        self, leaves: Iterable[Tensor], with_gradients: Iterable[tuple[Tensor, Tensor]]
+    ) -> None:
         """Raise if one of these is such a leaf."""
         if not self._known:
             return
@@ -538,7 +561,9 @@ class _SentTensors:
         self._tensors.update(zip(keys, tensors, strict=True))
 
     def finish(self) -> None:
-        self._context.send(zip(self._tickets.values(), self._tensors.values(), strict=True), self._to)
+        self._context.send(
+            zip(self._tickets.values(), self._tensors.values(), strict=True), self._to
+        )
 
 
 def _new_leaving() -> _SentTensors:
@@ -575,7 +600,8 @@ class _ContextTracker:
 
     def arriving(self, data: Tensor, ticket: int) -> Tensor:
         context, envelope = current_scope.get(), current_message()
-        is_late = ticket <= 0 and isinstance(context, Context) and context.released  # the callee knew that it ended
+        # the callee knew that it ended
+        is_late = ticket <= 0 and isinstance(context, Context) and context.released
         if not isinstance(context, Context) or envelope is None or is_late:
             tensor = data.requires_grad_()
             if ticket == _OUTSIDE:
@@ -633,7 +659,10 @@ def _alive(numbers: list[int], asker: Member) -> list[bool]:
     if agent is None:
         return [False] * len(numbers)
     found = [Contexts.of(agent).find(number) for number in numbers]
-    return [context is not None and context.followed_by(asker.name, asker.incarnation) for context in found]
+    return [
+        context is not None and context.followed_by(asker.name, asker.incarnation)
+        for context in found
+    ]
 
 
 tensors.set_gradient_tracker(_ContextTracker())

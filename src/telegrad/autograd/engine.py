@@ -1,25 +1,28 @@
 """The backward pass over all workers of a context: `BackwardPass` is one worker's part of it.
 
-Gradients go the way the tensors came. In a pass each worker tells each peer that it exchanged tensors with, once, which
-of the tensors that it has from that peer will be answered later. An answer is a gradient (None if it is undefined, as
-after a function whose backward returns None), or says that the loss does not depend on the tensor. That is also the
-answer for whatever is neither answered nor announced then. So every tensor that was sent is answered exactly once,
-unused results and dropped replies included, and nobody waits in vain.
+Gradients go the way the tensors came. In a pass each worker tells each peer that it exchanged
+tensors with, once, which of the tensors that it has from that peer will be answered later. An
+answer is a gradient (None if it is undefined, as after a function whose backward returns None), or
+says that the loss does not depend on the tensor. That is also the answer for whatever is neither
+answered nor announced then. So every tensor that was sent is answered exactly once, unused results
+and dropped replies included, and nobody waits in vain.
 
-A message makes a worker run what it can (`graph`) and send messages of its own. It replies to the message that woke it
-when all of its own have been replied to, and to all others at once (Dijkstra and Scholten's way to notice the end of a
-diffusing computation). When the worker that began has its replies, everybody is done. Replies carry gradients too, so a
-call and its backward pass take one round trip each.
+A message makes a worker run what it can (`graph`) and send messages of its own. It replies to the
+message that woke it when all of its own have been replied to, and to all others at once (Dijkstra
+and Scholten's way to notice the end of a diffusing computation). When the worker that began has its
+replies, everybody is done. Replies carry gradients too, so a call and its backward pass take one
+round trip each.
 
-A worker often sends a tensor back to the peer that it came from, as in a chain of calls or an RNN. The
-gradient of what was sent back then goes to that peer again, so the peer can add it itself. A `Shortcut`
-says so. It travels with the first message to the peer, if nothing was heard of the peer before and
-nobody observes the gradient on the way. The peer uses it if it has told nothing yet. Otherwise the two
-first messages crossed, which both sides notice: the peer sends its answers as if there were no
-shortcut, and the worker passes them on. So a chain of calls to one worker takes one round trip.
+A worker often sends a tensor back to the peer that it came from, as in a chain of calls or an RNN.
+The gradient of what was sent back then goes to that peer again, so the peer can add it itself. A
+`Shortcut` says so. It travels with the first message to the peer, if nothing was heard of the peer
+before and nobody observes the gradient on the way. The peer uses it if it has told nothing yet.
+Otherwise the two first messages crossed, which both sides notice: the peer sends its answers as if
+there were no shortcut, and the worker passes them on. So a chain of calls to one worker takes one
+round trip.
 
-State: `_inbox`, `_busy`, `_under_way` under `_lock`; the thread that set `_busy` alone touches the rest. A pass that
-failed fails everybody who waits for it and takes nothing more.
+State: `_inbox`, `_busy`, `_under_way` under `_lock`; the thread that set `_busy` alone touches the
+rest. A pass that failed fails everybody who waits for it and takes nothing more.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ def pack(gradients: Gradients) -> Gradients | PackedGradients:
         return [(ticket, _without_repetition(gradient)) for ticket, gradient in gradients]
     dtype = next((gradient.dtype for _, gradient in gradients if gradient is not None), None)
     others: Gradients = []
-    by_kind: dict[tuple[Any, ...], tuple[list[int], list[Tensor]] | None] = {}  # None: these are not packed
+    # None: these are not packed
+    by_kind: dict[tuple[Any, ...], tuple[list[int], list[Tensor]] | None] = {}
     for ticket, gradient in gradients:
         if type(gradient) is not Tensor:
             others.append((ticket, gradient))
@@ -74,7 +78,9 @@ def pack(gradients: Gradients) -> Gradients | PackedGradients:
         if kind in by_kind:
             group = by_kind[kind]
         else:
-            group = by_kind[kind] = ([], []) if gradient.dtype == dtype and _is_small(gradient) else None
+            group = by_kind[kind] = (
+                ([], []) if gradient.dtype == dtype and _is_small(gradient) else None
+            )
         if group is None:
             others.append((ticket, gradient))
         else:
@@ -83,7 +89,10 @@ def pack(gradients: Gradients) -> Gradients | PackedGradients:
     if len(gradients) - len(others) < _MANY:
         return gradients
     by_shape = {kind[0]: group for kind, group in by_kind.items() if group is not None}
-    parts = [torch.cat(group).view(-1) if shape else torch.stack(group) for shape, (_, group) in by_shape.items()]
+    parts = [
+        torch.cat(group).view(-1) if shape else torch.stack(group)
+        for shape, (_, group) in by_shape.items()
+    ]
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
     return others, [(tickets, tuple(shape)) for shape, (tickets, _) in by_shape.items()], flat
 
@@ -105,7 +114,8 @@ def _without_repetition(gradient: Tensor | None) -> Tensor | None:
     return gradient
 
 
-_kind = attrgetter("shape", "dtype", "layout", "is_cpu", "requires_grad")  # all that `_is_small` depends on
+# all that `_is_small` depends on
+_kind = attrgetter("shape", "dtype", "layout", "is_cpu", "requires_grad")
 
 
 def _is_small(gradient: Tensor) -> bool:
@@ -118,7 +128,8 @@ def _is_small(gradient: Tensor) -> bool:
     )
 
 
-Shortcut = tuple[int, int]  # tickets: of a tensor that was sent back, and of the same tensor when it came
+# tickets: of a tensor that was sent back, and of the same tensor when it came
+Shortcut = tuple[int, int]
 
 
 class GradientMessage(NamedTuple):
@@ -170,13 +181,16 @@ def run(context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
     this = BackwardPass(context, identity, retain_graph, roots)
     with context.lock:
         context.passes[identity] = this
-    token = current_scope.set(None)  # the messages of a pass do not run under the context themselves
+    # the messages of a pass do not run under the context themselves
+    token = current_scope.set(None)
     try:
         this.begin()
     finally:
         current_scope.reset(token)
     if this.unanswered:
-        raise InternalError(f"the backward pass ended without the gradients of {this.unanswered} tensors; {this!r}")
+        raise InternalError(
+            f"the backward pass ended without the gradients of {this.unanswered} tensors; {this!r}"
+        )
 
 
 class BackwardPass:
@@ -194,10 +208,16 @@ class BackwardPass:
         self._identity = identity
         self._retain_graph = retain_graph
         with context.lock:
-            sends, receives, self._peers = context.sends.copy(), context.receives.copy(), context.peers.copy()
+            sends, receives, self._peers = (
+                context.sends.copy(),
+                context.receives.copy(),
+                context.peers.copy(),
+            )
         self._shortcuts: dict[str, dict[int, int]] = {}  # ours, by peer
-        self._used: dict[str, dict[int, int]] = {}  # by peer, those of its shortcuts that are used here
-        self._passed_on: dict[str, dict[int, int]] = {}  # by peer, those of ours that it did not use
+        # by peer, those of its shortcuts that are used here
+        self._used: dict[str, dict[int, int]] = {}
+        # by peer, those of ours that it did not use
+        self._passed_on: dict[str, dict[int, int]] = {}
         self._sent: dict[str, set[int]] = {}  # by peer, the tickets that it has not answered
         sources: dict[Any, GradientSource] = {}
         for ticket, send in sends.items():
@@ -221,9 +241,12 @@ class BackwardPass:
         self._graph = LocalGraph(sources, receives, context.slots, retain_graph)
         for number, root in enumerate(roots):
             self._graph.resolve((number, "root"), torch.ones_like(root))
-        self._additions: dict[int, int] = {}  # by ticket, how many further gradients the peer will send
-        self._partial: dict[int, tuple[bool, Tensor | None]] = {}  # by ticket, what came of answers to pass on
-        self._early: dict[str, list[GradientMessage]] = {}  # messages of peers whose first message has not come
+        # by ticket, how many further gradients the peer will send
+        self._additions: dict[int, int] = {}
+        # by ticket, what came of answers to pass on
+        self._partial: dict[int, tuple[bool, Tensor | None]] = {}
+        # messages of peers whose first message has not come
+        self._early: dict[str, list[GradientMessage]] = {}
         self._told: set[str] = set()
         self._heard: set[str] = set()
         self._outgoing: dict[str, tuple[list[tuple[int, Tensor | None]], list[int]]] = {}
@@ -336,7 +359,11 @@ class BackwardPass:
         else:
             self._take_gradients(peer, gradients)
         if is_first:
-            mentioned = {*(message.announced or ()), *message.unreached, *(ticket for ticket, _ in gradients)}
+            mentioned = {
+                *(message.announced or ()),
+                *message.unreached,
+                *(ticket for ticket, _ in gradients),
+            }
             for ticket in self._sent.get(peer, set()) - mentioned:
                 self._take_answer(peer, ticket, None, reached=False)
             for early in self._early.pop(peer, ()):
@@ -370,12 +397,15 @@ class BackwardPass:
             ticket, gradient = answer
             if ticket in waiting:
                 waiting.discard(ticket)
-                if gradient is not None and gradient.device != sends[ticket].device:  # a map moved the tensor
+                # a map moved the tensor
+                if gradient is not None and gradient.device != sends[ticket].device:
                     answer = (ticket, gradient.to(sends[ticket].device))
                 taken.append(answer)
         self._graph.resolve_all(taken, own=peer != self._me)
 
-    def _take_answer(self, peer: str, ticket: int, gradient: Tensor | None, *, reached: bool = True) -> None:
+    def _take_answer(
+        self, peer: str, ticket: int, gradient: Tensor | None, *, reached: bool = True
+    ) -> None:
         waiting = self._sent.get(peer)
         if waiting is None or ticket not in waiting:
             return
@@ -387,7 +417,11 @@ class BackwardPass:
         passed_on = self._passed_on.get(peer)
         if passed_on and ticket in passed_on:
             before_reached, before = self._partial.pop(ticket, (False, None))
-            total = add_gradients(before, gradient) if before is not None and gradient is not None else gradient
+            total = (
+                add_gradients(before, gradient)
+                if before is not None and gradient is not None
+                else gradient
+            )
             answer = (reached or before_reached, before if total is None else total)
             if additions:
                 self._partial[ticket] = answer
@@ -449,7 +483,8 @@ class BackwardPass:
     def _news(self, peer: str) -> GradientMessage | None:
         """What a peer has not been told yet."""
         gradients, unreached = self._outgoing.pop(peer, ([], []))
-        if peer not in self._told:  # it may not be one of the peers: what it sent can have come after the pass began
+        # it may not be one of the peers: what it sent can have come after the pass began
+        if peer not in self._told:
             self._told.add(peer)
             announced = list(self._owed.get(peer, ()))
             if peer in self._used:
@@ -458,7 +493,9 @@ class BackwardPass:
             shortcuts = list(self._shortcuts.get(peer, passed_on).items())
             added_to = set(passed_on.values())  # what is not mentioned of others is unreached
             unreached = [ticket for ticket in unreached if ticket in added_to]
-            return GradientMessage(pack(gradients), unreached, announced, shortcuts, peer in self._heard)
+            return GradientMessage(
+                pack(gradients), unreached, announced, shortcuts, peer in self._heard
+            )
         if not gradients and not unreached:
             return None
         return GradientMessage(pack(gradients), unreached, None)
@@ -505,40 +542,62 @@ class BackwardPass:
             self._start(peer, message)
             return True
         try:
-            reply = self._agent.invoke(self._peers[peer], _deliver, self._arguments(peer, message), None, None)
+            reply = self._agent.invoke(
+                self._peers[peer], _deliver, self._arguments(peer, message), None, None
+            )
         except Exception as error:
             reply = error
         return self._put(_ReceivedMessage(peer, reply, None))
 
     def _start(self, peer: str, message: GradientMessage) -> None:
         try:
-            future = self._agent.start(self._peers[peer], _deliver, self._arguments(peer, message), None, None)
+            future = self._agent.start(
+                self._peers[peer], _deliver, self._arguments(peer, message), None, None
+            )
         except Exception as error:
-            self._put(_ReceivedMessage(peer, error, None))  # for the thread that is busy, which is this one
+            # for the thread that is busy, which is this one
+            self._put(_ReceivedMessage(peer, error, None))
             return
 
         def take() -> None:
             error = future.exception()
-            self._take(_ReceivedMessage(peer, error if isinstance(error, Exception) else future.wait(), None))
+            self._take(
+                _ReceivedMessage(
+                    peer, error if isinstance(error, Exception) else future.wait(), None
+                )
+            )
 
         future.add_done_callback(lambda _: self._agent.threads.start(take))
 
     def _arguments(self, peer: str, message: GradientMessage) -> tuple[Any, ...]:
-        return peer, self._context.number, self._identity, self._retain_graph, self._me, tuple(message)
+        return (
+            peer,
+            self._context.number,
+            self._identity,
+            self._retain_graph,
+            self._me,
+            tuple(message),
+        )
 
 
 @trusted
 @allow_any_device
-def _deliver(me: str, number: int, identity: PassId, retain_graph: bool, sender: str, message: Sequence[Any]) -> Any:
+def _deliver(
+    me: str, number: int, identity: PassId, retain_graph: bool, sender: str, message: Sequence[Any]
+) -> Any:
     """A message of a pass arrives."""
     agent = active_agent()
     if agent is None or agent.local_member.incarnation != me:
-        raise PeerLost("a worker restarted since tensors were sent to it under this autograd context; start a new one")
+        raise PeerLost(
+            "a worker restarted since tensors were sent to it under this autograd context; start a new one"
+        )
     contexts = Contexts.of(agent)
     context = contexts.find(number)
     if context is None:
         if contexts.has_ended(number):
-            raise UsageError(f"autograd context {number} has ended on worker {agent.name!r}, and its graph is gone")
+            raise UsageError(
+                f"autograd context {number} has ended on worker {agent.name!r}, and its graph is gone"
+            )
         return tuple(GradientMessage([], [], []))  # nothing of the context has arrived here
     with context.lock:
         this = context.passes.get(identity)

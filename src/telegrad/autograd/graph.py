@@ -259,7 +259,8 @@ class LocalGraph:
         self._dependencies: Dependencies | None = None
         self._sensitive: list[_ObservingNode] | None = None
         self._has_run = False
-        self._later: _Subgraph | None = None  # what the unresolved sources lead to, if that is a part of its own
+        # what the unresolved sources lead to, if that is a part of its own
+        self._later: _Subgraph | None = None
         self._lock = threading.Lock()
         self._replicated = accumulation.replicated()
 
@@ -273,7 +274,9 @@ class LocalGraph:
         """Wait for one more gradient of a source, which is the sum of all of them."""
         self._unresolved[name] += 1
 
-    def resolve(self, name: Any, gradient: Tensor | None, *, reached: bool = True, own: bool = False) -> None:
+    def resolve(
+        self, name: Any, gradient: Tensor | None, *, reached: bool = True, own: bool = False
+    ) -> None:
         """Take the gradient of a source, which nobody else has if it is `own`.
 
         Not `reached`: the loss does not depend on it.
@@ -303,18 +306,28 @@ class LocalGraph:
         is_watched = accumulation.checker(self._replicated)
         for name, gradient in gradients:
             leaf = sources[name].leaf
-            if leaf is None or gradient is None or unresolved[name] != 1 or leaf._backward_hooks or is_watched(leaf):
+            if (
+                leaf is None
+                or gradient is None
+                or unresolved[name] != 1
+                or leaf._backward_hooks
+                or is_watched(leaf)
+            ):
                 self.resolve(name, gradient, own=own)
                 continue
             del unresolved[name]
-            of_leaves.append((leaf, gradient if own and _is_like(gradient, leaf) else _copy(gradient, leaf)))
+            of_leaves.append(
+                (leaf, gradient if own and _is_like(gradient, leaf) else _copy(gradient, leaf))
+            )
 
     def _take_for_leaf(self, leaf: Tensor, gradient: Tensor | None, own: bool) -> bool:
         """Take the gradient of a leaf past the engine, if nobody could notice. False: somebody could."""
         if leaf._backward_hooks or accumulation.checker(self._replicated)(leaf):
             return False
         if gradient is not None:
-            self._of_leaves.append((leaf, gradient if own and _is_like(gradient, leaf) else _copy(gradient, leaf)))
+            self._of_leaves.append(
+                (leaf, gradient if own and _is_like(gradient, leaf) else _copy(gradient, leaf))
+            )
         return True
 
     def run(self) -> RunResult:
@@ -335,7 +348,9 @@ class LocalGraph:
         ]
         if ends:
             gradients = self._run_part(self._dependencies, ends)
-            answers += [(self._receives[node], True, gradient) for node, gradient in gradients.items()]
+            answers += [
+                (self._receives[node], True, gradient) for node, gradient in gradients.items()
+            ]
         return RunResult([], answers)
 
     def _count(self) -> Dependencies:
@@ -346,7 +361,9 @@ class LocalGraph:
         dependencies = Dependencies((*unresolved, *resolved), self._receives)
         for node in resolved:
             dependencies.decide(node, True)
-        dependencies.receives += [(node, False) for node in self._unanswered if node not in dependencies.children]
+        dependencies.receives += [
+            (node, False) for node in self._unanswered if node not in dependencies.children
+        ]
         return dependencies
 
     def _add_pending(self, node: Node, output: int, gradient: Tensor) -> None:
@@ -389,7 +406,9 @@ class LocalGraph:
         part, self._later = self._later, None
         return part or self._explore((*self._pending, *self._undefined))
 
-    def _explore(self, starts: Iterable[Node], others: Collection[Node] = (), *, reached: bool = True) -> _Subgraph:
+    def _explore(
+        self, starts: Iterable[Node], others: Collection[Node] = (), *, reached: bool = True
+    ) -> _Subgraph:
         """Return what nodes lead to; `_SubgraphsOverlap` is raised if that is one of the `others`.
 
         Not `reached`: it is not known yet whether the loss depends on them.
@@ -443,9 +462,13 @@ class LocalGraph:
         wanted = [node for node in receives if node in part.nodes]
         answers: dict[Node, Tensor | None] = {}
         if self._dependencies is not None:
-            answers, wanted = self._take_undefined(self._dependencies, wanted, self._dependencies.ready)
+            answers, wanted = self._take_undefined(
+                self._dependencies, wanted, self._dependencies.ready
+            )
         if self._is_only_passed_on(wanted):
-            gradients: Sequence[Tensor | None] = [self._pending.pop(node)[0].tensor for node in wanted]
+            gradients: Sequence[Tensor | None] = [
+                self._pending.pop(node)[0].tensor for node in wanted
+            ]
         else:
             roots = self._take_pending({**self._pending, **self._undefined})
             if nodes and accumulation.any_watched(nodes, self._replicated):
@@ -457,7 +480,9 @@ class LocalGraph:
                 of_leaves += _owned(leaves, gradients, roots)
         answers.update(zip(wanted, gradients[len(leaves) :], strict=True))
         known = self._receives
-        return RunResult(of_leaves, [(known[node], node in answers, answers.get(node)) for node in receives])
+        return RunResult(
+            of_leaves, [(known[node], node in answers, answers.get(node)) for node in receives]
+        )
 
     def _take_undefined(
         self, dependencies: Dependencies, ends: list[Node], nodes: Collection[Node]
@@ -469,7 +494,11 @@ class LocalGraph:
         undefined: dict[Node, Tensor | None] = {}
         others = []
         for node in ends:
-            if node in self._pending or node in self._undefined or dependencies.follows(node, nodes):
+            if (
+                node in self._pending
+                or node in self._undefined
+                or dependencies.follows(node, nodes)
+            ):
                 others.append(node)
             else:
                 undefined[node] = hooks.call_tensor_hooks(node, None)
@@ -479,9 +508,13 @@ class LocalGraph:
         """Return True if the gradients that came are the answers for received tensors as they are."""
         if self._undefined or len(receives) != len(self._pending):
             return False
-        return all(node in self._pending and self._slots[node].is_unobserved(node) for node in receives)
+        return all(
+            node in self._pending and self._slots[node].is_unobserved(node) for node in receives
+        )
 
-    def _run_through_grad(self, roots: list[_RunRoot], nodes: list[Node], receives: list[Node]) -> list[Tensor | None]:
+    def _run_through_grad(
+        self, roots: list[_RunRoot], nodes: list[Node], receives: list[Node]
+    ) -> list[Tensor | None]:
         """Compute ends with `.grad` as the place where gradients of leaves go, as `loss.backward()` does."""
         leaves = [_leaf(node) for node in nodes]
         slots = [self._slots[node] for node in receives]
@@ -513,7 +546,9 @@ class LocalGraph:
             answers.update(zip(ends, self._run_nodes(dependencies, nodes, ends), strict=True))
         return answers
 
-    def _run_nodes(self, dependencies: Dependencies, nodes: dict[Node, None], ends: list[Node]) -> list[Tensor | None]:
+    def _run_nodes(
+        self, dependencies: Dependencies, nodes: dict[Node, None], ends: list[Node]
+    ) -> list[Tensor | None]:
         inside = {*nodes, *ends}
         leaves: dict[Node, None] = {}  # these can be asked for, since nobody sees that they are
         cuts: dict[Node, list[int]] = {}  # edges to other nodes that must not run now
@@ -527,13 +562,19 @@ class LocalGraph:
                 else:
                     cuts.setdefault(node, []).append(number)
                     outside[child] = output
-        if not nodes and not self._undefined and all(self._slots[node].is_unobserved(node) for node in ends):
+        if (
+            not nodes
+            and not self._undefined
+            and all(self._slots[node].is_unobserved(node) for node in ends)
+        ):
             return [self._pending.pop(node)[0].tensor for node in ends]
         roots = self._take_pending(inside)
         wanted = [GradientEdge(node, 0) for node in (*ends, *leaves)]
         wanted += [GradientEdge(node, output) for node, output in outside.items()]
         # If a node outside leads to another one, or to a leaf, the engine runs it with undefined gradients.
-        is_alone = len(outside) + len(leaves) == 1 or all(not dependencies.children[node] for node in outside)
+        is_alone = len(outside) + len(leaves) == 1 or all(
+            not dependencies.children[node] for node in outside
+        )
         keep_graph = self._retain_graph or not is_alone
         if cuts:
             silenced = self._silence(dependencies, outside, inside, is_alone)
@@ -566,7 +607,12 @@ class LocalGraph:
             for handle in handles:
                 handle.remove()
 
-    def _cut(self, edges: Sequence[tuple[Node | None, int]], numbers: list[int], silenced: hooks.SilencedHooks) -> Any:
+    def _cut(
+        self,
+        edges: Sequence[tuple[Node | None, int]],
+        numbers: list[int],
+        silenced: hooks.SilencedHooks,
+    ) -> Any:
         """Return a post-hook that keeps the gradients for some edges and lets none through."""
 
         def cut(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
@@ -588,7 +634,9 @@ class LocalGraph:
     ) -> hooks.SilencedHooks:
         """Return what must not notice that the engine comes by."""
         if is_alone:
-            return hooks.SilencedHooks([each for node in outside for each in hooks.tensor_hooks(node)], [])
+            return hooks.SilencedHooks(
+                [each for node in outside for each in hooks.tensor_hooks(node)], []
+            )
         if self._sensitive is None:
             self._sensitive = _sensitive_nodes(dependencies.children)
         self._sensitive = [each for each in self._sensitive if each.node not in inside]
@@ -631,7 +679,8 @@ def _sensitive_nodes(nodes: Iterable[Node]) -> list[_ObservingNode]:
     found = []
     look_closely = hooks.some_were_added()
     for node in nodes:
-        if type(node) is _RECEIVED or type(node) is _AccumulateGrad:  # nothing but tensor hooks runs
+        # nothing but tensor hooks runs
+        if type(node) is _RECEIVED or type(node) is _AccumulateGrad:
             each = _ObservingNode(node, hooks.tensor_hooks(node), False)
         else:
             is_function = isinstance(node, torch._C._FunctionBase)
@@ -661,7 +710,12 @@ def _owned(
     for gradient in gradients:
         uses[id(gradient)] = uses.get(id(gradient), 0) + 1
     return [
-        (leaf, gradient if uses[id(gradient)] == 1 and _is_like(gradient, leaf) else _copy(gradient, leaf))
+        (
+            leaf,
+            gradient
+            if uses[id(gradient)] == 1 and _is_like(gradient, leaf)
+            else _copy(gradient, leaf),
+        )
         for leaf, gradient in zip(leaves, gradients, strict=False)
         if gradient is not None
     ]

@@ -51,7 +51,8 @@ def add_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> Removable
     """Register a hook without changing `hooks_of_others`."""
     with _lock:
         handle = register(hook)
-        _Counter.ours += 1  # not the difference of `next_id`: another thread may register one at the same time
+        # not the difference of `next_id`: another thread may register one at the same time
+        _Counter.ours += 1
     return handle
 
 

@@ -19,6 +19,7 @@ State: everything under the lock of `_changed`. `_memory` maps the address of a 
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -91,7 +92,8 @@ class SharedParameters:
     def __init__(self) -> None:
         self.active = False
         self._changed = threading.Condition()
-        self._users: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id: the parameter, how many optimizers
+        # by id: the parameter, how many optimizers
+        self._users: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._memory: dict[int, weakref.WeakSet[_SavedParameter]] = {}
         self._reading: set[_RunningCallRole] = set()
         self._updates = 0
@@ -108,9 +110,13 @@ class SharedParameters:
                 key = id(parameter)
                 known, users = self._users.get(key, (None, 0))
                 users = users + 1 if known is not None and known() is parameter else 1
-                self._users[key] = weakref.ref(parameter, lambda _, key=key: self._users.pop(key, None)), users  # type: ignore[misc]
+                forget = functools.partial(self._forget, key)
+                self._users[key] = weakref.ref(parameter, forget), users
                 self._memory.setdefault(_address(parameter), weakref.WeakSet())
                 self.active = self.active or users >= _OWNERS_TO_SHARE
+
+    def _forget(self, key: int, _: object) -> None:
+        self._users.pop(key, None)
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -146,7 +152,9 @@ class SharedParameters:
                 self._reading.discard(call)
             self._updates += 1
             if self._reading:
-                self._wait(lambda: not self._reading, blocking.role() if call is None else call.outer)
+                self._wait(
+                    lambda: not self._reading, blocking.role() if call is None else call.outer
+                )
         try:
             yield
         finally:
@@ -200,7 +208,8 @@ class SharedParameters:
         users = self._memory.get(_address(tensor))
         if users is None:
             return tensor, tensor._version
-        saved = _SavedParameter(tensor.detach())  # not the parameter itself, which will have other memory
+        # not the parameter itself, which will have other memory
+        saved = _SavedParameter(tensor.detach())
         users.add(saved)
         return saved
 

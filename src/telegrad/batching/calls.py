@@ -72,7 +72,10 @@ class CallerState:
 
 def _autocast() -> tuple[bool, tuple[torch.dtype | None, ...]]:
     """Return whether autocast caches, and the type that it casts to on each device where it is on."""
-    on = [torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in _DEVICES]
+    on = [
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        for device in _DEVICES
+    ]
     return torch.is_autocast_cache_enabled(), tuple(on)
 
 
@@ -127,7 +130,9 @@ class BatchedCall:
 
     def find_shape(self) -> tuple[Shape, Shape]:
         args = tuple([shape_of(value) for value in self.args])
-        return args, tuple([(name, shape_of(value)) for name, value in self.kwargs.items()]) if self.kwargs else ()
+        return args, tuple(
+            [(name, shape_of(value)) for name, value in self.kwargs.items()]
+        ) if self.kwargs else ()
 
     def expired(self, now: float) -> bool:
         return self.deadline is not None and self.deadline.at <= now

@@ -37,7 +37,9 @@ class CudaGraphs:
         self._graphs: dict[Shape, _CapturedGraph | None] = {}
         self._fails = False
 
-    def __call__(self, receiver: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def __call__(
+        self, receiver: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """`function(*receiver, *args, **kwargs)`, where the receiver is the object whose method it is, if it is one."""
         leaves, _ = pytree.tree_flatten((args, kwargs))
         if self._fails or _records_gradients() or not all(_can_stay(leaf) for leaf in leaves):
@@ -56,11 +58,18 @@ class CudaGraphs:
         self, form: Shape, receiver: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> _CapturedGraph | None:
         try:
-            graph = self._graphs[form] = _CapturedGraph(functools.partial(self._function, *receiver), args, kwargs)
-        except (RuntimeError, TypeError) as error:  # whatever the function does that cannot be recorded
+            graph = self._graphs[form] = _CapturedGraph(
+                functools.partial(self._function, *receiver), args, kwargs
+            )
+        # whatever the function does that cannot be recorded
+        except (RuntimeError, TypeError) as error:
             self._fails = True
             reason = str(error.__context__ or error).strip().partition("\n")[0]
-            _log.warning("%s cannot become a CUDA graph and runs as usual from now on: %s", self._name, reason)
+            _log.warning(
+                "%s cannot become a CUDA graph and runs as usual from now on: %s",
+                self._name,
+                reason,
+            )
             return None
         return graph
 
@@ -72,7 +81,11 @@ def _records_gradients() -> bool:
 
 def _can_stay(leaf: Any) -> bool:
     """May a graph take this instead of what was given when it was captured?"""
-    return isinstance(leaf, Tensor) and leaf.is_cuda and not (leaf.requires_grad and torch.is_grad_enabled())
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.is_cuda
+        and not (leaf.requires_grad and torch.is_grad_enabled())
+    )
 
 
 class _CapturedGraph:
@@ -98,8 +111,12 @@ class _CapturedGraph:
                 _clean_up(self._device, pool)
                 raise
         here.wait_stream(aside)
-        if not all(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(self._made)):
-            raise TypeError("it returns other things than CUDA tensors, which would stay as they are now")
+        if not all(
+            isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(self._made)
+        ):
+            raise TypeError(
+                "it returns other things than CUDA tensors, which would stay as they are now"
+            )
         self._done = here.record_event()
 
     def replay(self, given: list[Tensor]) -> Any:

@@ -103,10 +103,14 @@ class Batching:
         if kind is torch.Tensor:
             return False
         if isinstance(first, type):
-            return any(getattr(value, "__func__", None) is self.wrapper for value in _attributes(first))
+            return any(
+                getattr(value, "__func__", None) is self.wrapper for value in _attributes(first)
+            )
         known = self._receivers.get(kind)
         if known is None:
-            known = self._receivers[kind] = any(value is self.wrapper for value in _attributes(kind))
+            known = self._receivers[kind] = any(
+                value is self.wrapper for value in _attributes(kind)
+            )
         if known:
             self._receiver = kind
         return known

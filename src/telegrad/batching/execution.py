@@ -29,20 +29,29 @@ class BatchExecutor:
         self.name = describe(function)
         self.is_deferred = answers_later  # it returns a future
         if options.cuda_graph and answers_later:
-            raise UsageError(f"batched: cuda_graph does not go with {self.name}, which returns a future")
+            raise UsageError(
+                f"batched: cuda_graph does not go with {self.name}, which returns a future"
+            )
         self._function = function
         self._graphs = CudaGraphs(function, self.name) if options.cuda_graph else None
         self._options = options
         self._rows_for_one = options.padded(1)
 
-    def run_one(self, receiver: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_one(
+        self, receiver: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The result of a call that runs alone, where its caller is; raises what the function raises."""
         rows = self._rows_for_one
         batch = [
-            value.unsqueeze(0) if rows == 1 and type(value) is torch.Tensor else _repeat(value, rows) for value in args
+            value.unsqueeze(0)
+            if rows == 1 and type(value) is torch.Tensor
+            else _repeat(value, rows)
+            for value in args
         ]
         if kwargs or self._graphs is not None:
-            value = self._invoke(receiver, batch, {name: _repeat(each, rows) for name, each in kwargs.items()})
+            value = self._invoke(
+                receiver, batch, {name: _repeat(each, rows) for name, each in kwargs.items()}
+            )
         else:
             value = self._function(*receiver, *batch)
         if rows == 1 and type(value) is list and len(value) == 1:
@@ -96,11 +105,18 @@ class BatchExecutor:
         args_shape, kwargs_shape = first.shape or first.find_shape()
         if self._options.pad_to:
             batch = batch + [batch[-1]] * (self._options.padded(len(batch)) - len(batch))
-        args = [stack([entry.args[i] for entry in batch], shape) for i, shape in enumerate(args_shape)]
-        kwargs = {name: stack([entry.kwargs[name] for entry in batch], shape) for name, shape in kwargs_shape}
+        args = [
+            stack([entry.args[i] for entry in batch], shape) for i, shape in enumerate(args_shape)
+        ]
+        kwargs = {
+            name: stack([entry.kwargs[name] for entry in batch], shape)
+            for name, shape in kwargs_shape
+        }
         return self._invoke(first.receiver, args, kwargs)
 
-    def _invoke(self, receiver: tuple[Any, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _invoke(
+        self, receiver: tuple[Any, ...], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         if self._graphs is not None:
             return self._graphs(receiver, args, kwargs)
         return self._function(*receiver, *args, **kwargs)
@@ -116,7 +132,10 @@ class BatchExecutor:
 
     def _blame(self, batch: list[BatchedCall], error: Exception) -> list[Any]:
         if len(batch) > 1:
-            _add_note(error, f"{self.name} raised this for a batch of {len(batch)} calls, of which this was one.")
+            _add_note(
+                error,
+                f"{self.name} raised this for a batch of {len(batch)} calls, of which this was one.",
+            )
         return [error] * len(batch)
 
     def _run_again(self, entry: BatchedCall, size: int, error: Exception) -> Any:

@@ -47,7 +47,11 @@ class FairQueue:
 
     def entries(self) -> list[BatchedCall]:
         return [
-            entry for turns in self._levels.values() for entries in turns.values() for entry in entries if entry.queued
+            entry
+            for turns in self._levels.values()
+            for entries in turns.values()
+            for entry in entries
+            if entry.queued
         ]
 
     def rank(self) -> tuple[float, float]:

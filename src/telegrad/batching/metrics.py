@@ -62,12 +62,22 @@ class Statistics:
 class QueueMetrics:
     """The counters of one queue."""
 
-    __slots__ = ("_batch_time", "_sizes", "alone", "expired", "failed", "given_up", "queue_time", "rejected")
+    __slots__ = (
+        "_batch_time",
+        "_sizes",
+        "alone",
+        "expired",
+        "failed",
+        "given_up",
+        "queue_time",
+        "rejected",
+    )
 
     def __init__(self) -> None:
         self._sizes: collections.Counter[int] = collections.Counter()
         self._batch_time = Times()
-        self.alone = Times()  # of calls that ran at once, by themselves; apart, since a lone caller pays for counting
+        # of calls that ran at once, by themselves; apart, since a lone caller pays for counting
+        self.alone = Times()
         self.queue_time = Times()
         self.failed = self.given_up = self.expired = self.rejected = 0
 

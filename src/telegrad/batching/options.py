@@ -33,11 +33,13 @@ class BatchOptions:
             f"max_wait must be seconds or None, not {self.max_wait!r}",
         )
         require(
-            self.min_size == "all" or (isinstance(self.min_size, int) and 1 <= self.min_size <= self.max_size),
+            self.min_size == "all"
+            or (isinstance(self.min_size, int) and 1 <= self.min_size <= self.max_size),
             f"min_size must be 'all' or from 1 to max_size, not {self.min_size!r}",
         )
         require(
-            all(size >= 1 for size in self.pad_to) and list(self.pad_to) == sorted(set(self.pad_to)),
+            all(size >= 1 for size in self.pad_to)
+            and list(self.pad_to) == sorted(set(self.pad_to)),
             f"pad_to must be growing sizes, not {self.pad_to!r}",
         )
         require(
@@ -52,7 +54,10 @@ class BatchOptions:
             self.max_queue is None or self.max_queue >= self.max_size,
             f"max_queue must be None or at least max_size, not {self.max_queue!r}",
         )
-        require(self.when_full in ("wait", "reject"), f"when_full must be 'wait' or 'reject', not {self.when_full!r}")
+        require(
+            self.when_full in ("wait", "reject"),
+            f"when_full must be 'wait' or 'reject', not {self.when_full!r}",
+        )
 
     def padded(self, size: int) -> int:
         """How many rows a batch of `size` calls is given."""

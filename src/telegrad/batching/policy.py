@@ -28,7 +28,8 @@ class BatchPolicy(ABC):
         self._entries: dict[BatchedCall, None] = {}
         self._present: dict[str | int, int] = {}  # how many calls each caller has here
         self._until = math.inf
-        self.newcomers: list[str] = []  # workers to be waited for from now on; the queue checks that they are alive
+        # workers to be waited for from now on; the queue checks that they are alive
+        self.newcomers: list[str] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -70,7 +71,9 @@ class BatchPolicy(ABC):
         self._until = min((self._limit(each, 0.0) for each in self._entries), default=math.inf)
 
     def ready(self, now: float) -> bool:
-        return bool(self._entries) and (len(self) >= self._max_size or now >= self._until or self.complete())
+        return bool(self._entries) and (
+            len(self) >= self._max_size or now >= self._until or self.complete()
+        )
 
     def release(self, now: float) -> list[BatchedCall]:
         """Everybody who waits; the next wait begins anew."""
@@ -110,7 +113,8 @@ class AdaptivePolicy(BatchPolicy):
         self._expected.discard(caller)
 
     def release(self, now: float) -> list[BatchedCall]:
-        if now >= self._until:  # who was waited for and did not come is not waited for again until it overlaps
+        # who was waited for and did not come is not waited for again until it overlaps
+        if now >= self._until:
             self._expected.intersection_update(self._present)
             self._curious = max(self._curious - 1, 0)
         if len(self._present) > 1:

@@ -60,7 +60,12 @@ class BatchQueue:
         return len(self._room)
 
     def run_alone(
-        self, agent: Agent | None, caller: str | int, receiver: Args, args: Args, kwargs: dict[str, Any]
+        self,
+        agent: Agent | None,
+        caller: str | int,
+        receiver: Args,
+        args: Args,
+        kwargs: dict[str, Any],
     ) -> Any:
         """A call arrives: its result if it may run at once, by itself, else `NOT_ALONE`.
 
@@ -71,7 +76,12 @@ class BatchQueue:
         if blocking.role() is not None and (self._seconds > _SLOW or blocking.more()):
             return NOT_ALONE
         with self._lock:
-            if self._running or len(self._room) or self._work.is_deferred or not self._room.suffices(caller):
+            if (
+                self._running
+                or len(self._room)
+                or self._work.is_deferred
+                or not self._room.suffices(caller)
+            ):
                 return NOT_ALONE
             self._running = 1
         turn = BatchRole(self)
@@ -176,7 +186,9 @@ class BatchQueue:
         if self._options.when_full == "wait":
             return False
         self.figures.rejected += 1
-        raise QueueFull(f"{len(self._room)} calls of {self._work.name} wait already", call=self._work.name)
+        raise QueueFull(
+            f"{len(self._room)} calls of {self._work.name} wait already", call=self._work.name
+        )
 
     def _wait_for_room(self, entry: BatchedCall) -> None:
         """Hold up the thread that brings calls, so that the caller feels it."""
@@ -270,7 +282,8 @@ class BatchQueue:
         try:
             with running_batch(BatchRole(self), batch):
                 outcomes = self._work.run(batch)
-        except BaseException as error:  # the thread is being ended; the calls are answered all the same
+        # the thread is being ended; the calls are answered all the same
+        except BaseException as error:
             outcomes = [error] * len(batch)
         self._took(len(batch), _failures(outcomes), _now() - started)
         mine = None
@@ -314,7 +327,9 @@ class BatchQueue:
             entry.settle(self._too_late())
 
     def _too_late(self) -> CallTimeout:
-        return CallTimeout(f"the deadline passed while the call of {self._work.name} waited", call=self._work.name)
+        return CallTimeout(
+            f"the deadline passed while the call of {self._work.name} waited", call=self._work.name
+        )
 
 
 class CallOutcome(NamedTuple):

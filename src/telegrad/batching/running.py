@@ -67,7 +67,11 @@ class BatchRole:
 def running_batch(turn: BatchRole, batch: list[BatchedCall]) -> Iterator[None]:
     """This thread runs a batch, some or all of which others brought."""
     before = thread_state.agent, thread_state.caller, thread_state.deadline
-    thread_state.agent, thread_state.caller, thread_state.deadline = batch[0].agent, _caller(batch), _deadline(batch)
+    thread_state.agent, thread_state.caller, thread_state.deadline = (
+        batch[0].agent,
+        _caller(batch),
+        _deadline(batch),
+    )
     turn.outer = blocking.take(turn)
     try:
         yield

@@ -42,7 +42,11 @@ class BatchScheduler:
 
     def newcomer(self) -> str | None:
         """A worker that is waited for from now on, if there is one that was not named here before."""
-        return self._company.newcomers.pop() if self._company is not None and self._company.newcomers else None
+        return (
+            self._company.newcomers.pop()
+            if self._company is not None and self._company.newcomers
+            else None
+        )
 
     def add(self, entry: BatchedCall, running: bool, margin: float) -> None:
         """One more call, which should start `margin` seconds before its deadline."""
@@ -87,7 +91,8 @@ class BatchScheduler:
         if self._company is not None and self._company.ready(now):
             gathered = self._company.release(now)
             if not self._lines and len(gathered) <= self._max_size and _alike(gathered):
-                return self._taken(gathered, now)  # all of them run, so it does not matter who would go first
+                # all of them run, so it does not matter who would go first
+                return self._taken(gathered, now)
             for entry in gathered:
                 self._line(entry.bucket).add(entry)
         batch: list[BatchedCall] = []
@@ -98,7 +103,9 @@ class BatchScheduler:
     def _cut(self, now: float) -> list[BatchedCall]:
         """Calls that can run together, less those that are too late."""
         lines = self._lines
-        bucket = min(lines, key=lambda each: lines[each].rank()) if len(lines) > 1 else next(iter(lines))
+        bucket = (
+            min(lines, key=lambda each: lines[each].rank()) if len(lines) > 1 else next(iter(lines))
+        )
         taken = lines[bucket].take(self._max_size)
         if not len(lines[bucket]):
             del lines[bucket]

@@ -33,7 +33,9 @@ def shape_of(value: Any) -> Shape:
         if all(shape == _PLAIN for _, shape in shapes):
             return _PLAIN
     elif _is_record(value):
-        shapes = tuple([shape_of(getattr(value, field.name)) for field in dataclasses.fields(value)])
+        shapes = tuple(
+            [shape_of(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        )
     else:
         return _PLAIN
     return (kind, *shapes) if any(shape != _PLAIN for shape in shapes) else _PLAIN
@@ -50,7 +52,9 @@ def stack(values: Sequence[Any], shape: Shape) -> Any:
     if isinstance(first, dict):
         return {key: stack([value[key] for value in values], inner) for key, inner in shapes}
     if isinstance(first, tuple | list):
-        items = [stack([value[index] for value in values], inner) for index, inner in enumerate(shapes)]
+        items = [
+            stack([value[index] for value in values], inner) for index, inner in enumerate(shapes)
+        ]
         return type(first)(*items) if _is_namedtuple(first) else type(first)(items)
     names = [field.name for field in dataclasses.fields(first)]
     return _remake(
@@ -81,7 +85,9 @@ def split(value: Any, count: int, name: str, rows: int | None = None) -> list[An
         return [dict(zip(value, row, strict=True)) for row in _rows(columns, count)]
     if isinstance(value, tuple):
         columns = [split(item, count, name, rows) for item in value]
-        return [type(value)(*row) if _is_namedtuple(value) else row for row in _rows(columns, count)]
+        return [
+            type(value)(*row) if _is_namedtuple(value) else row for row in _rows(columns, count)
+        ]
     if _is_record(value):
         names = [field.name for field in dataclasses.fields(value)]
         columns = [split(getattr(value, each), count, name, rows) for each in names]

@@ -30,9 +30,13 @@ def add(commands: Any) -> None:
 
 
 def _bench(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
-    folder = next((folder for folder in _FOLDERS if (folder / "benchmarks" / "__main__.py").exists()), None)
+    folder = next(
+        (folder for folder in _FOLDERS if (folder / "benchmarks" / "__main__.py").exists()), None
+    )
     if folder is None:
-        parser.error(f"the benchmarks are neither in {' nor in '.join(str(folder) for folder in _FOLDERS)}")
+        parser.error(
+            f"the benchmarks are neither in {' nor in '.join(str(folder) for folder in _FOLDERS)}"
+        )
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     sys.stdout.flush()
     command = [sys.executable, "-m", "benchmarks", *arguments]

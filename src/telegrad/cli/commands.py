@@ -13,7 +13,9 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the arguments say (by default, those of this process); returns the exit code."""
-    parser = argparse.ArgumentParser(prog="telegrad", description=(telegrad.__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="telegrad", description=(telegrad.__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--version", action="version", version=f"telegrad {telegrad.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     bench.add(commands)

@@ -36,22 +36,41 @@ _INTERRUPTED = 130  # what shells say of a command that Ctrl-C has ended
 _LOOK = 0.05  # seconds between two looks at what workers report
 
 
-def parser(description: str | None, data: Sequence[str], epochs: int, out: str) -> argparse.ArgumentParser:
+def parser(
+    description: str | None, data: Sequence[str], epochs: int, out: str
+) -> argparse.ArgumentParser:
     """The options that all examples have. The first of `data` is the default."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--servers", type=int, default=1)
     made.add_argument("--trainers", type=int, default=2)
     made.add_argument(
-        "--consistency", type=_consistency, default=ps.Sync(), help="sync, sync:QUORUM, async or stale:AHEAD"
+        "--consistency",
+        type=_consistency,
+        default=ps.Sync(),
+        help="sync, sync:QUORUM, async or stale:AHEAD",
     )
     made.add_argument("--epochs", type=int, default=epochs)
     made.add_argument("--data", choices=data, default=data[0])
-    made.add_argument("--folder", type=Path, default=Path("build/data"), help="where data are, or are downloaded to")
-    made.add_argument("--device", type=_device, default="cpu", help="where trainers compute: cpu, cuda, cuda:1, ...")
+    made.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("build/data"),
+        help="where data are, or are downloaded to",
+    )
+    made.add_argument(
+        "--device",
+        type=_device,
+        default="cpu",
+        help="where trainers compute: cpu, cuda, cuda:1, ...",
+    )
     made.add_argument("--checkpoint", type=Path, help="a folder for the servers' checkpoints")
     made.add_argument("--every", type=int, default=100, help="steps between two checkpoints")
     made.add_argument("--resume", action="store_true", help="go on from the checkpoints there")
-    made.add_argument("--out", type=Path, default=Path(out), help="where the plot and the report go")
+    made.add_argument(
+        "--out", type=Path, default=Path(out), help="where the plot and the report go"
+    )
     return made
 
 
@@ -71,7 +90,8 @@ def epochs(
     """
     generator = torch.Generator().manual_seed(number)
     mine = torch.arange(number, samples // options.trainers * options.trainers, options.trainers)
-    together = isinstance(options.consistency, ps.Sync)  # all trainers make one step, or each makes its own
+    # all trainers make one step, or each makes its own
+    together = isinstance(options.consistency, ps.Sync)
     done = optimizer.version // (1 if together else options.trainers) if options.resume else 0
     for epoch in range(options.epochs):
         batches = torch.split(mine[torch.randperm(len(mine), generator=generator)], batch)
@@ -83,7 +103,10 @@ def epochs(
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor, device: str) -> float:
     """Which part of the samples a classifier gets right."""
-    right = [model(x[rows].to(device)).argmax(1).cpu() == y[rows] for rows in torch.split(torch.arange(len(y)), 500)]
+    right = [
+        model(x[rows].to(device)).argmax(1).cpu() == y[rows]
+        for rows in torch.split(torch.arange(len(y)), 500)
+    ]
     return float(torch.cat(right).float().mean())
 
 
@@ -93,7 +116,9 @@ def run(train: Train, options: argparse.Namespace, measure: str = "accuracy") ->
     Shows how it goes, and writes a plot and a report. `train` must be importable by its name, or be in `__main__`.
     `measure` says what it reports of the test data.
     """
-    journal = TrainingReport(f"{options.data}, {options.servers} servers, {options.trainers} trainers", measure)
+    journal = TrainingReport(
+        f"{options.data}, {options.servers} servers, {options.trainers} trainers", measure
+    )
     reports = mp.get_context("forkserver").SimpleQueue()
     try:
         with _interrupted() as interrupted, journal:
@@ -130,8 +155,13 @@ def _start(train: Train, options: argparse.Namespace, reports: Any) -> Any:
 def _imported_by(train: Train) -> list[str]:
     """The modules that the names in a script come from. ("__main__" itself is not preloaded by all Pythons.)"""
     values = train.__globals__.values()
-    names = {value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None) for value in values}
-    return sorted(name for name in names if name in sys.modules and name not in {"__main__", train.__module__})
+    names = {
+        value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+        for value in values
+    }
+    return sorted(
+        name for name in names if name in sys.modules and name not in {"__main__", train.__module__}
+    )
 
 
 @contextlib.contextmanager
@@ -151,7 +181,9 @@ def _interrupted() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def _watch(workers: Any, reports: Any, journal: TrainingReport, interrupted: threading.Event) -> None:
+def _watch(
+    workers: Any, reports: Any, journal: TrainingReport, interrupted: threading.Event
+) -> None:
     """Until all have ended. What one of them died of is raised."""
     while True:
         codes = [process.exitcode for process in workers.processes]
@@ -163,7 +195,11 @@ def _watch(workers: Any, reports: Any, journal: TrainingReport, interrupted: thr
             journal.note(reports.get())
         if None not in codes:
             return
-        running = [process.sentinel for process, code in zip(workers.processes, codes, strict=True) if code is None]
+        running = [
+            process.sentinel
+            for process, code in zip(workers.processes, codes, strict=True)
+            if code is None
+        ]
         multiprocessing.connection.wait(running, timeout=_LOOK)
 
 
@@ -172,7 +208,8 @@ def _work(rank: int, train: Train, port: int, options: argparse.Namespace, repor
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # whichever trainer comes first and brings its model, they all start from the same
+    # whichever trainer comes first and brings its model, they all start from the same
+    torch.manual_seed(0)
     number = rank - options.servers
     name = f"ps{rank}" if number < 0 else f"trainer{number}"
     rpc.init_rpc(name, rank=rank, world_size=options.servers + options.trainers)
@@ -198,8 +235,11 @@ def _consistency(text: str) -> ps.Sync | ps.Async | ps.Stale:
 def _device(text: str) -> str:
     try:
         torch.empty(0, device=text)
-    except (RuntimeError, AssertionError) as error:  # the latter is what a torch without CUDA raises
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    # the latter is what a torch without CUDA raises
+    except (RuntimeError, AssertionError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be used here: {str(error).splitlines()[0]}"
+        ) from error
     return text
 
 

@@ -46,11 +46,20 @@ class EpochReport(NamedTuple):
 
     def cells(self) -> list[str]:
         right = "" if self.accuracy is None else f"{100 * self.accuracy:.2f} %"
-        return [self.trainer, str(self.epoch), f"{self.loss:.4f}", f"{self.speed:,.0f}", str(self.staleness), right]
+        return [
+            self.trainer,
+            str(self.epoch),
+            f"{self.loss:.4f}",
+            f"{self.speed:,.0f}",
+            str(self.staleness),
+            right,
+        ]
 
     def line(self, measure: str) -> str:
         trainer, epoch, loss, speed, staleness, right = self.cells()
-        line = f"epoch {epoch:>3}  {trainer}  loss {loss}  {speed:>7} samples/s  staleness {staleness}"
+        line = (
+            f"epoch {epoch:>3}  {trainer}  loss {loss}  {speed:>7} samples/s  staleness {staleness}"
+        )
         return line + (f"  test {measure} {right}" if right else "")
 
 
@@ -92,7 +101,9 @@ class Progress:
 
     def _entry(self) -> EpochReport:
         speed = self._samples / max(self._noted - self._started, 1e-9)
-        return EpochReport(self._trainer, self._epoch, self._loss / max(self._steps, 1), speed, self._staleness)
+        return EpochReport(
+            self._trainer, self._epoch, self._loss / max(self._steps, 1), speed, self._staleness
+        )
 
 
 class TrainingReport:
@@ -126,7 +137,10 @@ class TrainingReport:
     @property
     def accuracy(self) -> float:
         """The last that was noted."""
-        return next((entry.accuracy for entry in reversed(self.entries) if entry.accuracy is not None), float("nan"))
+        return next(
+            (entry.accuracy for entry in reversed(self.entries) if entry.accuracy is not None),
+            float("nan"),
+        )
 
     def note(self, entry: EpochReport) -> None:
         self._newest[entry.trainer] = entry
@@ -148,7 +162,9 @@ class TrainingReport:
             written.append(folder / "plot.png")
             picture = f'<p><img alt="loss, {self.measure} and speed" src="data:image/png;base64,{_text(plot)}">'
         head = "".join(f"<th>{name}" for name in self._columns)
-        rows = "".join("<tr>" + "".join(f"<td>{cell}" for cell in entry.cells()) for entry in self.entries)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{cell}" for cell in entry.cells()) for entry in self.entries
+        )
         title = html.escape(self.title)
         (folder / "report.html").write_text(
             f'<!doctype html><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>'
@@ -172,8 +188,14 @@ class TrainingReport:
             epochs = [entry.epoch for entry in mine]
             axes[0].plot(epochs, [entry.loss for entry in mine], label=name)
             axes[2].plot(epochs, [entry.speed for entry in mine], label=name)
-        tested = [(entry.epoch, entry.accuracy) for entry in self.entries if entry.accuracy is not None]
-        axes[1].plot([epoch for epoch, _ in tested], [100 * accuracy for _, accuracy in tested], color="black")
+        tested = [
+            (entry.epoch, entry.accuracy) for entry in self.entries if entry.accuracy is not None
+        ]
+        axes[1].plot(
+            [epoch for epoch, _ in tested],
+            [100 * accuracy for _, accuracy in tested],
+            color="black",
+        )
         titles = ("training loss", f"test {self.measure} (%)", "samples/s per trainer")
         for axis, title in zip(axes, titles, strict=True):
             axis.set(title=title, xlabel="epoch")

@@ -44,8 +44,12 @@ def add(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
-    parser.add_argument("program", metavar="PROGRAM", help="a script, or a folder or zip file with a __main__.py")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="PROGRAM is the name of a module"
+    )
+    parser.add_argument(
+        "program", metavar="PROGRAM", help="a script, or a folder or zip file with a __main__.py"
+    )
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     parser.set_defaults(command=lambda chosen: _run(parser, chosen))
 
@@ -101,7 +105,12 @@ def _named(spec: ModuleSpec, argv0: str) -> Program:
     code = loader.get_code(spec.name)
     if code is None:
         raise UsageError("it is not made of Python code")
-    names = {"__file__": spec.origin, "__loader__": loader, "__spec__": spec, "__cached__": spec.cached}
+    names = {
+        "__file__": spec.origin,
+        "__loader__": loader,
+        "__spec__": spec,
+        "__cached__": spec.cached,
+    }
     return Program(code, {**names, "__package__": spec.parent}, argv0)
 
 
@@ -115,7 +124,9 @@ def _hide_ourselves(main: dict[str, Any]) -> None:
     """Let a traceback that ends the process begin in the program, or where the program cannot be compiled."""
     show = sys.excepthook
 
-    def show_program(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def show_program(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         inner = trace
         while inner is not None and inner.tb_frame.f_globals is not main:
             inner = inner.tb_next

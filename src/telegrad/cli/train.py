@@ -41,6 +41,8 @@ def _train(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
     scripts = [folder / f"{chosen.job}.py" for folder in _FOLDERS]
     script = next((script for script in scripts if script.exists()), None)
     if script is None:
-        parser.error(f"{chosen.job}.py is neither in {' nor in '.join(str(folder) for folder in _FOLDERS)}")
+        parser.error(
+            f"{chosen.job}.py is neither in {' nor in '.join(str(folder) for folder in _FOLDERS)}"
+        )
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, str(script), *chosen.args])

@@ -1,21 +1,22 @@
 """The connection of a `Peer` that asynchronous calls share; the thread that reads it completes their futures.
 
-A call ends when its callee has answered it or is lost, not when its caller gives up. So an entry of `pending` stays
-until then: a deadline or a cancellation completes its future and marks it `given_up`, and what the call uses (`kept`:
-references, for example) is kept until the callee no longer needs it. The callee answers every call, also one that was
-cancelled.
+A call ends when its callee has answered it or is lost, not when its caller gives up. So an entry of
+`pending` stays until then: a deadline or a cancellation completes its future and marks it
+`given_up`, and what the call uses (`kept`: references, for example) is kept until the callee no
+longer needs it. The callee answers every call, also one that was cancelled.
 
-A call that is made before the pipe has a channel is packed at once and waits in `_queue`, with copies of its buffers.
-`catch_up` sends what waits. Calls that are made meanwhile go to the end of the queue, so that none overtakes another.
+A call that is made before the pipe has a channel is packed at once and waits in `_queue`, with
+copies of its buffers. `catch_up` sends what waits. Calls that are made meanwhile go to the end of
+the queue, so that none overtakes another.
 
-Callbacks of futures run where the answer was read. Those that were seen to block there in a wait that we do not know of
-run on the executor from then on, until they no longer take long (`_slow`).
+Callbacks of futures run where the answer was read. Those that were seen to block there in a wait
+that we do not know of run on the executor from then on, until they no longer take long (`_slow`).
 
-State: `MultiplexedConnection.pending` (calls by id; whoever pops an entry makes sure that its future is complete);
-`_next_look`, the moment for which the clock was last asked to look at deadlines: never later than the earliest of those
-that are pending; `_queue`, changed under `_lock`, None once all that waited was sent; `_answered`, the calls whose
-futures the executor completes (whoever pops an entry completes it); and `_slow`, the seconds that callbacks take, by
-their code.
+State: `MultiplexedConnection.pending` (calls by id; whoever pops an entry makes sure that its
+future is complete); `_next_look`, the moment for which the clock was last asked to look at
+deadlines: never later than the earliest of those that are pending; `_queue`, changed under `_lock`,
+None once all that waited was sent; `_answered`, the calls whose futures the executor completes
+(whoever pops an entry completes it); and `_slow`, the seconds that callbacks take, by their code.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from telegrad.futures import CompletionListener
 from telegrad.messages.scope import CallScope, current_scope
 from telegrad.scheduling.event_loop import LoopConnection
 from telegrad.scheduling.threads import SLOW
-from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout, send_goodbye, text_of_frame
+from telegrad.transport.channel import (
+    Channel,
+    ChannelClosed,
+    SendTimeout,
+    send_goodbye,
+    text_of_frame,
+)
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES, Frame, Kind
 from telegrad.wire.function_table import MAX_FUNCTIONS, Function, describe
@@ -43,7 +50,9 @@ if TYPE_CHECKING:
     from telegrad.client.peer import Args, Message, Peer, PeerRuntime
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
-PACE = 0.05  # seconds that a call waits for those before it to be sent: the queue must not grow while it is emptied
+# seconds that a call waits for those before it to be sent: the queue must not grow while it is
+# emptied
+PACE = 0.05
 _COARSEST = 0.01  # seconds between two looks at the deadlines of a pipe
 
 
@@ -103,7 +112,8 @@ class _QueuedCall(NamedTuple):
 class MultiplexedConnection(LoopConnection):
     """The connection that asynchronous calls share."""
 
-    stops_reading = False  # answers are read whatever the callee takes, so that it is never held up by them
+    # answers are read whatever the callee takes, so that it is never held up by them
+    stops_reading = False
 
     def __init__(self, link: Peer, agent: PeerRuntime) -> None:
         super().__init__()
@@ -113,7 +123,8 @@ class MultiplexedConnection(LoopConnection):
         self._agent = agent
         self._heard: set[int] = set()
         self._next_look = math.inf
-        self.caught_up = blocking.OneShotEvent()  # opens when no call waits for the connection any more
+        # opens when no call waits for the connection any more
+        self.caught_up = blocking.OneShotEvent()
         self._queue: collections.deque[_QueuedCall] | None = collections.deque()
         self._lock = threading.Lock()
         self._answered: dict[int, tuple[PendingCall, Frame]] = {}
@@ -158,7 +169,9 @@ class MultiplexedConnection(LoopConnection):
         outcome._on_cancel = lambda: self._cancel(call)
         until = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            pending = PendingCall(outcome, until, timeout, describe(function), internal, scope, kept)
+            pending = PendingCall(
+                outcome, until, timeout, describe(function), internal, scope, kept
+            )
             self.pending[call] = pending
             if until < self._next_look:
                 self._look_at(until)
@@ -243,7 +256,9 @@ class MultiplexedConnection(LoopConnection):
             if self._queue is not None:
                 self._queue.clear()
         for call in list(self.pending):
-            self._finish(call, lambda pending: self._link.error_for(pending.call if pending.sent else None))
+            self._finish(
+                call, lambda pending: self._link.error_for(pending.call if pending.sent else None)
+            )
 
     def close(self, last_words: str | None) -> None:
         send_goodbye(self.channel, last_words)
@@ -308,7 +323,8 @@ class MultiplexedConnection(LoopConnection):
         error: Exception | None = None
         try:
             if frame.kind == _REPLY and frame.damage is None and not len(frame.body):
-                # The callee found the deadline passed before it began, a moment before this worker did.
+                # The callee found the deadline passed before it began, a moment before this worker
+                # did.
                 error = timeout_error(self._link.member.name, pending.call, pending.timeout)
             elif frame.kind == _REPLY:
                 token = current_scope.set(pending.scope)
@@ -360,7 +376,8 @@ class MultiplexedConnection(LoopConnection):
     def _expire(self) -> None:
         """Runs on the clock: end the calls whose deadline has passed. Callbacks of the user run elsewhere."""
         now, soonest, late = time.monotonic(), math.inf, []
-        self._next_look = math.inf  # first, so that a call that becomes pending now asks for a look of its own
+        # first, so that a call that becomes pending now asks for a look of its own
+        self._next_look = math.inf
         for call, pending in list(self.pending.items()):
             if pending.given_up:
                 continue
@@ -378,7 +395,11 @@ class MultiplexedConnection(LoopConnection):
         for call in calls:
             pending = self.pending.get(call)
             if pending is not None and not pending.given_up:
-                pending.give_up(timeout_error(self._link.member.name, pending.call, pending.timeout, pending.sent))
+                pending.give_up(
+                    timeout_error(
+                        self._link.member.name, pending.call, pending.timeout, pending.sent
+                    )
+                )
                 self._tell_cancelled(call, pending)
 
 

@@ -26,7 +26,14 @@ from telegrad import blocking
 from telegrad.client.multiplexed import MultiplexedConnection, timeout_error
 from telegrad.config import Config
 from telegrad.deadline import to_wire
-from telegrad.errors import CallTimeout, PeerLost, ProtocolError, SerializationError, as_exception, text_of
+from telegrad.errors import (
+    CallTimeout,
+    PeerLost,
+    ProtocolError,
+    SerializationError,
+    as_exception,
+    text_of,
+)
 from telegrad.futures import CompletionListener
 from telegrad.group.membership import Member
 from telegrad.messages import scope as scopes
@@ -43,7 +50,8 @@ from telegrad.wire.function_table import Function, FunctionTable, defined_in_mai
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
 _SMALL_DIFFERENCE = 0.02  # seconds
-_LAST_WORDS = 0.2  # seconds that the good-bye of a peer may take to be read when another connection to it broke
+# seconds that the good-bye of a peer may take to be read when another connection to it broke
+_LAST_WORDS = 0.2
 
 Args = tuple[Any, ...]
 Message = tuple[int, int, bytes, list[memoryview]]  # function number, flags, body, buffers
@@ -70,7 +78,9 @@ class PeerRuntime(Protocol):
     local_member: Member
 
     def envelope(self, peer: str, incarnation: str, route: DeviceRoute) -> MessageContext: ...
-    def dial(self, member: Member, purpose: str, timeout: float | None = None) -> DialedConnection: ...
+    def dial(
+        self, member: Member, purpose: str, timeout: float | None = None
+    ) -> DialedConnection: ...
     def peer_lost(self, link: Peer, reason: str) -> None: ...
 
 
@@ -81,7 +91,8 @@ class ExclusiveConnection:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.heard: set[int] = set()  # function numbers that the other side knows on this connection
+        # function numbers that the other side knows on this connection
+        self.heard: set[int] = set()
         self.used = 0.0
 
 
@@ -94,9 +105,12 @@ class Peer:
         self.ready = False  # it is connected, and no call waits for that any more
         self.abandoned = False  # it could not be made, which says nothing about the peer
         self.settled = blocking.OneShotEvent()  # opens when the link is connected or lost
-        self._connector = threading.Lock()  # taken by the thread that connects, and never given back
+        # taken by the thread that connects, and never given back
+        self._connector = threading.Lock()
         self._agent = agent
-        self._route = request_route(agent.config.device_maps, member.name, agent.config.unmapped_devices)
+        self._route = request_route(
+            agent.config.device_maps, member.name, agent.config.unmapped_devices
+        )
         self._envelope = agent.envelope(member.name, member.incarnation, self._route)
         self._at_rest = self._envelope._replace(exclusive=True)
         self._ids = itertools.count(1)
@@ -129,7 +143,8 @@ class Peer:
             if isinstance(error, ChannelClosed):
                 left = f"worker {self._agent.name!r} has left the group"
                 error = PeerLost(left, peer=self.member.name, sent=False)
-            self.abandon(as_exception(error))  # the loop, if it reads the pipe, must not take this for a loss
+            # the loop, if it reads the pipe, must not take this for a loss
+            self.abandon(as_exception(error))
             if self._agent.event_loops.reads(self.pipe):
                 dialled.channel.shut()
             else:
@@ -150,7 +165,11 @@ class Peer:
         self.pipe.fail_all()
 
     def __repr__(self) -> str:
-        state = f"lost: {self._error}" if self._error else f"{len(self._idle)} idle lanes, {self.pipe!r}"
+        state = (
+            f"lost: {self._error}"
+            if self._error
+            else f"{len(self._idle)} idle lanes, {self.pipe!r}"
+        )
         return f"<Peer to {self.member.name!r} {state}>"
 
     @property
@@ -183,10 +202,13 @@ class Peer:
         role = None
         try:
             lane = self._take_lane() or self._open_lane(function, timeout, until)
-            message = self.encode(lane.heard, function, args, kwargs, kept, current_scope.get(), lane)
+            message = self.encode(
+                lane.heard, function, args, kwargs, kept, current_scope.get(), lane
+            )
             self._busy.add(lane)
             role = blocking.pause()
-            if self._error is not None:  # lost since the lane was taken: nobody else will wake this call
+            # lost since the lane was taken: nobody else will wake this call
+            if self._error is not None:
                 raise ChannelClosed("the peer was lost")
             frame = self._exchange(lane, message, timeout, until)
         except BaseException as error:
@@ -211,7 +233,8 @@ class Peer:
                 raise decode_failure(frame.body)
         finally:
             if kept:
-                return_resources(kept, answered=True)  # not before the result: it may be what orders their next use
+                # not before the result: it may be what orders their next use
+                return_resources(kept, answered=True)
         self.lose_to(frame)
         raise self.error_for(describe(function))
 
@@ -244,7 +267,9 @@ class Peer:
         """Return a call as the body of a frame."""
         try:
             exclusive = lane is not None  # the caller waits, and lets its arguments be
-            number, flags, body, buffers = self._encode(heard, function, args, kwargs, kept, exclusive)
+            number, flags, body, buffers = self._encode(
+                heard, function, args, kwargs, kept, exclusive
+            )
             said = None if scope is None else scope.follow(self._envelope)
             if said:
                 flags |= SCOPED
@@ -269,7 +294,9 @@ class Peer:
         if hasattr(function, ANY_DEVICE_MARK):
             envelope = envelope._replace(route=ANY_DEVICE)
         if entry is None or (by_value and defined_in_main(function)):
-            body, buffers = pack(envelope, (function, args, kwargs or {}), by_value=by_value, kept=kept)
+            body, buffers = pack(
+                envelope, (function, args, kwargs or {}), by_value=by_value, kept=kept
+            )
             return 0, INLINE_FUNCTION, body, buffers
         number, definition = entry
         flags = 0
@@ -310,7 +337,9 @@ class Peer:
                 return
             said = f" Its last words: {last_words}" if last_words else ""
             name = self.member.name
-            self._error = PeerLost(f"worker {name!r} was lost: {reason}.{said}", peer=name, last_words=last_words)
+            self._error = PeerLost(
+                f"worker {name!r} was lost: {reason}.{said}", peer=name, last_words=last_words
+            )
             self.ready = False
         self._wake()
         for lane in list(self._busy):
@@ -319,7 +348,9 @@ class Peer:
         self.pipe.fail_all()
         # The peer must hear that it was given up, whatever it was that broke: what it sends now is for nobody.
         if self.pipe.attached:
-            close_with_reason(self.pipe.channel, lost_notice(self._agent.name, reason) if tell else None)
+            close_with_reason(
+                self.pipe.channel, lost_notice(self._agent.name, reason) if tell else None
+            )
         self._agent.peer_lost(self, reason)
 
     def broke(self, error: Exception) -> None:
@@ -363,7 +394,9 @@ class Peer:
         with self._lock:
             if self._error is None:
                 name = self.member.name
-                self._error = PeerLost(f"this worker has left the group and cannot call {name!r}", peer=name)
+                self._error = PeerLost(
+                    f"this worker has left the group and cannot call {name!r}", peer=name
+                )
             self.ready = False
         self._wake()
         self._close_idle()
@@ -389,11 +422,15 @@ class Peer:
         while (lane := self._take_lane()) is not None:
             lane.channel.close()
 
-    def _open_lane(self, function: Function, timeout: float | None, until: float) -> ExclusiveConnection:
+    def _open_lane(
+        self, function: Function, timeout: float | None, until: float
+    ) -> ExclusiveConnection:
         if self._error is not None:
             raise self.error_for()
         try:
-            return ExclusiveConnection(self._agent.dial(self.member, "lane", _time_left(timeout, until)).channel)
+            return ExclusiveConnection(
+                self._agent.dial(self.member, "lane", _time_left(timeout, until)).channel
+            )
         except TimeoutError:
             raise timeout_error(self.member.name, describe(function), timeout, sent=False) from None
 
@@ -401,12 +438,15 @@ class Peer:
         if self._error is None and len(self._idle) < self._agent.config.idle_lanes:
             lane.used = time.monotonic()
             self._idle.append(lane)
-            if self._error is not None:  # lost meanwhile: whoever closed the idle lanes may have missed this one
+            # lost meanwhile: whoever closed the idle lanes may have missed this one
+            if self._error is not None:
                 self._close_idle()
         else:
             lane.channel.close()
 
-    def _exchange(self, lane: ExclusiveConnection, message: Message, timeout: float | None, until: float) -> Frame:
+    def _exchange(
+        self, lane: ExclusiveConnection, message: Message, timeout: float | None, until: float
+    ) -> Frame:
         number, flags, body, buffers = message
         channel = lane.channel
         self._agent.calls_made += 1
@@ -423,7 +463,9 @@ class Peer:
             if frame.call == call or frame.kind not in (_REPLY, _FAILURE):
                 return frame
 
-    def _explain(self, error: BaseException, function: Function, timeout: float | None) -> BaseException:
+    def _explain(
+        self, error: BaseException, function: Function, timeout: float | None
+    ) -> BaseException:
         """What the user should see instead of an error of the transport."""
         if isinstance(error, CallTimeout):
             return error

@@ -168,4 +168,6 @@ def worker_key(to: WorkerAddress) -> str | int:
         return to.name
     if isinstance(to, str | int) and not isinstance(to, bool):
         return to
-    raise UsageError(f"a worker is named by its name, rank or WorkerInfo, not by {type(to).__name__}")
+    raise UsageError(
+        f"a worker is named by its name, rank or WorkerInfo, not by {type(to).__name__}"
+    )

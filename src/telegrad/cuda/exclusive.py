@@ -18,7 +18,8 @@ from torch import Tensor
 
 from telegrad.interpreter import has_lock
 
-WORTH_LENDING = 1 << 20  # bytes: a snapshot of fewer costs less than mapping memory that was not made for it
+# bytes: a snapshot of fewer costs less than mapping memory that was not made for it
+WORTH_LENDING = 1 << 20
 _PARTS = 16  # a result of more parts is not looked through
 _PLAIN = (int, float, bool, str, type(None))
 
@@ -35,14 +36,20 @@ def is_exclusive(value: Any, at_least: int = WORTH_LENDING, anywhere: bool = Fal
         return _references(value) <= _ALONE and _is_whole(value) and has_lock()
     if (kind is not tuple and kind is not list) or len(value) > _PARTS:
         return False
-    sizes = [part.numel() * part.itemsize for part in value if type(part) is Tensor and (part.is_cuda or anywhere)]
+    sizes = [
+        part.numel() * part.itemsize
+        for part in value
+        if type(part) is Tensor and (part.is_cuda or anywhere)
+    ]
     return (
         bool(sizes)
         and max(sizes) >= at_least
         and _references(value) <= _ALONE
         and has_lock()
         and all(
-            (count <= _ALONE_INSIDE and _is_whole(part)) if type(part) is Tensor else type(part) in _PLAIN
+            (count <= _ALONE_INSIDE and _is_whole(part))
+            if type(part) is Tensor
+            else type(part) in _PLAIN
             for count, part in zip(_references_inside(value), value, strict=True)
         )
     )

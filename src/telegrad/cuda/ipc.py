@@ -26,12 +26,14 @@ from torch import Tensor
 
 from telegrad.errors import TelegradError
 
-_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID: unique in the life of a process, which addresses are not
+# CU_POINTER_ATTRIBUTE_BUFFER_ID: unique in the life of a process, which addresses are not
+_BUFFER_ID = 7
 _LAZY_PEER_ACCESS = 1
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _HANDLE_BYTES = 64
 _SLOT, _SLOTS = 1 << 16, 256  # small snapshots need no allocation
-_RING = 64  # messages that one stream may have under way before a receiver may wait for a later one, too
+# messages that one stream may have under way before a receiver may wait for a later one, too
+_RING = 64
 _UNUSED = 5.0  # seconds after which memory of others is unmapped
 
 Address = ctypes.c_uint64
@@ -83,31 +85,51 @@ class _CudaDriver:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise CudaError(f"the CUDA driver cannot be loaded: {error}") from error
-        self._library.cuMemcpyDtoDAsync_v2.argtypes = (Address, Address, ctypes.c_size_t, ctypes.c_void_p)
-        self._library.cuIpcOpenMemHandle_v2.argtypes = (ctypes.POINTER(Address), _Handle, ctypes.c_uint)
+        self._library.cuMemcpyDtoDAsync_v2.argtypes = (
+            Address,
+            Address,
+            ctypes.c_size_t,
+            ctypes.c_void_p,
+        )
+        self._library.cuIpcOpenMemHandle_v2.argtypes = (
+            ctypes.POINTER(Address),
+            _Handle,
+            ctypes.c_uint,
+        )
         self._library.cuIpcGetMemHandle.argtypes = (ctypes.POINTER(_Handle), Address)
         self._library.cuIpcCloseMemHandle.argtypes = (Address,)
-        self._library.cuMemcpyDtoHAsync_v2.argtypes = (ctypes.c_void_p, Address, ctypes.c_size_t, ctypes.c_void_p)
+        self._library.cuMemcpyDtoHAsync_v2.argtypes = (
+            ctypes.c_void_p,
+            Address,
+            ctypes.c_size_t,
+            ctypes.c_void_p,
+        )
         self._library.cuMemcpy2DAsync_v2.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         self._library.cuStreamQuery.argtypes = (ctypes.c_void_p,)
 
     def number(self, pointer: int) -> int:
         """The number of the allocation that an address lies in, which no other ever had or will have."""
         number = ctypes.c_uint64()
-        code = self._library.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, Address(pointer))
+        code = self._library.cuPointerGetAttribute(
+            ctypes.byref(number), _BUFFER_ID, Address(pointer)
+        )
         self._check("cuPointerGetAttribute", code)
         return number.value
 
     def base(self, pointer: int) -> int:
         """Where the allocation begins that an address lies in."""
         base, size = Address(), ctypes.c_size_t()
-        code = self._library.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), Address(pointer))
+        code = self._library.cuMemGetAddressRange_v2(
+            ctypes.byref(base), ctypes.byref(size), Address(pointer)
+        )
         self._check("cuMemGetAddressRange_v2", code)
         return base.value
 
     def handle(self, base: int) -> bytes:
         handle = _Handle()
-        self._check("cuIpcGetMemHandle", self._library.cuIpcGetMemHandle(ctypes.byref(handle), base))
+        self._check(
+            "cuIpcGetMemHandle", self._library.cuIpcGetMemHandle(ctypes.byref(handle), base)
+        )
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
@@ -169,7 +191,10 @@ def devices() -> tuple[str, ...]:
     """The ids of the GPUs that this process sees, by their index here."""
     if not torch.cuda.is_available():
         return ()
-    return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count()))
+    return tuple(
+        str(torch.cuda.get_device_properties(index).uuid)
+        for index in range(torch.cuda.device_count())
+    )
 
 
 def enter(index: int) -> None:
@@ -345,7 +370,9 @@ class _IpcMappings:
 
     def has_unused(self, seconds: float = _UNUSED) -> bool:
         before = time.monotonic() - seconds
-        return any(not mapping.users and mapping.since <= before for mapping in list(self._theirs.values()))
+        return any(
+            not mapping.users and mapping.since <= before for mapping in list(self._theirs.values())
+        )
 
     def close_unused(self, seconds: float = _UNUSED) -> None:
         """Unmap what nobody has used for so long."""

@@ -33,13 +33,17 @@ if TYPE_CHECKING:
 class CudaSend(LentResource):
     """What one message takes along from one device: snapshots, or tensors at rest. Travels as a number and an event."""
 
-    def __init__(self, devices: CudaTransfers, envelope: MessageContext, index: int, exclusive: bool) -> None:
+    def __init__(
+        self, devices: CudaTransfers, envelope: MessageContext, index: int, exclusive: bool
+    ) -> None:
         self._devices = devices
         self._at_rest = exclusive
         self._incarnation = envelope.incarnation
         self._exports = ipc.exports(index)
         self._stream = torch.cuda.current_stream(index)
-        self._event = None if exclusive and self._stream.query() else self._exports.event(self._stream)
+        self._event = (
+            None if exclusive and self._stream.query() else self._exports.event(self._stream)
+        )
         self._uuid = ipc.devices()[index]
         self._number = next(devices.numbers)
         self._done: list[int] | None = None
@@ -51,7 +55,13 @@ class CudaSend(LentResource):
         event = None if self._event is None else self._event.handle
         if self._done is None:  # once, for packing may start again
             self._done = self._devices.done_with(self._incarnation)
-        return _open_shipment, (self._number, self._uuid, event, self._done, self._index if self._at_rest else None)
+        return _open_shipment, (
+            self._number,
+            self._uuid,
+            event,
+            self._done,
+            self._index if self._at_rest else None,
+        )
 
     def take(self, tensor: Tensor, target: int) -> ipc.Place:
         """A tensor that goes to the receiver's device `target`."""
@@ -205,7 +215,9 @@ def _torchs(stream: int, index: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(stream, device=index)  # type: ignore[no-untyped-call]
 
 
-def _open_shipment(number: int, uuid: str, event: bytes | None, done: list[int], origin: int | None) -> CudaReceive:
+def _open_shipment(
+    number: int, uuid: str, event: bytes | None, done: list[int], origin: int | None
+) -> CudaReceive:
     envelope = current_message()
     if envelope is None:
         raise InternalError("CUDA tensors outside of a message")
@@ -222,7 +234,9 @@ def receive_tensor(
 def receive_inline_tensor(data: bytes, index: int, code: int, shape: tuple[int, ...]) -> Tensor:
     """A tensor that came inside of a message; what travels instead of it."""
     tensor = small_copies(index).put(data, code, shape)
-    message_resource(("receive_inline_tensor", index), functools.partial(InlineReceive, index)).add(tensor)
+    message_resource(("receive_inline_tensor", index), functools.partial(InlineReceive, index)).add(
+        tensor
+    )
     return tensor
 
 

@@ -37,7 +37,9 @@ class _PinnedBuffer:
 
     def __init__(self, address: int) -> None:
         self.address = address
-        self.rows = ipc.Rows(source_type=_HOST, source_host=address, source_pitch=_PITCH, to_type=_DEVICE, height=2)
+        self.rows = ipc.Rows(
+            source_type=_HOST, source_host=address, source_pitch=_PITCH, to_type=_DEVICE, height=2
+        )
 
 
 class SmallCopies:
@@ -76,14 +78,18 @@ class SmallCopies:
     def put(self, data: bytes, code: int, shape: tuple[int, ...]) -> Tensor:
         """The tensor that these bytes are, once the current stream comes to it."""
         if len(data) % 2:
-            return tensors.shaped(code, shape, self.put(data + b"\0", _BYTES, (len(data) + 1,))[:-1])
+            return tensors.shaped(
+                code, shape, self.put(data + b"\0", _BYTES, (len(data) + 1,))[:-1]
+            )
         if not ipc.is_current(self._index):
             with torch.cuda.device(self._index):
                 return self.put(data, code, shape)
         stream = ipc.stream(self._index)
         piece = self._take(stream)
         if piece is None:
-            return tensors.shaped(code, shape, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device))
+            return tensors.shaped(
+                code, shape, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+            )
         tensor, half, rows = tensors.empty(code, shape, self._device), len(data) // 2, piece.rows
         ctypes.memmove(piece.address, data, half)
         ctypes.memmove(piece.address + _PITCH, data[half:], half)

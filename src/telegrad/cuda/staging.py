@@ -65,7 +65,10 @@ def _stage(source: Tensor, target: Tensor, device: torch.device) -> None:
 
 
 def _unlock(
-    pending: tuple[int, int, int], lockers: list[Tensor], events: list[torch.cuda.Event], target: Tensor
+    pending: tuple[int, int, int],
+    lockers: list[Tensor],
+    events: list[torch.cuda.Event],
+    target: Tensor,
 ) -> None:
     which, start, end = pending
     events[which].synchronize()

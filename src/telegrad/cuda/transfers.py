@@ -38,12 +38,14 @@ from telegrad.wire.tensors import Reduced
 if TYPE_CHECKING:
     from telegrad.agent import Agent
 
-_GIVE_BACK_AT = 256 << 20  # bytes that are given back at once when they are copied, instead of on the next tick
+# bytes that are given back at once when they are copied, instead of on the next tick
+_GIVE_BACK_AT = 256 << 20
 _FORGOTTEN = 60.0  # seconds after which a sender asks what became of a snapshot
 _ASK_EVERY = 15.0
 _INTRODUCTION = 120.0  # seconds that a peer may take to start CUDA
 _REMEMBERED = 10_000
-_SHORTLY = 0.0003  # seconds that few bytes may be waited for: two switches of the GPU between processes
+# seconds that few bytes may be waited for: two switches of the GPU between processes
+_SHORTLY = 0.0003
 _CPU = torch.device("cpu")
 
 
@@ -114,15 +116,21 @@ class CudaTransfers:
             if data is not None:
                 return receive_inline_tensor, (data, target.index, code, tuple(tensor.shape))
         if peer.maps:
-            for exclusive in (True, False) if envelope.exclusive and size >= WORTH_LENDING else (False,):
+            for exclusive in (
+                (True, False) if envelope.exclusive and size >= WORTH_LENDING else (False,)
+            ):
                 make = functools.partial(CudaSend, self, envelope, device.index, exclusive)
                 try:
                     shipment = message_resource(("device", device.index, exclusive), make)
                     place = shipment.take(tensor, target.index)
-                except (torch.OutOfMemoryError, ipc.CudaError):  # no room for a snapshot; memory that cannot be mapped
+                # no room for a snapshot; memory that cannot be mapped
+                except (torch.OutOfMemoryError, ipc.CudaError):
                     continue
                 return receive_tensor, (shipment, *place, target.index, code, tuple(tensor.shape))
-        return staging.from_host, (*tensors.reduce_as_it_is(staging.to_host(tensor, envelope.exclusive)), target.index)
+        return staging.from_host, (
+            *tensors.reduce_as_it_is(staging.to_host(tensor, envelope.exclusive)),
+            target.index,
+        )
 
     def lend(self, number: int, incarnation: str, memory: list[object]) -> None:
         with self._lock:
@@ -146,7 +154,9 @@ class CudaTransfers:
         if not self._taken:
             return []
         with self._lock:
-            done = [each for each in self._taken if each.incarnation == incarnation and each.is_copied()]
+            done = [
+                each for each in self._taken if each.incarnation == incarnation and each.is_copied()
+            ]
             self._remove(done)
         return [each.number for each in done if not each.is_settled]
 
@@ -159,7 +169,13 @@ class CudaTransfers:
     # Unpacking
 
     def arrival(
-        self, envelope: MessageContext, number: int, uuid: str, event: bytes | None, done: list[int], origin: int | None
+        self,
+        envelope: MessageContext,
+        number: int,
+        uuid: str,
+        event: bytes | None,
+        done: list[int],
+        origin: int | None,
     ) -> CudaReceive:
         self.give_back(done)
         index = ipc.devices().index(uuid)
@@ -232,7 +248,9 @@ class CudaTransfers:
             done = self.done_with(incarnation)
             if done and not self._agent.closing and not self._agent.is_lost(incarnation):
                 try:
-                    self._agent.start(self._name(incarnation), _given_back, (done,), None, None, internal=True)
+                    self._agent.start(
+                        self._name(incarnation), _given_back, (done,), None, None, internal=True
+                    )
                 except TelegradError:
                     continue  # it cannot be reached now; if it is not lost, it will ask
 
@@ -268,9 +286,15 @@ class CudaTransfers:
             try:
                 segment = ipc.exports(index).slab.segment
             except ipc.CudaError:
-                segment = None  # such memory as `expandable_segments` has cannot be mapped by others
+                # such memory as `expandable_segments` has cannot be mapped by others
+                segment = None
         question = self._agent.start(
-            envelope.peer, _introduce, (ipc.devices()[index], segment), None, _INTRODUCTION, internal=True
+            envelope.peer,
+            _introduce,
+            (ipc.devices()[index], segment),
+            None,
+            _INTRODUCTION,
+            internal=True,
         )
         peer = self._peers[envelope.incarnation] = PeerDevices(*question.wait())
         return peer
@@ -280,7 +304,9 @@ class CudaTransfers:
 
     def _lost(self, name: str, incarnation: str) -> None:
         with self._lock:
-            for number in [number for number, lent in self._lent.items() if lent.incarnation == incarnation]:
+            for number in [
+                number for number, lent in self._lent.items() if lent.incarnation == incarnation
+            ]:
                 del self._lent[number]
         self._peers.pop(incarnation, None)
 

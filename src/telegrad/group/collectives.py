@@ -31,7 +31,8 @@ from telegrad.server.functions import DeferredReply, internal
 if TYPE_CHECKING:
     from telegrad.agent import Agent
 
-_GRACE = 5.0  # seconds that a participant waits longer than its leader, so that it hears who was late
+# seconds that a participant waits longer than its leader, so that it hears who was late
+_GRACE = 5.0
 _LOOK_AGAIN = 1.0
 _log = logging.getLogger("telegrad")
 
@@ -66,13 +67,17 @@ class _Gather:
 
     @property
     def missing(self) -> list[str]:
-        return [name for name in self.expected if name not in self.reports and name not in self.lost]
+        return [
+            name for name in self.expected if name not in self.reports and name not in self.lost
+        ]
 
     def outcome(self, incarnations: dict[str, str]) -> GatherResult:
         late = tuple(self.missing)
         late_incarnations = tuple(incarnations[name] for name in late if name in incarnations)
         reports = tuple(self.reports.values())
-        return GatherResult(dict(self.values), tuple(sorted(self.lost)), late, reports, late_incarnations)
+        return GatherResult(
+            dict(self.values), tuple(sorted(self.lost)), late, reports, late_incarnations
+        )
 
 
 class Collectives:
@@ -86,16 +91,24 @@ class Collectives:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        waits = {key: meeting.missing for key, meeting in list(self._meetings.items()) if not meeting.done.done()}
+        waits = {
+            key: meeting.missing
+            for key, meeting in list(self._meetings.items())
+            if not meeting.done.done()
+        }
         return f"<Gathering, leading {waits}>"
 
-    def gather(self, value: Any, names: Sequence[str], timeout: float | None, topic: str = "gather") -> GatherResult:
+    def gather(
+        self, value: Any, names: Sequence[str], timeout: float | None, topic: str = "gather"
+    ) -> GatherResult:
         """Everybody's value by name. All participants call it with the same names, in the same order, and topic."""
         names = tuple(names)
         sequence = f"{topic}:{','.join(names)}"
         with self._lock:
             self._numbers[sequence] += 1
-            report = Participation(self._agent.name, self._agent.local_member.incarnation, self._numbers[sequence])
+            report = Participation(
+                self._agent.name, self._agent.local_member.incarnation, self._numbers[sequence]
+            )
         patience = None if timeout is None else timeout + _GRACE
         lost: list[str] = []
         for leader in names:
@@ -120,20 +133,31 @@ class Collectives:
         with self._lock:
             meetings = list(self._meetings.values())
         for meeting in meetings:
-            meeting.done._settle(None, PeerLost(f"worker {self._agent.name!r} left the group", peer=self._agent.name))
+            meeting.done._settle(
+                None, PeerLost(f"worker {self._agent.name!r} left the group", peer=self._agent.name)
+            )
 
-    def _ask(self, name: str, function: Any, args: tuple[Any, ...], timeout: float | None) -> Future[Any]:
+    def _ask(
+        self, name: str, function: Any, args: tuple[Any, ...], timeout: float | None
+    ) -> Future[Any]:
         return self._agent.start(name, function, args, None, timeout, internal=True)
 
     def arrive(
-        self, sequence: str, names: tuple[str, ...], report: Participation, value: Any, timeout: float | None
+        self,
+        sequence: str,
+        names: tuple[str, ...],
+        report: Participation,
+        value: Any,
+        timeout: float | None,
     ) -> Future[GatherResult]:
         """A participant reports to this agent, which leads."""
         with self._lock:
             last = self._outcomes.get(sequence)
             if last is not None and last.answers(report):
                 self._outcomes[sequence] = last._replace(
-                    late_incarnations=tuple(each for each in last.late_incarnations if each != report.incarnation)
+                    late_incarnations=tuple(
+                        each for each in last.late_incarnations if each != report.incarnation
+                    )
                 )
                 done: Future[GatherResult] = Future()
                 done.set_result(last)
@@ -146,9 +170,13 @@ class Collectives:
             meeting.reports[report.name] = report
             meeting.lost.discard(report.name)  # it has come back
         if first:
-            self._agent.threads.start_when_possible(lambda: self._watch(sequence, meeting), self._agent.clock)
+            self._agent.threads.start_when_possible(
+                lambda: self._watch(sequence, meeting), self._agent.clock
+            )
             if timeout is not None:
-                self._agent.clock.at(time.monotonic() + timeout, lambda: self._finish(sequence, meeting))
+                self._agent.clock.at(
+                    time.monotonic() + timeout, lambda: self._finish(sequence, meeting)
+                )
         self._check(sequence, meeting)
         return meeting.done
 
@@ -156,7 +184,11 @@ class Collectives:
         """What this agent knows of a gather, led by another, that these reports belong to."""
         with self._lock:
             last = self._outcomes.get(sequence)
-        return last if last is not None and any(last.answers(Participation(*each)) for each in reports) else None
+        return (
+            last
+            if last is not None and any(last.answers(Participation(*each)) for each in reports)
+            else None
+        )
 
     def lost(self, name: str) -> None:
         """A worker is gone: no round waits for it any longer. (When we leave, it is not the others who are gone.)"""
@@ -192,7 +224,9 @@ class Collectives:
                     continue
                 asked.add(name)
                 try:
-                    known = self._ask(name, _outcome_for, (sequence, tuple(meeting.reports.values())), None)
+                    known = self._ask(
+                        name, _outcome_for, (sequence, tuple(meeting.reports.values())), None
+                    )
                 except TelegradError:
                     self.lost(name)
                 else:
@@ -205,8 +239,14 @@ class Collectives:
     def _knows(self, sequence: str, outcome: GatherResult) -> bool:
         """Under the lock: is this the last outcome that this agent knows of a sequence, or an earlier one?"""
         last = self._outcomes.get(sequence)
-        numbers = {report.incarnation: report.number for report in last.reports} if last is not None else {}
-        return any(report.number <= numbers.get(report.incarnation, 0) for report in outcome.reports)
+        numbers = (
+            {report.incarnation: report.number for report in last.reports}
+            if last is not None
+            else {}
+        )
+        return any(
+            report.number <= numbers.get(report.incarnation, 0) for report in outcome.reports
+        )
 
     def _check(self, sequence: str, meeting: _Gather) -> None:
         if not meeting.missing:
@@ -215,10 +255,15 @@ class Collectives:
     def _finish(self, sequence: str, meeting: _Gather) -> None:
         """End a gather; on a thread of its own, since whoever waits runs callbacks."""
         if not meeting.done.done():
-            self._agent.threads.start_when_possible(lambda: self._complete(sequence, meeting, None), self._agent.clock)
+            self._agent.threads.start_when_possible(
+                lambda: self._complete(sequence, meeting, None), self._agent.clock
+            )
 
     def _complete(self, sequence: str, meeting: _Gather, outcome: GatherResult | None) -> None:
-        known = {member.name: member.incarnation for member in self._agent.directory.members(refresh=False)}
+        known = {
+            member.name: member.incarnation
+            for member in self._agent.directory.members(refresh=False)
+        }
         with self._lock:
             if self._meetings.get(sequence) is not meeting:
                 return  # it is over
@@ -237,7 +282,9 @@ def group_broken(what: str, outcome: GatherResult, timeout: float | None) -> Gro
         said.append(f"lost: {', '.join(outcome.lost)}")
     if outcome.late:
         said.append(f"not there within {timeout} s: {', '.join(outcome.late)}")
-    return GroupBroken(f"{what} ended without everybody; {'; '.join(said)}", missing=(*outcome.lost, *outcome.late))
+    return GroupBroken(
+        f"{what} ended without everybody; {'; '.join(said)}", missing=(*outcome.lost, *outcome.late)
+    )
 
 
 def _leader() -> Collectives:

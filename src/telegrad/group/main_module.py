@@ -13,4 +13,5 @@ def main_module_identity() -> str:
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     if path is not None and os.path.isfile(path):
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    return f"process {os.getpid()} of {os.uname().nodename}"  # interactive: nobody else has what is typed here
+    # interactive: nobody else has what is typed here
+    return f"process {os.getpid()} of {os.uname().nodename}"

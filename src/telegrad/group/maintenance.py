@@ -41,7 +41,12 @@ def send_heartbeats(agent: Agent) -> None:
     for inbound in agent.connections.server_connections:
         longest = max(patience, _MISSED_BEATS * inbound.heartbeat)
         if inbound.is_shared and not inbound.beat(interval, longest):
-            _log.warning("worker %r has heard nothing from %r for %s s", agent.name, inbound.peer_name, longest)
+            _log.warning(
+                "worker %r has heard nothing from %r for %s s",
+                agent.name,
+                inbound.peer_name,
+                longest,
+            )
             words = lost_notice(agent.name, f"it was silent for {longest} s")
             agent.connections.shut_all(inbound.incarnation, words)
 

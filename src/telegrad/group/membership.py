@@ -60,7 +60,9 @@ def check_name(name: str) -> None:
     if not isinstance(name, str) or not name:
         raise UsageError(f"Worker name must be non-empty text, not {name!r}")
     if len(name) >= _MAX_NAME:
-        raise UsageError(f"Worker name must be shorter than {_MAX_NAME} characters, not {len(name)}")
+        raise UsageError(
+            f"Worker name must be shorter than {_MAX_NAME} characters, not {len(name)}"
+        )
     if not _NAME.fullmatch(name):
         raise UsageError(f"Worker name must match {_NAME.pattern}, but got {name!r}")
 
@@ -96,13 +98,20 @@ class Directory:
         return f"<Directory of group {self.group}: {sorted(member.name for member in list(self._seen.values()))}>"
 
     def register(
-        self, name: str, rank: int | None, addresses: tuple[str, ...], maps_devices: bool = False, main: str = ""
+        self,
+        name: str,
+        rank: int | None,
+        addresses: tuple[str, ...],
+        maps_devices: bool = False,
+        main: str = "",
     ) -> Member:
         """Put this worker into the directory. Without a rank, it gets the next one that nobody has."""
         given = False
         while rank is None or (given and self._get(f"rank/{rank}") is not None):
             rank, given = int(self._store.add("next_rank", 1)) - 1, True
-        member = Member(name, rank, secrets.token_hex(8), addresses, maps_devices=maps_devices, main=main)
+        member = Member(
+            name, rank, secrets.token_hex(8), addresses, maps_devices=maps_devices, main=main
+        )
         self._write(member)
         self._store.set(f"name/{name}", str(rank))
         self._store.set(f"slot/{self._store.add('arrivals', 1)}", str(rank))
@@ -147,8 +156,12 @@ class Directory:
             rank = target if isinstance(target, int) else self._get(f"name/{target}")
             member = None if rank is None else self._read(int(rank))
         if member is None:
-            known = ", ".join(f"{each.name} (rank {each.rank})" for each in self.members(refresh=False))
-            raise UsageError(f"could not find destination worker {target!r}; this group has {known}")
+            known = ", ".join(
+                f"{each.name} (rank {each.rank})" for each in self.members(refresh=False)
+            )
+            raise UsageError(
+                f"could not find destination worker {target!r}; this group has {known}"
+            )
         return member
 
     def members(self, *, refresh: bool) -> list[Member]:
@@ -229,5 +242,6 @@ class Directory:
         try:
             with self._lock:
                 return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
-        except (RuntimeError, AttributeError) as error:  # the worker that hosted it is gone, or this one has left
+        # the worker that hosted it is gone, or this one has left
+        except (RuntimeError, AttributeError) as error:
             raise JoinError(f"the group's store does not answer: {error}") from error

@@ -24,7 +24,9 @@ def group_secret(given: str | None) -> bytes:
 
 
 def key_file() -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    base = os.environ.get("XDG_STATE_HOME") or os.path.join(
+        os.path.expanduser("~"), ".local", "state"
+    )
     return Path(base) / "telegrad" / "secret"
 
 
@@ -39,7 +41,9 @@ def _from_key_file(path: Path) -> str:
         )
     text = path.read_bytes().decode("ascii", "replace").strip()
     if "\ufffd" in text or len(text) < _SHORTEST:
-        raise UsageError(f"{path} holds no key of at least {_SHORTEST} characters: delete it, and a new one is made")
+        raise UsageError(
+            f"{path} holds no key of at least {_SHORTEST} characters: delete it, and a new one is made"
+        )
     return text
 
 
@@ -56,4 +60,6 @@ def _make(path: Path) -> None:
         finally:
             draft.unlink()
     except OSError as error:
-        raise UsageError(f"no secret: cannot write {path} ({error}); set TELEGRAD_SECRET or Config.secret") from error
+        raise UsageError(
+            f"no secret: cannot write {path} ({error}); set TELEGRAD_SECRET or Config.secret"
+        ) from error

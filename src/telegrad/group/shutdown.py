@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from telegrad.agent import Agent
 
 _POLL = (0.001, 0.05)
-_AT_LEAST = 0.1  # seconds for a last round even if the time is up, so that those who are missing get named
+# seconds for a last round even if the time is up, so that those who are missing get named
+_AT_LEAST = 0.1
 
 
 def wait_for_group(agent: Agent, names: list[str], until: float | None) -> set[str]:
@@ -39,4 +40,6 @@ def drain(agent: Agent, until: float | None) -> None:
 
 def _under_way(agent: Agent) -> bool:
     inbounds = agent.connections.server_connections
-    return any(link.under_way for link in agent.links()) or any(inbound.under_way for inbound in inbounds)
+    return any(link.under_way for link in agent.links()) or any(
+        inbound.under_way for inbound in inbounds
+    )

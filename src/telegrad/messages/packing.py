@@ -34,7 +34,8 @@ class MessageContext(NamedTuple):
     peer: str
     incarnation: str
     route: DeviceRoute
-    exclusive: bool = False  # nobody writes to the tensors of this message before the peer has copied them
+    # nobody writes to the tensors of this message before the peer has copied them
+    exclusive: bool = False
 
 
 class MessageResource(Protocol):
@@ -170,7 +171,8 @@ class SharedReply:
         if self._snapshot is None:
             assert self.copies is not None
             self._snapshot = [
-                channel.copy_to_shared_block(self.copies, number, buffer) or memoryview(bytearray(buffer))
+                channel.copy_to_shared_block(self.copies, number, buffer)
+                or memoryview(bytearray(buffer))
                 for number, buffer in enumerate(buffers)
             ]
         return self._snapshot
@@ -197,7 +199,11 @@ def sharing_replies(values: Sequence[Any]) -> Iterator[None]:
         yield
         return
     counts = collections.Counter(map(id, values))
-    several = {id(value): value for value in values if counts[id(value)] > 1 and type(value) not in _SMALL_TYPES}
+    several = {
+        id(value): value
+        for value in values
+        if counts[id(value)] > 1 and type(value) not in _SMALL_TYPES
+    }
     _local.shared = {number: SharedReply(value) for number, value in several.items()}
     try:
         yield
@@ -279,7 +285,9 @@ def unpack(
             _finish_unpacking(message.companions, arrivals)
 
 
-def _finish_unpacking(companions: dict[Hashable, Any], arrivals: list[ReceivedResource] | None) -> None:
+def _finish_unpacking(
+    companions: dict[Hashable, Any], arrivals: list[ReceivedResource] | None
+) -> None:
     for companion in companions.values():
         companion.finish()
     if arrivals is None:

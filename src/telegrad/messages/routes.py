@@ -48,15 +48,20 @@ def request_route(maps: Mapping[str, Mapping[str, str]], peer: str, unmapped: st
     """The route of calls to a peer."""
     targets = list(maps.get(peer, {}).values())
     if len(set(targets)) != len(targets):
-        raise UsageError(f"the device map for {peer!r} sends two devices to one, so results could not find back")
-    return _route({parse_device(near): parse_device(far) for near, far in maps.get(peer, {}).items()}, unmapped)
+        raise UsageError(
+            f"the device map for {peer!r} sends two devices to one, so results could not find back"
+        )
+    return _route(
+        {parse_device(near): parse_device(far) for near, far in maps.get(peer, {}).items()},
+        unmapped,
+    )
 
 
 def reply_route(devices: Mapping[str, str], unmapped: str) -> DeviceRoute:
     """The route of replies to a peer that calls with this map."""
-    return _route({parse_device(far): parse_device(near) for near, far in devices.items()}, unmapped)._replace(
-        is_reply=True
-    )
+    return _route(
+        {parse_device(far): parse_device(near) for near, far in devices.items()}, unmapped
+    )._replace(is_reply=True)
 
 
 def parse_device(device: str | int | torch.device) -> torch.device:
@@ -68,7 +73,9 @@ def parse_device(device: str | int | torch.device) -> torch.device:
 def is_device_map(devices: object) -> bool:
     """Could this, which a peer sent, be a device map?"""
     try:
-        return isinstance(devices, dict) and all(parse_device(device) for pair in devices.items() for device in pair)
+        return isinstance(devices, dict) and all(
+            parse_device(device) for pair in devices.items() for device in pair
+        )
     except (RuntimeError, TypeError):
         return False
 

@@ -28,11 +28,15 @@ _SMALL = (torch.float16, torch.bfloat16)
 
 def check(dtype: torch.dtype | None) -> None:
     if dtype is not None and dtype not in _SMALL:
-        raise UsageError(f"gradients can be compressed to {' or '.join(map(str, _SMALL))}, not to {dtype}")
+        raise UsageError(
+            f"gradients can be compressed to {' or '.join(map(str, _SMALL))}, not to {dtype}"
+        )
 
 
 class Compressor:
-    def __init__(self, share: ServerRange, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, share: ServerRange, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         self._share = share
         self._dtype = dtype
         self._remainder = flat_memory.allocate_private(share.nbytes, device)
@@ -40,7 +44,9 @@ class Compressor:
         self._step = -1
         self._packed: list[Tensor] = []
 
-    def pack(self, step: int, gradients: Tensor, missing: AbstractSet[int] = frozenset()) -> list[Tensor]:
+    def pack(
+        self, step: int, gradients: Tensor, missing: AbstractSet[int] = frozenset()
+    ) -> list[Tensor]:
         """Return the gradients of a range, run by run. Parameters that are `missing` have none."""
         if step != self._step:
             self._step = step

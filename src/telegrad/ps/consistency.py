@@ -42,7 +42,9 @@ class Stale:
 
     def __post_init__(self) -> None:
         if self.ahead < 1:
-            raise UsageError(f"a trainer may be at least 1 step ahead of the others, not {self.ahead}")
+            raise UsageError(
+                f"a trainer may be at least 1 step ahead of the others, not {self.ahead}"
+            )
 
 
 Consistency = Sync | Async | Stale

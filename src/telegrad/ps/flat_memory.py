@@ -27,7 +27,11 @@ from torch import Tensor
 
 _PAGE = 4096
 _TOKEN = 32
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SHRINK") else 0
+_SEALS = (
+    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    if hasattr(fcntl, "F_SEAL_SHRINK")
+    else 0
+)
 
 
 class SegmentHandle(NamedTuple):
@@ -91,14 +95,17 @@ def allocate(nbytes: int) -> SharedMemory | None:
     """A new segment, or None where the system has none to give."""
     try:
         return SharedMemory(nbytes)
-    except (OSError, AttributeError):  # no memory or no descriptor left, or no such call on this system
+    # no memory or no descriptor left, or no such call on this system
+    except (OSError, AttributeError):
         return None
 
 
 def find_shared(handle: SegmentHandle) -> MappedMemory | None:
     """The segment of another worker, or None if it cannot be reached from here."""
     with contextlib.suppress(OSError, ValueError):
-        descriptor = os.open(f"/proc/{handle.process}/fd/{handle.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(
+            f"/proc/{handle.process}/fd/{handle.descriptor}", os.O_RDWR | os.O_CLOEXEC
+        )
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if sealed and os.fstat(descriptor).st_size == _PAGE + handle.nbytes:

@@ -126,7 +126,9 @@ class ParameterLayout:
         """Of the parameters of each group: their numbers, their names, and themselves."""
         known = [(group, *entry) for group, entries in enumerate(groups) for entry in entries]
         slots: list[ParameterSlot] = []
-        for group, number, name, each in sorted(known, key=lambda entry: (entry[0], str(entry[3].dtype))):
+        for group, number, name, each in sorted(
+            known, key=lambda entry: (entry[0], str(entry[3].dtype))
+        ):
             offset = slots[-1].end if slots else 0
             slots.append(ParameterSlot(number, name, group, each.dtype, tuple(each.shape), offset))
         return cls(slots)
@@ -134,7 +136,10 @@ class ParameterLayout:
     def divide(self, count: int, whole: bool = False) -> list[ServerRange]:
         """A range for each of `count` servers; `whole` keeps parameters in one piece. Some may be empty."""
         cuts = [self._cut(self.nbytes * number // count, whole) for number in range(count + 1)]
-        return [ServerRange(start, stop, tuple(self._runs(start, stop))) for start, stop in itertools.pairwise(cuts)]
+        return [
+            ServerRange(start, stop, tuple(self._runs(start, stop)))
+            for start, stop in itertools.pairwise(cuts)
+        ]
 
     def _cut(self, offset: int, whole: bool) -> int:
         if not whole:
@@ -145,15 +150,25 @@ class ParameterLayout:
 
     def _runs(self, start: int, stop: int) -> Iterable[DtypeRun]:
         inside = [slot for slot in self.slots if slot.offset < stop and slot.end > start]
-        for (group, dtype), slots in itertools.groupby(inside, key=lambda slot: (slot.group, slot.dtype)):
+        for (group, dtype), slots in itertools.groupby(
+            inside, key=lambda slot: (slot.group, slot.dtype)
+        ):
             together = list(slots)
             first, last = max(together[0].offset, start), min(together[-1].end, stop)
             parts = [_clip(slot, start, stop) for slot in together]
-            yield DtypeRun(group, dtype, first - start, last - first, tuple(part for part in parts if part.nbytes))
+            yield DtypeRun(
+                group,
+                dtype,
+                first - start,
+                last - first,
+                tuple(part for part in parts if part.nbytes),
+            )
 
 
 def _clip(slot: ParameterSlot, start: int, stop: int) -> ParameterPart:
     first = max(slot.offset, start)
     last = max(min(slot.offset + slot.nbytes, stop), first)
     size = slot.dtype.itemsize
-    return ParameterPart(slot, (first - slot.offset) // size, (last - slot.offset) // size, first - start)
+    return ParameterPart(
+        slot, (first - slot.offset) // size, (last - slot.offset) // size, first - start
+    )

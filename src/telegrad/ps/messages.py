@@ -65,8 +65,10 @@ class PushReply(NamedTuple):
     staleness: int = 0
     dropped: bool = False
     values: Tensor | None = None
-    skipped: bool = False  # the round made no step, because the gradients of some trainer were not finite
-    applied: Steps | None = None  # the last step of each trainer in this version, where it may be asked for
+    # the round made no step, because the gradients of some trainer were not finite
+    skipped: bool = False
+    # the last step of each trainer in this version, where it may be asked for
+    applied: Steps | None = None
     problem: str | None = None  # why steps of this server are not on disk, if they should be
 
 

@@ -84,7 +84,17 @@ class OwnedObject:
     State: what the object is, under `_settling`; set once. The rest belongs to the books.
     """
 
-    __slots__ = ("_error", "_future", "_object", "balance", "created", "done", "here", "key", "moved")
+    __slots__ = (
+        "_error",
+        "_future",
+        "_object",
+        "balance",
+        "created",
+        "done",
+        "here",
+        "key",
+        "moved",
+    )
 
     def __init__(self, key: ObjectKey, created: bool = False, here: int = 0) -> None:
         self.key = key
@@ -136,7 +146,9 @@ class OwnedObject:
 
     @property
     def wanted(self) -> bool:
-        return not self.created or self.here > 0 or any(count > 0 for count in self.balance.values())
+        return (
+            not self.created or self.here > 0 or any(count > 0 for count in self.balance.values())
+        )
 
 
 class ReferenceWatch(weakref.ref[Any]):
@@ -167,15 +179,14 @@ class ReferenceCounts:
         self._arrivals: defaultdict[str, SequenceSet] = defaultdict(SequenceSet)
         self._holdings: dict[tuple[str, ObjectKey], UserCount] = {}
         self._lost: set[str] = set()
-        self._dropped: deque[weakref.ref[Any]] = deque()  # the `ReferenceWatch` of each reference that died
+        # the `ReferenceWatch` of each reference that died
+        self._dropped: deque[weakref.ref[Any]] = deque()
         self._watching: dict[int, ReferenceWatch] = {}
         self._next = 0
         self._next_for: defaultdict[str, int] = defaultdict(int)
 
     def __repr__(self) -> str:
-        return (
-            f"<ReferenceCounts: {len(self._entries)} owned, {len(self._holdings)} held, {len(self._dropped)} to sweep>"
-        )
+        return f"<ReferenceCounts: {len(self._entries)} owned, {len(self._holdings)} held, {len(self._dropped)} to sweep>"
 
     # The owner's side
 
@@ -225,13 +236,21 @@ class ReferenceCounts:
             if entry is not None:
                 return entry
             if key.number in self._arrivals[key.creator]:
-                raise StaleReference(f"the object {key.number} of this reference no longer exists at its owner")
-            raise PeerLost("the worker that was creating this object died before its request arrived")
+                raise StaleReference(
+                    f"the object {key.number} of this reference no longer exists at its owner"
+                )
+            raise PeerLost(
+                "the worker that was creating this object died before its request arrived"
+            )
 
     def _entry(self, key: ObjectKey) -> OwnedObject | None:
         """Return the entry of an object, or a new one if it is on its way; None if it is gone or will never come."""
         entry = self._entries.get(key)
-        if entry is None and key.creator not in self._lost and key.number not in self._arrivals[key.creator]:
+        if (
+            entry is None
+            and key.creator not in self._lost
+            and key.number not in self._arrivals[key.creator]
+        ):
             entry = self._entries[key] = OwnedObject(key)
             if self._closed:
                 entry.settle(None, PeerLost(_LEFT))
@@ -376,7 +395,11 @@ class ReferenceCounts:
     def known(self, owner: str, keys: list[ObjectKey]) -> list[bool]:
         """Which of these objects of `owner` this worker refers to, or is about to give back."""
         with self._lock:
-            dropped = {(each.owner, each.key) for each in snapshot(self._dropped) if isinstance(each, ReferenceWatch)}
+            dropped = {
+                (each.owner, each.key)
+                for each in snapshot(self._dropped)
+                if isinstance(each, ReferenceWatch)
+            }
             return [(owner, key) in self._holdings or (owner, key) in dropped for key in keys]
 
     # For people and tests
@@ -386,6 +409,8 @@ class ReferenceCounts:
             return {
                 "owned objects": sum(entry.created for entry in self._entries.values()),
                 "references of others": sum(len(entry.balance) for entry in self._entries.values()),
-                "objects not created yet": sum(not entry.created for entry in self._entries.values()),
+                "objects not created yet": sum(
+                    not entry.created for entry in self._entries.values()
+                ),
                 "held objects": len(self._holdings),
             }

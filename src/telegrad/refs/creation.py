@@ -31,7 +31,17 @@ class Creation:
     State: `_done` and `error`, under `_settling`; set once.
     """
 
-    __slots__ = ("_arrivals", "_done", "_future", "_keeper", "_key", "_name", "_on_cancel", "_owner", "error")
+    __slots__ = (
+        "_arrivals",
+        "_done",
+        "_future",
+        "_keeper",
+        "_key",
+        "_name",
+        "_on_cancel",
+        "_owner",
+        "error",
+    )
 
     def __init__(self, keeper: ReferenceManager, name: str, owner: str, key: ObjectKey) -> None:
         self._keeper = keeper
@@ -85,7 +95,9 @@ class Creation:
                 if not self._done:
                     self.error, self._done, first = error, True, True
             self._keeper.pending.discard(self._key)
-            may_come = error is None or isinstance(error, CallCancelled) or getattr(error, "sent", False)
+            may_come = (
+                error is None or isinstance(error, CallCancelled) or getattr(error, "sent", False)
+            )
             if first and not may_come:
                 self._keeper.void(self._name, self._owner, self._key, error)
         except Exception:
@@ -102,7 +114,8 @@ class CreateObject:
 
     pickles_by_reference = True
     must_run = True
-    answer_may_wait = True  # the creator knows the object already; it waits for what it does with it
+    # the creator knows the object already; it waits for what it does with it
+    answer_may_wait = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.creates = function
@@ -121,7 +134,11 @@ def create_call(function: Callable[..., Any]) -> CreateObject:
         return _known[function]
     except (KeyError, TypeError):
         made = CreateObject(function)
-    if hasattr(function, "__qualname__") and "<" not in function.__qualname__ and not hasattr(function, "__self__"):
+    if (
+        hasattr(function, "__qualname__")
+        and "<" not in function.__qualname__
+        and not hasattr(function, "__self__")
+    ):
         with _lock:
             if len(_known) < MAX_FUNCTIONS:
                 return _known.setdefault(function, made)
@@ -129,7 +146,11 @@ def create_call(function: Callable[..., Any]) -> CreateObject:
 
 
 def create(
-    function: Callable[..., Any], owner: str, key: ObjectKey, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    owner: str,
+    key: ObjectKey,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """At the owner: run what `remote` asked for and keep the result. Its creator hears only that it is there."""
     keeper = owner_manager(owner)

@@ -57,9 +57,7 @@ class ReferenceManager:
         return agent.service(cls)
 
     def __repr__(self) -> str:
-        return (
-            f"<ReferenceManager of {self.agent.name}: {self.books!r}, {self.inbox!r}, {list(self._outboxes.values())}>"
-        )
+        return f"<ReferenceManager of {self.agent.name}: {self.books!r}, {self.inbox!r}, {list(self._outboxes.values())}>"
 
     def note(self, owner_name: str, owner: str, *notes: ReferenceMessage) -> None:
         """Tell an owner something; our own books are told directly."""
@@ -70,7 +68,9 @@ class ReferenceManager:
         with self._lock:
             outbox = self._outboxes.get(owner)
             if outbox is None:
-                outbox = self._outboxes[owner] = MessageOutbox(self.agent, owner_name, owner, _deliver)
+                outbox = self._outboxes[owner] = MessageOutbox(
+                    self.agent, owner_name, owner, _deliver
+                )
         outbox.send(list(notes))
 
     def export(self, owner_name: str, owner: str, key: ObjectKey, holder: str) -> None:
@@ -98,9 +98,15 @@ class ReferenceManager:
         finally:
             self._sweeping = False
 
-    def void(self, owner_name: str, owner: str, key: ObjectKey, error: BaseException | None) -> None:
+    def void(
+        self, owner_name: str, owner: str, key: ObjectKey, error: BaseException | None
+    ) -> None:
         """Tell an owner that an object will never be created: its creation failed here before it was sent."""
-        self.note(owner_name, owner, ("void", key, f"{type(error).__name__}: {text_of(error or Exception())}"))
+        self.note(
+            owner_name,
+            owner,
+            ("void", key, f"{type(error).__name__}: {text_of(error or Exception())}"),
+        )
 
     def audit(self) -> None:
         """Ask holders whose balance has not moved for a while whether they really hold; twice, then write off."""
@@ -136,10 +142,13 @@ class ReferenceManager:
         if holder == me:  # a message to ourselves that never arrived
             return [False] * len(keys)
         try:
-            question = self.agent.start(self._name_of(holder), _known, (me, keys), None, _PATIENCE, internal=True)
+            question = self.agent.start(
+                self._name_of(holder), _known, (me, keys), None, _PATIENCE, internal=True
+            )
             answer: list[bool] = question.wait()
         except TelegradError:
-            return [True] * len(keys)  # no answer is no evidence; if it is lost, that is found elsewhere
+            # no answer is no evidence; if it is lost, that is found elsewhere
+            return [True] * len(keys)
         return answer
 
     def _name_of(self, incarnation: str) -> str:
@@ -201,7 +210,9 @@ def fetch(owner: str, key: tuple[str, int]) -> Any:
     return entry.value() if entry.done else DeferredReply(entry.future)
 
 
-def with_object(owner: str, key: tuple[str, int], run: Callable[[ReferenceManager, Any], Any]) -> Any:
+def with_object(
+    owner: str, key: tuple[str, int], run: Callable[[ReferenceManager, Any], Any]
+) -> Any:
     """At the owner: run something with an object. If it is still being made, later, and no thread waits for that.
 
     The key comes as a plain tuple: a class of its own takes a third of the time to pack and unpack a call.
@@ -233,5 +244,7 @@ def with_object(owner: str, key: tuple[str, int], run: Callable[[ReferenceManage
 
     context = contextvars.copy_context()  # of the call: its scope, for one
     threads, clock = keeper.agent.threads, keeper.agent.clock
-    entry.future.add_done_callback(lambda _: threads.start_when_possible(lambda: context.run(run_now), clock))
+    entry.future.add_done_callback(
+        lambda _: threads.start_when_possible(lambda: context.run(run_now), clock)
+    )
     return later

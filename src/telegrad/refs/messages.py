@@ -21,7 +21,8 @@ from telegrad.errors import CallTimeout, PeerLost, TelegradError
 if TYPE_CHECKING:
     from telegrad.agent import Agent
 
-ReferenceMessage = tuple[Any, ...]  # ("lend", key, holder) | ("release", key, holder, count) | ("void", key, reason)
+# ("lend", key, holder) | ("release", key, holder, count) | ("void", key, reason)
+ReferenceMessage = tuple[Any, ...]
 
 _RETRY = 30.0
 _log = logging.getLogger("telegrad")
@@ -30,7 +31,9 @@ _log = logging.getLogger("telegrad")
 class MessageOutbox:
     """Notes of this agent to one owner."""
 
-    def __init__(self, agent: Agent, owner_name: str, owner: str, deliver: Callable[..., None]) -> None:
+    def __init__(
+        self, agent: Agent, owner_name: str, owner: str, deliver: Callable[..., None]
+    ) -> None:
         self._agent = agent
         self._name = owner_name
         self._owner = owner
@@ -59,7 +62,8 @@ class MessageOutbox:
         args = (self._owner, agent.local_member.incarnation, number, notes)
         try:
             future = agent.start(self._name, self._deliver, args, None, _RETRY, internal=True)
-        except TelegradError as error:  # this agent is closing, or the owner is unknown: nobody counts any more
+        # this agent is closing, or the owner is unknown: nobody counts any more
+        except TelegradError as error:
             self._finished(number, error)
             return
         future.add_done_callback(lambda done: self._acknowledged(number, notes, done))

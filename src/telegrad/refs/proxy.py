@@ -32,17 +32,25 @@ class MethodCall:
         self.__qualname__ = f"method {name}"
 
     def __call__(self, owner: str, key: tuple[str, int], /, *args: Any, **kwargs: Any) -> Any:
-        return with_object(owner, key, lambda keeper, target: self._invoke(keeper, target, args, kwargs))
+        return with_object(
+            owner, key, lambda keeper, target: self._invoke(keeper, target, args, kwargs)
+        )
 
-    def _invoke(self, keeper: ReferenceManager, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _invoke(
+        self, keeper: ReferenceManager, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         function = getattr(target, self._name)
         if not keeper.agent.allowed(getattr(function, "__func__", function)):
-            raise UsageError(f"worker {keeper.agent.name!r} serves only registered functions; {self._name} is not one")
+            raise UsageError(
+                f"worker {keeper.agent.name!r} serves only registered functions; {self._name} is not one"
+            )
         served = served_form(function)
         outcome = served(*args, **kwargs)
         if served is not function:
             return outcome  # it says itself whether it answers later
-        return DeferredReply(outcome) if getattr(function, ASYNC_MARK, None) is not None else outcome
+        return (
+            DeferredReply(outcome) if getattr(function, ASYNC_MARK, None) is not None else outcome
+        )
 
     def __reduce__(self) -> tuple[Callable[[str], MethodCall], tuple[str]]:
         return method, (self._name,)
@@ -126,7 +134,9 @@ class RemoteStream:
                 yield item
 
     def _pull(self) -> Future[tuple[list[Any], bool]]:
-        future: Future[tuple[list[Any], bool]] = self._generator._start(_pull, self._timeout, (self._chunk,), {})
+        future: Future[tuple[list[Any], bool]] = self._generator._start(
+            _pull, self._timeout, (self._chunk,), {}
+        )
         return future
 
 

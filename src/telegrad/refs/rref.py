@@ -20,7 +20,12 @@ from telegrad.current import active_agent, thread_state
 from telegrad.errors import CallTimeout, SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.group.membership import WorkerInfo
-from telegrad.messages.packing import MessageContext, before_sending, current_message, keep_until_answered
+from telegrad.messages.packing import (
+    MessageContext,
+    before_sending,
+    current_message,
+    keep_until_answered,
+)
 from telegrad.refs import proxy
 from telegrad.refs.counts import ObjectKey, OwnedObject
 from telegrad.refs.creation import Creation, create_call
@@ -55,10 +60,21 @@ class RRef(Generic[T]):
                 "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
             )
         keeper = ReferenceManager.of(agent)
-        self._fill(keeper, agent.local_member.info, agent.local_member.incarnation, keeper.books.own(value), None)
+        self._fill(
+            keeper,
+            agent.local_member.info,
+            agent.local_member.incarnation,
+            keeper.books.own(value),
+            None,
+        )
 
     def _fill(
-        self, keeper: ReferenceManager, info: WorkerInfo, owner: str, key: ObjectKey, creation: Creation | None
+        self,
+        keeper: ReferenceManager,
+        info: WorkerInfo,
+        owner: str,
+        key: ObjectKey,
+        creation: Creation | None,
     ) -> RRef[T]:
         self._keeper = keeper
         self._owner_info = info
@@ -110,7 +126,9 @@ class RRef(Generic[T]):
     def fetch_async(self, timeout: float = -1.0) -> Future[T]:
         """A future for `to_here`."""
         args = (self._owner, tuple(self._key))
-        return self._agent.start(self._owner_info.name, fetch, args, None, limit(timeout), keep=self)
+        return self._agent.start(
+            self._owner_info.name, fetch, args, None, limit(timeout), keep=self
+        )
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.fetch_async().__await__()
@@ -172,24 +190,36 @@ class RRef(Generic[T]):
         if self._creation is not None and self._creation.done():
             error = self._creation.error
             if isinstance(error, CallTimeout):
-                raise CallTimeout(f"RRef creation timed out: {error}", peer=error.peer, call=error.call) from error
+                raise CallTimeout(
+                    f"RRef creation timed out: {error}", peer=error.peer, call=error.call
+                ) from error
             if error is not None:
                 raise error
 
-    def _call(self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self._raise_failed_creation()
         args = (self._owner, tuple(self._key), *args)
         return self._agent.invoke(self._owner_info.name, method, args, kwargs, limit(timeout))
 
-    def _start(self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+    def _start(
+        self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
         self._raise_failed_creation()
         args = (self._owner, tuple(self._key), *args)
-        return self._agent.start(self._owner_info.name, method, args, kwargs, limit(timeout), keep=self)
+        return self._agent.start(
+            self._owner_info.name, method, args, kwargs, limit(timeout), keep=self
+        )
 
-    def _create(self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RRef[Any]:
+    def _create(
+        self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> RRef[Any]:
         self._raise_failed_creation()
         args = (self._owner, tuple(self._key), *args)
-        return remote(self._owner_info, method, args, kwargs, limit(timeout), agent=self._agent, keep=self)
+        return remote(
+            self._owner_info, method, args, kwargs, limit(timeout), agent=self._agent, keep=self
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise SerializationError(
@@ -212,7 +242,9 @@ def _rref_typeof_on_owner(owner: str, key: ObjectKey) -> Any:
 
 def _backward_from(value: Any, context_id: int, retain_graph: bool) -> None:
     if not isinstance(value, Tensor):
-        raise UsageError(f"RRef should contain a tensor for .backward(), not {type(value).__name__}")
+        raise UsageError(
+            f"RRef should contain a tensor for .backward(), not {type(value).__name__}"
+        )
     if context_id == -1:
         value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     else:
@@ -276,9 +308,12 @@ def _reduce(rref: RRef[Any]) -> tuple[Any, tuple[Any, ...]]:
     if envelope is None:
         rref.__reduce_ex__(5)
     if envelope is not None and envelope.agent is not rref._keeper.agent:
-        raise SerializationError(f"{rref!r} belongs to another agent of this process than the one that sends it")
+        raise SerializationError(
+            f"{rref!r} belongs to another agent of this process than the one that sends it"
+        )
     if envelope is not None and envelope.incarnation == rref._owner and keep_until_answered(rref):
-        return _rebuild_at_home, tuple(rref._key)  # this reference keeps the object alive until the call has ended
+        # this reference keeps the object alive until the call has ended
+        return _rebuild_at_home, tuple(rref._key)
     info = rref._owner_info
 
     def tell(where: MessageContext) -> None:

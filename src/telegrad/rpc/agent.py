@@ -53,7 +53,9 @@ class RpcAgent(Agent):
             else:
                 group_shutdown.drain(self, until)
         if missing:
-            raise GroupBroken(f"join ended without {', '.join(sorted(missing))}", missing=sorted(missing))
+            raise GroupBroken(
+                f"join ended without {', '.join(sorted(missing))}", missing=sorted(missing)
+            )
 
     def sync(self) -> None:
         """Wait until all workers are here. Raise `GroupBroken` if one is missing after the default timeout."""
@@ -68,7 +70,9 @@ class RpcAgent(Agent):
             "agent.num_idle_threads": max(executor.limit - executor.active, 0),
             "agent.client_active_calls": sum(link.calls_under_way for link in self.links()),
             "agent.server_active_calls": sum(inbound.calls_under_way for inbound in inbounds),
-            "agent.server_active_async_calls": sum(inbound.calls_answered_later for inbound in inbounds),
+            "agent.server_active_async_calls": sum(
+                inbound.calls_answered_later for inbound in inbounds
+            ),
         }
         return {name: str(value) for name, value in metrics.items()}
 
@@ -79,7 +83,9 @@ class RpcAgent(Agent):
     def _get_device_map(self, dst: WorkerInfo | str) -> dict[torch.device, torch.device]:
         """Return the device map of calls to a worker."""
         name = dst if isinstance(dst, str) else dst.name
-        return dict(request_route(self.config.device_maps, name, self.config.unmapped_devices).known)
+        return dict(
+            request_route(self.config.device_maps, name, self.config.unmapped_devices).known
+        )
 
     def _get_backend_options(self) -> RpcBackendOptions:
         """Return the options that `init_rpc` was called with."""

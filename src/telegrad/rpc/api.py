@@ -90,13 +90,17 @@ def init_rpc(
         if active_agent() is not None:
             raise UsageError("RPC is already initialized; call shutdown first")
         timeout = rpc_backend_options.to_config().join_timeout
-        store, rank, world_size = _rendezvous(rpc_backend_options.init_method, rank, world_size, timeout)
+        store, rank, world_size = _rendezvous(
+            rpc_backend_options.init_method, rank, world_size, timeout
+        )
         store = dist.PrefixStore(f"telegrad_{_inits.count}", store)
         _inits.count += 1
         _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
 
 
-def _rendezvous(url: str, rank: int, world_size: int | None, timeout: float) -> tuple[Any, int, int | None]:
+def _rendezvous(
+    url: str, rank: int, world_size: int | None, timeout: float
+) -> tuple[Any, int, int | None]:
     """Return the store of the group, and the rank and size, which may come from the environment.
 
     No size: a dynamic group. torch's TCP store can wait for all workers, but cannot say who is missing, so it is not
@@ -115,7 +119,9 @@ def _rendezvous(url: str, rank: int, world_size: int | None, timeout: float) -> 
             "Pass rank= and world_size= to init_rpc, or set RANK and WORLD_SIZE"
         )
     waited_for = -1 if scheme in ("env", "tcp") else size
-    query = f"{'&' if '?' in url else '?'}world_size={waited_for}" + (f"&rank={rank}" if rank >= 0 else "")
+    query = f"{'&' if '?' in url else '?'}world_size={waited_for}" + (
+        f"&rank={rank}" if rank >= 0 else ""
+    )
     try:
         store, rank, _ = next(dist.rendezvous(url + query, timeout=timedelta(seconds=timeout)))
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -133,7 +139,9 @@ def _from_environment(name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"the environment variable {name} must be a number, not {text!r}") from None
+        raise UsageError(
+            f"the environment variable {name} must be a number, not {text!r}"
+        ) from None
 
 
 def _infer_backend(options: RpcBackendOptions | None) -> Any:
@@ -176,8 +184,12 @@ def _start_agent(
         and type(rpc_backend_options) is not RpcBackendOptions
     ):
         kind = type(rpc_backend_options).__name__
-        raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, not a `{kind}`")
-    agent = RpcAgent(name, store=store, rank=rank, world_size=world_size, options=rpc_backend_options)
+        raise TypeError(
+            f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, not a `{kind}`"
+        )
+    agent = RpcAgent(
+        name, store=store, rank=rank, world_size=world_size, options=rpc_backend_options
+    )
     store.set_timeout(timedelta(seconds=agent.config.join_timeout))
     profiling.watch()
     futures.end_collect_all_early()
@@ -339,7 +351,9 @@ class AllGatherStates:
         self.proceed_signal = threading.Event()
 
 
-def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
+def _all_gather(
+    obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
     """Everybody's object by worker name. Raises, naming who was missing, if somebody does not come."""
     agent = _require_agent()
     limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None

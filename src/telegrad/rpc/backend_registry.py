@@ -76,13 +76,17 @@ def register_backend(
     """Add a backend; returns its member of `BackendType`."""
     if backend_registered(backend_name):
         raise UsageError(f"RPC backend {backend_name}: already registered")
-    return BackendType.add(backend_name, BackendValue(construct_rpc_backend_options_handler, init_backend_handler))
+    return BackendType.add(
+        backend_name, BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
+    )
 
 
 def construct_rpc_backend_options(
     backend: Any, rpc_timeout: float = 60.0, init_method: str = "env://", **options: Any
 ) -> RpcBackendOptions:
-    made: RpcBackendOptions = backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **options)
+    made: RpcBackendOptions = backend.value.construct_rpc_backend_options_handler(
+        rpc_timeout, init_method, **options
+    )
     return made
 
 

@@ -10,7 +10,11 @@ import torch
 
 from telegrad.config import Config
 from telegrad.errors import UsageError
-from telegrad.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
+from telegrad.rpc.constants import (
+    DEFAULT_INIT_METHOD,
+    DEFAULT_NUM_WORKER_THREADS,
+    DEFAULT_RPC_TIMEOUT_SEC,
+)
 
 Device = int | str | torch.device
 DeviceMap = dict[Device, Device]
@@ -29,7 +33,9 @@ class RpcBackendOptions:
         config: Config | None = None,
     ) -> None:
         if rpc_timeout < 0:
-            raise UsageError(f"rpc_timeout must be 0 (no limit) or positive seconds, not {rpc_timeout}")
+            raise UsageError(
+                f"rpc_timeout must be 0 (no limit) or positive seconds, not {rpc_timeout}"
+            )
         self.rpc_timeout = float(rpc_timeout)
         self.init_method = init_method
         self.config = config
@@ -92,7 +98,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         for source, target in device_map.items():
             near, far = torch.device(source), torch.device(target)
             if known.get(near, far) != far:
-                raise ValueError(f"`set_device_map` only supports 1-to-1 mapping, trying to map {near} to {far} too")
+                raise ValueError(
+                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {near} to {far} too"
+                )
             known[near] = far
         self.device_maps[to] = known
 

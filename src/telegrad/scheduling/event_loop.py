@@ -238,7 +238,9 @@ class EventLoop:
             connection.number = number
         connection.mask = mask
 
-    def _set_mask(self, connection: LoopConnection, mask: int, only_if_watched: bool = False) -> None:
+    def _set_mask(
+        self, connection: LoopConnection, mask: int, only_if_watched: bool = False
+    ) -> None:
         """Look for something else from now on, unless the connection has ended."""
         number = connection.channel.fileno()
         if number is None:
@@ -255,7 +257,9 @@ class EventLoop:
 
     def _await_room(self, connection: LoopConnection) -> None:
         """The peer takes no more: send the rest when it does. Who holds up or receives a connection sends it later."""
-        self._set_mask(connection, _WRITE if connection.stops_reading else _READ | _WRITE, only_if_watched=True)
+        self._set_mask(
+            connection, _WRITE if connection.stops_reading else _READ | _WRITE, only_if_watched=True
+        )
 
     def _forget(self, connection: LoopConnection) -> None:
         """Under the lock: the connection is over."""
@@ -561,7 +565,9 @@ class EventLoop:
     def more(self, epoch: int) -> bool:
         """Will the thread of `epoch` read another frame at once?"""
         current = self._current
-        return self._epoch == epoch and bool(self._ready or (current is not None and current.channel.has_frame()))
+        return self._epoch == epoch and bool(
+            self._ready or (current is not None and current.channel.has_frame())
+        )
 
     def leave(self, epoch: int, key: Hashable, job: Job) -> bool:
         """Do this when nothing more is here. False: the thread of `epoch` does not lead any more."""
@@ -633,7 +639,9 @@ class EventLoops:
                 try:
                     self._loops.append(self._make())
                 except OSError as error:
-                    _log.warning("no descriptors for another event loop (%s); going on with fewer", error)
+                    _log.warning(
+                        "no descriptors for another event loop (%s); going on with fewer", error
+                    )
                     self._count = len(self._loops)
             return self._loops[index % self._count]
 

@@ -101,7 +101,8 @@ class ThreadPool:
                 blocking.take(None)
                 try:
                     job = self._next()
-                except (MemoryError, OSError, SystemExit) as error:  # a shortage: one idle thread fewer
+                # a shortage: one idle thread fewer
+                except (MemoryError, OSError, SystemExit) as error:
                     _log.info("an idle thread ends: %s", error)
                     return
         finally:

@@ -34,7 +34,14 @@ from telegrad.deadline import Deadline
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError, text_of
 from telegrad.futures import Future
 from telegrad.messages import scope as scopes
-from telegrad.messages.packing import MessageContext, ReceivedResource, SharedReply, pack, shared_reply_for, unpack
+from telegrad.messages.packing import (
+    MessageContext,
+    ReceivedResource,
+    SharedReply,
+    pack,
+    shared_reply_for,
+    unpack,
+)
 from telegrad.messages.routes import ANY_DEVICE, DeviceRoute, reply_route
 from telegrad.messages.scope import current_scope
 from telegrad.scheduling.clock import Clock
@@ -158,7 +165,8 @@ class ServerConnection(LoopConnection):
             if unwanted and not target.must_run:
                 self._decline(frame.call)
             else:
-                self._execute(frame, target)  # not the reader: it must not cork a reply, for nobody may flush it
+                # not the reader: it must not cork a reply, for nobody may flush it
+                self._execute(frame, target)
 
         self._owed[frame.call] = not target.internal
         try:
@@ -178,7 +186,8 @@ class ServerConnection(LoopConnection):
             if waiting.given_up is not None:
                 waiting.given_up()
         elif isinstance(waiting, Future) and waiting.leave() and waiting.is_call:
-            waiting.cancel()  # not a promise of the user's: the next caller may be given the same one
+            # not a promise of the user's: the next caller may be given the same one
+            waiting.cancel()
 
     def _target(self, frame: Frame) -> ServedFunction | None:
         """The numbered function of a call; None if the function is inside the pickle."""
@@ -188,14 +197,18 @@ class ServerConnection(LoopConnection):
             self._define(frame)
         target = self._functions.get(frame.function)
         if target is None:
-            raise ProtocolError(f"a call of function number {frame.function}, which was never defined")
+            raise ProtocolError(
+                f"a call of function number {frame.function}, which was never defined"
+            )
         return target
 
     def _define(self, frame: Frame) -> None:
         lost = frame.damage is not None and not len(frame.body)  # there was no memory for the body
         size = int.from_bytes(frame.body[:4], "little")
         if not 0 < frame.function <= MAX_FUNCTIONS or (size > len(frame.body) - 4 and not lost):
-            raise ProtocolError(f"a definition of {size} bytes for function number {frame.function}")
+            raise ProtocolError(
+                f"a definition of {size} bytes for function number {frame.function}"
+            )
         try:
             if frame.damage is not None and lost:
                 raise frame.damage
@@ -204,7 +217,9 @@ class ServerConnection(LoopConnection):
             target = ServedFunction(_UndecodableFunction(error))
         self._functions[frame.function] = target
 
-    def _execute(self, frame: Frame, target: ServedFunction | None, loop: EventLoop | None = None) -> None:
+    def _execute(
+        self, frame: Frame, target: ServedFunction | None, loop: EventLoop | None = None
+    ) -> None:
         """Run a call and send its reply, or arrange for it to be sent. Never raises."""
         self._host.calls_served += 1
         self._owed[frame.call] = target is None or not target.internal
@@ -218,7 +233,9 @@ class ServerConnection(LoopConnection):
         except BaseException as error:
             self._fail(frame.call, target, error, frame.function)
 
-    def _run_scoped(self, frame: Frame, target: ServedFunction | None, loop: EventLoop | None) -> None:
+    def _run_scoped(
+        self, frame: Frame, target: ServedFunction | None, loop: EventLoop | None
+    ) -> None:
         scope = scopes.open_scope(frame.body, self._envelope)
         token = current_scope.set(scope)
         try:
@@ -233,7 +250,12 @@ class ServerConnection(LoopConnection):
         epoch = loop.own_epoch if loop is not None else 0
         arrivals: list[ReceivedResource] = []
         try:
-            if frame.flags or target is None or frame.damage is not None or self._host.config.only_registered:
+            if (
+                frame.flags
+                or target is None
+                or frame.damage is not None
+                or self._host.config.only_registered
+            ):
                 target, args, kwargs = self._open(frame, target, arrivals)
             else:
                 args, kwargs = self._unpack(frame.body, frame.buffers, arrivals), {}
@@ -242,7 +264,8 @@ class ServerConnection(LoopConnection):
             try:
                 value = target.run(*args, **kwargs)
             finally:
-                if self._host.forked:  # by the function, which has ended in the child now; the parent answers
+                # by the function, which has ended in the child now; the parent answers
+                if self._host.forked:
                     os._exit(0)
             if loop is None:
                 target.took(_now() - started - (blocking.waited() - waited))
@@ -322,14 +345,18 @@ class ServerConnection(LoopConnection):
                 envelope = envelope._replace(route=ANY_DEVICE)
             if exclusive:
                 envelope = envelope._replace(exclusive=True)
-            body, buffers = pack(envelope, value, owed=owed) if shared is None else shared.pack(envelope)
+            body, buffers = (
+                pack(envelope, value, owed=owed) if shared is None else shared.pack(envelope)
+            )
         except BaseException as error:
             _settle(owed)
             self._fail(call, target, error)
             return
         try:
             if shared is not None and (buffers or len(body) >= _CORK_BELOW):
-                self._send_on_a_thread(call, target, body, shared.snapshot(buffers, self.channel), shared)
+                self._send_on_a_thread(
+                    call, target, body, shared.snapshot(buffers, self.channel), shared
+                )
                 return
             if buffers or len(body) >= _CORK_BELOW:
                 self._send_large(call, body, buffers)
@@ -355,7 +382,12 @@ class ServerConnection(LoopConnection):
         self._answered(call)
 
     def _send_on_a_thread(
-        self, call: int, target: ServedFunction, body: bytes, buffers: list[memoryview], shared: SharedReply
+        self,
+        call: int,
+        target: ServedFunction,
+        body: bytes,
+        buffers: list[memoryview],
+        shared: SharedReply,
     ) -> None:
         """Send one of several large replies: neither who completed the future nor other receivers wait for this one."""
 
@@ -382,7 +414,8 @@ class ServerConnection(LoopConnection):
     def _answer_later(self, call: int, target: ServedFunction, value: Any) -> None:
         """The function returned a future: reply when it completes. If all its callers give up, it is cancelled."""
         is_later = type(value) is DeferredReply
-        if not is_later and not isinstance(value, torch._C.Future):  # what torch's own `then` returns is only that
+        # what torch's own `then` returns is only that
+        if not is_later and not isinstance(value, torch._C.Future):
             raise UsageError(
                 f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
                 f"but {target.name} returned {type(value).__name__}"
@@ -390,7 +423,8 @@ class ServerConnection(LoopConnection):
         if isinstance(value, Future):
             value.join()
         self._waiting[call] = (
-            value  # a `DeferredReply` belongs to others too, whether or not they wait for it right now
+            # a `DeferredReply` belongs to others too, whether or not they wait for it right now
+            value
         )
         scope = current_scope.get()
 
@@ -417,7 +451,9 @@ class ServerConnection(LoopConnection):
         else:
             _FutureReplies.add(value, reply)
 
-    def _fail(self, call: int, target: ServedFunction | None, error: BaseException, function: int = 0) -> None:
+    def _fail(
+        self, call: int, target: ServedFunction | None, error: BaseException, function: int = 0
+    ) -> None:
         """Answer a call with an error; if that cannot be, end the connection. Never raises.
 
         A caller that is told the number of its `function` defines it again with the next call.
@@ -425,12 +461,22 @@ class ServerConnection(LoopConnection):
         if call not in self._owed:
             return  # it was answered before this error was raised
         name = target.name if target is not None else "a function sent by value"
-        unknown = function if target is not None and type(target.function) is _UndecodableFunction else 0
+        unknown = (
+            function if target is not None and type(target.function) is _UndecodableFunction else 0
+        )
         try:
             if not isinstance(error, TelegradError):
-                _log.warning("%s called %s, which raised\n%s", self.peer_name, name, remote_traceback(error))
+                _log.warning(
+                    "%s called %s, which raised\n%s", self.peer_name, name, remote_traceback(error)
+                )
         except BaseException as failure:
-            _log.warning("%s called %s, which raised %s (%s)", self.peer_name, name, type(error), type(failure))
+            _log.warning(
+                "%s called %s, which raised %s (%s)",
+                self.peer_name,
+                name,
+                type(error),
+                type(failure),
+            )
         for encode in (encode_failure, encode_name_of_failure):
             try:
                 body = encode(error, self._host.name, name)
@@ -476,7 +522,8 @@ class _FutureReplies:
             try:
                 setattr(future, _REPLIES_ATTRIBUTE, waiters)
             except AttributeError:
-                pass  # one of torch's that has no attributes: each of its calls is answered by itself
+                # one of torch's that has no attributes: each of its calls is answered by itself
+                pass
         future.add_done_callback(waiters._complete)
 
     def _complete(self, done: Any) -> None:

@@ -42,7 +42,9 @@ class DeferredReply:
 
     __slots__ = ("_value", "given_up")
 
-    def __init__(self, value: torch.futures.Future[Any] | Promise, given_up: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, value: torch.futures.Future[Any] | Promise, given_up: Callable[[], None] | None = None
+    ) -> None:
         self._value = value
         self.given_up = given_up
 
@@ -129,7 +131,8 @@ class ServedFunction:
         self.is_deferred = getattr(self.run, ASYNC_MARK, None) is not None
         self.internal = hasattr(function, _INTERNAL_MARK)
         self.anywhere = hasattr(function, ANY_DEVICE_MARK)
-        self.must_run = bool(getattr(function, "must_run", False))  # even if its caller no longer waits
+        # even if its caller no longer waits
+        self.must_run = bool(getattr(function, "must_run", False))
         self.reply_may_wait = bool(
             getattr(function, "answer_may_wait", False)
         )  # a moment, until the worker has less to do

@@ -31,9 +31,20 @@ from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.threads import ThreadPool
 from telegrad.server.connection import ServerConnection, ServerRuntime
 from telegrad.transport import in_process, segment_transfer, sockets
-from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, close_with_reason, send_goodbye
+from telegrad.transport.channel import (
+    Channel,
+    ChannelClosed,
+    PeerClosed,
+    close_with_reason,
+    send_goodbye,
+)
 from telegrad.transport.segment_transfer import SegmentSender
-from telegrad.transport.shared_memory import SegmentAllocator, SegmentMappings, SharedMemoryTransfer, SharedSegment
+from telegrad.transport.shared_memory import (
+    SegmentAllocator,
+    SegmentMappings,
+    SharedMemoryTransfer,
+    SharedSegment,
+)
 from telegrad.transport.stream import StreamChannel
 from telegrad.wire import handshake
 from telegrad.wire.buffer_pool import BufferPool
@@ -84,7 +95,8 @@ class Connections:
         self.counters: Counter[str] = Counter()
         self._listeners: list[socket.socket] = []
         self._strangers: set[socket.socket] = set()
-        self._dialling: dict[str, set[socket.socket]] = {}  # by incarnation: connections that are being made
+        # by incarnation: connections that are being made
+        self._dialling: dict[str, set[socket.socket]] = {}
         self._inbounds: set[ServerConnection] = set()
         self._last_words: dict[str, str] = {}
         self._segments = SegmentSender(self._connect)
@@ -94,7 +106,9 @@ class Connections:
         self.addresses: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        return f"<Connections {self.addresses} {len(self._inbounds)} inbound, {dict(self.counters)}>"
+        return (
+            f"<Connections {self.addresses} {len(self._inbounds)} inbound, {dict(self.counters)}>"
+        )
 
     @property
     def server_connections(self) -> list[ServerConnection]:
@@ -141,9 +155,15 @@ class Connections:
                     if transport == "memory":
                         return self._dial_memory(address, member, purpose)
                     if self._owner.closing:
-                        raise PeerLost(f"worker {self._owner.name!r} has left the group", peer=member.name, sent=False)
+                        raise PeerLost(
+                            f"worker {self._owner.name!r} has left the group",
+                            peer=member.name,
+                            sent=False,
+                        )
                     if self._owner.is_lost(member.incarnation):
-                        raise PeerLost(f"worker {member.name!r} was lost", peer=member.name, sent=False)
+                        raise PeerLost(
+                            f"worker {member.name!r} was lost", peer=member.name, sent=False
+                        )
                     return self._dial_socket(address, member, purpose, min(until, limit))
                 except OSError as error:
                     tried.append(f"{address} ({error.strerror or error})")
@@ -153,7 +173,9 @@ class Connections:
                     tried.append(f"{address} ({error})")
         if time.monotonic() >= until:
             raise TimeoutError
-        raise PeerLost(f"worker {member.name!r} cannot be reached{_hint(tried)}", peer=member.name, sent=False)
+        raise PeerLost(
+            f"worker {member.name!r} cannot be reached{_hint(tried)}", peer=member.name, sent=False
+        )
 
     def probe(self, member: Member) -> bool | None:
         """Is this member alive? None: it does not answer, and nothing shows that its process has ended."""
@@ -179,19 +201,28 @@ class Connections:
         other = _in_process.get(address)
         if other is None:
             raise ProtocolError("another process")
-        near, far = handshake.client(self._secret, self._introduce(purpose, member.name)), other._server_steps()
+        near, far = (
+            handshake.client(self._secret, self._introduce(purpose, member.name)),
+            other._server_steps(),
+        )
         peer, client_said = handshake.converse(near, far)
         self._verify(peer, member)
         mine, theirs = in_process.pair(self._pool)
         other._welcome(theirs, client_said)
         return DialedConnection(mine, float(peer["heartbeat"]))
 
-    def _dial_socket(self, address: str, member: Member, purpose: str, until: float) -> DialedConnection:
+    def _dial_socket(
+        self, address: str, member: Member, purpose: str, until: float
+    ) -> DialedConnection:
         sock, peer = self._connect(address, member, purpose, until)
         try:
             unix = _unix_address(member.addresses)
-            sharing = self._sharing(member.incarnation, unix) if sock.family == socket.AF_UNIX else None
-            channel = StreamChannel(sock, self._pool, self._config.max_frame, sharing, self._peer_limit(peer))
+            sharing = (
+                self._sharing(member.incarnation, unix) if sock.family == socket.AF_UNIX else None
+            )
+            channel = StreamChannel(
+                sock, self._pool, self._config.max_frame, sharing, self._peer_limit(peer)
+            )
             return DialedConnection(channel, float(peer["heartbeat"]))
         except BaseException:
             sock.close()
@@ -206,7 +237,8 @@ class Connections:
         with self._lock:
             self._dialling.setdefault(incarnation, set()).add(sock)
         try:
-            if self._closed.is_set():  # `close` has looked at those that are dialling already, or is about to
+            # `close` has looked at those that are dialling already, or is about to
+            if self._closed.is_set():
                 raise OSError("this worker is shutting down")
             introduction = self._introduce(purpose, "" if member is None else member.name)
             peer = sockets.shake_hands(sock, handshake.client(self._secret, introduction), timeout)
@@ -273,7 +305,9 @@ class Connections:
             sharing = None
             if sock.family == socket.AF_UNIX and peer["unix"]:
                 sharing = self._sharing(peer["incarnation"], peer["unix"])
-            channel = StreamChannel(sock, self._pool, self._config.max_frame, sharing, self._peer_limit(peer))
+            channel = StreamChannel(
+                sock, self._pool, self._config.max_frame, sharing, self._peer_limit(peer)
+            )
         except AuthenticationError as error:
             self._turn_away(sock, "refused: wrong secret or user", error)
         except ProtocolError as error:
@@ -343,7 +377,12 @@ class Connections:
         """An inbound connection is over. See `Agent.check_silent_peer`."""
         if isinstance(error, ProtocolError):
             self.counters["closed: protocol"] += 1
-            _log.warning("worker %r closed the connection from %r: %s", self._owner.name, inbound.peer_name, error)
+            _log.warning(
+                "worker %r closed the connection from %r: %s",
+                self._owner.name,
+                inbound.peer_name,
+                error,
+            )
         with self._lock:
             if isinstance(error, PeerClosed):
                 self._last_words[inbound.incarnation] = error.words
@@ -470,6 +509,8 @@ def _hint(tried: list[str]) -> str:
         return ": it offers no transport that this worker uses"
     loopback = any(text.startswith(("tcp:127.", "tcp:localhost")) for text in tried)
     advice = (
-        ". It listens on loopback only; if it is on another host, start it with TELEGRAD_LISTEN" if loopback else ""
+        ". It listens on loopback only; if it is on another host, start it with TELEGRAD_LISTEN"
+        if loopback
+        else ""
     )
     return f"; tried {', '.join(tried)}{advice}"

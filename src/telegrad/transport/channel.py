@@ -52,9 +52,12 @@ class Channel(ABC):
     """A connection to one peer."""
 
     kind: str
-    notify: Callable[[], None] | None = None  # called when a frame arrives, by channels that have no `fileno`
-    when_full: Callable[[], None] | None = None  # called when the peer took only a part of what was corked
-    heard = False  # set whenever bytes arrive, cleared by the heartbeat: a long frame is a sign of life, too
+    # called when a frame arrives, by channels that have no `fileno`
+    notify: Callable[[], None] | None = None
+    # called when the peer took only a part of what was corked
+    when_full: Callable[[], None] | None = None
+    # set whenever bytes arrive, cleared by the heartbeat: a long frame is a sign of life, too
+    heard = False
 
     @abstractmethod
     def send(
@@ -74,7 +77,9 @@ class Channel(ABC):
         Messages with the same `copies` have the same buffers: they may be copied once for all receivers.
         """
 
-    def copy_to_shared_block(self, copies: SharedCopies, number: int, buffer: memoryview) -> memoryview | None:
+    def copy_to_shared_block(
+        self, copies: SharedCopies, number: int, buffer: memoryview
+    ) -> memoryview | None:
         """Copy the buffer with this number to where receivers of `copies` find it. None: there is no such place."""
         return None
 

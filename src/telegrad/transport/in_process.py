@@ -89,7 +89,8 @@ class MemoryChannel(Channel):
         if self._line.over:
             raise ChannelClosed("the channel is shut")
         frames = map(_popleft, itertools.repeat(self._corked, len(self._corked)))
-        self._done.extend(map(self._outbox.put, frames))  # one call: no signal handler runs in between
+        # one call: no signal handler runs in between
+        self._done.extend(map(self._outbox.put, frames))
 
     def recv(self, timeout: float | None = None) -> Frame:
         try:

@@ -37,7 +37,9 @@ class SegmentSender:
     def __repr__(self) -> str:
         return f"<SegmentSender {dict(self._announced)}>"
 
-    def announce(self, segment: SharedSegment, incarnation: str, address: str, until: float) -> bool:
+    def announce(
+        self, segment: SharedSegment, incarnation: str, address: str, until: float
+    ) -> bool:
         """Make sure that a peer has mapped a segment. False if that is not possible: its buffers go by the socket.
 
         A peer that did not answer in time is not asked again for a while: each of many buffers would wait for it.
@@ -55,7 +57,9 @@ class SegmentSender:
                 if sock.recv(1) != _DONE:
                     raise ProtocolError("the peer did not map it")
         except (OSError, ProtocolError) as error:
-            _log.info("a shared-memory segment could not be passed on (%s); using the socket", error)
+            _log.info(
+                "a shared-memory segment could not be passed on (%s); using the socket", error
+            )
             self._failed[incarnation] = time.monotonic() + _TRY_AGAIN
             return False
         announced.add(segment.number)

@@ -48,7 +48,8 @@ from telegrad.wire.frames import BufferPlace
 
 FREE, SENT, TAKEN = 0, 1, 2
 SLOTS = 4096 - 1
-PRIVATE = 1 << 31  # in `BufferPlace.slot`: others may receive the same block, so it is mapped privately
+# in `BufferPlace.slot`: others may receive the same block, so it is mapped privately
+PRIVATE = 1 << 31
 _RETIRED_AT = SLOTS  # the last byte of the first page: 1 when the sender is done with the segment
 _PAGE = 4096
 _SMALLEST = 64 << 20
@@ -58,7 +59,11 @@ _POPULATE_STEP = 32 << 20  # bytes
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _HWPOISON = 133  # EHWPOISON on Linux
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SHRINK") else 0
+_SEALS = (
+    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    if hasattr(fcntl, "F_SEAL_SHRINK")
+    else 0
+)
 
 Bytes = npt.NDArray[np.uint8]
 _log = logging.getLogger("telegrad")
@@ -152,7 +157,10 @@ class SharedSegment:
         """Has a block of `peer` an unknown fate now that `sender` has ended, or (None) that the peer is lost?"""
         return any(
             block.peer == peer
-            and ((self.bytes[slot] == SENT and block.sender is sender) or (sender is None and self.bytes[slot] != FREE))
+            and (
+                (self.bytes[slot] == SENT and block.sender is sender)
+                or (sender is None and self.bytes[slot] != FREE)
+            )
             for slot, block in self.used.items()
         )
 
@@ -164,7 +172,10 @@ class SharedSegment:
 
     def retire_if_drained(self) -> bool:
         """Let receivers unmap the segment unless a block is on its way through an open connection."""
-        if any(self.bytes[slot] == SENT and block.sender is not None for slot, block in self.used.items()):
+        if any(
+            self.bytes[slot] == SENT and block.sender is not None
+            for slot, block in self.used.items()
+        ):
             return False
         self.retire()
         return True
@@ -200,7 +211,9 @@ class SegmentAllocator:
     def __repr__(self) -> str:
         return f"<SegmentAllocator {self._segments}{f', {len(self._draining)} draining' if self._draining else ''}>"
 
-    def take(self, nbytes: int, peer: str, sender: object) -> tuple[SharedSegment, BufferPlace] | None:
+    def take(
+        self, nbytes: int, peer: str, sender: object
+    ) -> tuple[SharedSegment, BufferPlace] | None:
         """Room for one buffer, or None if there is none within the limit, or no memory."""
         found = self._reserve(nbytes, peer, sender)
         if found is None:
@@ -214,7 +227,9 @@ class SegmentAllocator:
                 self.take_back([place])
         return found if is_warm else None
 
-    def _reserve(self, nbytes: int, peer: str, sender: object) -> tuple[SharedSegment, BufferPlace] | None:
+    def _reserve(
+        self, nbytes: int, peer: str, sender: object
+    ) -> tuple[SharedSegment, BufferPlace] | None:
         with self._lock:
             for segment in self._segments:
                 segment.sweep()
@@ -240,7 +255,9 @@ class SegmentAllocator:
             found[0].bytes[found[1].slot] = TAKEN
         return found
 
-    def take_again(self, segment: SharedSegment, place: BufferPlace, peer: str, sender: object) -> BufferPlace | None:
+    def take_again(
+        self, segment: SharedSegment, place: BufferPlace, peer: str, sender: object
+    ) -> BufferPlace | None:
         """Let one more receiver have a block. None: the segment is no longer used."""
         with self._lock:
             return segment.take_again(place, peer, sender) if segment in self._segments else None
@@ -330,7 +347,9 @@ class SegmentMappings:
 
     def __init__(self) -> None:
         self._maps: dict[tuple[str, int], MappedSegment] = {}
-        self._live: dict[tuple[str, int, int], tuple[mmap.mmap, weakref.ref[Bytes], deque[int]]] = {}
+        self._live: dict[
+            tuple[str, int, int], tuple[mmap.mmap, weakref.ref[Bytes], deque[int]]
+        ] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -355,7 +374,9 @@ class SegmentMappings:
         try:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or os.fstat(fd).st_size < _PAGE:
-                raise ProtocolError("a shared-memory segment that is not sealed or has no first page")
+                raise ProtocolError(
+                    "a shared-memory segment that is not sealed or has no first page"
+                )
             mapped = MappedSegment(fd)
         except (OSError, ValueError) as error:
             raise ProtocolError(f"a shared-memory segment that cannot be mapped: {error}") from None
@@ -366,7 +387,9 @@ class SegmentMappings:
         """The memory of one block; it goes back to its sender when nothing refers to it any more."""
         mapped = self._maps.get((peer, place.segment))
         if mapped is None:
-            raise SegmentUnknown(f"a buffer in shared-memory segment {place.segment}, which is unknown")
+            raise SegmentUnknown(
+                f"a buffer in shared-memory segment {place.segment}, which is unknown"
+            )
         memory, slot = mapped.memory, place.slot & ~PRIVATE
         key = peer, place.segment, slot
         fits = place.offset >= _PAGE and place.offset + place.nbytes <= len(memory) and slot < SLOTS
@@ -376,13 +399,16 @@ class SegmentMappings:
         process, lock, live = os.getpid(), self._lock, self._live
         to_free = deque((slot,))
 
-        def gone(ended: weakref.ref[Bytes]) -> None:  # runs inside the garbage collector: it must not wait for a lock
-            if os.getpid() != process:  # a fork may drop its copy; the block still belongs to the parent
+        # runs inside the garbage collector: it must not wait for a lock
+        def gone(ended: weakref.ref[Bytes]) -> None:
+            # a fork may drop its copy; the block still belongs to the parent
+            if os.getpid() != process:
                 return
             _free(memory, to_free)
             held: list[bool] = []
             try:
-                held.extend(map(lock.acquire, (False,)))  # one call: no signal handler runs in between
+                # one call: no signal handler runs in between
+                held.extend(map(lock.acquire, (False,)))
                 if held[0] and key in live and live[key][1] is ended:
                     del live[key]
             finally:
@@ -428,7 +454,8 @@ class SharedCopies:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks: dict[int, tuple[SegmentAllocator, SharedSegment, BufferPlace]] = {}
-        self._peers: set[str] = set()  # those that have received it: a second private view of a block would be the same
+        # those that have received it: a second private view of a block would be the same
+        self._peers: set[str] = set()
 
     def admits(self, peer: str) -> bool:
         """Is this the first message to `peer`?"""
@@ -499,16 +526,25 @@ class SharedMemoryTransfer:
                 inside.append(buffer)
         return inside
 
-    def copy_to_shared_block(self, copies: SharedCopies, index: int, buffer: memoryview) -> memoryview | None:
+    def copy_to_shared_block(
+        self, copies: SharedCopies, index: int, buffer: memoryview
+    ) -> memoryview | None:
         """Copy a large buffer into a block for several receivers; the memory of that block."""
-        found = copies.block(self._arena, index, buffer) if buffer.nbytes >= self._arena.floor else None
+        found = (
+            copies.block(self._arena, index, buffer) if buffer.nbytes >= self._arena.floor else None
+        )
         if found is None:
             return None
         segment, place = found
         return memoryview(segment.bytes[place.offset : place.offset + place.nbytes])
 
     def _share_again(
-        self, buffer: memoryview, places: list[BufferPlace], index: int, until: float, copies: SharedCopies
+        self,
+        buffer: memoryview,
+        places: list[BufferPlace],
+        index: int,
+        until: float,
+        copies: SharedCopies,
     ) -> bool:
         found = copies.block(self._arena, index, buffer)
         if found is None:
@@ -524,7 +560,9 @@ class SharedMemoryTransfer:
         self._arena.take_back([place])
         return False
 
-    def _share(self, buffer: memoryview, places: list[BufferPlace], index: int, until: float) -> bool:
+    def _share(
+        self, buffer: memoryview, places: list[BufferPlace], index: int, until: float
+    ) -> bool:
         found = self._arena.take(buffer.nbytes, self._peer, self)
         if found is None:
             return False
@@ -596,5 +634,6 @@ def _populate(mapped: mmap.mmap, offset: int, nbytes: int, how: int = _POPULATE_
         try:
             mapped.madvise(how, start, min(_POPULATE_STEP, offset + nbytes - start))
         except OSError as error:
-            return error.errno not in (errno.ENOMEM, errno.EFAULT, _HWPOISON)  # else an older kernel
+            # else an older kernel
+            return error.errno not in (errno.ENOMEM, errno.EFAULT, _HWPOISON)
     return True

@@ -34,7 +34,9 @@ def listen(transport: str, host: str) -> tuple[socket.socket, str]:
             listener.bind((host, 0))
         except OSError as error:
             listener.close()
-            raise UsageError(f"cannot listen on {host!r}: {error}; set Config.listen or TELEGRAD_LISTEN") from None
+            raise UsageError(
+                f"cannot listen on {host!r}: {error}; set Config.listen or TELEGRAD_LISTEN"
+            ) from None
         address = f"tcp:{host}:{listener.getsockname()[1]}"
     listener.listen(_BACKLOG)
     return listener, address
@@ -47,7 +49,9 @@ def connect(address: str, timeout: float) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
         try:
             # A full backlog makes a unix connect with a Python timeout fail at once; the kernel's time limit waits.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(int(timeout), 1), 0))
+            sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(int(timeout), 1), 0)
+            )
             sock.connect("\0" + rest.removeprefix("@"))
         except BaseException:
             sock.close()
@@ -64,12 +68,15 @@ def check_user(sock: socket.socket) -> None:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid = _CREDENTIALS.unpack(credentials)[1]
     if uid not in (os.getuid(), 0):
-        raise AuthenticationError(f"a process of user {uid} tried to connect; this worker belongs to {os.getuid()}")
+        raise AuthenticationError(
+            f"a process of user {uid} tried to connect; this worker belongs to {os.getuid()}"
+        )
 
 
 def shake_hands(sock: socket.socket, steps: Steps, timeout: float) -> Introduction:
     """Run one side of the handshake over a fresh connection. What the peer says about itself."""
-    until = time.monotonic() + timeout  # for all of it: a peer that sends drop by drop gains nothing
+    # for all of it: a peer that sends drop by drop gains nothing
+    until = time.monotonic() + timeout
     try:
         send, count = next(steps)
         while True:

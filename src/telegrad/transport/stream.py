@@ -32,7 +32,8 @@ from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import HEADER, BufferPlace, Frame, FrameDecoder, head
 
 _IOV_MAX = 1000
-_JOIN_BELOW = 1 << 15  # smaller frames are joined into one buffer; a system call with many parts costs more
+# smaller frames are joined into one buffer; a system call with many parts costs more
+_JOIN_BELOW = 1 << 15
 CORES = len(os.sched_getaffinity(0))
 SPIN = 0.0002 if CORES >= 8 else 0.0003  # seconds that a thread looks for bytes before it sleeps
 CROWDED = 0.0001  # seconds: if a few looks take longer, others need this core
@@ -55,7 +56,8 @@ class _PendingSend:
 
     def __init__(self, views: list[memoryview], before: int = 0, corked: int = 0) -> None:
         self.views = views  # what has not left, as far as `progress` was accounted for
-        self.before = before  # bytes before the own frame that have not left; negative once that has begun
+        # bytes before the own frame that have not left; negative once that has begun
+        self.before = before
         self.corked = corked  # frames of the queue of corked ones that are part of this
         self.popped: list[bytes] = []  # those of them that were taken from the queue
         self.progress: list[int] = []  # bytes that left since the last `advance`
@@ -105,7 +107,8 @@ class StreamChannel(Channel):
         self.next_frame = self._decoder.next  # type: ignore[method-assign]  # without a call in between
         self._send_lock = threading.Lock()
         self._corked: collections.deque[bytes] = collections.deque()  # added to by anybody
-        self._late: collections.deque[bytes] = collections.deque()  # as `_corked`, but for `flush_deferred` only
+        # as `_corked`, but for `flush_deferred` only
+        self._late: collections.deque[bytes] = collections.deque()
         self._owed = b""  # what must go out before anything else
         self._flight: _PendingSend | None = None
         self._begun = False  # did the own frame of the last flight begin?
@@ -166,7 +169,9 @@ class StreamChannel(Channel):
         try:
             if self._sharing is not None:
                 inside = self._sharing.place(buffers, places, timeout, copies)
-            start = head(kind, call, body, function=function, left_ms=left_ms, flags=flags, places=places)
+            start = head(
+                kind, call, body, function=function, left_ms=left_ms, flags=flags, places=places
+            )
             with self._send_lock:
                 try:
                     left = None if timeout is None else max(until - time.monotonic(), 0.0)
@@ -180,8 +185,14 @@ class StreamChannel(Channel):
                 self._sharing.take_back(places)  # the peer will never hear of them
             raise
 
-    def copy_to_shared_block(self, copies: SharedCopies, number: int, buffer: memoryview) -> memoryview | None:
-        return None if self._sharing is None else self._sharing.copy_to_shared_block(copies, number, buffer)
+    def copy_to_shared_block(
+        self, copies: SharedCopies, number: int, buffer: memoryview
+    ) -> memoryview | None:
+        return (
+            None
+            if self._sharing is None
+            else self._sharing.copy_to_shared_block(copies, number, buffer)
+        )
 
     def try_send(self, kind: int) -> None:
         if not self._send_lock.acquire(blocking=False):
@@ -214,7 +225,8 @@ class StreamChannel(Channel):
         while self._corked or self._owed:
             held: list[bool] = []
             try:
-                held.extend(map(self._send_lock.acquire, (False,)))  # one call: no signal handler runs in between
+                # one call: no signal handler runs in between
+                held.extend(map(self._send_lock.acquire, (False,)))
                 if not held[0]:
                     return True  # whoever holds it looks again when it is done
                 complete = self._send_corked()
@@ -233,7 +245,11 @@ class StreamChannel(Channel):
             return self._send_all([], None, wait=False)
         # No signal handler runs on this thread, so nothing can come in between.
         corked = self._corked
-        data = corked.popleft() if len(corked) == 1 else b"".join([corked.popleft() for _ in range(len(corked))])
+        data = (
+            corked.popleft()
+            if len(corked) == 1
+            else b"".join([corked.popleft() for _ in range(len(corked))])
+        )
         sent = 0
         try:
             sent = self._sock.send(data, _DONTWAIT)
@@ -253,7 +269,9 @@ class StreamChannel(Channel):
         corked = snapshot(self._corked)
         owed = [memoryview(data) for data in (self._owed, *corked) if data]
         before = sum(view.nbytes for view in owed)
-        flight = _PendingSend([*owed, *(view for view in frame if view.nbytes)], before, len(corked))
+        flight = _PendingSend(
+            [*owed, *(view for view in frame if view.nbytes)], before, len(corked)
+        )
         self._begun = bool(frame)  # until it is known better
         self._flight = flight
         return self._send_flight(flight, timeout, wait)
@@ -266,7 +284,9 @@ class StreamChannel(Channel):
             flight.advance()
             while flight.views:
                 try:
-                    flight.progress.extend(map(self._sock.sendmsg, (flight.views[:_IOV_MAX],), ((),), (flags,)))
+                    flight.progress.extend(
+                        map(self._sock.sendmsg, (flight.views[:_IOV_MAX],), ((),), (flags,))
+                    )
                 except BlockingIOError:
                     if self._shut:
                         raise ChannelClosed("the channel was shut") from None
@@ -335,7 +355,8 @@ class StreamChannel(Channel):
         """
         held: list[bool] = []
         try:
-            held.extend(map(spinning.acquire, (False,)))  # one call: no signal handler runs in between
+            # one call: no signal handler runs in between
+            held.extend(map(spinning.acquire, (False,)))
             if not held[0]:
                 return False
             now = started

@@ -24,7 +24,13 @@ import numpy as np
 
 from telegrad.errors import SerializationError
 from telegrad.wire.frames import MAX_BUFFERS
-from telegrad.wire.stacking import CONTAINERS, StackingPicklerMixin, TensorStacks, holds_many, unstack
+from telegrad.wire.stacking import (
+    CONTAINERS,
+    StackingPicklerMixin,
+    TensorStacks,
+    holds_many,
+    unstack,
+)
 from telegrad.wire.tensors import REDUCERS, all_plain, reducer_for
 
 OUT_OF_BAND = 1 << 15  # up to here a copy into the pickle costs less than a buffer of its own
@@ -84,7 +90,9 @@ def encode_atoms(value: Any) -> bytes | None:
         if len(value) > _MOST_ATOMS:
             return None
         for part in value:
-            if type(part) not in _ATOMS and (type(part) is not tuple or not _ATOMS.issuperset(map(type, part))):
+            if type(part) not in _ATOMS and (
+                type(part) is not tuple or not _ATOMS.issuperset(map(type, part))
+            ):
                 return None
     elif type(value) not in _ATOMS:
         return None
@@ -98,7 +106,8 @@ def encode(value: Any, *, by_value: bool = False) -> Encoded:
         try:
             return _dump_stacked(_StackingPickler, value) if many else _dump(_Pickler, value)
         except Exception:
-            pass  # a lambda, a closure, a local class: cloudpickle below either sends it or says why not
+            # a lambda, a closure, a local class: cloudpickle below either sends it or says why not
+            pass
     try:
         return _dump_stacked(_StackingByValue, value) if many else _dump(_ByValue, value)
     except Exception as error:
@@ -106,7 +115,8 @@ def encode(value: Any, *, by_value: bool = False) -> Encoded:
             raise SerializationError("the value is nested too deeply to be sent") from error
         path, culprit = _blame(value)
         raise SerializationError(
-            f"{path or 'the value'} of type {type(culprit).__qualname__} cannot be sent: {error}", path=path
+            f"{path or 'the value'} of type {type(culprit).__qualname__} cannot be sent: {error}",
+            path=path,
         ) from error
 
 

@@ -21,7 +21,9 @@ def encode_failure(error: BaseException, worker: str, call: str) -> bytes:
     text = text_of(error)
     if len(text) > _LONGEST_MESSAGE:
         text = f"{text[:_LONGEST_MESSAGE]}... ({len(text)} characters)"
-    return pickle.dumps((_name(error), text, remote_traceback(error), worker, call, _pack(error)), 5)
+    return pickle.dumps(
+        (_name(error), text, remote_traceback(error), worker, call, _pack(error)), 5
+    )
 
 
 def encode_name_of_failure(error: BaseException, worker: str, call: str) -> bytes:
@@ -40,7 +42,10 @@ def decode_failure(body: bytes | memoryview) -> Exception:
     error = _unpack(packed)
     if error is None:
         error = RemoteError(
-            f"{name} on worker {worker!r} in {call}: {message}", type_name=name, traceback_text=text, peer=worker
+            f"{name} on worker {worker!r} in {call}: {message}",
+            type_name=name,
+            traceback_text=text,
+            peer=worker,
         )
     if isinstance(error, TelegradError) and error.peer is None:
         error.peer = worker
@@ -55,7 +60,8 @@ def remote_traceback(error: BaseException) -> str:
         trace = trace.tb_next
     try:
         message = str(error)
-        if len(message) > _LONGEST_MESSAGE:  # the exception itself travels whole; formatting this would take seconds
+        # the exception itself travels whole; formatting this would take seconds
+        if len(message) > _LONGEST_MESSAGE:
             frames = "".join(traceback.format_tb(trace))
             start = message[:_LONGEST_MESSAGE]
             return f"Traceback (most recent call last):\n{frames}{_name(error)}: {start}... ({len(message)} characters)"
@@ -87,13 +93,16 @@ def _unpack(packed: tuple[bytes, list[bytes]] | None) -> Exception | None:
         value = decode(packed[0], [bytearray(buffer) for buffer in packed[1]])
         error = value if isinstance(value, Exception) else _rebuild(*value)
     except BaseException:
-        return None  # its class is not importable here, or cannot be rebuilt: the text says what it was
+        # its class is not importable here, or cannot be rebuilt: the text says what it was
+        return None
     return error
 
 
 def _rebuild(cls: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
     """Make the exception without running an `__init__` of the user's, whose signature may differ from its args."""
-    plain = cls.__init__ in (Exception.__init__, BaseException.__init__) or not hasattr(cls.__init__, "__code__")
+    plain = cls.__init__ in (Exception.__init__, BaseException.__init__) or not hasattr(
+        cls.__init__, "__code__"
+    )
     error = cls(*args) if plain else cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(state)

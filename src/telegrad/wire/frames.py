@@ -28,8 +28,10 @@ from telegrad.errors import ProtocolError
 HEADER = struct.Struct("<QQIIIBBH")
 PLACE = struct.Struct("<QQII")
 SCRATCH = 1 << 16
-MAX_BUFFERS = (SCRATCH - HEADER.size) // PLACE.size  # header and table of a frame must fit the scratch buffer
-_DIRECT = 1 << 14  # bodies and buffers of at least this size are received straight into their own memory
+# header and table of a frame must fit the scratch buffer
+MAX_BUFFERS = (SCRATCH - HEADER.size) // PLACE.size
+# bodies and buffers of at least this size are received straight into their own memory
+_DIRECT = 1 << 14
 
 _pack = HEADER.pack
 _unpack_from = HEADER.unpack_from
@@ -75,7 +77,8 @@ class Frame(NamedTuple):
     left_ms: int
     body: Any  # bytes-like
     buffers: Sequence[Any]
-    damage: BaseException | None = None  # why the buffers, and the body if that is empty, could not be received
+    # why the buffers, and the body if that is empty, could not be received
+    damage: BaseException | None = None
 
 
 def head(
@@ -111,7 +114,8 @@ class FrameDecoder:
         self._scratch = memoryview(bytearray(SCRATCH))
         self._lo = self._hi = 0
         self._header: tuple[int, ...] | None = None
-        self._parts: list[memoryview] = []  # of the frame under way: its body, then its in-stream buffers
+        # of the frame under way: its body, then its in-stream buffers
+        self._parts: list[memoryview] = []
         self._found: list[Any] = []
         self._body = memoryview(b"")
         self._part = 0
@@ -158,7 +162,9 @@ class FrameDecoder:
             lo = self._lo
             if self._hi - lo < _SIZE:
                 return None
-            length, call, function, left_ms, count, kind, flags, zero = _unpack_from(self._scratch, lo)
+            length, call, function, left_ms, count, kind, flags, zero = _unpack_from(
+                self._scratch, lo
+            )
             if (
                 count == 0
                 and length <= self._hi - lo - _SIZE
@@ -169,7 +175,8 @@ class FrameDecoder:
                 start = lo + _SIZE
                 self._lo = end = start + length
                 body = bytes(self._scratch[start:end])
-                return _new(Frame, (kind, flags, call, function, left_ms, body, (), None))  # half of the usual time
+                # half of the usual time
+                return _new(Frame, (kind, flags, call, function, left_ms, body, (), None))
             if not self._begin(length, count, kind, zero):
                 return None
         return self._continue()
@@ -194,12 +201,16 @@ class FrameDecoder:
         if kind not in _KINDS or zero:
             raise ProtocolError(f"a frame of unknown kind {kind}")
         if count > MAX_BUFFERS or length > self._max_frame:
-            raise ProtocolError(f"a frame of {length} bytes with {count} buffers exceeds the limit {self._max_frame}")
+            raise ProtocolError(
+                f"a frame of {length} bytes with {count} buffers exceeds the limit {self._max_frame}"
+            )
         table = count * PLACE.size
         if self._hi - self._lo < _SIZE + table:
             return False
         start = self._lo + _SIZE
-        places = [BufferPlace(*entry) for entry in PLACE.iter_unpack(self._scratch[start : start + table])]
+        places = [
+            BufferPlace(*entry) for entry in PLACE.iter_unpack(self._scratch[start : start + table])
+        ]
         total = length + sum(place.nbytes for place in places)
         if total > self._max_frame:
             raise ProtocolError(f"a frame of {total} bytes exceeds the limit of {self._max_frame}")
@@ -209,12 +220,18 @@ class FrameDecoder:
             self._damage = error
             body = memoryview(b"")
         found = self._find(places)
-        inside = [each for each, place in zip(found, places, strict=False) if not place.segment and place.nbytes]
+        inside = [
+            each
+            for each, place in zip(found, places, strict=False)
+            if not place.segment and place.nbytes
+        ]
         self._found = found
         self._skip = 0
         if self._damage is not None:
             self._found, inside = [], []
-            self._skip = sum(place.nbytes for place in places if not place.segment) + length - len(body)
+            self._skip = (
+                sum(place.nbytes for place in places if not place.segment) + length - len(body)
+            )
         self._parts = [body, *inside] if body else inside
         self._body = body
         self._part = self._filled = 0

@@ -15,7 +15,8 @@ from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, Modul
 from typing import Any
 
 MAX_FUNCTIONS = 1 << 14
-BY_REFERENCE = "pickles_by_reference"  # a class with this attribute makes hashable callables that never change
+# a class with this attribute makes hashable callables that never change
+BY_REFERENCE = "pickles_by_reference"
 Function = Callable[..., Any]
 
 
@@ -52,7 +53,9 @@ class FunctionTable:
 def _by_reference(function: Function) -> bool:
     if isinstance(function, BuiltinFunctionType):
         return isinstance(function.__self__, ModuleType | type | None)
-    return isinstance(function, FunctionType | MethodDescriptorType | type) or hasattr(type(function), BY_REFERENCE)
+    return isinstance(function, FunctionType | MethodDescriptorType | type) or hasattr(
+        type(function), BY_REFERENCE
+    )
 
 
 def defined_in_main(function: Function) -> bool:

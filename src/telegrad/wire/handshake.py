@@ -42,7 +42,10 @@ def client(secret: bytes, introduction: Introduction) -> Steps:
     theirs = _open_hello(reply[: _HELLO.size])
     _verify(secret, b"server", mine + theirs, reply[_HELLO.size :], "the worker that was called")
     text = _pack_json(introduction)
-    answer = yield _LENGTH.pack(len(text)) + text + _proof(secret, b"client", mine + theirs + text), _ANSWER.size
+    answer = yield (
+        _LENGTH.pack(len(text)) + text + _proof(secret, b"client", mine + theirs + text),
+        _ANSWER.size,
+    )
     accepted, length = _ANSWER.unpack(answer)
     if accepted > 1:
         raise ProtocolError(f"an answer that is neither yes nor no: {accepted}")
@@ -50,11 +53,19 @@ def client(secret: bytes, introduction: Introduction) -> Steps:
         reason = yield b"", min(length, MAX_INTRODUCTION)
         raise ProtocolError(f"the connection was refused: {reason.decode('utf-8', 'replace')}")
     rest = yield b"", _bounded(length) + _PROOF
-    _verify(secret, b"welcome", mine + theirs + rest[:-_PROOF], rest[-_PROOF:], "the worker that was called")
+    _verify(
+        secret,
+        b"welcome",
+        mine + theirs + rest[:-_PROOF],
+        rest[-_PROOF:],
+        "the worker that was called",
+    )
     return _parse_json(rest[:-_PROOF])
 
 
-def server(secret: bytes, introduction: Introduction, refuse: Callable[[Introduction], str | None]) -> Steps:
+def server(
+    secret: bytes, introduction: Introduction, refuse: Callable[[Introduction], str | None]
+) -> Steps:
     """The accepting side. `refuse(introduction)` says why a proven peer is not welcome, or None."""
     hello = yield b"", _HELLO.size
     if hello[:4] != MAGIC:

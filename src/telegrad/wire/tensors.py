@@ -41,7 +41,8 @@ _DTYPES: list[Any] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 _NUMPY = frozenset(_CODES[getattr(torch, name)] for name in _DTYPE_NAMES[:12] if name != "bfloat16")
 
-_GAPS_KEPT = 4  # a view keeps its strides if its memory, gaps included, is at most so many times what it uses
+# a view keeps its strides if its memory, gaps included, is at most so many times what it uses
+_GAPS_KEPT = 4
 _FEW_BYTES = 1024
 _UNTRACKED = 0
 _PROTOCOL = 5  # of pickle
@@ -142,7 +143,9 @@ def leave_tracked(tensors: Sequence[Tensor]) -> list[int]:
     return _Hooks.tracker.leaving_together(tensors)
 
 
-def arrive_tracked(data: Sequence[Tensor], tickets: Sequence[int], are_parameters: bool) -> list[Tensor]:
+def arrive_tracked(
+    data: Sequence[Tensor], tickets: Sequence[int], are_parameters: bool
+) -> list[Tensor]:
     """Return the tensors that left with these tickets."""
     if _Hooks.tracker is None or (are_parameters and min(tickets) <= 0):
         arrive = partial(_parameter, state=None) if are_parameters else _arrived
@@ -166,7 +169,9 @@ def reduce_tensor(tensor: Tensor) -> Reduced:
 def _reduce_host(tensor: Tensor) -> Reduced:
     """A CPU tensor that may have to arrive on another device."""
     assert _Hooks.carrier is not None
-    device = None if tensor.requires_grad or tensor.__dict__ else _Hooks.carrier.leaving_host(tensor)
+    device = (
+        None if tensor.requires_grad or tensor.__dict__ else _Hooks.carrier.leaving_host(tensor)
+    )
     return reduce_as_it_is(tensor) if device is None else reduce_for(tensor, device)
 
 
@@ -199,7 +204,12 @@ def reduce_as_it_is(tensor: Tensor) -> Reduced:
         return _meta, (code, tuple(tensor.shape), tensor.stride())
     if tensor.layout is not _strided:
         return _reduce_sparse(tensor)
-    if not tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+    if (
+        not tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    ):
         carried = None if _Hooks.carrier is None else _Hooks.carrier.leaving(tensor, code)
         return carried or reduce_for(tensor.cpu(), str(tensor.device))
     return _reduce_dense(tensor, code)
@@ -227,7 +237,12 @@ def reduce_parameter(parameter: nn.Parameter) -> Reduced:
     if forward_ad._current_level >= 0:
         _refuse_tangent(parameter)
     code = _CODES.get(parameter.dtype)
-    plain = code in _NUMPY and parameter.is_cpu and parameter.layout is _strided and not parameter.__dict__
+    plain = (
+        code in _NUMPY
+        and parameter.is_cpu
+        and parameter.layout is _strided
+        and not parameter.__dict__
+    )
     if plain and parameter.requires_grad and parameter.is_contiguous() and not _Hooks.moves_host:
         return _reduce_tracked(parameter, code, True)
     return _parameter, (parameter.detach(), _ticket(parameter), parameter.__dict__ or None)
@@ -273,7 +288,13 @@ def reduce_jagged(tensor: Any) -> Any:
     if not tensor.requires_grad or _Hooks.tracker is None or not _Hooks.tracker.wants_gradients():
         return reduce_as_its_type_says(tensor)
     lengths = (tensor._maybe_min_seqlen, tensor._maybe_max_seqlen)
-    return _jagged, (tensor.values(), tensor.offsets(), tensor.lengths(), tensor._ragged_idx, *lengths)
+    return _jagged, (
+        tensor.values(),
+        tensor.offsets(),
+        tensor.lengths(),
+        tensor._ragged_idx,
+        *lengths,
+    )
 
 
 def reduce_as_its_type_says(tensor: Tensor) -> Any:
@@ -309,7 +330,8 @@ def _reduce_dense(tensor: Tensor, code: int) -> Reduced:
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         if span <= numel:  # no gaps, in whatever order of dimensions; or windows that overlap
             return _restrided, (code, shape, stride, _bytes(tensor.as_strided((span,), (1,))))
-        if tensor.itemsize == 1 and code not in _NUMPY:  # torch cannot copy tensors of most of these dtypes
+        # torch cannot copy tensors of most of these dtypes
+        if tensor.itemsize == 1 and code not in _NUMPY:
             return _reinterpreted, (code, tensor.view(torch.uint8))
         if span <= _GAPS_KEPT * numel:
             return _with_gaps, (tensor.contiguous(), stride)
@@ -324,14 +346,25 @@ def _bytes(flat: Tensor) -> PickleBuffer | Tensor:
 
 def _reduce_sparse(tensor: Tensor) -> Reduced:
     if tensor.layout is torch.sparse_coo:
-        return _coo, (tensor._indices(), tensor._values(), tuple(tensor.shape), tensor.is_coalesced())
+        return _coo, (
+            tensor._indices(),
+            tensor._values(),
+            tuple(tensor.shape),
+            tensor.is_coalesced(),
+        )
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         compressed, plain = tensor.crow_indices(), tensor.col_indices()
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         compressed, plain = tensor.ccol_indices(), tensor.row_indices()
     else:  # mkldnn and other private layouts travel as dense tensors
         return _reduce_dense(tensor.to_dense(), _CODES[tensor.dtype])
-    return _compressed, (compressed, plain, tensor.values(), tuple(tensor.shape), str(tensor.layout))
+    return _compressed, (
+        compressed,
+        plain,
+        tensor.values(),
+        tuple(tensor.shape),
+        str(tensor.layout),
+    )
 
 
 def _reduce_quantized(tensor: Tensor) -> Reduced:
@@ -339,7 +372,12 @@ def _reduce_quantized(tensor: Tensor) -> Reduced:
         if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
             return _quantized, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
         scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-        return _quantized_by_channel, (tensor.int_repr(), scales, zeros, tensor.q_per_channel_axis())
+        return _quantized_by_channel, (
+            tensor.int_repr(),
+            scales,
+            zeros,
+            tensor.q_per_channel_axis(),
+        )
     reduced = tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
     return reduced[0], reduced[1]
 
@@ -356,7 +394,9 @@ def empty(code: int, shape: Sequence[int], device: str | torch.device) -> Tensor
 def shaped(code: int, shape: Sequence[int], data: Any) -> Tensor:
     dtype = _DTYPES[code]
     if not len(data):
-        return torch.empty(shape, dtype=dtype, device=data.device if isinstance(data, Tensor) else "cpu")
+        return torch.empty(
+            shape, dtype=dtype, device=data.device if isinstance(data, Tensor) else "cpu"
+        )
     if isinstance(data, Tensor):
         return data.view(dtype).view(shape).detach()
     return _frombuffer(data, dtype=dtype).resize_(shape)
@@ -377,7 +417,9 @@ def _expanded(seed: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _with_gaps(packed: Tensor, stride: Sequence[int]) -> Tensor:
-    return torch.empty_strided(packed.shape, stride, dtype=packed.dtype, device=packed.device).copy_(packed)
+    return torch.empty_strided(
+        packed.shape, stride, dtype=packed.dtype, device=packed.device
+    ).copy_(packed)
 
 
 def _tracked(code: int, shape: Sequence[int], data: Any, ticket: int, is_parameter: bool) -> Tensor:
@@ -392,7 +434,9 @@ def _dressed(data: Tensor, ticket: int | None, state: dict[str, Any] | None) -> 
     return tensor
 
 
-def _subclass(kind: type[Tensor], data: Tensor, ticket: int | None, state: dict[str, Any]) -> Tensor:
+def _subclass(
+    kind: type[Tensor], data: Tensor, ticket: int | None, state: dict[str, Any]
+) -> Tensor:
     tensor = _arrived(data, ticket).as_subclass(kind)
     tensor.__dict__.update(state)
     return tensor
@@ -410,7 +454,9 @@ def _parameter(data: Tensor, ticket: int | None, state: dict[str, Any] | None) -
     return tensor
 
 
-def _parameter_subclass(kind: type[Tensor], data: Tensor, ticket: int | None, state: dict[str, Any]) -> Tensor:
+def _parameter_subclass(
+    kind: type[Tensor], data: Tensor, ticket: int | None, state: dict[str, Any]
+) -> Tensor:
     if ticket and ticket > 0:
         tensor = _arrived(data, ticket).as_subclass(kind)
     else:
@@ -420,12 +466,19 @@ def _parameter_subclass(kind: type[Tensor], data: Tensor, ticket: int | None, st
 
 
 def _jagged(
-    values: Tensor, offsets: Tensor, lengths: Tensor | None, ragged_idx: int, shortest: int | None, longest: int | None
+    values: Tensor,
+    offsets: Tensor,
+    lengths: Tensor | None,
+    ragged_idx: int,
+    shortest: int | None,
+    longest: int | None,
 ) -> Any:
     nested_tensor = importlib.import_module("torch.nested._internal.nested_tensor")  # few need it
     with torch.enable_grad():
         if lengths is None:
-            return nested_tensor.nested_view_from_values_offsets(values, offsets, ragged_idx, shortest, longest)
+            return nested_tensor.nested_view_from_values_offsets(
+                values, offsets, ragged_idx, shortest, longest
+            )
         return nested_tensor.nested_view_from_values_offsets_lengths(
             values, offsets, lengths, ragged_idx, shortest, longest
         )
@@ -440,12 +493,18 @@ def _moved(build: Callable[..., Tensor], parts: tuple[Any, ...], device: str) ->
 
 
 def _coo(indices: Tensor, values: Tensor, shape: tuple[int, ...], coalesced: bool) -> Tensor:
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=coalesced, check_invariants=False
+    )
 
 
-def _compressed(compressed: Tensor, plain: Tensor, values: Tensor, shape: tuple[int, ...], layout: str) -> Tensor:
+def _compressed(
+    compressed: Tensor, plain: Tensor, values: Tensor, shape: tuple[int, ...], layout: str
+) -> Tensor:
     kind = getattr(torch, layout.removeprefix("torch."))
-    return torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=kind, check_invariants=False)
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=kind, check_invariants=False
+    )
 
 
 def _quantized(data: Tensor, scale: float, zero: int) -> Tensor:
@@ -456,7 +515,10 @@ def _quantized_by_channel(data: Tensor, scales: Tensor, zeros: Tensor, axis: int
     return torch._make_per_channel_quantized_tensor(data, scales, zeros, axis)
 
 
-REDUCERS: dict[type, Callable[[Any], Reduced]] = {Tensor: reduce_tensor, nn.Parameter: reduce_parameter}
+REDUCERS: dict[type, Callable[[Any], Reduced]] = {
+    Tensor: reduce_tensor,
+    nn.Parameter: reduce_parameter,
+}
 
 # A registered extension code makes pickle look a constructor up in a table instead of importing its module each time.
 EXTENSION_CODE = 0x54474400  # and those that follow: 16 are ours, the next 16 those of the carrier

@@ -85,7 +85,12 @@ def gradients(agent: Agent, loss: Tensor) -> None:
 
 def parameter_server(agent: Agent, model: nn.Module, servers: Sequence[str]) -> None:
     optimizer = ps.Optimizer(
-        model, servers=servers, optimizer=torch.optim.SGD, lr=0.1, consistency=ps.Sync(quorum=2), agent=agent
+        model,
+        servers=servers,
+        optimizer=torch.optim.SGD,
+        lr=0.1,
+        consistency=ps.Sync(quorum=2),
+        agent=agent,
     )
     optimizer.zero_grad()
     optimizer.step()

@@ -11,9 +11,11 @@ import mmap
 import torch
 from torch import Tensor
 
-_MOST = 1 << 38  # bytes to reserve; of the addresses of a process, several hundred times as many can be used
+# bytes to reserve; of the addresses of a process, several hundred times as many can be used
+_MOST = 1 << 38
 _AT_LEAST = 1024  # lines
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's number, for versions of Python that do not name it
+# Linux's number, for versions of Python that do not name it
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def reserve_rows(count: int, width: int, dtype: torch.dtype) -> Tensor:

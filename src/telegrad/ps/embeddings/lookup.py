@@ -30,7 +30,12 @@ def embedding(rows: Tensor, batch: RowBatch, shape: torch.Size) -> Tensor:
 
 
 def embedding_bag(
-    rows: Tensor, batch: RowBatch, places: Tensor, offsets: Tensor | None, mode: str, include_last_offset: bool
+    rows: Tensor,
+    batch: RowBatch,
+    places: Tensor,
+    offsets: Tensor | None,
+    mode: str,
+    include_last_offset: bool,
 ) -> Tensor:
     """Return the sums or means of bags, as `torch.nn.functional.embedding_bag` does."""
     result: Tensor = _EmbeddingBag.apply(  # type: ignore[no-untyped-call]
@@ -62,7 +67,9 @@ class _EmbeddingBag(torch.autograd.Function):
         include_last_offset: bool,
     ) -> Tensor:
         ctx.batch, ctx.shape, ctx.offsets, ctx.mode = batch, places.shape, offsets, mode
-        return functional.embedding_bag(places, rows, offsets, mode=mode, include_last_offset=include_last_offset)
+        return functional.embedding_bag(
+            places, rows, offsets, mode=mode, include_last_offset=include_last_offset
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]

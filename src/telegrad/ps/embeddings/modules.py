@@ -60,7 +60,9 @@ class Table(nn.Module):
     ) -> None:
         super().__init__()
         if num_embeddings < 1 or embedding_dim < 1 or not dtype.is_floating_point:
-            raise UsageError(f"a table has 1 or more rows of 1 or more floats, not {num_embeddings} x {embedding_dim}")
+            raise UsageError(
+                f"a table has 1 or more rows of 1 or more floats, not {num_embeddings} x {embedding_dim}"
+            )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = self._inside(padding_idx)
@@ -73,7 +75,9 @@ class Table(nn.Module):
         else:
             self.tables = Tables(servers, name=name, default_name="table", **options)
             self.name = self.tables.name
-        shape = TableSpec(self.name, num_embeddings, embedding_dim, dtype, seed, std, self.padding_idx)
+        shape = TableSpec(
+            self.name, num_embeddings, embedding_dim, dtype, seed, std, self.padding_idx
+        )
         self._optimizer: RowOptimizer = optimizer or RowAdagrad()
         self._gradients = self.tables.define(shape, self._optimizer)
         self.weight = RowsParameter.of(self._gradients, self.tables, embedding_dim, dtype)
@@ -118,7 +122,9 @@ class Table(nn.Module):
         """Replace rows, for example by those of another model. What the optimizer keeps of them stays."""
         batch = self._batch(ids)
         if len(batch.ids) != ids.numel() or values.shape != (*ids.shape, self.embedding_dim):
-            raise UsageError(f"rows of table {self.name!r} are put once each, as {self.embedding_dim} numbers")
+            raise UsageError(
+                f"rows of table {self.name!r} are put once each, as {self.embedding_dim} numbers"
+            )
         lines = values.detach().cpu().reshape(-1, self.embedding_dim)
         ordered = torch.empty(len(batch.ids), self.embedding_dim, dtype=self.dtype)
         ordered[batch.places] = lines.to(ordered.dtype)
@@ -192,7 +198,9 @@ class Table(nn.Module):
 
     def _batch(self, ids: Tensor) -> RowBatch:
         if ids.dtype not in _INTEGERS:
-            raise UsageError(f"table {self.name!r} is asked for rows by int64 or int32, not by {ids.dtype}")
+            raise UsageError(
+                f"table {self.name!r} is asked for rows by int64 or int32, not by {ids.dtype}"
+            )
         flat = ids.detach().reshape(-1).to("cpu", torch.int64)
         if flat.numel():
             low, high = (int(each) for each in flat.aminmax())
@@ -259,13 +267,17 @@ class EmbeddingBag(Table):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
-    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
         fetched = self._fetched(input)
         rows, batch = self._leaf(fetched), fetched.batch
         places, padding = batch.places.view(input.shape).to(input.device), self._padding(batch)
         plain = padding is None and per_sample_weights is None and self.mode != "max"
         if plain and lookup.is_possible(rows) and input.numel():
-            return lookup.embedding_bag(rows, batch, places, offsets, self.mode, self.include_last_offset)
+            return lookup.embedding_bag(
+                rows, batch, places, offsets, self.mode, self.include_last_offset
+            )
         return functional.embedding_bag(
             places,
             rows,
@@ -287,17 +299,24 @@ def prefetch(wanted: Iterable[tuple[Table, Tensor]]) -> None:
         return
     tables = pairs[0][0].tables
     if any(table.tables is not tables for table, _ in pairs):
-        raise UsageError("rows of tables that are not of the same `Tables` cannot be fetched together")
+        raise UsageError(
+            "rows of tables that are not of the same `Tables` cannot be fetched together"
+        )
     trained, step = torch.is_grad_enabled(), tables.steps
     batches = [table._batch(input) for table, input in pairs]
     known = [
         None if table._recent is None or not trained else table._recent.find(batch.ids, step)
         for (table, _), batch in zip(pairs, batches, strict=True)
     ]
-    missing = [batch if there is None else batch.only(~there[0]) for batch, there in zip(batches, known, strict=True)]
+    missing = [
+        batch if there is None else batch.only(~there[0])
+        for batch, there in zip(batches, known, strict=True)
+    ]
     names = [table.name for table, _ in pairs]
     found = tables.fetch(list(zip(names, missing, strict=True)), trained)
-    for (table, input), batch, there, less, rows in zip(pairs, batches, known, missing, found, strict=True):
+    for (table, input), batch, there, less, rows in zip(
+        pairs, batches, known, missing, found, strict=True
+    ):
         if table._recent is not None and there is not None:
             table._recent.note(less.ids, rows, step)
             rows = _merged(*there, rows)

@@ -79,7 +79,9 @@ def total(gradients: Sequence[tuple[RowBatch, Tensor]], servers: int) -> tuple[R
         return gradients[0]
     batch = RowBatch.of(torch.cat([each.ids for each, _ in gradients]), servers)
     summed = gradients[0][1].new_zeros(len(batch.ids), gradients[0][1].shape[1])
-    for (_, gradient), places in zip(gradients, batch.places.split_with_sizes(_sizes(gradients)), strict=True):
+    for (_, gradient), places in zip(
+        gradients, batch.places.split_with_sizes(_sizes(gradients)), strict=True
+    ):
         summed.index_add_(0, places, gradient)
     return batch, summed
 

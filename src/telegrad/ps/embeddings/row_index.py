@@ -72,7 +72,9 @@ class RowIndex:
         if 2 * len(self.ids) > self._mask + 1:
             self._grow()
             places = None
-        self._fill(ids, np.arange(first, len(self.ids)), self._first(ids) if places is None else places)
+        self._fill(
+            ids, np.arange(first, len(self.ids)), self._first(ids) if places is None else places
+        )
 
     def _append(self, ids: Ids) -> None:
         count = len(self.ids)

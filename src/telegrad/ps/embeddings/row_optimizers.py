@@ -27,7 +27,9 @@ class RowSGD:
         """What it keeps of each row: by name, how many numbers, and what they are at first."""
         return {}
 
-    def update(self, rows: Tensor, kept: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int) -> None:
+    def update(
+        self, rows: Tensor, kept: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int
+    ) -> None:
         """Step number `step`, from 1 on, of the rows in `slots`; none of them is there twice."""
         _add(rows, slots, gradients * -self.lr)
 
@@ -50,7 +52,9 @@ class RowAdagrad:
     def keeps(self, dim: int) -> dict[str, tuple[int, float]]:
         return {"sum": (dim if self.per_element else 1, self.initial_accumulator_value)}
 
-    def update(self, rows: Tensor, kept: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int) -> None:
+    def update(
+        self, rows: Tensor, kept: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int
+    ) -> None:
         squares = gradients.square()
         if not self.per_element:
             squares = squares.mean(1, keepdim=True)
@@ -73,7 +77,9 @@ class RowAdam:
     def keeps(self, dim: int) -> dict[str, tuple[int, float]]:
         return {"exp_avg": (dim, 0.0), "exp_avg_sq": (dim, 0.0)}
 
-    def update(self, rows: Tensor, kept: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int) -> None:
+    def update(
+        self, rows: Tensor, kept: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int
+    ) -> None:
         first, second = self.betas
         mean = kept["exp_avg"].index_select(0, slots).lerp_(gradients, 1 - first)
         kept["exp_avg"].index_copy_(0, slots, mean)

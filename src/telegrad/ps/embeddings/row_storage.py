@@ -25,7 +25,8 @@ from telegrad.ps.embeddings.row_index import Ids, RowIndex
 from telegrad.ps.embeddings.row_optimizers import RowOptimizer
 
 _REMEMBERED = 4  # batches
-_BLOCK = 1 << 17  # elements that are updated at once: what is computed on the way stays in the cache
+# elements that are updated at once: what is computed on the way stays in the cache
+_BLOCK = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ class RowStorage:
             return self._rows.index_select(0, slots)
         values = torch.empty(len(ids), self.shape.dim, dtype=self.shape.dtype)
         values[~missing] = self._rows.index_select(0, slots[~missing])
-        made = self.shape.initialize(values.new_empty(int(missing.sum()), self.shape.dim), ids[missing])
+        made = self.shape.initialize(
+            values.new_empty(int(missing.sum()), self.shape.dim), ids[missing]
+        )
         values[missing] = made
         return values
 
@@ -101,7 +104,9 @@ class RowStorage:
     def change(self, rule: RowOptimizer) -> None:
         """Go on with other numbers; what is kept of each row stays."""
         if rule.keeps(self.shape.dim).keys() != self._kept.keys():
-            raise UsageError(f"table {self.shape.name!r} is trained with {self.rule}, which cannot become {rule}")
+            raise UsageError(
+                f"table {self.shape.name!r} is trained with {self.rule}, which cannot become {rule}"
+            )
         self.rule = rule
 
     def part(self, start: int, count: int) -> tuple[Tensor, Tensor]:
@@ -113,12 +118,21 @@ class RowStorage:
         """Copies of everything."""
         count = len(self)
         kept = {name: each[:count].clone() for name, each in self._kept.items()}
-        return {"ids": torch.from_numpy(self._index.ids.copy()), "rows": self._rows[:count].clone(), **kept}
+        return {
+            "ids": torch.from_numpy(self._index.ids.copy()),
+            "rows": self._rows[:count].clone(),
+            **kept,
+        }
 
     def restore(self, contents: dict[str, Tensor], steps: int) -> None:
         """Begin with what `contents` returned."""
-        if contents.keys() != {"ids", "rows", *self._kept} or contents["rows"].shape[1:] != self._rows.shape[1:]:
-            raise UsageError(f"the checkpoint of table {self.shape.name!r} is of another kind of table or optimizer")
+        if (
+            contents.keys() != {"ids", "rows", *self._kept}
+            or contents["rows"].shape[1:] != self._rows.shape[1:]
+        ):
+            raise UsageError(
+                f"the checkpoint of table {self.shape.name!r} is of another kind of table or optimizer"
+            )
         self._index = RowIndex()
         self._known.clear()
         self._index.add(contents["ids"].numpy())
@@ -138,7 +152,8 @@ class RowStorage:
         missing = np.flatnonzero(found < 0)
         if missing.size:
             found[missing] = self._make(ids.numpy()[missing], places[missing])
-        self._known.append((ids.clone(), slots))  # a clone, since the memory it came in is the sender's
+        # a clone, since the memory it came in is the sender's
+        self._known.append((ids.clone(), slots))
         return slots
 
     def _make(self, ids: Ids, places: Ids) -> Ids:
@@ -153,7 +168,9 @@ class RowStorage:
 
     def _reserve(self, rows: int) -> None:
         self._rows = growable_array.grow_rows(self._rows, rows)
-        self._kept = {name: growable_array.grow_rows(each, rows) for name, each in self._kept.items()}
+        self._kept = {
+            name: growable_array.grow_rows(each, rows) for name, each in self._kept.items()
+        }
 
 
 def _mean(gradients: Sequence[tuple[Tensor, Tensor]], trainers: int) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,9 @@ def _have(holdings: ShardRegistry, plan: TablesSpec, back: bool) -> TableShard:
     what = _what(plan.name)
     with holdings.lock:
         if not holdings.has(what):
-            protocol = LeaderProtocol(holdings.agent, what, plan.servers, patient=plan.checkpoint is not None)
+            protocol = LeaderProtocol(
+                holdings.agent, what, plan.servers, patient=plan.checkpoint is not None
+            )
             shard, expected = _made(holdings, plan, protocol, back)
             holdings.add(what, shard)
             holdings.expect(shard, expected)
@@ -45,7 +47,11 @@ def _made(
 ) -> tuple[TableShard, list[str]]:
     """Return a new shard, and the trainers that it has to wait for."""
     agent, rule = holdings.agent, plan.checkpoint
-    archive = None if rule is None else CheckpointArchive(rule, f"{plan.name}.tables", agent.name, agent.threads.start)
+    archive = (
+        None
+        if rule is None
+        else CheckpointArchive(rule, f"{plan.name}.tables", agent.name, agent.threads.start)
+    )
     shard = TableShard(plan, agent.group, archive, protocol.role)
     snapshot = None if archive is None else archive.newest()
     ours = snapshot is not None and snapshot.run == agent.group
@@ -87,7 +93,12 @@ def enter(name: str, trainer: str, first: int) -> Any:
 
 @trusted
 def resume(
-    plan: TablesSpec, tables: list[TableDefinition], trainer: str, first: int, acknowledged: int, version: int
+    plan: TablesSpec,
+    tables: list[TableDefinition],
+    trainer: str,
+    first: int,
+    acknowledged: int,
+    version: int,
 ) -> PushReply:
     """Let a trainer come back to a server that has lost it, most likely because it was restarted."""
     holdings = ShardRegistry.here()

@@ -26,7 +26,11 @@ _log = logging.getLogger(__name__)
 
 class TableShard(BaseShard):
     def __init__(
-        self, plan: TablesSpec, run: str, archive: CheckpointArchive | None, role: ServerRole = SINGLE_SERVER
+        self,
+        plan: TablesSpec,
+        run: str,
+        archive: CheckpointArchive | None,
+        role: ServerRole = SINGLE_SERVER,
     ) -> None:
         super().__init__(plan.consistency, plan.trainers, run, archive, role)
         self.plan = plan
@@ -44,7 +48,9 @@ class TableShard(BaseShard):
                 if known is None:
                     self._storages[shape.name] = self._made(RowStorage(shape, rule))
                 elif known.shape != shape:
-                    raise UsageError(f"trainers disagree about a table: {shape} is known as {known.shape}")
+                    raise UsageError(
+                        f"trainers disagree about a table: {shape} is known as {known.shape}"
+                    )
 
     def _made(self, storage: RowStorage) -> RowStorage:
         if storage.shape.name in self._restored:
@@ -75,7 +81,10 @@ class TableShard(BaseShard):
         with self._lock:
             if version > self.version and self._coordinator.applied:
                 lost = f"{version - self.version} steps of tables {self.plan.name!r}"
-                _log.warning("%s were not in the checkpoint of a server that was restarted, and are lost", lost)
+                _log.warning(
+                    "%s were not in the checkpoint of a server that was restarted, and are lost",
+                    lost,
+                )
             actions = self._resume(trainer, first, acknowledged, version, {})
             answer = PushReply(self.version)
         run_actions(actions)
@@ -88,7 +97,9 @@ class TableShard(BaseShard):
         with self._lock:
             return self.version, [self._find(table).read(ids, keep) for table, ids in wanted]
 
-    def push(self, trainer: str, step: int, version: int, updates: list[RowUpdate] | None) -> Future[PushReply]:
+    def push(
+        self, trainer: str, step: int, version: int, updates: list[RowUpdate] | None
+    ) -> Future[PushReply]:
         """Gradients of rows; None if they are not finite, and the round that they are part of makes no step."""
         future: Future[PushReply] = Future()
         report = StepReport(trainer, step, version, updates, future)
@@ -109,7 +120,9 @@ class TableShard(BaseShard):
 
     # Checkpoints
 
-    def restore(self, snapshot: ShardSnapshot, expected: Sequence[str] = (), started: bool = False) -> None:
+    def restore(
+        self, snapshot: ShardSnapshot, expected: Sequence[str] = (), started: bool = False
+    ) -> None:
         """Begin where a snapshot ends. Of the same run, the trainers that took part are waited for."""
         (about,) = snapshot.groups
         number, servers = about["servers"]
@@ -127,7 +140,9 @@ class TableShard(BaseShard):
         for table, steps in about["tables"].items():
             prefix = f"{table}/"
             contents = {
-                key.removeprefix(prefix): each for key, each in snapshot.values.items() if key.startswith(prefix)
+                key.removeprefix(prefix): each
+                for key, each in snapshot.values.items()
+                if key.startswith(prefix)
             }
             if table in self._storages:
                 self._storages[table].restore(contents, steps)
@@ -138,15 +153,23 @@ class TableShard(BaseShard):
                 self._storages[table] = RowStorage(storage.shape, storage.rule)
 
     def _snapshot(self) -> ShardSnapshot:
-        tables = {name: (storage.contents(), storage.steps) for name, storage in self._storages.items()}
+        tables = {
+            name: (storage.contents(), storage.steps) for name, storage in self._storages.items()
+        }
         tables.update(self._restored)  # that no trainer has named yet
-        values = {f"{name}/{key}": each for name, (contents, _) in tables.items() for key, each in contents.items()}
+        values = {
+            f"{name}/{key}": each
+            for name, (contents, _) in tables.items()
+            for key, each in contents.items()
+        }
         about: dict[str, Any] = {
             "servers": [self.plan.number, len(self.plan.servers)],
             "tables": {name: steps for name, (_, steps) in tables.items()},
         }
         applied = dict(self._coordinator.applied)
-        return ShardSnapshot(self.version, self._run, values, [], [about], applied, self._last_round)
+        return ShardSnapshot(
+            self.version, self._run, values, [], [about], applied, self._last_round
+        )
 
     # Inside, under the lock
 

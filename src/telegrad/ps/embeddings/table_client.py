@@ -42,7 +42,9 @@ class TableClient:
         self._first = 0  # the round, or clock, that this trainer has started with
 
     def __repr__(self) -> str:
-        return f"<TableClient to tables {self.plan.name!r} on {self.server!r}: version {self.version}>"
+        return (
+            f"<TableClient to tables {self.plan.name!r} on {self.server!r}: version {self.version}>"
+        )
 
     # Coming and going
 
@@ -52,7 +54,9 @@ class TableClient:
 
     def enter(self, first: int, timeout: float) -> Future[PushReply]:
         self._first = first
-        return self._agent.start(self.server, service.enter, (self.plan.name, self._me, first), None, timeout)
+        return self._agent.start(
+            self.server, service.enter, (self.plan.name, self._me, first), None, timeout
+        )
 
     def define(self, tables: list[TableDefinition]) -> Future[None]:
         return self._start(service.define, tables)
@@ -84,7 +88,9 @@ class TableClient:
     def pushed(self, answer: PushReply) -> PushReply:
         self.version, self.current = answer.version, False
         if answer.problem is not None:
-            warnings.warn(f"tables {self.plan.name!r} on {self.server!r}: {answer.problem}", stacklevel=4)
+            warnings.warn(
+                f"tables {self.plan.name!r} on {self.server!r}: {answer.problem}", stacklevel=4
+            )
         return answer
 
     def put(self, table: str, ids: Tensor, values: Tensor) -> Future[None]:
@@ -147,7 +153,9 @@ class TableClient:
         except (CallTimeout, *LOSS_ERRORS):
             return  # it is tried again as long as another server has not answered
 
-    def _come_back(self, tables: Sequence[TableDefinition], acknowledged: int, version: int) -> None:
+    def _come_back(
+        self, tables: Sequence[TableDefinition], acknowledged: int, version: int
+    ) -> None:
         arguments = (self.plan, list(tables), self._me, self._first, acknowledged, version)
         self._agent.invoke(self.server, service.resume, arguments)
 

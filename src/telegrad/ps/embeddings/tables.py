@@ -27,7 +27,16 @@ from telegrad.ps.embeddings.row_storage import TableSpec
 from telegrad.ps.embeddings.table_client import TableClient
 from telegrad.ps.messages import PushReply, trainer_name
 from telegrad.ps.server.checkpoint import Checkpoint
-from telegrad.ps.trainer.joining import ServerCall, agent_of, answers, closing, find_servers, join, leave, leave_all
+from telegrad.ps.trainer.joining import (
+    ServerCall,
+    agent_of,
+    answers,
+    closing,
+    find_servers,
+    join,
+    leave,
+    leave_all,
+)
 from telegrad.ps.trainer.registration import TrainerNames
 
 if TYPE_CHECKING:
@@ -81,7 +90,9 @@ class Tables:
                 self._agent,
                 trainer,
                 server,
-                TablesSpec(self.name, number, tuple(names), self._consistency, trainers, checkpoint),
+                TablesSpec(
+                    self.name, number, tuple(names), self._consistency, trainers, checkpoint
+                ),
             )
             for number, server in enumerate(names)
         ]
@@ -136,7 +147,9 @@ class Tables:
     def define(self, shape: TableSpec, rule: RowOptimizer) -> RowGradients:
         """Have a table; its gradients belong into what is returned."""
         if shape.name in self._definitions:
-            raise UsageError(f"there is a table {shape.name!r} in {self.name!r} already; give each another name")
+            raise UsageError(
+                f"there is a table {shape.name!r} in {self.name!r} already; give each another name"
+            )
         definition = TableDefinition(shape, rule)
         self._everywhere([partial(each.define, [definition]) for each in self._attachments])
         self._definitions[shape.name] = definition
@@ -150,7 +163,9 @@ class Tables:
         """Train a table with other numbers from the next step on."""
         shape, before = self._definitions[table]
         if rule.keeps(shape.dim).keys() != before.keeps(shape.dim).keys():
-            raise UsageError(f"table {table!r} is trained with {before}, which cannot become {rule}")
+            raise UsageError(
+                f"table {table!r} is trained with {before}, which cannot become {rule}"
+            )
         self._definitions[table] = TableDefinition(shape, rule)
 
     def fetch(self, wanted: Sequence[tuple[str, RowBatch]], keep: bool) -> list[Tensor]:
@@ -161,13 +176,19 @@ class Tables:
                 if len(ids):
                     requests.append(RowRequest(table, ids))
         asked = [each for each in zip(self._attachments, by_server, strict=True) if each[1]]
-        calls = [self._started(each, partial(each.pull, requests, keep)) for each, requests in asked]
+        calls = [
+            self._started(each, partial(each.pull, requests, keep)) for each, requests in asked
+        ]
         answered = zip(asked, answers(self._agent, calls), strict=True)
         rows = {each.server: iter(each.pulled(answer)) for (each, _), answer in answered}
         servers = [each.server for each in self._attachments]
         return [
             _together(
-                [next(rows[server]) for server, count in zip(servers, batch.counts, strict=True) if count],
+                [
+                    next(rows[server])
+                    for server, count in zip(servers, batch.counts, strict=True)
+                    if count
+                ],
                 self._definitions[table].shape,
             )
             for table, batch in wanted
@@ -216,16 +237,23 @@ class Tables:
             if gradients and not skip:
                 batch, gradient = gradients.sum()
                 rule = self._news(table)
-                for mine, ids, lines in zip(updates, batch.split(batch.ids), batch.split(gradient), strict=True):
+                for mine, ids, lines in zip(
+                    updates, batch.split(batch.ids), batch.split(gradient), strict=True
+                ):
                     mine.append(RowUpdate(table, ids, lines, rule))
-            if not self._shown:  # otherwise they stay until `zero_grad`, as those of other parameters do
+            # otherwise they stay until `zero_grad`, as those of other parameters do
+            if not self._shown:
                 gradients.clear()
         self.steps += 1
         self._pushed = [
             self._started(
-                each, partial(each.push, self.steps, version, None if skip else mine), self._stay(each, self.steps)
+                each,
+                partial(each.push, self.steps, version, None if skip else mine),
+                self._stay(each, self.steps),
             )
-            for each, version, mine in zip(self._attachments, self._versions(), updates, strict=True)
+            for each, version, mine in zip(
+                self._attachments, self._versions(), updates, strict=True
+            )
         ]
 
     def finish_step(self) -> None:
@@ -273,7 +301,10 @@ class Tables:
         return [min(fetched, default=self.version)] * self.servers
 
     def _started(
-        self, attachment: TableClient, call: Callable[[], Future[Any]], stay: Callable[[Any], None] | None = None
+        self,
+        attachment: TableClient,
+        call: Callable[[], Future[Any]],
+        stay: Callable[[Any], None] | None = None,
     ) -> ServerCall[Any]:
         """Make a call, and say what to do if the server is lost, which may come back."""
         tables = list(self._definitions.values())
@@ -292,7 +323,11 @@ class Tables:
     def _everywhere(self, calls: Sequence[Callable[[], Future[Any]]]) -> list[Any]:
         """Make a call to each server."""
         return answers(
-            self._agent, [self._started(each, call) for each, call in zip(self._attachments, calls, strict=True)]
+            self._agent,
+            [
+                self._started(each, call)
+                for each, call in zip(self._attachments, calls, strict=True)
+            ],
         )
 
 

@@ -72,7 +72,9 @@ class BaseShard(ABC):
         self._ask = role.ask
         follows = role.ask is not None
         exact = archive is not None and archive.rule.exact
-        self._coordinator = coordinator(consistency, trainers, role.followers, follows, exact, role.server)
+        self._coordinator = coordinator(
+            consistency, trainers, role.followers, follows, exact, role.server
+        )
         self._saved = -1  # the last version that was given to the archive
 
     @property
@@ -155,8 +157,12 @@ class BaseShard(ABC):
         self._note_members()
         return actions
 
-    def _resume(self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps) -> list[Action]:
-        actions = self._carry_out(self._coordinator.resume(trainer, first, acknowledged, version, applied))
+    def _resume(
+        self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps
+    ) -> list[Action]:
+        actions = self._carry_out(
+            self._coordinator.resume(trainer, first, acknowledged, version, applied)
+        )
         self._publish()
         self._note_members()
         return actions
@@ -223,12 +229,17 @@ class BaseShard(ABC):
                 left.extendleft(reversed(self._make_step(decision.reports)))
             elif isinstance(decision, UndoStep):
                 left.extendleft(reversed(self._undo(decision.version)))
-            elif isinstance(decision, AnswerVote):  # now, so that all servers make their step at the same time
+            # now, so that all servers make their step at the same time
+            elif isinstance(decision, AnswerVote):
                 _complete(decision.future, decision.verdict)
             elif isinstance(decision, ReplyToReport):
-                actions.append(self._result(decision.report.future, partial(self._answer, decision)))
+                actions.append(
+                    self._result(decision.report.future, partial(self._answer, decision))
+                )
             elif isinstance(decision, AdmitTrainer):
-                actions.append(self._result(decision.future, partial(self.welcome, decision.trainer)))
+                actions.append(
+                    self._result(decision.future, partial(self.welcome, decision.trainer))
+                )
             elif isinstance(decision, FailReport):
                 actions.append(_failing(decision.future, decision.error))
             elif isinstance(decision, AskLeader):
@@ -306,7 +317,9 @@ class BaseShard(ABC):
         """Begin with the version of a snapshot. Of the same run, the trainers that took part are waited for."""
         same = snapshot.run == self._run
         made = snapshot.round if same else None
-        self._coordinator.restore(snapshot.version, snapshot.applied if same else {}, expected if same else (), made)
+        self._coordinator.restore(
+            snapshot.version, snapshot.applied if same else {}, expected if same else (), made
+        )
         self._coordinator.started = same and started
         self._saved = snapshot.version
 

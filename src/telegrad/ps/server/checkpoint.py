@@ -69,7 +69,9 @@ class Checkpoint:
         if save_file is None:
             raise UsageError("checkpoints need the safetensors package: pip install 'telegrad[ps]'")
         if self.every < 1 or self.keep < 1:
-            raise UsageError(f"checkpoints are made every 1 or more steps, and 1 or more are kept, not {self}")
+            raise UsageError(
+                f"checkpoints are made every 1 or more steps, and 1 or more are kept, not {self}"
+            )
 
     @property
     def exact(self) -> bool:
@@ -86,14 +88,17 @@ class ShardSnapshot(NamedTuple):
     states: list[State]
     groups: list[Options]
     applied: dict[str, int]
-    round: dict[str, int] | None = None  # the reports of the last step, if other servers may not have made it
+    # the reports of the last step, if other servers may not have made it
+    round: dict[str, int] | None = None
     skipped: bool = False  # the last round made no step
 
 
 class CheckpointArchive:
     """The checkpoints of one server. `start` runs a job on a thread of its own."""
 
-    def __init__(self, rule: Checkpoint, name: str, server: str, start: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, rule: Checkpoint, name: str, server: str, start: Callable[[Callable[[], None]], None]
+    ) -> None:
         self.rule = rule
         self.problem: str | None = None
         self._keep = max(rule.keep, 2) if rule.exact else rule.keep  # to be able to undo a step
@@ -166,7 +171,9 @@ class CheckpointArchive:
 
     def _read(self, version: int) -> ShardSnapshot:
         folder = self._folder / str(version)
-        rest: dict[str, Any] = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True)
+        rest: dict[str, Any] = torch.load(
+            folder / _OPTIMIZER, map_location="cpu", weights_only=True
+        )
         return ShardSnapshot(values=load_file(folder / _PARAMETERS), **rest)
 
     def members(self) -> tuple[list[str], bool]:
@@ -291,7 +298,8 @@ class CheckpointArchive:
 
 
 def _warn_damaged(path: Path, error: Exception) -> None:
-    _log.warning("%s cannot be used: %s", path, f"{type(error).__name__}: {error}")  # not the error with its frames
+    # not the error with its frames
+    _log.warning("%s cannot be used: %s", path, f"{type(error).__name__}: {error}")
 
 
 def _checksum(path: Path) -> int:

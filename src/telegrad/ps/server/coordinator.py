@@ -175,7 +175,9 @@ class Coordinator(ABC):
         """Let a trainer take part from round, or with clock, `first`."""
 
     @abstractmethod
-    def resume(self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps) -> list[Decision]:
+    def resume(
+        self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps
+    ) -> list[Decision]:
         """Let a trainer take part again that this server has forgotten.
 
         If its version is newer than the one here, its owner has taken its values over, and `applied` says which steps
@@ -199,7 +201,9 @@ class Coordinator(ABC):
         """Go on after the step has been counted, published and saved. Its trainers are told of an error."""
 
     @abstractmethod
-    def restore(self, version: int, applied: Steps, expected: Iterable[str], made: Steps | None) -> None:
+    def restore(
+        self, version: int, applied: Steps, expected: Iterable[str], made: Steps | None
+    ) -> None:
         """Begin with a checkpoint. Trainers that are expected are waited for; `made`: those of the last round."""
 
     def advance(self) -> list[Decision]:
@@ -217,7 +221,10 @@ class Coordinator(ABC):
         before = [each for each in self._entering if each.trainer == trainer]
         self._entering = [each for each in self._entering if each not in before]
         self._entering.append(_JoiningTrainer(trainer, first, future))
-        return [FailReport(each.future, StaleReference("the trainer has joined again")) for each in before]
+        return [
+            FailReport(each.future, StaleReference("the trainer has joined again"))
+            for each in before
+        ]
 
     def _remove(self, trainer: str) -> None:
         self.members.discard(trainer)
@@ -264,7 +271,9 @@ class ClockCoordinator(Coordinator):
         self._bases[trainer] = first
         return [*self._enter(trainer, first, future), *self.advance()]
 
-    def resume(self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps) -> list[Decision]:
+    def resume(
+        self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps
+    ) -> list[Decision]:
         self._add(trainer)
         self._bases[trainer] = first
         self._merge_applied({**applied, trainer: acknowledged})
@@ -279,7 +288,8 @@ class ClockCoordinator(Coordinator):
 
     def report(self, report: StepReport) -> list[Decision]:
         self.check(report.trainer)
-        if report.step <= self.applied.get(report.trainer, 0):  # it comes again; the answer was lost
+        # it comes again; the answer was lost
+        if report.step <= self.applied.get(report.trainer, 0):
             return [ReplyToReport(report)]
         self._making = report._replace(staleness=self.version - report.version)
         return [MakeStep([report])]
@@ -298,7 +308,9 @@ class ClockCoordinator(Coordinator):
         self._reports[report.trainer] = report
         return self.advance()
 
-    def restore(self, version: int, applied: Steps, expected: Iterable[str], made: Steps | None) -> None:
+    def restore(
+        self, version: int, applied: Steps, expected: Iterable[str], made: Steps | None
+    ) -> None:
         self._version = version
         self.applied = dict(applied)
 
@@ -332,7 +344,8 @@ class RoundCoordinator(Coordinator):
     ) -> None:
         super().__init__(trainers)
         self.number = 0
-        self.made: Steps | None = None  # the reports of this round, if its step is made and not confirmed
+        # the reports of this round, if its step is made and not confirmed
+        self.made: Steps | None = None
         self.expected: set[str] = set()
         self._server = server
         self._quorum = consistency.quorum
@@ -344,7 +357,8 @@ class RoundCoordinator(Coordinator):
         self._restored = False  # and has not finished a round together with the others since
         self._made_before = False  # `made` is that of the checkpoint
         self._making: Steps | None = None
-        self._at_once = False  # the round that is made here is over elsewhere: it need not be confirmed
+        # the round that is made here is over elsewhere: it need not be confirmed
+        self._at_once = False
         self._irreversible = False  # the step of this round was to be undone and could not be
         self._error: Exception | None = None
         self._sequence = 0
@@ -395,11 +409,14 @@ class RoundCoordinator(Coordinator):
         self._first[trainer] = first
         return [*self._enter(trainer, first, future), *self.advance()]
 
-    def resume(self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps) -> list[Decision]:
+    def resume(
+        self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps
+    ) -> list[Decision]:
         self._add(trainer)
         self._join(trainer)
         decisions: list[Decision] = []
-        if self.made is not None and version > self.number:  # somebody was answered, so it was confirmed
+        # somebody was answered, so it was confirmed
+        if self.made is not None and version > self.number:
             decisions += self._commit()
         if version > self.number:
             self.number = version
@@ -421,20 +438,28 @@ class RoundCoordinator(Coordinator):
         self.check(report.trainer)
         made = self.made or {}
         counted = report.step <= self.applied.get(report.trainer, 0)
-        if counted and made.get(report.trainer) != report.step:  # it comes again; the answer was lost
+        # it comes again; the answer was lost
+        if counted and made.get(report.trainer) != report.step:
             return [ReplyToReport(report)]
         if report.version < self.number:
             return [self._late(report)]
         before = self._reports.get(report.trainer)
         self._reports[report.trainer] = report
-        superseded = [] if before is None else [FailReport(before.future, StaleReference("it was pushed again"))]
+        superseded = (
+            []
+            if before is None
+            else [FailReport(before.future, StaleReference("it was pushed again"))]
+        )
         return [*superseded, *self.advance()]
 
-    def restore(self, version: int, applied: Steps, expected: Iterable[str], made: Steps | None) -> None:
+    def restore(
+        self, version: int, applied: Steps, expected: Iterable[str], made: Steps | None
+    ) -> None:
         self.number = version
         self.applied = dict(applied)
         self._restored = True
-        if self._exact:  # the checkpoint has all that was acknowledged: nobody has to bring something first
+        # the checkpoint has all that was acknowledged: nobody has to bring something first
+        if self._exact:
             self._first = dict.fromkeys(expected, version)
         else:
             self.expected = set(expected)
@@ -481,7 +506,9 @@ class RoundCoordinator(Coordinator):
         self._promised = False
         self._asked = None
         known = self.known
-        self._reports = {trainer: each for trainer, each in self._reports.items() if trainer in known}
+        self._reports = {
+            trainer: each for trainer, each in self._reports.items() if trainer in known
+        }
         return self.advance()
 
     def _commit(self) -> list[Decision]:
@@ -489,14 +516,17 @@ class RoundCoordinator(Coordinator):
         made, self.made = self.made, None
         error, self._error = self._error, None
         self.number += 1
-        self._restored = self._restored and (self._made_before or self._at_once)  # others may be ahead still
+        # others may be ahead still
+        self._restored = self._restored and (self._made_before or self._at_once)
         self._new_round()
         answers: list[Decision] = []
         for trainer, step in made.items():
             report = self._reports.get(trainer)
             if report is not None and report.step == step:
                 del self._reports[trainer]
-                answers.append(ReplyToReport(report) if error is None else FailReport(report.future, error))
+                answers.append(
+                    ReplyToReport(report) if error is None else FailReport(report.future, error)
+                )
         return [*answers, *self._end_earlier(), *self.advance()]
 
     def _new_round(self) -> None:
@@ -591,7 +621,9 @@ class RoundCoordinator(Coordinator):
         return decisions + self._make(steps, at_once=ahead)
 
     def _current_votes(self) -> list[RoundVote]:
-        return [vote for vote in self._votes.values() if vote is not None and vote.number == self.number]
+        return [
+            vote for vote in self._votes.values() if vote is not None and vote.number == self.number
+        ]
 
     def _finish_made(self, made: list[Steps]) -> list[Decision]:
         """Some servers have made the step of this round: let the others make it, or undo it if they cannot."""
@@ -608,7 +640,10 @@ class RoundCoordinator(Coordinator):
         decisions = self._answer_votes("make", steps, able)
         if self.made is None:
             return decisions + (self._make(steps, at_once=False) if _holds(steps, mine) else [])
-        if all(vote is not None and vote.made and vote.number == self.number for vote in self._votes.values()):
+        if all(
+            vote is not None and vote.made and vote.number == self.number
+            for vote in self._votes.values()
+        ):
             return decisions + self._commit()
         return decisions
 
@@ -628,7 +663,8 @@ class RoundCoordinator(Coordinator):
         A follower that is ahead can: this server has passed over the round before, and was restarted since.
         """
         ready = [
-            vote is not None and (vote.number > self.number or (vote.number == self.number and vote.complete))
+            vote is not None
+            and (vote.number > self.number or (vote.number == self.number and vote.complete))
             for vote in self._votes.values()
         ]
         if self._confirm and not all(ready):
@@ -637,16 +673,27 @@ class RoundCoordinator(Coordinator):
         self._new_round()
         return [*self._end_earlier(), *self.advance()]
 
-    def _answer_votes(self, kind: str, steps: Steps, votes: list[RoundVote] | None = None) -> list[Decision]:
+    def _answer_votes(
+        self, kind: str, steps: Steps, votes: list[RoundVote] | None = None
+    ) -> list[Decision]:
         """Answer followers that wait in this round: all, or those with these votes."""
-        answered = [ask for ask in self._asks if ask[1].number == self.number and (votes is None or ask[1] in votes)]
+        answered = [
+            ask
+            for ask in self._asks
+            if ask[1].number == self.number and (votes is None or ask[1] in votes)
+        ]
         self._asks = [ask for ask in self._asks if ask not in answered]
-        return [AnswerVote(future, RoundVerdict(kind, self.number, steps)) for _, _, future in answered]
+        return [
+            AnswerVote(future, RoundVerdict(kind, self.number, steps)) for _, _, future in answered
+        ]
 
     def _answer_over(self) -> list[Decision]:
         over = [ask for ask in self._asks if ask[1].number < self.number]
         self._asks = [ask for ask in self._asks if ask not in over]
-        return [AnswerVote(future, RoundVerdict("over", self.number, dict(self.applied))) for _, _, future in over]
+        return [
+            AnswerVote(future, RoundVerdict("over", self.number, dict(self.applied)))
+            for _, _, future in over
+        ]
 
     # Followers
 
@@ -668,7 +715,13 @@ class RoundCoordinator(Coordinator):
             known = frozenset({*self.known, *self._reports})
         made = self.made is not None
         vote = RoundVote(
-            self._server, self._sequence, self.number, dict(held), known, made, made or complete is not None
+            self._server,
+            self._sequence,
+            self.number,
+            dict(held),
+            known,
+            made,
+            made or complete is not None,
         )
         if vote == self._asked:
             return []
@@ -694,7 +747,9 @@ class RoundCoordinator(Coordinator):
         if any(trainer in done and trainer not in self._reports for trainer in self.known):
             return []  # it will report here again, and then this server votes again
         counted = {
-            trainer: report.step for trainer, report in self._reports.items() if report.step <= steps.get(trainer, 0)
+            trainer: report.step
+            for trainer, report in self._reports.items()
+            if report.step <= steps.get(trainer, 0)
         }
         if counted:
             return self._make(counted, at_once=True)
@@ -724,5 +779,6 @@ def _holds(steps: Steps, held: Steps) -> bool:
 def _lacks(steps: Steps, held: Steps, known: Iterable[str]) -> bool:
     """Return whether a server misses one of these reports and no longer waits for its trainer."""
     return any(
-        held.get(trainer) != step and (trainer not in known or trainer in held) for trainer, step in steps.items()
+        held.get(trainer) != step and (trainer not in known or trainer in held)
+        for trainer, step in steps.items()
     )

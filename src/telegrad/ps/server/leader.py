@@ -54,7 +54,9 @@ class LeaderProtocol:
 
     def _ask(self, vote: RoundVote) -> None:
         for holding in self._tries(lambda holding: holding.is_asking(vote)):
-            verdict = self._answer(self._servers[0], send_vote, (self._what, self._agent.name, vote))
+            verdict = self._answer(
+                self._servers[0], send_vote, (self._what, self._agent.name, vote)
+            )
             if verdict is not None:
                 holding.answered(vote.sequence, verdict)
                 return

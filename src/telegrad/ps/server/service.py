@@ -18,7 +18,15 @@ from telegrad.errors import JoinError, UsageError
 from telegrad.messages.routes import allow_any_device
 from telegrad.ps import flat_memory
 from telegrad.ps.flat_memory import SegmentHandle
-from telegrad.ps.messages import Gradients, JoinReply, PushReply, SavedVersions, ShardSpec, Steps, worker_of
+from telegrad.ps.messages import (
+    Gradients,
+    JoinReply,
+    PushReply,
+    SavedVersions,
+    ShardSpec,
+    Steps,
+    worker_of,
+)
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
 from telegrad.ps.server.leader import LeaderProtocol
 from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
@@ -74,7 +82,9 @@ class ParameterShards:
         if archive is None or newest is None:
             return SavedVersions(here, pristine, ours=False, versions=[])
         ours = newest.run == self.agent.group
-        return SavedVersions(here, pristine, ours, archive.readable() if ours or archive.rule.resume else [])
+        return SavedVersions(
+            here, pristine, ours, archive.readable() if ours or archive.rule.resume else []
+        )
 
     def create(self, plan: ShardSpec, values: Tensor, version: int | None) -> None:
         """Make a shard with a version that was saved or, if that is None, with these values.
@@ -82,13 +92,17 @@ class ParameterShards:
         One that is here and that nobody has used is replaced: whoever made it died before it had made all.
         """
         with self._holdings.lock:
-            if self.has(plan.name) and (self.find(plan.name).known or self.find(plan.name).version > 0):
+            if self.has(plan.name) and (
+                self.find(plan.name).known or self.find(plan.name).version > 0
+            ):
                 return
             archive = self._archive(plan)
             snapshot = None if archive is None or version is None else archive.find(version)
             if archive is not None:
                 if version is not None and snapshot is None:
-                    raise UsageError(f"worker {self.agent.name!r} cannot read its checkpoint of version {version}")
+                    raise UsageError(
+                        f"worker {self.agent.name!r} cannot read its checkpoint of version {version}"
+                    )
                 archive.clear(after=-1 if version is None else version)
             self._make(plan, values, archive, snapshot)
 
@@ -99,8 +113,14 @@ class ParameterShards:
                 return
             archive = self._archive(plan)
             snapshot = None if archive is None else archive.newest()
-            if archive is None or snapshot is None or not (archive.rule.resume or snapshot.run == self.agent.group):
-                where = "it saves none" if archive is None else f"there is none of this run in {plan.checkpoint.folder}"  # type: ignore[union-attr]
+            if (
+                archive is None
+                or snapshot is None
+                or not (archive.rule.resume or snapshot.run == self.agent.group)
+            ):
+                where = "it saves none"
+                if archive is not None and plan.checkpoint is not None:
+                    where = f"there is none of this run in {plan.checkpoint.folder}"
                 raise JoinError(
                     f"worker {self.agent.name!r} has come back without its part of parameter server {plan.name!r}: it "
                     f"needs a checkpoint that can be read, and {where}. Start the training anew"
@@ -114,14 +134,24 @@ class ParameterShards:
 
     def _archive(self, plan: ShardSpec) -> CheckpointArchive | None:
         agent, rule = self.agent, plan.checkpoint
-        return None if rule is None else CheckpointArchive(rule, plan.name, agent.name, agent.threads.start)
+        return (
+            None
+            if rule is None
+            else CheckpointArchive(rule, plan.name, agent.name, agent.threads.start)
+        )
 
     def _make(
-        self, plan: ShardSpec, values: Tensor, archive: CheckpointArchive | None, snapshot: ShardSnapshot | None
+        self,
+        plan: ShardSpec,
+        values: Tensor,
+        archive: CheckpointArchive | None,
+        snapshot: ShardSnapshot | None,
     ) -> LeaderProtocol:
         agent, what = self.agent, _what(plan.name)
         protocol = LeaderProtocol(agent, what, plan.servers, patient=archive is not None)
-        shard = ParameterShard(plan, values, shares_memory(agent), agent.group, archive, protocol.role)
+        shard = ParameterShard(
+            plan, values, shares_memory(agent), agent.group, archive, protocol.role
+        )
         expected: list[str] = []
         if archive is not None and snapshot is not None:
             members, started = archive.members()
@@ -141,7 +171,11 @@ def _what(name: str) -> str:
 def _usable(device: str) -> str:
     """The device of the trainers if this worker has it, too."""
     wanted = torch.device(device)
-    return device if wanted.type == "cuda" and (wanted.index or 0) < torch.cuda.device_count() else "cpu"
+    return (
+        device
+        if wanted.type == "cuda" and (wanted.index or 0) < torch.cuda.device_count()
+        else "cpu"
+    )
 
 
 def shares_memory(agent: Agent) -> bool:

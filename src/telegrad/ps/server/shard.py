@@ -65,7 +65,8 @@ class ParameterShard(BaseShard):
         )
         self._skipped = False  # the last round made no step
         self._gradients: dict[str, MappedMemory] = {}  # of the trainers that share them
-        self._stagings: dict[str, GradientBuffer] = {}  # of trainers whose gradients come piece by piece
+        # of trainers whose gradients come piece by piece
+        self._stagings: dict[str, GradientBuffer] = {}
 
     def __repr__(self) -> str:
         return f"<ParameterShard of {self.plan.name!r}: {self.plan.share.nbytes} bytes, {self._coordinator!r}>"
@@ -119,7 +120,11 @@ class ParameterShard(BaseShard):
         return welcome
 
     def _mapped(self, gradients: SegmentHandle | None) -> MappedMemory | None:
-        return flat_memory.find_shared(gradients) if gradients is not None and self._memory is not None else None
+        return (
+            flat_memory.find_shared(gradients)
+            if gradients is not None and self._memory is not None
+            else None
+        )
 
     def _share(self, trainer: str, mapped: MappedMemory | None) -> None:
         self._gradients.pop(trainer, None)
@@ -170,11 +175,17 @@ class ParameterShard(BaseShard):
             self._coordinator.check(trainer)
             if gradients is None and not skip:
                 if trainer not in self._gradients:
-                    raise UsageError("a push without gradients from a trainer that does not share them")
-                gradients = self._gradients[trainer].contents[self.plan.share.start : self.plan.share.stop]
+                    raise UsageError(
+                        "a push without gradients from a trainer that does not share them"
+                    )
+                gradients = self._gradients[trainer].contents[
+                    self.plan.share.start : self.plan.share.stop
+                ]
             if gradients is not None:
                 gradients = gradients.to(self._values.device)
-            content = _PushedContent(changes, None if skip else gradients, by_value, missing, written or {})
+            content = _PushedContent(
+                changes, None if skip else gradients, by_value, missing, written or {}
+            )
             report = StepReport(trainer, step, version, content, future)
             actions = self._carry_out(self._coordinator.report(report))
         run_actions(actions)
@@ -194,11 +205,15 @@ class ParameterShard(BaseShard):
         with self._lock:
             self._solver.change(changes)
             parts = self.plan.share.parts
-            self._solver.load([self._solver.cut(part, states.get(part.slot.number, {})) for part in parts])
+            self._solver.load(
+                [self._solver.cut(part, states.get(part.slot.number, {})) for part in parts]
+            )
 
     # Checkpoints
 
-    def restore(self, snapshot: ShardSnapshot, expected: Sequence[str] = (), started: bool = False) -> None:
+    def restore(
+        self, snapshot: ShardSnapshot, expected: Sequence[str] = (), started: bool = False
+    ) -> None:
         """Begin where a snapshot ends. Of the same run, the trainers that took part are waited for."""
         if snapshot.values.keys() != {part.label for part in self.plan.share.parts}:
             raise UsageError(
@@ -221,7 +236,16 @@ class ParameterShard(BaseShard):
         values = {part.label: part.of(self._values).clone() for part in self.plan.share.parts}
         states, groups = self._solver.state(), self._solver.options()
         applied = dict(self._coordinator.applied)
-        return ShardSnapshot(self.version, self._run, values, states, groups, applied, self._last_round, self._skipped)
+        return ShardSnapshot(
+            self.version,
+            self._run,
+            values,
+            states,
+            groups,
+            applied,
+            self._last_round,
+            self._skipped,
+        )
 
     # What is trained, under the lock
 
@@ -246,7 +270,9 @@ class ParameterShard(BaseShard):
         values = None
         if report.content.by_value:
             values = self._values if self._strict else self._values.clone()
-        return PushReply(self.version, report.staleness, values=values, skipped=skipped, applied=self._told)
+        return PushReply(
+            self.version, report.staleness, values=values, skipped=skipped, applied=self._told
+        )
 
     def welcome(self, trainer: str) -> JoinReply:
         return JoinReply(self._current(), trainer in self._gradients, self._handle)

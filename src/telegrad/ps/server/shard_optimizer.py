@@ -28,7 +28,8 @@ Options = dict[str, Any]
 Make = Callable[[list[dict[str, Any]]], optim.Optimizer]
 State = dict[str, Any]
 
-_BLOCK = 8 << 20  # bytes: a few of them fit into the cache that cores share, and few enough make Python's part small
+# bytes: a few of them fit into the cache that cores share, and few enough make Python's part small
+_BLOCK = 8 << 20
 _BY_ELEMENT = {
     optim.ASGD,
     optim.Adadelta,
@@ -74,7 +75,12 @@ class _OptimizerUnit(NamedTuple):
 
 class ShardOptimizer:
     def __init__(
-        self, make: Make, groups: Sequence[Options], share: ServerRange, values: Tensor, by_element: bool
+        self,
+        make: Make,
+        groups: Sequence[Options],
+        share: ServerRange,
+        values: Tensor,
+        by_element: bool,
     ) -> None:
         self._make = make
         self._share = share
@@ -90,7 +96,9 @@ class ShardOptimizer:
         step = inspect.signature(self._units[0].optimizer.step).parameters
         if "closure" in step and step["closure"].default is inspect.Parameter.empty:
             kind = type(self._units[0].optimizer).__name__
-            raise UsageError(f"{kind} evaluates the model again and again while it steps, which a server cannot do")
+            raise UsageError(
+                f"{kind} evaluates the model again and again while it steps, which a server cannot do"
+            )
 
     def __repr__(self) -> str:
         return f"<ShardOptimizer: {type(self._units[0].optimizer).__name__} over {len(self._units)} blocks>"
@@ -106,10 +114,14 @@ class ShardOptimizer:
         units = []
         for start in range(run.offset, run.offset + run.nbytes, size):
             stop = min(start + size, run.offset + run.nbytes)
-            target = _ShardParameter(nn.Parameter(self._values[start:stop].view(run.dtype)), start, stop, slots)
+            target = _ShardParameter(
+                nn.Parameter(self._values[start:stop].view(run.dtype)), start, stop, slots
+            )
             options = {**self._groups[run.group], **self._fastest(run.group, run.dtype)}
             optimizer = self._make([{**options, "params": [target.parameter]}])
-            units.append(_OptimizerUnit(optimizer, [target], [run.group], [room[: target.parameter.numel()]]))
+            units.append(
+                _OptimizerUnit(optimizer, [target], [run.group], [room[: target.parameter.numel()]])
+            )
         return units
 
     def _room(self, dtype: torch.dtype, size: int) -> Tensor:
@@ -128,7 +140,9 @@ class ShardOptimizer:
         groups: list[dict[str, Any]] = []
         numbers: list[int] = []
         for run in self._share.runs:
-            parameters = [nn.Parameter(part.of(self._values).view(part.slot.shape)) for part in run.parts]
+            parameters = [
+                nn.Parameter(part.of(self._values).view(part.slot.shape)) for part in run.parts
+            ]
             for each, part in zip(parameters, run.parts, strict=True):
                 slots = frozenset([part.slot.number])
                 targets.append(_ShardParameter(each, part.offset, part.offset + part.nbytes, slots))
@@ -148,7 +162,9 @@ class ShardOptimizer:
         for optimizer, targets, _, means in self._units:
             for target, mean in zip(targets, means, strict=True):
                 if not target.slots <= missing:
-                    target.parameter.grad = _mean([target.gradient(flat) for flat in gradients], mean)
+                    target.parameter.grad = _mean(
+                        [target.gradient(flat) for flat in gradients], mean
+                    )
             optimizer.step()
             for target in targets:
                 target.parameter.grad = None
@@ -191,7 +207,10 @@ class ShardOptimizer:
             (unit,) = self._units
             return [_copied(unit.optimizer.state[target.parameter]) for target in unit.targets]
         return [
-            _slice(run, part, whole) for run, units in self._blocks for whole in [_join(units)] for part in run.parts
+            _slice(run, part, whole)
+            for run, units in self._blocks
+            for whole in [_join(units)]
+            for part in run.parts
         ]
 
     def load(self, states: Sequence[State]) -> None:
@@ -217,7 +236,9 @@ class ShardOptimizer:
             return state
         by_element = self._keys_by_element(part.slot.group, part.slot.dtype)
         return {
-            key: value.reshape(-1)[part.first : part.last] if key in by_element and torch.is_tensor(value) else value
+            key: value.reshape(-1)[part.first : part.last]
+            if key in by_element and torch.is_tensor(value)
+            else value
             for key, value in state.items()
         }
 
@@ -236,7 +257,9 @@ class ShardOptimizer:
         for unit in units:
             parameter = unit.targets[0].parameter
             stop = start + parameter.numel()
-            mine = {key: value[start:stop] if key in flat else value for key, value in whole.items()}
+            mine = {
+                key: value[start:stop] if key in flat else value for key, value in whole.items()
+            }
             unit.optimizer.state[parameter] = _placed(mine, unit, 0)
             start = stop
 
@@ -246,7 +269,11 @@ class ShardOptimizer:
         probe.grad = torch.zeros_like(probe)
         optimizer = self._make([{**self._groups[group], "params": [probe]}])
         optimizer.step()
-        return {key for key, value in optimizer.state[probe].items() if torch.is_tensor(value) and value.dim() == 1}
+        return {
+            key
+            for key, value in optimizer.state[probe].items()
+            if torch.is_tensor(value) and value.dim() == 1
+        }
 
 
 def _mean(gradients: list[Tensor], out: Tensor) -> Tensor:
@@ -264,18 +291,29 @@ def _mean(gradients: list[Tensor], out: Tensor) -> Tensor:
 def _fastest(options: Options, dtype: torch.dtype) -> Options:
     """Where the user has left open how a step is computed: in one pass, if the optimizer offers that."""
     open_to_all = "fused" in options and options["fused"] is None and options.get("foreach") is None
-    return {"fused": True} if open_to_all and dtype in _FUSED and not options.get("differentiable") else {}
+    return (
+        {"fused": True}
+        if open_to_all and dtype in _FUSED and not options.get("differentiable")
+        else {}
+    )
 
 
 def _pieces(run: DtypeRun, keys: Sequence[Any]) -> list[DtypeRun]:
     """The run, divided where the keys of its parts change."""
     keyed = list(zip(keys, run.parts, strict=True))
-    found = [[part for _, part in parts] for _, parts in itertools.groupby(keyed, key=lambda entry: entry[0])]
+    found = [
+        [part for _, part in parts]
+        for _, parts in itertools.groupby(keyed, key=lambda entry: entry[0])
+    ]
     if len(found) < 2:
         return [run]
     return [
         DtypeRun(
-            run.group, run.dtype, parts[0].offset, parts[-1].offset + parts[-1].nbytes - parts[0].offset, tuple(parts)
+            run.group,
+            run.dtype,
+            parts[0].offset,
+            parts[-1].offset + parts[-1].nbytes - parts[0].offset,
+            tuple(parts),
         )
         for parts in found
     ]
@@ -286,7 +324,11 @@ def _common(state: State, by_element: set[str]) -> list[tuple[str, Any]]:
     return [
         (
             key,
-            None if key in by_element and torch.is_tensor(value) else float(value) if torch.is_tensor(value) else value,
+            None
+            if key in by_element and torch.is_tensor(value)
+            else float(value)
+            if torch.is_tensor(value)
+            else value,
         )
         for key, value in sorted(state.items())
     ]
@@ -296,13 +338,18 @@ def _join(units: list[_OptimizerUnit]) -> State:
     """The state of a run from that of its blocks."""
     states = [unit.optimizer.state[unit.targets[0].parameter] for unit in units]
     flat = {key for key, value in states[0].items() if torch.is_tensor(value) and value.dim() == 1}
-    return {key: torch.cat([state[key] for state in states]) if key in flat else states[0][key] for key in states[0]}
+    return {
+        key: torch.cat([state[key] for state in states]) if key in flat else states[0][key]
+        for key in states[0]
+    }
 
 
 def _slice(run: DtypeRun, part: ParameterPart, whole: State) -> State:
     return _copied(
         {
-            key: _elements(run, part, value) if torch.is_tensor(value) and value.dim() == 1 else value
+            key: _elements(run, part, value)
+            if torch.is_tensor(value) and value.dim() == 1
+            else value
             for key, value in whole.items()
         }
     )
@@ -316,7 +363,9 @@ def _elements(run: DtypeRun, part: ParameterPart, flat: Tensor) -> Tensor:
 def _placed(state: State, unit: _OptimizerUnit, number: int) -> State:
     """A copy of a state where an optimizer expects it: with the parameter, but counters of steps stay on the CPU."""
     parameter = unit.targets[number].parameter
-    together = any(group.get("fused") or group.get("capturable") for group in unit.optimizer.param_groups)
+    together = any(
+        group.get("fused") or group.get("capturable") for group in unit.optimizer.param_groups
+    )
     return {
         key: value.to(parameter.device if key != "step" or together else "cpu", copy=True)
         if torch.is_tensor(value)

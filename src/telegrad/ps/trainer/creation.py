@@ -44,7 +44,9 @@ def _create_shards(servers: Sequence[ShardClient], consistency: Consistency) -> 
         each.create(versions[each.server])
 
 
-def _recreate_shards(servers: Sequence[ShardClient], saved: dict[str, SavedVersions], consistency: Consistency) -> bool:
+def _recreate_shards(
+    servers: Sequence[ShardClient], saved: dict[str, SavedVersions], consistency: Consistency
+) -> bool:
     """Let servers that were restarted go on. Return False if all begin again, with the same version."""
     without = [server for server, each in saved.items() if not (each.here or each.ours)]
     if without:
@@ -75,5 +77,7 @@ def _versions(saved: dict[str, SavedVersions], consistency: Consistency) -> dict
     common = _common(saved)
     if not common:
         found = {server: each.versions for server, each in saved.items()}
-        raise UsageError(f"the servers have checkpoints of different versions, and none in common: {found}")
+        raise UsageError(
+            f"the servers have checkpoints of different versions, and none in common: {found}"
+        )
     return dict.fromkeys(saved, max(common))

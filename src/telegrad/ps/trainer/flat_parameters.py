@@ -40,7 +40,11 @@ _COMPARED = 1 << 16  # bytes that a step compares
 
 class FlatParameters:
     def __init__(
-        self, layout: ParameterLayout, parameters: Sequence[Tensor], sharing: bool, compares: bool = False
+        self,
+        layout: ParameterLayout,
+        parameters: Sequence[Tensor],
+        sharing: bool,
+        compares: bool = False,
     ) -> None:
         """Make the memory of `parameters`, which are in the order of their numbers.
 
@@ -48,7 +52,9 @@ class FlatParameters:
         """
         learning = [parameters[slot.number] for slot in layout.slots]
         self.device = _common_device(learning)
-        self.segment = flat_memory.allocate(layout.nbytes) if sharing and self.device.type == "cpu" else None
+        self.segment = (
+            flat_memory.allocate(layout.nbytes) if sharing and self.device.type == "cpu" else None
+        )
         if self.segment is not None:
             self.gradients = self.segment.contents
         else:
@@ -65,10 +71,14 @@ class FlatParameters:
         }
         self._order = list(self._entries.items())
         self._turn = 0  # in which parameters are looked at
-        self._is_current = False  # has the last step ended, so that parameters are what servers answered?
-        self._answered: dict[int, Tensor] = {}  # what servers answered, by the numbers of whole parameters
+        # has the last step ended, so that parameters are what servers answered?
+        self._is_current = False
+        # what servers answered, by the numbers of whole parameters
+        self._answered: dict[int, Tensor] = {}
         if self._known is not None:
-            self._answered = {slot.number: slot.of(self._known) for slot in layout.slots if slot.shape}
+            self._answered = {
+                slot.number: slot.of(self._known) for slot in layout.slots if slot.shape
+            }
         self._listeners: list[weakref.WeakMethod[Ready]] = []
         self._hooks: list[Any] = []
 
@@ -102,7 +112,8 @@ class FlatParameters:
             self._hooks = [
                 entry.hook(self._listeners)
                 for entry in self._entries.values()
-                if entry.parameter.requires_grad  # others have no gradients that backward could finish
+                # others have no gradients that backward could finish
+                if entry.parameter.requires_grad
             ]
 
     @torch.no_grad()
@@ -195,9 +206,16 @@ class FlatParameters:
         number, entry = self._order[self._turn % len(self._order)]
         lap, self._turn = self._turn // len(self._order), self._turn + 1
         answered = self._answered.get(number)
-        if not self._is_current or answered is None or entry.is_written or not entry.parameter.is_cpu:
+        if (
+            not self._is_current
+            or answered is None
+            or entry.is_written
+            or not entry.parameter.is_cpu
+        ):
             return
-        rows = max(1, _COMPARED // max(1, entry.slot.nbytes // len(answered))) if len(answered) else 0
+        rows = (
+            max(1, _COMPARED // max(1, entry.slot.nbytes // len(answered))) if len(answered) else 0
+        )
         first = lap * rows % max(1, len(answered))
         mine = entry.parameter.detach()[first : first + rows].contiguous()
         its = answered[first : first + rows].contiguous()
@@ -248,7 +266,9 @@ class FlatParameters:
 class _FlatParameter:
     """One parameter and the place of its gradient."""
 
-    def __init__(self, parameter: Tensor, slot: ParameterSlot, place: Tensor, own_storage: bool) -> None:
+    def __init__(
+        self, parameter: Tensor, slot: ParameterSlot, place: Tensor, own_storage: bool
+    ) -> None:
         """Only a place with a storage of its own is ever shown to anybody."""
         self.parameter = parameter
         self.slot = slot
@@ -284,7 +304,11 @@ class _FlatParameter:
         return count + sys.getrefcount(self._storage)
 
     def is_at_place(self, gradient: Tensor) -> bool:
-        return gradient.layout is torch.strided and gradient.data_ptr() == self.address and gradient.is_contiguous()
+        return (
+            gradient.layout is torch.strided
+            and gradient.data_ptr() == self.address
+            and gradient.is_contiguous()
+        )
 
     def clear(self) -> None:
         if not self.is_zero:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LOSS_ERRORS = (PeerLost, StaleReference)  # what calls raise if a server is not there, or has lost what it held
+# what calls raise if a server is not there, or has lost what it held
+LOSS_ERRORS = (PeerLost, StaleReference)
 
 _PAUSES = (0.005, 0.5)
 _CHECK_AFTER = 1.0  # seconds after which a trainer that waits makes sure that all servers are there
@@ -37,7 +38,9 @@ def agent_of(agent: Agent | None) -> Agent:
     """This agent, or the one in use here."""
     agent = agent or active_agent()
     if agent is None:
-        raise UsageError("a trainer needs an agent: pass agent=, or call telegrad.rpc.init_rpc first")
+        raise UsageError(
+            "a trainer needs an agent: pass agent=, or call telegrad.rpc.init_rpc first"
+        )
     return agent
 
 
@@ -229,7 +232,11 @@ def _check_member(server: JoiningClient) -> None:
 
 
 def join(
-    agent: Agent, what: str, servers: Sequence[JoiningClient], prepare: Callable[[], None], patience: float | None
+    agent: Agent,
+    what: str,
+    servers: Sequence[JoiningClient],
+    prepare: Callable[[], None],
+    patience: float | None,
 ) -> None:
     """Let a trainer join all servers. With `patience`, one that is restarted meanwhile is waited for.
 
@@ -244,7 +251,8 @@ def join(
         first = max([each.announce() for each in servers])
         entering = [each.enter(first, limit) for each in servers]
         together = _all(entering)
-        while not _wait(together):  # one that was restarted after its answer keeps the others from answering
+        # one that was restarted after its answer keeps the others from answering
+        while not _wait(together):
             for each, future in zip(servers, entering, strict=True):
                 if future.done():
                     _check_member(each)
@@ -291,7 +299,9 @@ class LocalTrainers:
     """The trainers of one agent: their sides of servers, by trainer and server."""
 
     def __init__(self, agent: Agent) -> None:
-        self.sides: weakref.WeakValueDictionary[tuple[str, str], IdleClient] = weakref.WeakValueDictionary()
+        self.sides: weakref.WeakValueDictionary[tuple[str, str], IdleClient] = (
+            weakref.WeakValueDictionary()
+        )
 
     def __repr__(self) -> str:
         return f"<LocalTrainers {sorted(self.sides)}>"

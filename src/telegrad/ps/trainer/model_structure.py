@@ -42,7 +42,9 @@ class ModelStructure:
 
     def _search(self) -> None:
         unknown = [
-            name for name, each in self._model.named_parameters() if each.requires_grad and id(each) not in self._known
+            name
+            for name, each in self._model.named_parameters()
+            if each.requires_grad and id(each) not in self._known
         ]
         if unknown:
             raise UsageError(

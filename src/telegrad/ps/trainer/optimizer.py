@@ -106,7 +106,9 @@ class Optimizer(optim.Optimizer):
                 "SparseAdam steps on sparse gradients, and parameter servers have dense ones: use torch.optim.Adam, "
                 "or keep the rows on servers by telegrad.ps.Embedding with RowAdam"
             )
-        template = optimizer(model.parameters() if isinstance(model, nn.Module) else model, **options)
+        template = optimizer(
+            model.parameters() if isinstance(model, nn.Module) else model, **options
+        )
         self._agent = agent
         self._attachments: list[ShardClient] = []
         self._tables: list[Tables] = []
@@ -124,10 +126,13 @@ class Optimizer(optim.Optimizer):
         self._layout = ParameterLayout.of(learning)
         if not self._layout.slots:
             raise UsageError("none of the parameters requires a gradient")
-        compares = self._consistency != Sync()  # servers may step, and publish, while this trainer computes
+        # servers may step, and publish, while this trainer computes
+        compares = self._consistency != Sync()
         shares_memory = service.shares_memory(agent)
         self._flat = FlatParameters(self._layout, self._parameters, shares_memory, compares)
-        self._structure = ModelStructure(model, self._parameters) if isinstance(model, nn.Module) else None
+        self._structure = (
+            ModelStructure(model, self._parameters) if isinstance(model, nn.Module) else None
+        )
         known = {slot.number for slot in self._layout.slots}
         self._frozen = [
             each
@@ -137,7 +142,8 @@ class Optimizer(optim.Optimizer):
         self._trainer = trainer_name(agent.local_member.incarnation, next(_numbers))
         self._patience = patience
         self._compression = compression
-        self._overlap = overlap and self._flat.device.type == "cpu"  # elsewhere, to look would be to wait
+        # elsewhere, to look would be to wait
+        self._overlap = overlap and self._flat.device.type == "cpu"
         workers = find_servers(agent, servers)
         self._name = agent.service(TrainerNames).take(
             "parameter server", name, "default", waits_for_quorum(self._consistency)
@@ -225,17 +231,26 @@ class Optimizer(optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._attachments:
-            raise UsageError("the parameters of a parameter server are fixed; make a new Optimizer under another name")
+            raise UsageError(
+                "the parameters of a parameter server are fixed; make a new Optimizer under another name"
+            )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that servers hold, fetched here, in the form that the optimizer itself would give."""
         state: dict[int, State] = {}
-        for attachment, parts in zip(self._attachments, self._everywhere(ShardClient.state), strict=True):
+        for attachment, parts in zip(
+            self._attachments, self._everywhere(ShardClient.state), strict=True
+        ):
             for part, values in zip(attachment.plan.share.parts, parts, strict=True):
                 if values:
-                    self._put(state.setdefault(part.slot.number, {}), part.slot.number, part.first, values)
-        return {"state": dict(sorted(state.items())), "param_groups": param_groups.packed(self.param_groups)}
+                    self._put(
+                        state.setdefault(part.slot.number, {}), part.slot.number, part.first, values
+                    )
+        return {
+            "state": dict(sorted(state.items())),
+            "param_groups": param_groups.packed(self.param_groups),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give every server its share of a state that `state_dict` returned, here or of the optimizer itself."""
@@ -256,7 +271,9 @@ class Optimizer(optim.Optimizer):
     ) -> list[ShardClient]:
         shares = self._layout.divide(len(servers), whole=not works_by_element(self._kind))
         known, device = tuple(self._known), str(self._flat.device)
-        used = [(server, share) for server, share in zip(servers, shares, strict=True) if share.nbytes]
+        used = [
+            (server, share) for server, share in zip(servers, shares, strict=True) if share.nbytes
+        ]
         names = tuple(server for server, _ in used)
         rest = (self._kind, options, known, self._consistency, trainers, checkpoint, names, device)
         return [
@@ -279,7 +296,9 @@ class Optimizer(optim.Optimizer):
             each.step_limit = self._name.step_limit
         prepare = partial(find_or_create_shards, self._attachments, self._consistency)
         try:
-            join(self._agent, f"parameter server {self.name!r}", self._attachments, prepare, patience)
+            join(
+                self._agent, f"parameter server {self.name!r}", self._attachments, prepare, patience
+            )
         except BaseException:
             self.close()
             raise
@@ -324,7 +343,9 @@ class Optimizer(optim.Optimizer):
             except LOSS_ERRORS as error:
                 return [self._again(only, pushed)(error).wait()]
         calls = [
-            ServerCall(each.start_push(pushed), self._again(each, pushed), partial(each.stay, self.steps))
+            ServerCall(
+                each.start_push(pushed), self._again(each, pushed), partial(each.stay, self.steps)
+            )
             for each, pushed in pushes
         ]
         return answers(self._agent, calls)
@@ -333,7 +354,9 @@ class Optimizer(optim.Optimizer):
         """What the gradients were computed with. Rounds are the same on all servers."""
         return self.version if isinstance(self._consistency, Sync) else attachment.version
 
-    def _again(self, attachment: ShardClient, pushed: PushRequest) -> Callable[[Exception], Future[PushReply]]:
+    def _again(
+        self, attachment: ShardClient, pushed: PushRequest
+    ) -> Callable[[Exception], Future[PushReply]]:
         """Wait for a server that was lost, which may come back."""
 
         def again(error: Exception) -> Future[PushReply]:
@@ -372,9 +395,15 @@ def _tables_of(parameters: Iterable[Tensor]) -> list[Tables]:
     return list({id(tables): tables for tables in found}.values())
 
 
-def _learning(model: Any, groups: list[dict[str, Any]], include_frozen: bool) -> list[list[tuple[int, str, Tensor]]]:
+def _learning(
+    model: Any, groups: list[dict[str, Any]], include_frozen: bool
+) -> list[list[tuple[int, str, Tensor]]]:
     """The parameters of each group that servers hold: their numbers, and their names in the model if there is one."""
-    names = {id(each): name for name, each in model.named_parameters()} if isinstance(model, nn.Module) else {}
+    names = (
+        {id(each): name for name, each in model.named_parameters()}
+        if isinstance(model, nn.Module)
+        else {}
+    )
     number = itertools.count()
     numbered = [[(next(number), each) for each in group["params"]] for group in groups]
     return [

@@ -26,7 +26,8 @@ from telegrad.errors import PeerLost, StaleReference
 from telegrad.ps import flat_memory
 from telegrad.ps.layout import ServerRange
 
-_SIZE = 4 << 20  # bytes: large enough to fill a fast network, small enough that most leave before backward ends
+# bytes: large enough to fill a fast network, small enough that most leave before backward ends
+_SIZE = 4 << 20
 _LONGEST = 64  # steps without another try
 
 
@@ -50,7 +51,11 @@ def divide_into_buckets(share: ServerRange) -> list[GradientBucket]:
         size = run.dtype.itemsize
         for start in range(run.offset, run.offset + run.nbytes, _SIZE):
             stop = min(start + _SIZE, run.offset + run.nbytes)
-            slots = [part.slot.number for part in run.parts if part.offset < stop and part.offset + part.nbytes > start]
+            slots = [
+                part.slot.number
+                for part in run.parts
+                if part.offset < stop and part.offset + part.nbytes > start
+            ]
             first, last = (start - run.offset) // size, (stop - run.offset) // size
             found.append(GradientBucket(len(found), number, first, last, frozenset(slots)))
     return found
@@ -87,7 +92,9 @@ class OverlappedPush:
 
     def __repr__(self) -> str:
         state = f", staying for {self._staying} steps" if self._staying else ""
-        return f"<OverlappedPush: {len(self._sent)} of {len(self.buckets)} buckets have left{state}>"
+        return (
+            f"<OverlappedPush: {len(self._sent)} of {len(self.buckets)} buckets have left{state}>"
+        )
 
     def _reset(self) -> None:
         self._passes: dict[int, int] = {}
@@ -199,7 +206,9 @@ class GradientBuffer:
         """The gradients of a step: these, and what was brought before."""
         self.bring(step, pieces)
         if len(self._here) < len(self._buckets):
-            raise StaleReference("some of these gradients were brought to an earlier life of this server")
+            raise StaleReference(
+                "some of these gradients were brought to an earlier life of this server"
+            )
         return self._flat
 
 

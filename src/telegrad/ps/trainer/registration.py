@@ -70,7 +70,9 @@ class TrainerNames:
         while True:
             self._made[default] += 1
             count = self._made[default]
-            found = RegisteredName(self, kind, default if count == 1 else f"{default}-{count}", default)
+            found = RegisteredName(
+                self, kind, default if count == 1 else f"{default}-{count}", default
+            )
             if found.key not in self._used:
                 return found
 

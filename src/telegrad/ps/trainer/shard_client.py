@@ -39,7 +39,8 @@ class PushRequest(NamedTuple):
     version: int  # that the gradients were computed with
     changes: dict[int, Options]
     skip: bool = False  # the gradients are not finite
-    written: frozenset[int] = frozenset()  # the numbers of parameters that the model's owner has written to
+    # the numbers of parameters that the model's owner has written to
+    written: frozenset[int] = frozenset()
 
 
 class ShardClient:
@@ -63,7 +64,9 @@ class ShardClient:
         self._me = trainer
         self._memory: MappedMemory | None = None
         self._shares = False
-        self._compressor = None if compression is None else Compressor(plan.share, compression, flat.device)
+        self._compressor = (
+            None if compression is None else Compressor(plan.share, compression, flat.device)
+        )
         self._overlap = overlap
         self._early: OverlappedPush | None = None
         self._step = 0  # the last that was pushed
@@ -72,7 +75,8 @@ class ShardClient:
         self._change = threading.Lock()  # of `_busy`
         self._first = 0  # the round, or clock, that this trainer has started with
         self._taken: PushReply | None = None  # the last
-        self._views: dict[int, list[Tensor]] = {}  # of what is published, by its start in the memory
+        # of what is published, by its start in the memory
+        self._views: dict[int, list[Tensor]] = {}
 
     def __repr__(self) -> str:
         how = "shared memory" if self._memory is not None and self._shares else "calls"
@@ -84,7 +88,9 @@ class ShardClient:
 
     def may_found(self) -> bool | None:
         """Return whether this trainer may make the shards; None if they are there already."""
-        may: bool | None = self._agent.invoke(self.server, service.find_shard, (self.plan.name, self._me))
+        may: bool | None = self._agent.invoke(
+            self.server, service.find_shard, (self.plan.name, self._me)
+        )
         return may
 
     def saved(self) -> SavedVersions:
@@ -131,7 +137,9 @@ class ShardClient:
     def _map(self, welcome: JoinReply) -> None:
         self._shares = welcome.shared
         if self._overlap and not self._shares and self._early is None:
-            self._early = OverlappedPush(self.plan.share, self._copy, self._bring, self._agent.threads.start)
+            self._early = OverlappedPush(
+                self.plan.share, self._copy, self._bring, self._agent.threads.start
+            )
             self._flat.listen(self.ready)
         memory = welcome.memory if self._flat.segment is not None else None
         self._memory = None if memory is None else flat_memory.find_shared(memory)
@@ -197,7 +205,9 @@ class ShardClient:
     def push(self, pushed: PushRequest) -> PushReply:
         """Report the gradients that are in the flat memory and wait for the answer."""
         arguments = self._arguments(pushed)
-        answer: PushReply = self._agent.invoke(self.server, service.push, arguments, None, self.step_limit())
+        answer: PushReply = self._agent.invoke(
+            self.server, service.push, arguments, None, self.step_limit()
+        )
         return answer
 
     def start_push(self, pushed: PushRequest) -> Future[PushReply]:
@@ -275,7 +285,10 @@ class ShardClient:
         with self._change:
             self._busy = False
         if given.problem is not None:
-            warnings.warn(f"parameter server {self.plan.name!r} on {self.server!r}: {given.problem}", stacklevel=4)
+            warnings.warn(
+                f"parameter server {self.plan.name!r} on {self.server!r}: {given.problem}",
+                stacklevel=4,
+            )
 
     def _pull(self) -> PushReply:
         """Fetch the values by a call, from a server that may be restarted meanwhile."""
@@ -283,7 +296,8 @@ class ShardClient:
         def attempt(_: Callable[[], None]) -> PushReply:
             try:
                 answer: PushReply = self._agent.invoke(self.server, service.pull, (self.plan.name,))
-            except StaleReference:  # the parameters are half overwritten: the server must not take it
+            # the parameters are half overwritten: the server must not take it
+            except StaleReference:
                 self._come_back(self._step, version=-1)
                 raise
             return answer
