@@ -40,7 +40,7 @@ from benchmarks.group import free_port
 from benchmarks.processes import import_path
 from benchmarks.training import Digits
 from benchmarks.worlds import together
-from telegrad.current import active_agent
+from telegrad import current_agent
 
 SERVER = "server"
 TRAINERS, BATCH, RATE = 2, 32, 0.05
@@ -144,7 +144,7 @@ def parameter_server(rank: int, target: float) -> Outcome | None:
             return loss.item()
 
         trainers = [f"trainer{number}" for number in range(1, 1 + TRAINERS)]
-        agent = active_agent()
+        agent = current_agent()
         assert agent is not None
 
         def measure() -> float:  # each of its part

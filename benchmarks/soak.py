@@ -27,7 +27,7 @@ def resident_mb() -> float:
 
 
 def owner_figures() -> tuple[float, dict[str, int]]:
-    return resident_mb(), ReferenceManager.of(rpc._get_current_rpc_agent()).statistics()
+    return resident_mb(), ReferenceManager.of(rpc._get_current_rpc_agent()._runtime).statistics()
 
 
 def work(rank: int, path: str, count: int) -> None:

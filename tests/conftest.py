@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from telegrad.agent import _agents
 from telegrad.config import TRANSPORTS
+from telegrad.runtime import _agents
 from telegrad.testing import LocalCluster
 
 _MOMENT = 5.0  # seconds that what a test started may take to end

@@ -13,13 +13,15 @@ from telegrad import openmp as _idling  # noqa: F401  # first: importing torch, 
 # isort: split
 
 from telegrad import autograd, errors, nn, optim, ps, rpc
-from telegrad.agent import Agent, expose
+from telegrad.agent import Agent, current_agent
 from telegrad.batching import batched
 from telegrad.config import Config
-from telegrad.current import current_agent, current_caller, current_deadline
+from telegrad.current import current_caller, current_deadline
 from telegrad.deadline import Deadline
 from telegrad.futures import Future
 from telegrad.group.membership import WorkerInfo
+from telegrad.refs import RRef, remote
+from telegrad.runtime import expose
 
 __version__ = "0.1.0"
 
@@ -28,6 +30,7 @@ __all__ = [
     "Config",
     "Deadline",
     "Future",
+    "RRef",
     "WorkerInfo",
     "autograd",
     "batched",
@@ -39,5 +42,6 @@ __all__ = [
     "nn",
     "optim",
     "ps",
+    "remote",
     "rpc",
 ]

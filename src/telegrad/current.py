@@ -1,70 +1,69 @@
-"""Which agent this thread works for, which call it is running, and what its own calls go through."""
+"""State of the current thread and process: its agent, the call that it runs, its call interceptor.
+
+The runtime of an agent is kept here without its type, because every package below the runtime may
+read this module. `telegrad.runtime.active_runtime` and `telegrad.agent.current_agent` are typed.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from telegrad.deadline import Deadline
 from telegrad.futures import Future
 
-if TYPE_CHECKING:
-    from telegrad.agent import Agent
-    from telegrad.client.peers import WorkerAddress
-
 
 class CallInterceptor(Protocol):
-    """Makes the calls of a thread instead of the agent, with the arguments of `Agent.invoke` and `Agent.start`."""
+    """Make the calls of a thread in place of its agent. The profiler uses this."""
 
     def invoke(
         self,
-        agent: Agent,
-        to: WorkerAddress,
+        agent: Any,
+        to: Any,
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
         timeout: Any,
-    ) -> Any: ...
+    ) -> Any:
+        """Do what `AgentRuntime.invoke` does."""
 
     def start(
         self,
-        agent: Agent,
-        to: WorkerAddress,
+        agent: Any,
+        to: Any,
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
         timeout: Any,
         keep: object,
-    ) -> Future[Any]: ...
+    ) -> Future[Any]:
+        """Do what `AgentRuntime.start` does."""
 
 
 class _ProcessState:
-    """The agent of a process that has just one, as `init_rpc` makes it."""
+    """The runtime of the agent that `init_rpc` made in this process."""
 
-    agent: Agent | None = None
+    runtime: Any = None
 
 
 class _ThreadState(threading.local):
-    agent: Agent | None = None
+    """`runtime` is set in threads of an agent; `caller` and `deadline` while a call is served."""
+
+    runtime: Any = None
     caller: str | None = None
     deadline: Deadline | None = None
-    around: CallInterceptor | None = None
+    interceptor: CallInterceptor | None = None
 
 
 thread_state = _ThreadState()
 process_state = _ProcessState()
 
 
-def active_agent() -> Agent | None:
-    """The agent that runs the current remote function, else the process's own; None if there is none in use."""
-    agent = thread_state.agent or process_state.agent
-    return None if agent is None or agent.closing else agent
-
-
-def current_agent() -> Agent | None:
-    """Inside a remote function: the agent that runs it. Elsewhere None."""
-    return thread_state.agent
+def find_runtime() -> Any:
+    """Return the runtime that runs the current call, else the process's own, unless it is closing."""
+    runtime = thread_state.runtime or process_state.runtime
+    return None if runtime is None or runtime.closing else runtime
 
 
 def current_caller() -> str | None:

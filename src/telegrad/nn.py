@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from telegrad.current import active_agent
+from telegrad.agent import Agent, runtime_of
 from telegrad.errors import SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.messages.packing import current_message
@@ -48,11 +48,10 @@ class RemoteModule(nn.Module):
         args: tuple[Any, ...] | None = None,
         kwargs: dict[str, Any] | None = None,
         *,
-        agent: Any = None,
+        agent: Agent | None = None,
     ) -> None:
         super().__init__()
-        agent = agent or active_agent()
-        if agent is None:
+        if runtime_of(agent) is None:
             raise UsageError("RemoteModule requires RPC: call init_rpc first, or pass agent=")
         to, device = _parse_device(remote_device)
         rref = remote(to, _make, (module_cls, args or (), kwargs or {}, device), agent=agent)

@@ -22,15 +22,15 @@ from torch.optim import Optimizer
 
 from telegrad import autograd, param_groups
 from telegrad.autograd.contexts import Context, Contexts, find_context
-from telegrad.current import active_agent
 from telegrad.errors import InternalError, UsageError, WorkersFailed
 from telegrad.futures import Future
 from telegrad.param_groups import Options
 from telegrad.refs import RRef
+from telegrad.runtime import active_runtime
 from telegrad.server.functions import trusted
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 __all__ = ["DistributedOptimizer"]
 
@@ -38,7 +38,7 @@ __all__ = ["DistributedOptimizer"]
 class _StepLock:
     """One per agent: whose step it is."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: AgentRuntime) -> None:
         self.lock = threading.Lock()
 
 
@@ -56,7 +56,7 @@ class _WorkerOptimizer:
 
     def __init__(
         self,
-        agent: Agent,
+        agent: AgentRuntime,
         make: Callable[[list[dict[str, Any]]], Optimizer],
         shares: list[_WorkerParameters],
     ) -> None:
@@ -189,12 +189,12 @@ def _make_part(
     args: tuple[Any, ...],
     kwargs: Options,
 ) -> RRef[_WorkerOptimizer]:
-    agent = active_agent()
+    agent = active_runtime()
     if agent is None:
         raise InternalError("a part of an optimizer was to be made outside a worker")
     return RRef(
         _WorkerOptimizer(agent, lambda shared: optimizer_class(shared, *args, **kwargs), shares),
-        agent=agent,
+        agent=agent.agent,
     )
 
 
@@ -237,7 +237,7 @@ class DistributedOptimizer(Optimizer):
         if not isinstance(given[0], dict):
             given = [{"params": given}]
         self._new_groups = [self._group(group) for group in given]
-        self._agent: Agent = self._new_groups[0]["params"][0]._agent
+        self._agent: AgentRuntime = self._new_groups[0]["params"][0]._agent
         self._distribute(range(len(self._new_groups)), self._new_groups)
         super().__init__(self._new_groups, self._defaults)  # type: ignore[arg-type]  # which adds the groups
         del self._new_groups

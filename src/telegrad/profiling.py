@@ -1,7 +1,7 @@
 """What a call did on its callee, in the profile of its caller.
 
 While `torch.autograd.profiler_legacy.profile` is on in a thread, the calls of that thread go through a
-`_ProfilerSession` (`agent.current.thread_state.around`). It has the callee run each function under a profiler with the
+`_ProfilerSession` (`current.thread_state.interceptor`). It has the callee run each function under a profiler with the
 same options; the answer brings along what that saw. In the profile, a call is an event named `rpc_sync#f(w0 -> w1)`,
 and what happened on the callee follows under `rpc_sync#f(w0 -> w1)#remote_op: aten::add`, with `is_remote` set and the
 rank as `node_id`. Calls that the callee made in turn are there in the same way. With no profiler on, this costs a call
@@ -30,15 +30,15 @@ import torch
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
-from telegrad.current import current_agent, thread_state
+from telegrad.current import thread_state
 from telegrad.errors import UsageError, as_exception
 from telegrad.futures import Future
 from telegrad.server.functions import ASYNC_MARK, DeferredReply, trusted
 from telegrad.wire.function_table import describe
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
     from telegrad.client.peers import WorkerAddress
+    from telegrad.runtime import AgentRuntime
 
 __all__ = ["profiling_key", "watch"]
 
@@ -112,11 +112,11 @@ class _ProfilerSession:
     def __repr__(self) -> str:
         return f"<ProfilerSession of rank {self.rank}, {len(self._events)} events>"
 
-    # What `Agent` hands over
+    # What `AgentRuntime` hands over
 
     def invoke(
         self,
-        agent: Agent,
+        agent: AgentRuntime,
         to: WorkerAddress,
         function: Callable[..., Any],
         args: Sequence[Any],
@@ -134,7 +134,7 @@ class _ProfilerSession:
 
     def start(
         self,
-        agent: Agent,
+        agent: AgentRuntime,
         to: WorkerAddress,
         function: Callable[..., Any],
         args: Sequence[Any],
@@ -179,11 +179,11 @@ class _ProfilerSession:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Calls in this block are made by the agent itself."""
-        thread_state.around = None
+        thread_state.interceptor = None
         try:
             yield
         finally:
-            thread_state.around = self
+            thread_state.interceptor = self
 
     def _order(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
@@ -191,7 +191,7 @@ class _ProfilerSession:
         return function, tuple(args), kwargs or {}, self._use_cuda, self._options
 
     def _begin(
-        self, agent: Agent, to: WorkerAddress, function: Callable[..., Any], mode: str
+        self, agent: AgentRuntime, to: WorkerAddress, function: Callable[..., Any], mode: str
     ) -> _ProfiledCall:
         self.rank = agent.local_member.rank
         created = getattr(function, "creates", None)
@@ -234,7 +234,7 @@ def _run(
     options: dict[str, bool],
 ) -> Any:
     """At the callee: run the function under a profiler; what that saw goes with the answer."""
-    agent = current_agent()
+    agent = thread_state.runtime
     if agent is None or not agent.allowed(function):
         where = "this worker" if agent is None else f"worker {agent.name!r}"
         raise UsageError(
@@ -243,7 +243,7 @@ def _run(
     watch()
     make: Any = profiler_legacy.profile
     with make(use_cuda=use_cuda and torch.cuda.is_available(), **options) as profile:
-        session = thread_state.around
+        session = thread_state.interceptor
         assert isinstance(session, _ProfilerSession)
         session.rank = agent.local_member.rank
         value = function(*args, **kwargs)
@@ -282,7 +282,7 @@ def _starting(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def start(profile: Any) -> Any:
         entered = enter(profile)
         if profile.enabled:
-            thread_state.around = _ProfilerSession(profile)
+            thread_state.interceptor = _ProfilerSession(profile)
         return entered
 
     return start
@@ -292,7 +292,7 @@ def _merging(parse: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
     @functools.wraps(parse)
     def merge(records: Any) -> list[Any]:
         events = parse(records)
-        session, thread_state.around = thread_state.around, None
+        session, thread_state.interceptor = thread_state.interceptor, None
         if not isinstance(session, _ProfilerSession):
             return events  # the profile began before `watch`
         session.origin = next(

@@ -46,15 +46,14 @@ class LocalCluster:
         agent = self.agent(name, rank)
         self.agents.append(agent)
         agent.open()
-        agent.meet()
         return agent
 
     def __enter__(self) -> LocalCluster:
         try:
             for agent in self.agents:
-                agent.open()
+                agent.open(wait=False)
             for agent in self.agents:
-                agent.meet()
+                agent._runtime.wait_for_members()
         except BaseException:
             self.close()
             raise
@@ -76,4 +75,4 @@ class LocalCluster:
 
     def kill(self, name: str) -> None:
         """End a worker the way a killed process ends: its connections break, and it says nothing."""
-        self[name].abort()
+        self[name]._runtime.abort()

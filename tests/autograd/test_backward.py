@@ -163,9 +163,9 @@ def test_a_call_that_was_given_up(
         y = w0.call("w2", weigh, x)
         if how == "timed out while waiting":
             with pytest.raises(CallTimeout):
-                w0.invoke("w1", functions.hold_and_weigh, (gate, y), None, 0.02)
+                w0._runtime.invoke("w1", functions.hold_and_weigh, (gate, y), None, 0.02)
         else:
-            future = w0.start(
+            future = w0._runtime.start(
                 "w1",
                 functions.hold_and_weigh,
                 (gate, y),

@@ -124,13 +124,13 @@ def test_leaves_are_used_and_sent_by_many_threads() -> None:
 
 def new_pass(w0: Agent) -> tuple[engine.BackwardPass, str]:
     """A pass on w0 that has something to tell w1, as the thread that is busy with it sees it."""
-    context = Contexts.of(w0).begin()
+    context = Contexts.of(w0._runtime).begin()
     token = engine.current_scope.set(context)
     y = w0.call("w1", weigh, new_leaf())
     engine.current_scope.reset(token)
-    this = engine.BackwardPass(context, (w0.local_member.incarnation, 1), False, [y.sum()])
+    this = engine.BackwardPass(context, (w0._runtime.local_member.incarnation, 1), False, [y.sum()])
     this._busy = True
-    return this, w0.member("w1").incarnation
+    return this, w0._runtime.member("w1").incarnation
 
 
 class Interrupted:
@@ -166,7 +166,7 @@ def test_a_message_that_cannot_be_sent_fails_the_pass(
         raise JoinError("the group's store does not answer")
 
     this, peer = new_pass(w0)
-    monkeypatch.setattr(w0, "start", refuse)
+    monkeypatch.setattr(w0._runtime, "start", refuse)
     assert this._send(
         [(peer, engine.GradientMessage([], [], [])), (peer, engine.GradientMessage([], [], []))]
     )

@@ -142,11 +142,11 @@ def test_a_part_whose_beginning_does_not_know_it_is_forgotten(
     workers: LocalCluster, w0: Agent
 ) -> None:
     """As if the word that the context ended had been lost."""
-    orphan = Contexts.of(workers["w1"]).open(12345)
+    orphan = Contexts.of(workers["w1"]._runtime).open(12345)
     assert orphan is not None
     with autograd.context(agent=w0) as context_id:
         w0.call("w1", weigh, new_leaf())
-        Contexts.of(workers["w1"]).audit()
+        Contexts.of(workers["w1"]._runtime).audit()
         assert orphan.released
         assert w0.call("w1", is_there, context_id)
 
@@ -155,7 +155,7 @@ def test_a_pass_over_a_part_that_has_ended_fails(workers: LocalCluster, w0: Agen
     """Whatever made a worker forget its part: the gradients that are missing are not missing silently."""
     with autograd.context(agent=w0) as context_id:
         y = w0.call("w1", weigh, new_leaf())
-        Contexts.of(workers["w1"]).end(context_id)
+        Contexts.of(workers["w1"]._runtime).end(context_id)
         with pytest.raises(UsageError, match="has ended on worker 'w1'"):
             autograd.backward(context_id, [y.sum()])
 

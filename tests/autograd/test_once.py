@@ -307,9 +307,9 @@ def test_a_long_chain_with_local_operations_between_calls(workers: LocalCluster,
 
     with autograd.context(agent=w0) as context_id:
         loss = compute(lambda y: w0.call("w1", run_module, y))
-        before = workers["w1"].calls_served
+        before = workers["w1"]._runtime.calls_served
         autograd.backward(context_id, [loss])
-        messages = workers["w1"].calls_served - before
+        messages = workers["w1"]._runtime.calls_served - before
         found = everything(workers, context_id, x, w)
     assert messages <= count
     assert_equal(found, alone(compute(run_module), x, w))

@@ -107,8 +107,8 @@ def test_first_messages_that_cross(workers: LocalCluster, w0: Agent, first: int)
         y = w0.call("w1", identity, w0.call("w1", tripled, w0.call("w1", identity, x)))
         z = w0.call("w1", tripled, y)
         loss = (z + y).sum()
-        contexts = [Contexts.of(worker).find(context_id) for worker in (w0, w1)]
-        name = (w0.local_member.incarnation, 0)
+        contexts = [Contexts.of(worker._runtime).find(context_id) for worker in (w0, w1)]
+        name = (w0._runtime.local_member.incarnation, 0)
         ours, theirs = contexts
         assert ours is not None
         assert theirs is not None
@@ -116,7 +116,7 @@ def test_first_messages_that_cross(workers: LocalCluster, w0: Agent, first: int)
             engine.BackwardPass(ours, name, False, [loss]),
             engine.BackwardPass(theirs, name, False),
         ]
-        peers = [w1.local_member.incarnation, w0.local_member.incarnation]
+        peers = [w1._runtime.local_member.incarnation, w0._runtime.local_member.incarnation]
         for this in passes:
             this._run()
         queues = [[this._news(peer)] for this, peer in zip(passes, peers, strict=True)]

@@ -407,7 +407,7 @@ def test_those_who_call_are_waited_for_while_they_are_there(
     assert [len(batch) for batch in log.entries] == [1, 2]
     left = first(tensor(4))
     waiting(Model.together, 1)
-    workers["w2"].abort() if how == "dies" else workers["w2"].close()
+    workers["w2"]._runtime.abort() if how == "dies" else workers["w2"].close()
     assert answers([left]) == [[8]]
     assert answers([first(tensor(5))]) == [[10]]
 
@@ -566,8 +566,8 @@ def test_a_full_queue_holds_up_its_callers(
 
 def held_up(agent: Agent) -> bool:
     """Does a pipe wait to be read on? (On a very busy machine: does a call hold a place of the executor?)"""
-    held = any(inbound.held for inbound in agent.connections.server_connections)
-    return held or agent.executor.active > 0
+    held = any(inbound.held for inbound in agent._runtime.connections.server_connections)
+    return held or agent._runtime.executor.active > 0
 
 
 def test_a_full_queue_may_refuse(workers: LocalCluster, log: Log, gate: Gate) -> None:

@@ -20,7 +20,9 @@ from tests.local.gates import PATIENCE
 def stranger(agent: Agent, transport: str) -> Iterator[socket.socket]:
     """A connection to an agent that has not said anything yet."""
     address = next(
-        address for address in agent.local_member.addresses if address.startswith(transport + ":")
+        address
+        for address in agent._runtime.local_member.addresses
+        if address.startswith(transport + ":")
     )
     with sockets.connect(address, PATIENCE) as sock:
         sock.settimeout(PATIENCE)
@@ -56,7 +58,7 @@ def introduction(agent: Agent, **changes: Any) -> dict[str, Any]:
         "name": "stranger",
         "rank": 99,
         "incarnation": os.urandom(8).hex(),
-        "group": agent.group,
+        "group": agent._runtime.group,
         "purpose": "pipe",
         "heartbeat": 5.0,
         "unix": "",

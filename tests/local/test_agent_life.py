@@ -45,7 +45,7 @@ def test_with(solo: Agent) -> None:
     with solo as entered:
         assert entered is solo
         assert solo.call("solo", abs, -1) == 1
-    assert solo.closing
+    assert solo._runtime.closing
 
 
 def test_async_with(solo: Agent) -> None:
@@ -55,7 +55,7 @@ def test_async_with(solo: Agent) -> None:
             return await entered.submit("solo", abs, -1)
 
     assert asyncio.run(main()) == 1
-    assert solo.closing
+    assert solo._runtime.closing
 
 
 def test_async_with_does_not_block_the_loop_while_it_waits_for_others() -> None:
@@ -81,14 +81,14 @@ def test_an_error_inside_the_block_closes_the_agent(solo: Agent) -> None:
     with pytest.raises(KeyError):
         with solo:
             raise KeyError("mine")
-    assert solo.closing
+    assert solo._runtime.closing
 
 
 def test_closing_twice_is_harmless(solo: Agent) -> None:
     with solo:
         solo.close()
         solo.close("again")
-        solo.abort()
+        solo._runtime.abort()
 
 
 def test_closing_from_many_threads_at_once(cluster: Clusters, in_background: Background) -> None:
@@ -103,20 +103,20 @@ def test_closing_while_a_connection_is_being_made(
 ) -> None:
     workers = cluster(2)
     w0, w1 = workers["w0"], workers["w1"]
-    dial = w0.connections.dial
+    dial = w0._runtime.connections.dial
 
     def dial_slowly(member: Any, purpose: str, timeout: float | None) -> Any:
         dialled = dial(member, purpose, timeout)
         gate.hold()
         return dialled
 
-    monkeypatch.setattr(w0.connections, "dial", dial_slowly)
+    monkeypatch.setattr(w0._runtime.connections, "dial", dial_slowly)
     calling = in_background(w0.call, "w1", abs, -1)
     gate.wait_for()
     w0.close()
     gate.open()
     assert isinstance(calling.exception(PATIENCE), TelegradError)
-    until(lambda: w1.connections.server_connections == [])
+    until(lambda: w1._runtime.connections.server_connections == [])
 
 
 def test_closing_what_was_never_opened_is_harmless(solo: Agent) -> None:
@@ -185,7 +185,9 @@ def test_repr_in_every_state(cluster: Clusters, gate: Gate, in_background: Backg
     future = w0.submit("w1", hold_at, gate)
     gate.wait_for()
     assert "1 pending" in repr(w0)
-    assert "<Inbound from 'w0'" in repr(workers["w1"].connections.server_connections)
+    assert "<ServerConnection from 'w0'" in repr(
+        workers["w1"]._runtime.connections.server_connections
+    )
     leaving = in_background(workers["w1"].close)
     assert future.exception(PATIENCE) is not None
     gate.open()
@@ -313,9 +315,9 @@ def test_an_agent_cannot_be_used_in_a_fork(cluster: Clusters) -> None:
     w0 = cluster(2)["w0"]
     w0.call("w1", abs, -1)
     w0.submit("w1", abs, -1).wait()
-    assert "errors." in in_child(lambda: w0.invoke("w1", abs, (-1,), None, PATIENCE))
-    assert "errors." in in_child(lambda: w0.start("w1", abs, (-1,), None, PATIENCE).wait())
-    assert "errors." in in_child(lambda: w0.invoke("w0", abs, (-1,), None, PATIENCE))
+    assert "errors." in in_child(lambda: w0._runtime.invoke("w1", abs, (-1,), None, PATIENCE))
+    assert "errors." in in_child(lambda: w0._runtime.start("w1", abs, (-1,), None, PATIENCE).wait())
+    assert "errors." in in_child(lambda: w0._runtime.invoke("w0", abs, (-1,), None, PATIENCE))
     assert in_child(lambda: w0) == "<Agent 'w0' closed>"
     assert w0.call("w1", abs, -1) == 1
     assert w0.submit("w1", abs, -1).wait() == 1
@@ -339,7 +341,7 @@ def test_a_fork_lets_go_of_every_socket(cluster: Clusters, transport: str, gate:
     busy = workers["w0"].submit("w1", hold_at, gate)
     gate.wait_for()
     with stranger(workers["w1"], transport):
-        until(lambda: len(workers["w1"].connections._strangers) == 1)
+        until(lambda: len(workers["w1"]._runtime.connections._strangers) == 1)
         outside = 1  # the stranger's own end
         assert len(open_sockets() - before) > 4
         assert in_child(lambda: len(open_sockets() - before)) == str(outside)

@@ -286,7 +286,7 @@ def test_thousands_wait_without_a_thread_each(w0: Agent, workers: LocalCluster) 
     promises = Promises()
     futures = [w0.submit("w1", promise, promises) for _ in range(1000)]
     handed_out = promises.wait_for(1000)
-    assert len(workers["w1"].threads._alive) < 50
+    assert len(workers["w1"]._runtime.threads._alive) < 50
     for number, future in enumerate(handed_out):
         future.set_result(number)
     assert sorted(future.result(PATIENCE) for future in futures) == list(range(1000))
@@ -307,13 +307,17 @@ def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(
 ) -> None:
     promises = Promises()
     promises.note(Future())
-    hasty = workers["w0"].start(
+    hasty = workers["w0"]._runtime.start(
         "w1", same_promise, (promises,), None, 0.05 if how == "timed out" else None
     )
     patient = workers["w2"].submit("w1", same_promise, promises)
     until(
         lambda: (
-            sum(inbound.under_way for inbound in workers["w1"].connections.server_connections) == 2
+            sum(
+                inbound.under_way
+                for inbound in workers["w1"]._runtime.connections.server_connections
+            )
+            == 2
         )
     )
     if how == "cancelled":
@@ -323,7 +327,11 @@ def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(
     assert hasty.exception(PATIENCE) is not None
     until(
         lambda: (
-            sum(inbound.under_way for inbound in workers["w1"].connections.server_connections) <= 1
+            sum(
+                inbound.under_way
+                for inbound in workers["w1"]._runtime.connections.server_connections
+            )
+            <= 1
         )
     )
     promises.entries[0].set_result("for all who are left")
@@ -343,7 +351,7 @@ def test_the_death_of_the_caller_cancels_the_call_that_it_waits_for(
 
 def test_completing_a_future_whose_caller_gave_up_is_no_problem(w0: Agent) -> None:
     promises = Promises()
-    futures = [w0.start("w1", promise, (promises,), None, 0.02) for _ in range(2)]
+    futures = [w0._runtime.start("w1", promise, (promises,), None, 0.02) for _ in range(2)]
     first, second = promises.wait_for(2)
     assert all(future.exception(PATIENCE) is not None for future in futures)
     assert w0.submit("w1", at_once, 1).wait() == 1
@@ -355,7 +363,10 @@ def test_a_future_that_a_caller_gave_up_on_still_serves_the_next(w0: Agent) -> N
     """The first trainer of a batch times out; those who come later wait for the very same future."""
     promises = Promises()
     promises.note(Future())
-    assert w0.start("w1", same_promise, (promises,), None, 0.02).exception(PATIENCE) is not None
+    assert (
+        w0._runtime.start("w1", same_promise, (promises,), None, 0.02).exception(PATIENCE)
+        is not None
+    )
     later = w0.submit("w1", same_promise, promises)
     assert w0.submit("w1", at_once, 1).wait() == 1  # what was sent before has been read
     promises.entries[0].set_result("for all who are left")

@@ -155,16 +155,16 @@ def test_a_worker_is_named_by_name_rank_or_info(w0: Agent) -> None:
     for target in ("w1", 1, w0.get_worker_info("w1")):
         assert w0.call(target, served_by) == "w1"
         assert w0.submit(target, served_by).wait() == "w1"
-        assert w0.invoke(target, served_by) == "w1"
-        assert w0.start(target, served_by).wait() == "w1"
+        assert w0._runtime.invoke(target, served_by) == "w1"
+        assert w0._runtime.start(target, served_by).wait() == "w1"
 
 
 def test_arguments_arrive_by_position_and_by_keyword(w0: Agent) -> None:
     expected = ((1, "two"), {"three": [3]})
     assert w0.call("w1", describe, 1, "two", three=[3]) == expected
     assert w0.submit("w1", describe, 1, "two", three=[3]).wait() == expected
-    assert w0.invoke("w1", describe, [1, "two"], {"three": [3]}) == expected
-    assert w0.start("w1", describe, [1, "two"], {"three": [3]}).wait() == expected
+    assert w0._runtime.invoke("w1", describe, [1, "two"], {"three": [3]}) == expected
+    assert w0._runtime.start("w1", describe, [1, "two"], {"three": [3]}).wait() == expected
 
 
 def test_keywords_may_have_the_names_of_our_own_parameters(w0: Agent) -> None:
@@ -421,7 +421,7 @@ def test_calling_what_cannot_be_called_is_an_error(w0: Agent) -> None:
 
 
 def test_an_argument_that_cannot_travel_is_named_by_its_path(w0: Agent) -> None:
-    for call in (w0.invoke, w0.start):
+    for call in (w0._runtime.invoke, w0._runtime.start):
         with pytest.raises(SerializationError, match="lock") as caught:
             call("w1", describe, (1, {"model": [threading.Lock()]}))
         assert caught.value.path.endswith("[1]['model'][0]")
@@ -431,7 +431,7 @@ def test_an_argument_that_cannot_travel_is_named_by_its_path(w0: Agent) -> None:
 
 
 def test_whatever_pickling_raises_is_a_serialization_error(w0: Agent) -> None:
-    for call in (w0.invoke, w0.start):
+    for call in (w0._runtime.invoke, w0._runtime.start):
         with pytest.raises(SerializationError, match="handle of C") as caught:
             call("w1", describe, (1, [ForeignHandle()]))
         assert caught.value.path.endswith("[1][0]")
@@ -556,7 +556,10 @@ def test_wrong_arguments_are_the_functions_own_error(w0: Agent) -> None:
 
 
 def test_a_call_knows_its_agent_its_caller_and_its_deadline(pair: LocalCluster) -> None:
-    for attempt in (pair["w1"].invoke, lambda *args: pair["w1"].start(*args).wait()):
+    for attempt in (
+        pair["w1"]._runtime.invoke,
+        lambda *args: pair["w1"]._runtime.start(*args).wait(),
+    ):
         agent, caller, left = attempt("w0", surroundings, (), None, 30.0)
         assert (agent, caller) == ("w0", "w1")
         assert 0 < left <= 30

@@ -83,8 +83,8 @@ def w0(pair: LocalCluster) -> Agent:
 def invoke(request: pytest.FixtureRequest, w0: Agent) -> Invoke:
     """Call and wait, by either way."""
     if request.param == "synchronous":
-        return w0.invoke
-    return lambda *args: w0.start(*args).wait()
+        return w0._runtime.invoke
+    return lambda *args: w0._runtime.start(*args).wait()
 
 
 def test_a_callee_that_blocks_is_given_up(w0: Agent, invoke: Invoke, gate: Gate) -> None:
@@ -135,7 +135,7 @@ def test_the_default_is_the_configs_and_can_be_changed(cluster: Clusters, gate: 
     for attempt in (w0.call, lambda *args: w0.submit(*args).wait()):
         with pytest.raises(CallTimeout, match="50 ms"):
             attempt("w1", hold_at, gate)
-    w0.timeout = None
+    w0._runtime.timeout = None
     assert w0.call("w1", seconds_left) is None
     assert w0.submit("w1", seconds_left).wait() is None
 
@@ -156,10 +156,10 @@ def test_an_expired_call_in_the_queue_never_runs(cluster: Clusters, gate: Gate, 
     workers = cluster(2, threads=2, max_threads=2)
     w0 = workers["w0"]
     running = []
-    while workers["w1"].executor.active < 2:  # a reader or two are the first to be stuck
+    while workers["w1"]._runtime.executor.active < 2:  # a reader or two are the first to be stuck
         running.append(w0.submit("w1", hold_then_note, gate, log, "running"))
         gate.wait_for(1)
-    expired = w0.start("w1", hold_then_note, (gate, log, "expired"), None, SHORT)
+    expired = w0._runtime.start("w1", hold_then_note, (gate, log, "expired"), None, SHORT)
     wanted = w0.submit("w1", hold_then_note, gate, log, "wanted")
     with pytest.raises(CallTimeout):
         expired.wait()
@@ -173,11 +173,12 @@ def test_an_expired_call_in_the_queue_never_runs(cluster: Clusters, gate: Gate, 
 def test_thousands_of_deadlines_pass(w0: Agent, pair: LocalCluster) -> None:
     promises = Promises()
     futures = [
-        w0.start("w1", promise, (promises,), None, 0.01 + i % 100 / 500) for i in range(2000)
+        w0._runtime.start("w1", promise, (promises,), None, 0.01 + i % 100 / 500)
+        for i in range(2000)
     ]
     assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)
     assert w0.statistics()["calls pending"] == 0
-    inbounds = pair["w1"].connections.server_connections
+    inbounds = pair["w1"]._runtime.connections.server_connections
     until(lambda: not any(inbound._waiting or inbound.under_way for inbound in inbounds))
 
 
@@ -185,7 +186,7 @@ def test_a_deadline_that_passes_before_the_call_is_sent_leaves_nothing_at_the_ca
     w0: Agent, pair: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert w0.submit("w1", abs, -1).wait() == 1
-    (link,) = w0.links()
+    (link,) = w0._runtime.links()
     send, offer, expired = link.pipe.channel.send, link.pipe.channel.offer, threading.Event()
 
     def send_late(kind: int, *args: Any, **kwargs: Any) -> None:
@@ -202,22 +203,22 @@ def test_a_deadline_that_passes_before_the_call_is_sent_leaves_nothing_at_the_ca
     monkeypatch.setattr(link.pipe.channel, "send", send_late)
     monkeypatch.setattr(link.pipe.channel, "offer", offered)
     promises = Promises()
-    future = w0.start("w1", promise, (promises,), None, SHORT)
+    future = w0._runtime.start("w1", promise, (promises,), None, SHORT)
     assert isinstance(future.exception(PATIENCE), CallTimeout)
     promises.wait_for(1)
-    inbounds = pair["w1"].connections.server_connections
+    inbounds = pair["w1"]._runtime.connections.server_connections
     until(lambda: not any(inbound._waiting or inbound.under_way for inbound in inbounds))
 
 
 def test_a_call_that_outlives_its_deadline_leaves_nothing_at_the_callee(
     w0: Agent, pair: LocalCluster, gate: Gate
 ) -> None:
-    futures = [w0.start("w1", hold_at, (gate,), None, SHORT) for _ in range(5)]
+    futures = [w0._runtime.start("w1", hold_at, (gate,), None, SHORT) for _ in range(5)]
     gate.wait_for(1)  # the others run too, or have expired before they could
     assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)
     assert w0.submit("w1", abs, -1).wait() == 1  # the cancellations have been read
     gate.open()
-    inbounds = pair["w1"].connections.server_connections
+    inbounds = pair["w1"]._runtime.connections.server_connections
     until(lambda: not any(inbound.under_way for inbound in inbounds))
     assert [inbound._cancelled for inbound in inbounds] == [set() for _ in inbounds]
 
@@ -226,10 +227,10 @@ def test_a_promise_that_comes_after_its_deadline_is_not_kept(
     w0: Agent, pair: LocalCluster, gate: Gate
 ) -> None:
     promises = Promises()
-    late = w0.start("w1", promise_at_last, (promises, gate), None, SHORT)
+    late = w0._runtime.start("w1", promise_at_last, (promises, gate), None, SHORT)
     gate.wait_for(1)
     assert isinstance(late.exception(PATIENCE), CallTimeout)
-    inbounds = pair["w1"].connections.server_connections
+    inbounds = pair["w1"]._runtime.connections.server_connections
     until(lambda: any(inbound._cancelled for inbound in inbounds))
     gate.open()
     until(lambda: not any(inbound.under_way for inbound in inbounds))
@@ -239,13 +240,15 @@ def test_a_promise_that_comes_after_its_deadline_is_not_kept(
 
 
 def test_early_replies_win_over_later_deadlines(w0: Agent) -> None:
-    futures = [w0.start("w1", operator.add, (i, 1), None, PATIENCE - i / 100) for i in range(500)]
+    futures = [
+        w0._runtime.start("w1", operator.add, (i, 1), None, PATIENCE - i / 100) for i in range(500)
+    ]
     assert [future.wait() for future in futures] == list(range(1, 501))
 
 
 def test_a_short_deadline_behind_a_long_one_is_kept(w0: Agent, gate: Gate) -> None:
-    patient = w0.start("w1", hold_at, (gate, "done"), None, PATIENCE)
-    hasty = w0.start("w1", hold_at, (gate,), None, SHORT)
+    patient = w0._runtime.start("w1", hold_at, (gate, "done"), None, PATIENCE)
+    hasty = w0._runtime.start("w1", hold_at, (gate,), None, SHORT)
     assert isinstance(hasty.exception(PATIENCE / 2), CallTimeout)
     assert not patient.done()
     gate.open()
@@ -256,10 +259,10 @@ def test_a_short_deadline_behind_a_long_one_is_kept(w0: Agent, gate: Gate) -> No
 def test_callbacks_of_expired_calls_may_block(w0: Agent, gate: Gate, transport: str) -> None:
     promises, blocking = Promises(), Gate()
     # time enough to put the callback in place
-    first = w0.start("w1", promise, (promises,), None, 6 * SHORT)
+    first = w0._runtime.start("w1", promise, (promises,), None, 6 * SHORT)
     first.add_done_callback(lambda _: blocking.hold())
     blocking.wait_for()
-    second = w0.start("w1", promise, (promises,), None, SHORT)
+    second = w0._runtime.start("w1", promise, (promises,), None, SHORT)
     assert isinstance(second.exception(PATIENCE / 2), CallTimeout)
     blocking.open()
 
@@ -279,7 +282,7 @@ def test_a_callee_that_finds_the_deadline_passed_a_moment_before_its_caller(
     cluster: Clusters,
 ) -> None:
     """It answers a call that it did not begin with an empty reply."""
-    pipe = cluster(2)["w0"].peers.reach("w1").pipe
+    pipe = cluster(2)["w0"]._runtime.peers.reach("w1").pipe
     future: Future[int] = Future()
     pipe._complete(
         PendingCall(future, math.inf, 1.0, "slow", False, None, []),

@@ -13,8 +13,8 @@ import pytest
 
 from telegrad import Future, batched, blocking
 from telegrad.agent import Agent
-from telegrad.current import active_agent
 from telegrad.rpc.functions import async_execution
+from telegrad.runtime import active_runtime
 from telegrad.scheduling.event_loop import _FRAMES_PER_TURN, EventLoop, EventLoops, LoopConnection
 from telegrad.server import connection
 from telegrad.server.functions import DeferredReply
@@ -80,9 +80,9 @@ def identity() -> int:
 
 
 def ask_identity(of: str) -> tuple[int, int]:
-    agent = active_agent()
+    agent = active_runtime()
     assert agent is not None
-    return identity(), agent.call(of, identity)
+    return identity(), agent.agent.call(of, identity)
 
 
 def sleep_unknown(gate: Gate) -> int:
@@ -96,7 +96,7 @@ def test_one_thread_serves_all_callers(workers: LocalCluster) -> None:
     asynchronous = {workers[name].submit("w0", identity).wait() for name in CALLERS}
     synchronous = {workers[name].call("w0", identity) for name in CALLERS}
     assert len(asynchronous | synchronous) == 1
-    assert sum(loop.hand_overs for loop in workers["w0"].event_loops) == 0
+    assert sum(loop.hand_overs for loop in workers["w0"]._runtime.event_loops) == 0
 
 
 @pytest.mark.usefixtures("undisturbed")
@@ -121,7 +121,7 @@ def test_a_call_that_waits_goes_on_where_it_was_and_another_thread_reads(
 ) -> None:
     here, there = workers["w1"].call("w0", ask_identity, "w2")
     assert here != there
-    assert sum(loop.hand_overs for loop in workers["w0"].event_loops) == 1
+    assert sum(loop.hand_overs for loop in workers["w0"]._runtime.event_loops) == 1
     assert workers["w1"].call("w0", identity) != here  # that thread has left the loop
 
 
@@ -129,15 +129,15 @@ def test_a_call_whose_thread_loses_the_loop_before_the_call_begins_is_answered(
     workers: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w0 = workers["w0"]
-    [loop] = w0.event_loops
-    find = w0.target
+    [loop] = w0._runtime.event_loops
+    find = w0._runtime.target
 
     def wait_and_find(function: Any) -> Any:
         blocking.resume(blocking.pause())
         until(lambda: loop._asleep)  # the new leader has nothing to send
         return find(function)
 
-    monkeypatch.setattr(w0, "target", wait_and_find)
+    monkeypatch.setattr(w0._runtime, "target", wait_and_find)
     assert workers["w1"].submit("w0", abs, -1).result(PATIENCE) == 1
     assert workers["w1"].call("w0", abs, -2) == 2
 
@@ -152,7 +152,7 @@ def test_a_call_that_blocks_does_not_hold_up_the_others(
     gate.open()
     threads = {each.result(PATIENCE) for each in held}
     assert len(threads) == len(CALLERS)
-    target = workers["w0"].target(sleep_unknown)
+    target = workers["w0"]._runtime.target(sleep_unknown)
     assert target.seconds > 0  # it was seen to block: the executor runs it from now on
 
 
@@ -162,7 +162,7 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
     workers = cluster(3)
     w1 = workers["w1"]
     assert w1.submit("w0", bytes, 1).wait() == b"\0"
-    (link,) = w1.links()
+    (link,) = w1._runtime.links()
     asleep, awake = threading.Event(), threading.Event()
 
     def sleep(_: Any) -> None:
@@ -170,14 +170,14 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
         awake.wait(PATIENCE)
 
     # w1 no longer reads: its leader is held in a callback, and the clock may not relieve it.
-    for loop in w1.event_loops:
-        w1.clock.unwatch(loop)
+    for loop in w1._runtime.event_loops:
+        w1._runtime.clock.unwatch(loop)
     w1.submit("w0", abs, -1).add_done_callback(sleep)
     assert asleep.wait(PATIENCE)
     futures = [w1.submit("w0", bytes, 1 << 13) for _ in range(4000)]
     inbound = next(
         each
-        for each in workers["w0"].connections.server_connections
+        for each in workers["w0"]._runtime.connections.server_connections
         if each.peer_name == "w1" and each.is_shared
     )
     if inbound.channel.kind != "memory":
@@ -238,13 +238,13 @@ def line(agent: Agent) -> Iterator[Callable[[], Line]]:
     lines: list[Line] = []
 
     def make() -> Line:
-        lines.append(Line(agent.event_loops))
+        lines.append(Line(agent._runtime.event_loops))
         return lines[-1]
 
     yield make
     for each in lines:
         each.far.close()
-        if agent.event_loops.reads(each.recorder):
+        if agent._runtime.event_loops.reads(each.recorder):
             assert each.recorder.over.wait(PATIENCE)
         each.recorder.channel.close()
 
@@ -374,7 +374,7 @@ def test_nothing_is_read_after_the_end(cluster: Clusters, line: Callable[[], Lin
     agent = cluster(1)["w0"]
     agent.close()
     with pytest.raises(ChannelClosed):
-        agent.event_loops.add(line().recorder)
+        agent._runtime.event_loops.add(line().recorder)
 
 
 sizes: list[int] = []
@@ -416,22 +416,22 @@ def test_an_executor_that_is_full_holds_up_who_fills_it(
 ) -> None:
     workers = cluster(3, threads=1, max_threads=2)
     w0 = workers["w0"]
-    target = w0.target(hold_at)
+    target = w0._runtime.target(hold_at)
     target.seconds = 1.0  # it is known to be slow
     futures = [workers["w1"].submit("w0", hold_at, gate) for _ in range(8)]
-    until(lambda: any(inbound.held for inbound in w0.connections.server_connections))
+    until(lambda: any(inbound.held for inbound in w0._runtime.connections.server_connections))
     assert workers["w2"].call("w0", abs, -3) == 3
     gate.open()
     for future in futures:
         future.result(PATIENCE)
-    until(lambda: not any(inbound.held for inbound in w0.connections.server_connections))
+    until(lambda: not any(inbound.held for inbound in w0._runtime.connections.server_connections))
 
 
 def test_a_connection_that_must_not_be_read_is_not_looked_at_either(
     agent: Agent, line: Callable[[], Line]
 ) -> None:
     # nobody leads this loop but this test
-    one, loop = line(), EventLoop(agent.threads, agent.clock)
+    one, loop = line(), EventLoop(agent._runtime.threads, agent._runtime.clock)
     loop._last, loop._repeats = one.recorder, True
     one.send(1)
     one.recorder.mask = select.EPOLLOUT  # its peer takes no answers

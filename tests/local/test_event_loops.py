@@ -10,9 +10,9 @@ import pytest
 
 from telegrad.agent import Agent
 from telegrad.config import Config
-from telegrad.current import active_agent
 from telegrad.errors import UsageError
 from telegrad.interpreter import has_lock
+from telegrad.runtime import active_runtime
 from telegrad.scheduling import event_loop
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
@@ -32,17 +32,17 @@ def meet(meeting: Meeting) -> int:
 
 
 def call_on(to: str, value: int) -> int:
-    agent = active_agent()
+    agent = active_runtime()
     assert agent is not None
-    return agent.call(to, abs, value)
+    return agent.agent.call(to, abs, value)
 
 
 def spread(agent: Agent, purpose: str) -> list[int]:
     """Return how many connections of one purpose each loop of an agent reads."""
     found = collections.Counter(
-        each.loop for each in agent.connections.server_connections if each.group == purpose
+        each.loop for each in agent._runtime.connections.server_connections if each.group == purpose
     )
-    return sorted(found[loop] for loop in agent.event_loops)
+    return sorted(found[loop] for loop in agent._runtime.event_loops)
 
 
 def test_connections_of_each_purpose_are_spread_evenly(workers: LocalCluster) -> None:
@@ -54,8 +54,8 @@ def test_connections_of_each_purpose_are_spread_evenly(workers: LocalCluster) ->
 
 def test_loops_read_at_the_same_time(workers: LocalCluster) -> None:
     """Each call waits for the others, on the thread that read it."""
-    for loop in workers["w0"].event_loops:
-        workers["w0"].clock.unwatch(loop)  # nobody relieves a leader that is stuck
+    for loop in workers["w0"]._runtime.event_loops:
+        workers["w0"]._runtime.clock.unwatch(loop)  # nobody relieves a leader that is stuck
     meeting = Meeting(LOOPS)
     futures = [workers[name].submit("w0", meet, meeting) for name in CALLERS[:LOOPS]]
     assert sorted(future.result(PATIENCE) for future in futures) == list(range(LOOPS))
@@ -83,13 +83,13 @@ def test_where_descriptors_run_out_fewer_loops_do(
 
     monkeypatch.setattr(event_loop.os, "eventfd", refuse)
     assert [workers[name].call("w0", abs, -1) for name in ("w1", "w2")] == [1, 1]
-    assert len(list(workers["w0"].event_loops)) == 1
+    assert len(list(workers["w0"]._runtime.event_loops)) == 1
 
 
 def test_a_python_with_an_interpreter_lock_has_one_loop(cluster: Clusters) -> None:
     workers = cluster(3)
     assert [workers[name].call("w0", abs, -1) for name in ("w1", "w2")] == [1, 1]
-    loops = len(list(workers["w0"].event_loops))
+    loops = len(list(workers["w0"]._runtime.event_loops))
     assert loops == min(2, event_loop.default_count())
     assert event_loop.default_count() == 1 or not has_lock()
 

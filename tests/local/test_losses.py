@@ -17,6 +17,7 @@ from telegrad import Agent, current_agent
 from telegrad.errors import GroupBroken, PeerLost, UsageError
 from telegrad.group import maintenance
 from telegrad.group.membership import Member
+from telegrad.runtime import AgentRuntime
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.conftest import Background
@@ -36,7 +37,7 @@ def close_here(last_words: str) -> None:
 
 
 def abort_here() -> None:
-    here().abort()
+    here()._runtime.abort()
 
 
 def travel(stops: list[str], gate: Gate) -> list[str]:
@@ -99,8 +100,10 @@ def test_calls_to_the_dead_fail_without_waiting(trio: LocalCluster) -> None:
     trio.kill("w1")
     for target in ("w1", 1):
         with pytest.raises(PeerLost, match="'w1'"):
-            w0.invoke(target, abs, (-1,), None, None)
-        assert isinstance(w0.start(target, abs, (-1,), None, None).exception(PATIENCE), PeerLost)
+            w0._runtime.invoke(target, abs, (-1,), None, None)
+        assert isinstance(
+            w0._runtime.start(target, abs, (-1,), None, None).exception(PATIENCE), PeerLost
+        )
     assert w0.call("w2", abs, -1) == 1
 
 
@@ -205,7 +208,7 @@ def test_closing_from_inside_a_call(trio: LocalCluster) -> None:
     error = trio["w0"].submit("w2", close_here, "me too").exception(PATIENCE)
     assert isinstance(error, PeerLost)
     assert error.last_words == "me too"
-    assert trio["w1"].closing
+    assert trio["w1"]._runtime.closing
     assert trio["w0"].call("w0", abs, -1) == 1
 
 
@@ -225,7 +228,7 @@ def test_listeners_hear_of_a_loss_once(trio: LocalCluster) -> None:
     log = Log()
     w0 = trio["w0"]
     w0.on_loss(lambda name, incarnation: log.note((name, incarnation)))
-    lost = trio["w1"].local_member.incarnation
+    lost = trio["w1"]._runtime.local_member.incarnation
     for _ in range(3):
         w0.call("w1", abs, -1)
         w0.submit("w1", abs, -1).wait()
@@ -265,7 +268,7 @@ def test_each_incarnation_is_lost_for_itself(cluster: Clusters) -> None:
     incarnations = []
     for number in range(3):
         until(lambda: _answers(workers["w0"], "w1"))
-        incarnations.append(workers["w1"].local_member.incarnation)
+        incarnations.append(workers["w1"]._runtime.local_member.incarnation)
         workers.kill("w1")
         assert log.wait_for(number + 1) == incarnations
         workers.join("w1", 1)
@@ -301,14 +304,16 @@ def test_some_meet_without_the_others(trio: LocalCluster, in_background: Backgro
     gathered = everywhere(
         in_background,
         trio.agents[1:],
-        lambda agent: agent.all_gather(agent.local_member.rank, ["w2", "w1"]),
+        lambda agent: agent.all_gather(agent._runtime.local_member.rank, ["w2", "w1"]),
     )
     assert gathered == [{"w1": 1, "w2": 2}] * 2
 
 
 def test_a_barrier_does_not_open_early(trio: LocalCluster, in_background: Background) -> None:
     early = [in_background(agent.barrier) for agent in trio.agents[:2]]
-    until(lambda: "leading" in repr(trio["w0"]) and "['w2']" in repr(trio["w0"].collectives))
+    until(
+        lambda: "leading" in repr(trio["w0"]) and "['w2']" in repr(trio["w0"]._runtime.collectives)
+    )
     assert not any(each.done() for each in early)
     trio["w2"].barrier()
     assert [each.result(PATIENCE) for each in early] == [None, None]
@@ -338,7 +343,7 @@ def test_a_death_during_the_barrier_is_named(
     alive = [agent for agent in trio if agent.name != victim]
     leader = trio["w0"]
     waiting = [in_background(agent.barrier) for agent in alive]
-    until(lambda: f"['{victim}']" in repr(leader.collectives))
+    until(lambda: f"['{victim}']" in repr(leader._runtime.collectives))
     trio.kill(victim)
     for each in waiting:
         error = each.exception(PATIENCE)
@@ -351,7 +356,7 @@ def test_the_leader_dies_after_it_has_come_itself(
 ) -> None:
     leading = in_background(trio["w0"].all_gather, "from w0")
     follower = in_background(trio["w1"].all_gather, "from w1")
-    until(lambda: "['w2']" in repr(trio["w0"].collectives))
+    until(lambda: "['w2']" in repr(trio["w0"]._runtime.collectives))
     trio.kill("w0")
     assert isinstance(leading.exception(PATIENCE), (PeerLost, UsageError))
     latecomer = in_background(trio["w2"].all_gather, "from w2")
@@ -365,7 +370,7 @@ def pass_time_limit(trio: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Call
     """Let the time limit of what w0 leads pass when only the given worker is missing, however long that takes."""
     leader = trio["w0"]
     limits: list[Callable[[], None]] = []
-    at = leader.clock.at
+    at = leader._runtime.clock.at
 
     def keep_limits(moment: float, run: Callable[[], None]) -> None:
         if run.__qualname__.startswith("Collectives.arrive"):
@@ -373,10 +378,10 @@ def pass_time_limit(trio: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Call
         else:
             at(moment, run)
 
-    monkeypatch.setattr(leader.clock, "at", keep_limits)
+    monkeypatch.setattr(leader._runtime.clock, "at", keep_limits)
 
     def pass_it(late: str) -> None:
-        until(lambda: bool(limits) and f"['{late}']" in repr(leader.collectives))
+        until(lambda: bool(limits) and f"['{late}']" in repr(leader._runtime.collectives))
         limits.pop()()
 
     return pass_it
@@ -404,9 +409,9 @@ def test_who_was_late_does_not_get_the_outcome_of_the_failed_barrier_again(
     pass_time_limit("w2")
     failed.append(in_background(w2.barrier, None, 0.1))
     assert all(isinstance(each.exception(PATIENCE), GroupBroken) for each in failed)
-    served = w1.calls_served
+    served = w1._runtime.calls_served
     first = in_background(w2.barrier, None, PATIENCE)
-    until(lambda: w1.calls_served > served)  # w0 has asked w1 about the report of w2
+    until(lambda: w1._runtime.calls_served > served)  # w0 has asked w1 about the report of w2
     others = [in_background(agent.barrier, None, PATIENCE) for agent in (w0, w1)]
     assert [each.exception(PATIENCE) for each in (first, *others)] == [None] * 3
 
@@ -430,7 +435,7 @@ def test_a_barrier_after_a_failed_one(trio: LocalCluster, in_background: Backgro
 def test_everybody_leaves(trio: LocalCluster, in_background: Background) -> None:
     trio["w0"].call("w1", abs, -1)
     assert everywhere(in_background, trio.agents, Agent.shutdown) == [()] * 3
-    assert all(agent.closing for agent in trio)
+    assert all(agent._runtime.closing for agent in trio)
 
 
 def test_shutdown_names_the_dead(trio: LocalCluster, in_background: Background) -> None:
@@ -454,7 +459,7 @@ def test_shutdown_names_those_who_do_not_come(
 
 def test_a_death_during_shutdown(trio: LocalCluster, in_background: Background) -> None:
     leaving = [in_background(agent.shutdown) for agent in trio.agents[:2]]
-    until(lambda: "['w2']" in repr(trio["w0"].collectives))
+    until(lambda: "['w2']" in repr(trio["w0"]._runtime.collectives))
     trio.kill("w2")
     assert [each.result(PATIENCE) for each in leaving] == [("w2",)] * 2
 
@@ -466,7 +471,7 @@ def test_shutdown_waits_for_calls_under_way(
     waiting = in_background(trio["w2"].call, "w1", hold_at, gate, "done")
     gate.wait_for(2)
     leaving = [in_background(agent.shutdown) for agent in trio]
-    assert not any(agent.closing for agent in trio)
+    assert not any(agent._runtime.closing for agent in trio)
     gate.open()
     assert [each.result(PATIENCE) for each in leaving] == [()] * 3
     assert future.wait() == waiting.result(PATIENCE) == "done"
@@ -507,7 +512,7 @@ class Beats:
         self._given = threading.Semaphore(0)
         self._beat = maintenance.send_heartbeats
 
-    def beat(self, agent: Agent) -> None:
+    def beat(self, agent: AgentRuntime) -> None:
         if agent.name not in self.silent:
             self._beat(agent)
             self._given.release()
@@ -530,8 +535,8 @@ def test_silence_is_a_loss(
     beats.silent.add("w1")
     workers = cluster(3, **QUICK)
     w0 = workers["w0"]
-    future = w0.start("w1", hold_at, (gate,), None, None)
-    waiting = in_background(w0.invoke, "w1", hold_at, (gate,), None, None)
+    future = w0._runtime.start("w1", hold_at, (gate,), None, None)
+    waiting = in_background(w0._runtime.invoke, "w1", hold_at, (gate,), None, None)
     other = w0.submit("w2", hold_at, gate, "alive")
     for error in (future.exception(PATIENCE), waiting.exception(PATIENCE)):
         assert isinstance(error, PeerLost)
@@ -553,7 +558,7 @@ def test_the_silence_of_a_caller_is_a_loss(cluster: Clusters, beats: Beats) -> N
 
 def test_who_computes_for_long_is_not_silent(cluster: Clusters, beats: Beats, gate: Gate) -> None:
     w0 = cluster(2, **QUICK)["w0"]
-    future = w0.start("w1", hold_at, (gate, "done"), None, None)
+    future = w0._runtime.start("w1", hold_at, (gate, "done"), None, None)
     beats.wait_for(20)
     assert not future.done()
     gate.open()
@@ -576,19 +581,21 @@ def test_a_peer_that_beats_more_slowly_is_not_silent(
 def test_who_shuts_down_says_so_before_it_waits(cluster: Clusters) -> None:
     workers = cluster(2)
     said: list[bool] = []
-    workers["w0"].on_shutdown(lambda: said.append(workers["w0"].call("w1", abs, -1) == 1))
+    workers["w0"]._runtime.on_shutdown(lambda: said.append(workers["w0"].call("w1", abs, -1) == 1))
     assert workers["w0"].shutdown(timeout=0.2) == ("w1",)
     assert said == [True]
 
 
 def test_a_lost_worker_is_known_as_lost(cluster: Clusters) -> None:
     workers = cluster(2)
-    incarnation = workers["w1"].local_member.incarnation
+    incarnation = workers["w1"]._runtime.local_member.incarnation
     lost = threading.Event()
     known: list[bool] = []
-    workers["w0"].on_loss(lambda _, which: (known.append(workers["w0"].is_lost(which)), lost.set()))
+    workers["w0"].on_loss(
+        lambda _, which: (known.append(workers["w0"]._runtime.is_lost(which)), lost.set())
+    )
     assert workers["w0"].call("w1", abs, -1) == 1
-    assert not workers["w0"].is_lost(incarnation)
+    assert not workers["w0"]._runtime.is_lost(incarnation)
     workers.kill("w1")
     assert lost.wait(PATIENCE)
     assert known == [True]
@@ -604,9 +611,9 @@ def test_who_connects_to_a_worker_that_is_given_up_does_not_wait(
         silent.listen()
         member = Member("gone", 1, "its incarnation", (f"unix:@{name}",))
         transports = replace(w0.config, transports=("unix",))
-        w0.connections._config = transports
-        dialling = in_background(w0.connections.dial, member, "lane")
-        until(lambda: bool(w0.connections._dialling))
-        w0.declare_lost("gone", "its incarnation", reason="it was silent")
+        w0._runtime.connections._config = transports
+        dialling = in_background(w0._runtime.connections.dial, member, "lane")
+        until(lambda: bool(w0._runtime.connections._dialling))
+        w0._runtime.declare_lost("gone", "its incarnation", reason="it was silent")
         assert isinstance(dialling.exception(PATIENCE), PeerLost)
-        assert not w0.connections._dialling
+        assert not w0._runtime.connections._dialling

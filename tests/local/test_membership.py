@@ -29,7 +29,7 @@ def transport() -> str:
 def incarnation() -> str:
     agent = current_agent()
     assert agent is not None
-    return agent.local_member.incarnation
+    return agent._runtime.local_member.incarnation
 
 
 def config(**settings: Any) -> Config:
@@ -74,7 +74,7 @@ def test_missing_ranks_are_named() -> None:
     )
     with pytest.raises(JoinError, match=r"only 1 of 4 workers.*missing ranks: \[0, 2, 3\]"):
         lonely.__enter__()
-    assert lonely.closing
+    assert lonely._runtime.closing
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(None, 2), (2, 2), (-1, 2)])
@@ -89,10 +89,10 @@ def test_two_workers_of_a_fixed_group_with_one_name_are_both_told() -> None:
         Agent("twin", store=store, rank=rank, world_size=2, config=config()) for rank in range(2)
     ]
     for agent in agents:
-        agent.open()
+        agent.open(wait=False)
     for agent in agents:
         with pytest.raises(JoinError, match="twin is not unique"):
-            agent.meet()
+            agent._runtime.wait_for_members()
 
 
 def test_two_workers_of_a_fixed_group_with_one_rank_are_not_taken_for_each_other() -> None:
@@ -136,7 +136,7 @@ def test_a_rank_that_was_asked_for_is_not_given_to_the_next(cluster: Clusters) -
     chosen, given = workers.join("chosen", rank=0), workers.join("given")
     assert chosen.get_worker_info().id != given.get_worker_info().id
     assert [info.name for info in chosen.get_worker_infos()] == ["chosen", "given"]
-    assert given.call("chosen", incarnation) == chosen.local_member.incarnation
+    assert given.call("chosen", incarnation) == chosen._runtime.local_member.incarnation
 
 
 def test_a_rank_that_is_taken_is_refused(cluster: Clusters) -> None:
@@ -144,7 +144,7 @@ def test_a_rank_that_is_taken_is_refused(cluster: Clusters) -> None:
     first = workers.join("first", rank=3)
     with pytest.raises(JoinError, match="rank 3"):
         workers.join("second", rank=3)
-    assert first.call("first", incarnation) == first.local_member.incarnation
+    assert first.call("first", incarnation) == first._runtime.local_member.incarnation
 
 
 def test_who_left_is_gone_for_the_others(cluster: Clusters) -> None:
@@ -163,7 +163,7 @@ def test_who_left_may_come_back(cluster: Clusters) -> None:
     workers["w0"].call("w1", abs, -1)
     workers["w1"].shutdown()
     back = workers.join("w1")
-    assert workers["w0"].call("w1", incarnation) == back.local_member.incarnation
+    assert workers["w0"].call("w1", incarnation) == back._runtime.local_member.incarnation
 
 
 def test_a_name_that_is_alive_is_refused(cluster: Clusters) -> None:
@@ -212,8 +212,15 @@ def test_a_worker_comes_back_under_its_name(cluster: Clusters, fixed_size: bool)
     back = workers.join("w1", 1 if fixed_size else None)
     assert back.get_worker_info() == WorkerInfo("w1", 1)
     for target in ("w1", 1, WorkerInfo("w1", 1)):
-        assert workers["w0"].call(target, incarnation) == back.local_member.incarnation != first
-        assert workers["w0"].submit(target, incarnation).wait() == back.local_member.incarnation
+        assert (
+            workers["w0"].call(target, incarnation)
+            == back._runtime.local_member.incarnation
+            != first
+        )
+        assert (
+            workers["w0"].submit(target, incarnation).wait()
+            == back._runtime.local_member.incarnation
+        )
 
 
 @pytest.mark.parametrize("fixed_size", [True, False])
@@ -223,7 +230,7 @@ def test_who_never_met_the_first_incarnation_reaches_the_second(
     workers = cluster(2, fixed_size=fixed_size)
     workers.kill("w1")
     back = workers.join("w1", 1 if fixed_size else None)
-    assert workers["w0"].call("w1", incarnation) == back.local_member.incarnation
+    assert workers["w0"].call("w1", incarnation) == back._runtime.local_member.incarnation
 
 
 def test_who_comes_back_calls_the_others(cluster: Clusters) -> None:
@@ -261,7 +268,7 @@ def test_calls_to_a_returned_worker_from_many_threads(cluster: Clusters) -> None
     until(lambda: _reached_again(workers["w0"]))
     with ThreadPoolExecutor(8) as pool:
         reached = set(pool.map(lambda _: workers["w0"].call("w1", incarnation), range(32)))
-    assert reached == {back.local_member.incarnation}
+    assert reached == {back._runtime.local_member.incarnation}
 
 
 def test_a_peer_has_one_link_however_it_is_named(
@@ -270,7 +277,7 @@ def test_a_peer_has_one_link_however_it_is_named(
     workers = cluster(2)
     w0 = workers["w0"]
     both = threading.Barrier(2)
-    dial = w0.dial
+    dial = w0._runtime.dial
 
     def dial_together(member: Any, purpose: str, timeout: float | None = None) -> Any:
         try:
@@ -279,10 +286,10 @@ def test_a_peer_has_one_link_however_it_is_named(
             pass
         return dial(member, purpose, timeout)
 
-    monkeypatch.setattr(w0, "dial", dial_together)
+    monkeypatch.setattr(w0._runtime, "dial", dial_together)
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda to: w0.submit(to, abs, -1).wait(), ["w1", 1])) == [1, 1]
-    assert len(workers["w1"].connections.server_connections) == 1
+    assert len(workers["w1"]._runtime.connections.server_connections) == 1
 
 
 # Refused
@@ -303,7 +310,7 @@ def test_another_group_is_refused(cluster: Clusters, transport: str) -> None:
     _smuggle(strangers["w0"], into=workers, rank=5)
     with pytest.raises(PeerLost, match="another group"):
         workers["w0"].call(5, abs, -1)
-    assert strangers["w0"].calls_served == 0
+    assert strangers["w0"]._runtime.calls_served == 0
 
 
 @pytest.mark.parametrize("transport", ["memory", "unix", "tcp"])
@@ -343,10 +350,12 @@ def _smuggle(agent: Agent, into: LocalCluster, rank: int) -> None:
     entry = {
         "name": "smuggled",
         "rank": rank,
-        "incarnation": agent.local_member.incarnation,
+        "incarnation": agent._runtime.local_member.incarnation,
         "left": False,
     }
-    into.store.set(f"rank/{rank}", json.dumps({**entry, "addresses": agent.local_member.addresses}))
+    into.store.set(
+        f"rank/{rank}", json.dumps({**entry, "addresses": agent._runtime.local_member.addresses})
+    )
 
 
 # Stores
@@ -362,7 +371,7 @@ def test_groups_in_prefixes_of_one_store_are_separate() -> None:
             for prefix in ("a", "b")
         ]
         assert [len(agent.get_worker_infos()) for agent in agents] == [1, 1]
-        assert agents[0].group != agents[1].group
+        assert agents[0]._runtime.group != agents[1]._runtime.group
 
 
 def test_a_new_group_in_a_fresh_store_after_the_old_one_ended() -> None:

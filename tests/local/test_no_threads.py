@@ -54,11 +54,11 @@ def test_calls_end_and_the_worker_stays(workers: LocalCluster, no_threads: NoThr
     w0 = workers["w0"]
     w0.call("w1", abs, -1)
     kinds: list[Callable[[], Any]] = [
-        lambda: w0.invoke("w1", abs, (-1,), None, 1.0),
-        lambda: w0.start("w1", abs, (-1,), None, 1.0).wait(),
+        lambda: w0._runtime.invoke("w1", abs, (-1,), None, 1.0),
+        lambda: w0._runtime.start("w1", abs, (-1,), None, 1.0).wait(),
         lambda: remote("w1", Thing, (1,), agent=w0, timeout=1.0).rpc_async(1.0).get().result(1.0),
         # needs connections that are not there yet
-        lambda: workers["w1"].invoke("w0", abs, (-1,), None, 1.0),
+        lambda: workers["w1"]._runtime.invoke("w0", abs, (-1,), None, 1.0),
     ]
     errors = []
     with no_threads():
@@ -70,8 +70,8 @@ def test_calls_end_and_the_worker_stays(workers: LocalCluster, no_threads: NoThr
     assert errors
     assert not [error for error in errors if "was lost" in error]
     for name, other in (("w0", "w1"), ("w1", "w0")):
-        assert workers[name].invoke(other, abs, (-2,), None, PATIENCE) == 2
-        assert workers[name].start(other, abs, (-2,), None, PATIENCE).wait() == 2
+        assert workers[name]._runtime.invoke(other, abs, (-2,), None, PATIENCE) == 2
+        assert workers[name]._runtime.start(other, abs, (-2,), None, PATIENCE).wait() == 2
     until(lambda: owned(workers["w1"]) == 0)
 
 
@@ -81,7 +81,7 @@ def test_a_connection_waits_for_a_thread(
     """The callee has proven itself and cannot start to serve: that is no reason to give it up."""
     w0, w1 = workers["w0"], workers["w1"]
     refused, here = Gate(), threading.local()
-    welcome, start = type(w1.connections)._welcome, ThreadPool.start
+    welcome, start = type(w1._runtime.connections)._welcome, ThreadPool.start
 
     def start_unless_refused(threads: ThreadPool, job: Job) -> None:
         if getattr(here, "refuses", False):
@@ -89,18 +89,21 @@ def test_a_connection_waits_for_a_thread(
         start(threads, job)
 
     def welcome_without_threads(connections: Any, *args: Any) -> None:
-        here.refuses = connections is w1.connections
+        here.refuses = connections is w1._runtime.connections
         try:
             welcome(connections, *args)
         finally:
             here.refuses = False
-        if connections is w1.connections:
+        if connections is w1._runtime.connections:
             refused.hold()
 
     monkeypatch.setattr(ThreadPool, "start", start_unless_refused)
-    monkeypatch.setattr(type(w1.connections), "_welcome", welcome_without_threads)
-    calls = [in_background(w0.invoke, "w1", abs, (-number,), None, PATIENCE) for number in range(3)]
-    calls.append(in_background(lambda: w0.start("w1", abs, (-3,), None, PATIENCE).wait()))
+    monkeypatch.setattr(type(w1._runtime.connections), "_welcome", welcome_without_threads)
+    calls = [
+        in_background(w0._runtime.invoke, "w1", abs, (-number,), None, PATIENCE)
+        for number in range(3)
+    ]
+    calls.append(in_background(lambda: w0._runtime.start("w1", abs, (-3,), None, PATIENCE).wait()))
     refused.wait_for(2)
     refused.open()
     assert [call.result(PATIENCE) for call in calls] == [0, 1, 2, 3]
@@ -119,7 +122,7 @@ def test_lanes_keep_their_threads_if_none_can_read_them_together(
         numbers = []
         for _ in range(4):
             start.wait(PATIENCE)
-            numbers.append(workers[name].invoke("w0", meet, (rounds,), None, PATIENCE))
+            numbers.append(workers[name]._runtime.invoke("w0", meet, (rounds,), None, PATIENCE))
             done.wait(PATIENCE)
         return numbers
 

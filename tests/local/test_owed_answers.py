@@ -117,21 +117,21 @@ def fail(value: Any) -> Any:
 
 
 def synchronous(caller: Agent) -> None:
-    assert caller.invoke("w1", echo, (Picky(3),), None, PATIENCE).value == 3
+    assert caller._runtime.invoke("w1", echo, (Picky(3),), None, PATIENCE).value == 3
 
 
 def asynchronous(caller: Agent) -> None:
-    assert caller.start("w1", echo, (Picky(3),), None, PATIENCE).wait().value == 3
+    assert caller._runtime.start("w1", echo, (Picky(3),), None, PATIENCE).wait().value == 3
 
 
 def large(caller: Agent) -> None:
     tensor = torch.arange(200_000)
-    assert torch.equal(caller.start("w1", echo, (tensor,), None, PATIENCE).wait(), tensor)
+    assert torch.equal(caller._runtime.start("w1", echo, (tensor,), None, PATIENCE).wait(), tensor)
 
 
 def failing(caller: Agent) -> None:
     with pytest.raises(ValueError, match="no"):
-        caller.start("w1", fail, ("no",), None, PATIENCE).wait()
+        caller._runtime.start("w1", fail, ("no",), None, PATIENCE).wait()
 
 
 def reference(caller: Agent) -> None:
@@ -140,7 +140,9 @@ def reference(caller: Agent) -> None:
 
 def callback(caller: Agent) -> None:
     assert (
-        caller.start("w1", echo, (3,), None, PATIENCE).then(lambda done: done.value() + 1).wait()
+        caller._runtime.start("w1", echo, (3,), None, PATIENCE)
+        .then(lambda done: done.value() + 1)
+        .wait()
         == 4
     )
 
@@ -198,7 +200,7 @@ def run_with(injector: Injector, scenario: Callable[[Agent], None], fails_at: in
             raise AssertionError(f"a wrong result: {injector.hit}") from outcome[0]
         outcome.clear()
         try:
-            again = w0.invoke("w1", abs, (-7,), None, PATIENCE)
+            again = w0._runtime.invoke("w1", abs, (-7,), None, PATIENCE)
         except PeerLost:  # the connection had to end, and with it the worker's membership
             return injector.count
         assert again == 7, injector.hit

@@ -13,8 +13,8 @@ from torch.autograd.profiler import record_function
 from torch.autograd.profiler_legacy import profile
 
 import telegrad.rpc as rpc
-from telegrad import autograd, profiling
-from telegrad.current import current_agent, thread_state
+from telegrad import autograd, current_agent, profiling
+from telegrad.current import thread_state
 from telegrad.errors import UsageError
 from telegrad.refs import remote
 from telegrad.testing import LocalCluster
@@ -163,7 +163,7 @@ def test_only_the_profiled_thread_and_only_while_it_is(
     with profile():
         assert agent.call("w1", is_profiled) is True
         assert in_background(agent.call, "w1", is_profiled).result() is False
-    assert thread_state.around is None
+    assert thread_state.interceptor is None
     assert agent.call("w1", is_profiled) is False
     with profile(enabled=False):
         assert agent.call("w1", is_profiled) is False

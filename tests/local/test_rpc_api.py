@@ -247,7 +247,7 @@ def test_the_default_limit_is_the_options(url: str) -> None:
     assert rpc.get_rpc_timeout() == 3
     api._set_rpc_timeout(0)
     assert rpc.get_rpc_timeout() == 0
-    assert api._get_current_rpc_agent().timeout is None
+    assert api._get_current_rpc_agent()._runtime.timeout is None
 
 
 def test_a_call_that_takes_too_long(alone: None, gate: Gate) -> None:

@@ -100,7 +100,7 @@ def test_only_abstract_unix_sockets_and_loopback_by_default() -> None:
         ]
         assert [address.partition(":")[0] for address in tcp] == ["0100007F"]  # 127.0.0.1
         assert {name.partition("-")[0] for name in unix} == {"@telegrad"}
-        assert [address.partition(":")[0] for address in agent.local_member.addresses] == [
+        assert [address.partition(":")[0] for address in agent._runtime.local_member.addresses] == [
             "memory",
             "unix",
             "tcp",
@@ -236,7 +236,7 @@ def test_closing_an_agent_ends_its_strangers(cluster: Clusters, transport: str) 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("transport", ["unix"])
 def test_another_user_is_refused_on_a_unix_socket(agent: Agent, transport: str) -> None:
-    name = agent.local_member.addresses[0].removeprefix("unix:@")
+    name = agent._runtime.local_member.addresses[0].removeprefix("unix:@")
     program = (
         "import os, socket, sys; sock = socket.socket(socket.AF_UNIX); os.setuid(65534); "
         "sock.connect(chr(0) + sys.argv[1]); sys.exit(sock.recv(1) != b'')"
@@ -319,7 +319,9 @@ def test_a_member_that_claims_much_and_sends_little_costs_little(
             sock = stack.enter_context(stranger(agent, transport))
             shake_hands(sock, agent)
             sock.sendall(HEADER.pack(1 << 30, 1, 1, 0, 0, Kind.CALL, 0, 0) + b"x" * 100)
-        until(lambda: repr(agent.connections.server_connections).count("inside a frame") == 8)
+        until(
+            lambda: repr(agent._runtime.connections.server_connections).count("inside a frame") == 8
+        )
         assert _resident() - before < 1 << 29
 
 

@@ -16,10 +16,10 @@ import torch
 import telegrad.autograd as dist_autograd
 import telegrad.rpc as rpc
 from telegrad.agent import Agent
-from telegrad.current import active_agent
 from telegrad.errors import PeerLost
 from telegrad.futures import Future
 from telegrad.refs import remote
+from telegrad.runtime import active_runtime
 from telegrad.testing import LocalCluster
 from tests.local.gates import Gate, hold_at, until
 
@@ -88,7 +88,7 @@ def test_join_waits_for_calls_under_way(agent: Any, gate: Gate) -> None:
     assert call.done()
     agent.sync()
     agent.join(shutdown=True, timeout=30)
-    assert agent.closing
+    assert agent._runtime.closing
 
 
 def test_debug_info_holds_all_counters(agent: Any) -> None:
@@ -193,7 +193,7 @@ def remote_from(agent: Agent) -> Any:
 
 
 def fail() -> None:
-    raise LookupError("no", active_agent() is not None)
+    raise LookupError("no", active_runtime() is not None)
 
 
 @pytest.mark.usefixtures("agent")

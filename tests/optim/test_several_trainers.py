@@ -88,7 +88,7 @@ def optimizers(network: RRef[Network], count: int) -> list[DistributedOptimizer]
 
 def train(network: RRef[Network], x: Tensor, between: Callable[[], None]) -> list[Tensor]:
     """The gradients of a trainer that is interrupted between its forward and its backward pass."""
-    with autograd.context(agent=network._agent) as context_id:
+    with autograd.context(agent=network._agent.agent) as context_id:
         loss = network.rpc_sync().forward(x).sum()
         between()
         autograd.backward(context_id, [loss])
@@ -99,7 +99,7 @@ def train(network: RRef[Network], x: Tensor, between: Callable[[], None]) -> lis
 def step(network: RRef[Network], optimizer: DistributedOptimizer, x: Tensor) -> None:
     token = current_scope.set(None)  # this thread plays another trainer for a moment
     try:
-        with autograd.context(agent=network._agent) as context_id:
+        with autograd.context(agent=network._agent.agent) as context_id:
             autograd.backward(context_id, [network.rpc_sync().forward(x).sum()])
             optimizer.step(context_id)
     finally:
@@ -165,7 +165,7 @@ def test_a_step_does_not_change_what_a_call_computes_with(
     cluster: Callable[..., LocalCluster],
 ) -> None:
     workers = cluster(2)
-    w0, shared = workers["w0"], Contexts.of(workers["w1"]).versions
+    w0, shared = workers["w0"], Contexts.of(workers["w1"]._runtime).versions
     network = remote("w1", Network, agent=w0)
     _, two = optimizers(network, 2)
     x = torch.ones(1, 4, dtype=torch.float64)
@@ -229,4 +229,4 @@ def address(parameter: RRef[Tensor]) -> int:
 def versions_are_active() -> bool:
     agent = current_agent()
     assert agent is not None
-    return Contexts.of(agent).versions.active
+    return Contexts.of(agent._runtime).versions.active

@@ -67,7 +67,7 @@ def agent(name: str, port: int) -> Agent:
     )
     made = Agent(name, store=store, config=Config(secret="only for this test", **SETTINGS))
     made.open()
-    this_process.agent = made
+    this_process.runtime = made._runtime
     return made
 
 
@@ -236,7 +236,7 @@ class Run:
         ]:
             process.kill()
             process.join()
-        self.judge.abort()
+        self.judge._runtime.abort()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -36,8 +36,8 @@ def send_large(to: str, nbytes: int, asynchronous: bool) -> tuple[int, int, int]
     tensor[0], tensor[-1] = 3, 7
     agent = this_agent()
     if asynchronous:
-        return agent.start(to, ends, (tensor,), None, 300.0).wait()  # type: ignore[no-any-return]
-    return agent.invoke(to, ends, (tensor,), None, 300.0)  # type: ignore[no-any-return]
+        return agent._runtime.start(to, ends, (tensor,), None, 300.0).wait()  # type: ignore[no-any-return]
+    return agent._runtime.invoke(to, ends, (tensor,), None, 300.0)  # type: ignore[no-any-return]
 
 
 def send_many(to: str, count: int, size: int) -> bool:
@@ -109,9 +109,9 @@ def test_calls_that_never_return_end_with_their_deadline_and_stop_nobody() -> No
     with LocalCluster(2, transports=("unix",), threads=2) as cluster:
         w0, w1 = cluster["w0"], cluster["w1"]
         try:
-            stuck = [w0.start("w1", never_return, (), None, 0.5) for _ in range(40)]
-            assert w0.invoke("w1", abs, (-3,), None, 20.0) == 3
-            assert w0.start("w1", abs, (-3,), None, 20.0).wait() == 3
+            stuck = [w0._runtime.start("w1", never_return, (), None, 0.5) for _ in range(40)]
+            assert w0._runtime.invoke("w1", abs, (-3,), None, 20.0) == 3
+            assert w0._runtime.start("w1", abs, (-3,), None, 20.0).wait() == 3
             for future in stuck:
                 assert isinstance(future.exception(timeout=20), CallTimeout)
         finally:

@@ -123,14 +123,14 @@ def outcomes(to: str, rounds: int) -> list[str]:
         lambda: remote(to, Thing, (4,), agent=agent).rpc_sync().get() == 4,
         lambda: agent.call(to, nest, agent.name, 3) == 3,
     ]
-    agent.timeout, before = 1.0, agent.timeout
+    agent._runtime.timeout, before = 1.0, agent._runtime.timeout
     for _ in range(rounds):
         for kind in kinds:
             try:
                 assert kind()
             except (TelegradError, MemoryError, OSError, RuntimeError) as error:
                 errors.append(f"{type(error).__name__}: {error}")
-    agent.timeout = before
+    agent._runtime.timeout = before
     return errors
 
 
@@ -229,9 +229,11 @@ def call_forks(to: str, asynchronous: bool) -> list[str]:
     agent, texts = this_agent(), []
     for _ in range(3):
         for function, args in ((fork_inside_call, (ones(MEDIUM),)), (fork_and_return, ())):
-            start = agent.start(to, function, args, None, 20.0) if asynchronous else None
+            start = agent._runtime.start(to, function, args, None, 20.0) if asynchronous else None
             result = (
-                start.wait() if start is not None else agent.invoke(to, function, args, None, 20.0)
+                start.wait()
+                if start is not None
+                else agent._runtime.invoke(to, function, args, None, 20.0)
             )
             if function is fork_inside_call:
                 assert result[1] == MEDIUM

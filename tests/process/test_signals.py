@@ -116,7 +116,7 @@ def interrupt_calls(to: str, signals: int, seed: int) -> int:
 
 
 def is_settled() -> bool:
-    agent = process_state.agent
+    agent = process_state.runtime.agent
     assert agent is not None
     figures = agent.statistics()
     names = (
@@ -134,7 +134,7 @@ def settle() -> bool:
         gc.collect()
         return is_settled()
 
-    until(settled, lambda: str(process_state.agent and process_state.agent.statistics()))
+    until(settled, lambda: str(process_state.runtime and process_state.runtime.statistics()))
     return True
 
 

@@ -46,13 +46,13 @@ def join(rank: int, size: int, path: str) -> None:
     store = torch.distributed.FileStore(path, size)
     agent = Agent(f"w{rank}", store=store, rank=rank, world_size=size, config=config)
     agent.open()
-    agent.meet()
-    process_state.agent = agent
+    agent._runtime.wait_for_members()
+    process_state.runtime = agent._runtime
 
 
 def this_agent() -> Agent:
-    assert process_state.agent is not None
-    return process_state.agent
+    assert process_state.runtime is not None
+    return process_state.runtime.agent
 
 
 def echo(value: Any) -> Any:

@@ -49,16 +49,18 @@ class Accidents:
         assert self._reached.acquire(timeout=PATIENCE)
         victim = self._victim
         assert victim is not None
-        end_threads = victim.threads.close
+        end_threads = victim._runtime.threads.close
 
         # its connections are closed by now, so nobody hears from it any more
         def cut_off(timeout: float) -> None:
-            for holding in victim.service(ShardRegistry)._all.values():
+            for holding in victim._runtime.service(ShardRegistry)._all.values():
                 holding._archive = None  # a process that is killed writes nothing any more
             self._dead.release()
             end_threads(timeout)
 
-        victim.threads.close = cut_off  # type: ignore[method-assign]
+        victim._runtime.threads.close = cut_off  # type: ignore[method-assign]
         cluster.kill(victim.name)
-        victim.service(ShardRegistry)._all.clear()  # a process that is killed leaves nothing behind
-        cluster.join(victim.name, victim.local_member.rank)
+        victim._runtime.service(
+            ShardRegistry
+        )._all.clear()  # a process that is killed leaves nothing behind
+        cluster.join(victim.name, victim._runtime.local_member.rank)

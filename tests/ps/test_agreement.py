@@ -38,7 +38,9 @@ def three(workers: LocalCluster) -> tuple[list[nn.Module], list[ps.Optimizer]]:
 
 
 def shards(workers: LocalCluster) -> list[ParameterShard]:
-    return [workers[server].service(ParameterShards).find("default") for server in ("w0", "w1")]
+    return [
+        workers[server]._runtime.service(ParameterShards).find("default") for server in ("w0", "w1")
+    ]
 
 
 @pytest.mark.parametrize("reached", [["w0"], ["w1"], ["w0", "w1"]], ids=str)

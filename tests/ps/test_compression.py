@@ -49,9 +49,11 @@ def test_training_with_small_gradients(
     cluster: Clusters, monkeypatch: pytest.MonkeyPatch, dtype: Any
 ) -> None:
     pushed: list[Any] = []
-    real = service.Shard.push
+    real = service.ParameterShard.push
     monkeypatch.setattr(
-        service.Shard, "push", lambda self, *args: (pushed.append(args[4]), real(self, *args))[1]
+        service.ParameterShard,
+        "push",
+        lambda self, *args: (pushed.append(args[4]), real(self, *args))[1],
     )
     workers = cluster(3)
     net = nn.Linear(4, 3, bias=False)

@@ -71,7 +71,7 @@ def trainer() -> Iterator[Callable[..., Trainer]]:
 
 
 def shard(cluster: LocalCluster) -> ParameterShard:
-    return cluster["w0"].service(service.ParameterShards).find("default")
+    return cluster["w0"]._runtime.service(service.ParameterShards).find("default")
 
 
 def waiting(cluster: LocalCluster, trainer: Trainer) -> Callable[[], bool]:

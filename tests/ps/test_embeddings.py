@@ -54,7 +54,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def shard(cluster: LocalCluster, worker: str = "w1", name: str = "table") -> TableShard:
-    return cluster[worker].service(ShardRegistry).find(f"tables {name!r}", TableShard)
+    return cluster[worker]._runtime.service(ShardRegistry).find(f"tables {name!r}", TableShard)
 
 
 def in_one_process(
@@ -676,7 +676,7 @@ def test_what_is_pushed_again_counts_once(cluster: Clusters) -> None:
     bag = table(ps.EmbeddingBag, workers, optimizer=ps.RowSGD(lr=1.0), std=0.0)
     push(bag)
     (attachment,) = bag.tables._attachments
-    update = service.Update("table", torch.tensor([7]), torch.ones(1, DIM, dtype=torch.float64))
+    update = service.RowUpdate("table", torch.tensor([7]), torch.ones(1, DIM, dtype=torch.float64))
     for _ in range(2):
         assert attachment.push(1, 0, [update]).wait().version == 1
     assert row(bag) == -1.0

@@ -173,13 +173,13 @@ def test_a_step_that_another_trainer_brings_back_counts_once(
         second.step()
         torch.testing.assert_close(nets[1].weight.detach(), before - 2)
         victim = workers["w0"]
-        end_threads = victim.threads.close
+        end_threads = victim._runtime.threads.close
 
         def cut_off(timeout: float) -> None:
             lost.set()
             end_threads(timeout)
 
-        victim.threads.close = cut_off  # type: ignore[method-assign]
+        victim._runtime.threads.close = cut_off  # type: ignore[method-assign]
         workers.kill("w0")
         workers.join("w0", 0)
         second.step()
@@ -402,7 +402,8 @@ def test_trainers_die_and_others_take_their_place(cluster: Clusters) -> None:
                 training.train, optimizer, net, range(step, step + 1), [int(victim[1:])]
             )
             shards = [
-                workers[server].service(ParameterShards).find("default") for server in servers
+                workers[server]._runtime.service(ParameterShards).find("default")
+                for server in servers
             ]
             until(
                 lambda victim=victim, shards=shards: all(
@@ -424,4 +425,4 @@ def test_trainers_die_and_others_take_their_place(cluster: Clusters) -> None:
 
 def _has(shard: ParameterShard, agent: Agent) -> bool:
     """Has this trainer reported in the round that is under way?"""
-    return agent.local_member.incarnation in map(worker_of, shard.waiting)
+    return agent._runtime.local_member.incarnation in map(worker_of, shard.waiting)

@@ -90,14 +90,14 @@ def test_one_that_is_dropped_leaves(cluster: Clusters, make: str) -> None:
         return ps.Optimizer(nn.Linear(2, 1), "w1", name="a", lr=0.1, agent=agent)
 
     def members() -> set[str]:
-        held = workers["w1"].service(ParameterShards)._holdings._all
+        held = workers["w1"]._runtime.service(ParameterShards)._holdings._all
         return next(iter(held.values())).members
 
     dropped, other = made(agent), made(workers["w2"])
     assert len(members()) == 2
     del dropped
     gc.collect()
-    agent.service(TrainerNames)._look()  # as the clock does
+    agent._runtime.service(TrainerNames)._look()  # as the clock does
     until(lambda: len(members()) == 1)
     again = made(agent)
     assert len(members()) == 2

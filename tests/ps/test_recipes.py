@@ -60,7 +60,9 @@ def run_trainer(server: RRef[BatchUpdateServer], number: int) -> nn.Module:
     for step in range(5):
         training.loss(net, training.batch(step, number)).backward()
         gradients = [each.grad for each in net.parameters()]
-        net = agent.invoke("w0", BatchUpdateServer.update_and_fetch_model, (server, gradients))
+        net = agent._runtime.invoke(
+            "w0", BatchUpdateServer.update_and_fetch_model, (server, gradients)
+        )
     return net
 
 

@@ -70,14 +70,14 @@ def together(pairs: list[Any]) -> list[list[float]]:
 def kill(workers: LocalCluster, name: str) -> None:
     """A process that is killed leaves nothing behind, and writes nothing any more."""
     victim = workers[name]
-    for holding in victim.service(ShardRegistry)._all.values():
+    for holding in victim._runtime.service(ShardRegistry)._all.values():
         holding._archive = None
     workers.kill(name)
-    victim.service(ShardRegistry)._all.clear()
+    victim._runtime.service(ShardRegistry)._all.clear()
 
 
 def restart(workers: LocalCluster, name: str) -> None:
-    workers.join(name, workers[name].local_member.rank)
+    workers.join(name, workers[name]._runtime.local_member.rank)
 
 
 def test_a_folder_that_is_gone_keeps_nobody_waiting(cluster: Clusters, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_folder_that_is_gone_keeps_nobody_waiting(cluster: Clusters, tmp_path:
     together([pair, (net, leaving)])
     shutil.rmtree(folder)
     folder.write_text("a file where a folder should be")
-    shard = workers["w0"].service(ParameterShards).find("default")
+    shard = workers["w0"]._runtime.service(ParameterShards).find("default")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(step, *pair)
         until(lambda: len(shard.waiting) == 1)
@@ -159,15 +159,15 @@ def test_both_servers_die_while_the_second_makes_its_step(
     with ThreadPoolExecutor(1) as pool:
         stepping = pool.submit(step, net, optimizer)
         assert reached.wait(PATIENCE)
-        until(lambda: workers["w0"].service(ParameterShards).find("default").version == 3)
+        until(lambda: workers["w0"]._runtime.service(ParameterShards).find("default").version == 3)
         victim = workers["w1"]
-        end_threads = victim.threads.close
+        end_threads = victim._runtime.threads.close
 
         def cut_off(timeout: float) -> None:
             dead.set()
             end_threads(timeout)
 
-        victim.threads.close = cut_off  # type: ignore[method-assign]
+        victim._runtime.threads.close = cut_off  # type: ignore[method-assign]
         kill(workers, "w0")
         kill(workers, "w1")
         restart(workers, "w0")
@@ -225,13 +225,13 @@ def test_a_skipped_round_stays_skipped_if_the_server_dies_before_it_answers(
         stepping = pool.submit(together, pairs)
         assert reached.wait(PATIENCE)
         victim = workers["w0"]
-        end_threads = victim.threads.close
+        end_threads = victim._runtime.threads.close
 
         def cut_off(timeout: float) -> None:
             dead.set()
             end_threads(timeout)
 
-        victim.threads.close = cut_off  # type: ignore[method-assign]
+        victim._runtime.threads.close = cut_off  # type: ignore[method-assign]
         kill(workers, "w0")
         restart(workers, "w0")
         assert stepping.result(PATIENCE) == [[-1.0, -1.0]] * 2

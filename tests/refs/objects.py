@@ -136,7 +136,7 @@ def until(condition: Callable[[], bool], state: Callable[[], str] = str) -> None
 
 
 def figures(agent: Agent) -> dict[str, int]:
-    return ReferenceManager.of(agent).statistics()
+    return ReferenceManager.of(agent._runtime).statistics()
 
 
 def owned(agent: Agent) -> int:

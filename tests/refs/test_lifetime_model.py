@@ -150,7 +150,7 @@ class Lives(RuleBasedStateMachine):
         self.holders[self.made] = to, thing, owner
         if moves:
             self.forget(slot)
-            ReferenceManager.of(self.agent(holder)).sweep()
+            ReferenceManager.of(self.agent(holder)._runtime).sweep()
 
     @rule(
         data=st.data(),
@@ -231,7 +231,7 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         for name in self.living():
-            ReferenceManager.of(self.agent(name)).sweep()
+            ReferenceManager.of(self.agent(name)._runtime).sweep()
 
     @rule(choice=st.integers(0, 1000), twice=st.booleans())
     def deliver(self, choice: int, twice: bool) -> None:
@@ -278,7 +278,7 @@ class Lives(RuleBasedStateMachine):
         until(
             settled,
             lambda: (
-                f"{wanted}, {self.waiting}, {[ReferenceManager.of(self.agent(name)) for name in wanted]}"
+                f"{wanted}, {self.waiting}, {[ReferenceManager.of(self.agent(name)._runtime) for name in wanted]}"
             ),
         )
         for call in self.waiting:

@@ -249,7 +249,7 @@ def test_a_reference_that_is_an_argument_for_its_owner_costs_no_note(
     thing = remote("w1", Thing, ("home",), agent=w0)
     thing.to_here()
     notes: list[Any] = []
-    keeper = ReferenceManager.of(w0)
+    keeper = ReferenceManager.of(w0._runtime)
     note = keeper.note
     keeper.note = lambda *args: (notes.append(args), note(*args))  # type: ignore[method-assign,assignment,return-value]
     for _ in range(3):
@@ -269,7 +269,7 @@ def test_an_argument_for_its_owner_lives_as_long_as_the_call(trio: LocalCluster,
     thing.to_here()
     kept = w0.submit("w1", objects.keep_when_open, "busy", "a", thing)
     del thing
-    ReferenceManager.of(w0).sweep()
+    ReferenceManager.of(w0._runtime).sweep()
     objects.gates["busy"].set()
     slow.wait()
     kept.wait()
@@ -309,7 +309,7 @@ def test_a_reference_to_an_earlier_life_of_its_owner_says_so(
     thing = remote("w1", Thing, agent=w0)
     thing.to_here()
     trio.kill("w1")
-    until(lambda: all(link.lost for link in w0.links() if link.member.name == "w1"))
+    until(lambda: all(link.lost for link in w0._runtime.links() if link.member.name == "w1"))
     trio.join("w1", 1)
     for use in (thing.to_here, thing.rpc_sync().get):
         with pytest.raises(StaleReference, match="earlier life"):
@@ -320,7 +320,7 @@ def test_a_reference_to_an_earlier_life_of_its_owner_says_so(
 def test_a_result_that_was_dropped_at_once_is_still_made(trio: LocalCluster, w0: Agent) -> None:
     for _ in range(50):
         remote("w1", Thing, agent=w0)
-    until(lambda: trio["w1"].calls_served >= 50 and owned(trio["w1"]) == 0)
+    until(lambda: trio["w1"]._runtime.calls_served >= 50 and owned(trio["w1"]) == 0)
 
 
 def test_an_argument_that_cannot_be_sent_leaves_nothing(trio: LocalCluster, w0: Agent) -> None:
@@ -365,7 +365,7 @@ def test_an_object_that_is_asked_for_after_its_owner_has_left_never_comes(
     cluster: Clusters,
 ) -> None:
     agent = cluster(2)["w0"]
-    books = ReferenceManager.of(agent).books
+    books = ReferenceManager.of(agent._runtime).books
     agent.close()
     entry = books.find(ObjectKey("an incarnation that has created nothing yet", 1))
     with pytest.raises(PeerLost, match="left the group"):

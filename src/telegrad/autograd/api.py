@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from telegrad.agent import Agent, runtime_of
 from telegrad.autograd import engine
 from telegrad.autograd.contexts import NUMBER_BITS, Context, Contexts, current_context, find_context
-from telegrad.current import active_agent
 from telegrad.errors import UsageError
 from telegrad.messages.scope import current_scope
+from telegrad.runtime import active_runtime
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    pass
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
 
@@ -50,8 +51,8 @@ class context:  # as torch spells it
 
 def _begin(agent: Agent | None) -> Context:
     """Begin a context and make it the current one of this thread."""
-    agent = agent or active_agent()
-    if agent is None:
+    runtime = runtime_of(agent)
+    if runtime is None:
         raise UsageError(
             "RPC has not been initialized: call telegrad.rpc.init_rpc first, or pass agent="
         )
@@ -60,7 +61,7 @@ def _begin(agent: Agent | None) -> Context:
             "Already have an autograd context id for this thread; contexts do not nest. Leave the block of the one "
             "before you enter another"
         )
-    context = Contexts.of(agent).begin()
+    context = Contexts.of(runtime).begin()
     current_scope.set(context)
     return context
 
@@ -139,7 +140,7 @@ def _release_context(context_id: int) -> None:
 
 def _get_debug_info() -> dict[str, int]:
     """Return the numbers of backward passes and contexts that this worker takes part in."""
-    agent = active_agent()
+    agent = active_runtime()
     if agent is None:
         return {"num_current_backward_passes": 0, "num_autograd_contexts": 0}
     contexts = Contexts.of(agent)
@@ -167,6 +168,6 @@ def _is_valid_context(context_id: int) -> None:
 
 
 def _get_max_id() -> int:
-    agent = active_agent()
+    agent = active_runtime()
     rank = 0 if agent is None else agent.local_member.rank
     return (rank << NUMBER_BITS) | ((1 << NUMBER_BITS) - 1)

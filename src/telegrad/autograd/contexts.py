@@ -29,17 +29,17 @@ from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd import hooks
 from telegrad.autograd.shared_parameters import SharedParameters
-from telegrad.current import active_agent
 from telegrad.errors import PeerLost, TelegradError, UsageError
 from telegrad.group.membership import Member
 from telegrad.messages import scope
 from telegrad.messages.packing import MessageContext, current_message, message_resource
 from telegrad.messages.scope import current_scope
+from telegrad.runtime import active_runtime
 from telegrad.server.functions import internal
 from telegrad.wire import tensors
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 NUMBER_BITS = 48  # of a context's number; above them stands the rank of the worker where it began
 _REMEMBERED = 10_000
@@ -343,7 +343,7 @@ def add_gradients(a: Tensor, b: Tensor) -> Tensor:
 class Contexts:
     """The contexts of one agent."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: AgentRuntime) -> None:
         self.agent = agent
         self.tickets = itertools.count(1)
         self.passes = itertools.count(1)
@@ -362,7 +362,7 @@ class Contexts:
         agent.clock.every(_AUDIT_EVERY, self._tick)
 
     @classmethod
-    def of(cls, agent: Agent) -> Contexts:
+    def of(cls, agent: AgentRuntime) -> Contexts:
         return agent.service(cls)
 
     def __repr__(self) -> str:
@@ -635,7 +635,7 @@ def current_context() -> Context | None:
 
 def find_context(number: int) -> Context:
     """This worker's part of a context."""
-    agent = active_agent()
+    agent = active_runtime()
     context = _begun.get(number) if agent is None else Contexts.of(agent).find(number)
     if context is None or context.released:
         raise UsageError(
@@ -646,7 +646,7 @@ def find_context(number: int) -> Context:
 
 @internal
 def _release(incarnation: str, numbers: list[int]) -> None:
-    agent = active_agent()
+    agent = active_runtime()
     if agent is not None and agent.local_member.incarnation == incarnation:
         for number in numbers:
             Contexts.of(agent).end(number)
@@ -655,7 +655,7 @@ def _release(incarnation: str, numbers: list[int]) -> None:
 @internal
 def _alive(numbers: list[int], asker: Member) -> list[bool]:
     """Which contexts that began here go on? Whoever asks will hear of their end, even if those between us are dead."""
-    agent = active_agent()
+    agent = active_runtime()
     if agent is None:
         return [False] * len(numbers)
     found = [Contexts.of(agent).find(number) for number in numbers]

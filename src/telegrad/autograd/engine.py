@@ -39,15 +39,15 @@ from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.contexts import Context, Contexts, Receive, SentTensor, add_gradients
 from telegrad.autograd.graph import GradientSource, LocalGraph
-from telegrad.current import active_agent
 from telegrad.errors import InternalError, PeerLost, TelegradError, UsageError
 from telegrad.futures import Future
 from telegrad.messages.routes import allow_any_device
 from telegrad.messages.scope import current_scope
+from telegrad.runtime import active_runtime
 from telegrad.server.functions import DeferredReply, trusted
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 PassId = tuple[str, int]
 _MANY = 8
@@ -586,7 +586,7 @@ def _deliver(
     me: str, number: int, identity: PassId, retain_graph: bool, sender: str, message: Sequence[Any]
 ) -> Any:
     """A message of a pass arrives."""
-    agent = active_agent()
+    agent = active_runtime()
     if agent is None or agent.local_member.incarnation != me:
         raise PeerLost(
             "a worker restarted since tensors were sent to it under this autograd context; start a new one"
@@ -624,7 +624,7 @@ class _RootTensor:
         raise InternalError("a root always has a gradient")
 
 
-def _located(error: Exception, agent: Agent) -> Exception:
+def _located(error: Exception, agent: AgentRuntime) -> Exception:
     """An error of the user's own graph, with the worker that it happened on; as torch, always a RuntimeError."""
     if isinstance(error, TelegradError):
         return error

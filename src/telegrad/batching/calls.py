@@ -20,7 +20,7 @@ from telegrad.errors import TelegradError
 from telegrad.messages.scope import current_scope
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -101,7 +101,7 @@ class BatchedCall:
 
     def __init__(
         self,
-        agent: Agent | None,
+        agent: AgentRuntime | None,
         caller: str | int,
         deadline: Deadline | None,
         receiver: tuple[Any, ...],

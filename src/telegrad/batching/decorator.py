@@ -16,18 +16,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
+from telegrad.agent import Agent
 from telegrad.batching.calls import BatchedCall
 from telegrad.batching.execution import BatchExecutor
 from telegrad.batching.metrics import QueueMetrics, Statistics
 from telegrad.batching.options import BatchOptions
 from telegrad.batching.queue import NOT_ALONE, BatchQueue
-from telegrad.current import active_agent, thread_state
+from telegrad.current import thread_state
 from telegrad.errors import UsageError
+from telegrad.runtime import active_runtime
 from telegrad.server.functions import ASYNC_MARK, DeferredReply, serve_as
 from telegrad.wire.function_table import Function, describe
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,7 +57,7 @@ class Batching:
     def statistics(self, of: object = None) -> Statistics:
         """What was counted so far: for one object or agent, or (None) for all."""
         if of is not None:
-            queue = self._queue(of)
+            queue = self._queue(of._runtime if isinstance(of, Agent) else of)
             return queue.figures.snapshot(len(queue))
         total, waiting = QueueMetrics(), 0
         total.merge(self._past)
@@ -81,7 +83,7 @@ class Batching:
 
     def serve(self, *args: Any, **kwargs: Any) -> Any:
         """What it does when a peer calls it: no thread waits."""
-        agent = active_agent()
+        agent = active_runtime()
         if args and (type(args[0]) is self._receiver or self._receives(args[0])):
             receiver, rest = args[:1], args[1:]
             queue = self._queue(args[0])
@@ -115,7 +117,7 @@ class Batching:
             self._receiver = kind
         return known
 
-    def _queue(self, owner: Agent | object | None) -> BatchQueue:
+    def _queue(self, owner: AgentRuntime | object | None) -> BatchQueue:
         if owner is None:
             owner = self
         found = self._queues.get(id(owner))

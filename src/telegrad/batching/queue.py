@@ -31,7 +31,7 @@ from telegrad.messages.packing import sharing_replies
 from telegrad.server.functions import DeferredReply
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 _SLOW = 0.002  # seconds: a batch that takes longer does not run on a thread that reads a connection
 _now = time.monotonic
@@ -49,7 +49,7 @@ class BatchQueue:
         self._running = 0
         self._alarm = math.inf
         self._seconds = 0.0  # that a batch takes, a moving average
-        self._agent: Agent | None = None
+        self._agent: AgentRuntime | None = None
         self._lock = threading.Lock()
         self._left = threading.Condition(self._lock)  # somebody left the room
 
@@ -61,7 +61,7 @@ class BatchQueue:
 
     def run_alone(
         self,
-        agent: Agent | None,
+        agent: AgentRuntime | None,
         caller: str | int,
         receiver: Args,
         args: Args,
@@ -126,7 +126,7 @@ class BatchQueue:
             entry.settle(PeerLost(f"worker {name!r} was lost while its call waited", peer=name))
         self._start(batch)
 
-    def close(self, agent: Agent) -> None:
+    def close(self, agent: AgentRuntime) -> None:
         """An agent closes: what waits for it will not be sent."""
         with self._lock:
             gone = self._room.remove_all(lambda entry: entry.agent is agent)
@@ -147,7 +147,7 @@ class BatchQueue:
 
     # Arriving and leaving
 
-    def _meet(self, agent: Agent | None) -> None:
+    def _meet(self, agent: AgentRuntime | None) -> None:
         """The first call through this agent, or the first since one through another."""
         if agent is not None:
             agent.service(registry.QueueRegistry).add(self)

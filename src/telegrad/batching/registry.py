@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from telegrad.batching.metrics import QueueMetrics
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 Job = Callable[[], None]
 
@@ -26,13 +26,13 @@ class RegisteredQueue(Protocol):
 
     def __len__(self) -> int: ...
     def lost(self, name: str) -> None: ...
-    def close(self, agent: Agent) -> None: ...
+    def close(self, agent: AgentRuntime) -> None: ...
 
 
 class QueueRegistry:
     """Tells the queues of an agent who was lost and when it closes, and reports what they count."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: AgentRuntime) -> None:
         self._agent = agent
         self._queues: weakref.WeakSet[RegisteredQueue] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -61,12 +61,12 @@ class QueueRegistry:
             what(queue)
 
 
-def is_connected(agent: Agent, name: str) -> bool:
+def is_connected(agent: AgentRuntime, name: str) -> bool:
     """Does a worker of this name have a connection to the agent?"""
     return any(inbound.peer_name == name for inbound in agent.connections.server_connections)
 
 
-def start(agent: Agent | None, job: Job) -> None:
+def start(agent: AgentRuntime | None, job: Job) -> None:
     """Run `job` on a thread of its own."""
     if agent is not None and not agent.closing:
         agent.threads.start(job)
@@ -74,7 +74,7 @@ def start(agent: Agent | None, job: Job) -> None:
         threading.Thread(target=job, name="batch", daemon=True).start()
 
 
-def at(agent: Agent | None, moment: float, job: Job) -> None:
+def at(agent: AgentRuntime | None, moment: float, job: Job) -> None:
     """Run a short `job` at a moment of `time.monotonic`."""
     if agent is not None and not agent.closing:
         agent.clock.at(moment, job)

@@ -66,8 +66,8 @@ class BatchRole:
 @contextlib.contextmanager
 def running_batch(turn: BatchRole, batch: list[BatchedCall]) -> Iterator[None]:
     """This thread runs a batch, some or all of which others brought."""
-    before = thread_state.agent, thread_state.caller, thread_state.deadline
-    thread_state.agent, thread_state.caller, thread_state.deadline = (
+    before = thread_state.runtime, thread_state.caller, thread_state.deadline
+    thread_state.runtime, thread_state.caller, thread_state.deadline = (
         batch[0].agent,
         _caller(batch),
         _deadline(batch),
@@ -77,7 +77,7 @@ def running_batch(turn: BatchRole, batch: list[BatchedCall]) -> Iterator[None]:
         yield
     finally:
         blocking.take(turn.outer)
-        thread_state.agent, thread_state.caller, thread_state.deadline = before
+        thread_state.runtime, thread_state.caller, thread_state.deadline = before
 
 
 def _caller(batch: list[BatchedCall]) -> str | None:

@@ -19,7 +19,7 @@ from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError, as_e
 from telegrad.group.membership import Member, WorkerInfo
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 WorkerAddress = str | int | WorkerInfo
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("telegrad")
 class PeerTable:
     """The workers that an agent has called."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: AgentRuntime) -> None:
         self._agent = agent
         self._by_key: dict[str | int, Peer] = {}
         self._lock = threading.Lock()

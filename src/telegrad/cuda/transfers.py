@@ -28,7 +28,7 @@ from telegrad.cuda import ipc, staging
 from telegrad.cuda.exclusive import WORTH_LENDING
 from telegrad.cuda.messages import CudaReceive, CudaSend, receive_inline_tensor, receive_tensor
 from telegrad.cuda.small_copies import LARGEST, small_copies
-from telegrad.current import active_agent
+from telegrad.current import find_runtime
 from telegrad.errors import InternalError, SerializationError, TelegradError, UsageError
 from telegrad.messages.packing import MessageContext, current_message, message_resource
 from telegrad.server.functions import internal
@@ -36,7 +36,7 @@ from telegrad.wire import tensors
 from telegrad.wire.tensors import Reduced
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 # bytes that are given back at once when they are copied, instead of on the next tick
 _GIVE_BACK_AT = 256 << 20
@@ -65,7 +65,7 @@ class _LentMemory(NamedTuple):
 class CudaTransfers:
     """The GPUs of one agent and of its peers."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: AgentRuntime) -> None:
         self.numbers = itertools.count(1)
         self._agent = agent
         self._lock = threading.Lock()
@@ -343,7 +343,7 @@ def _unmapped(envelope: MessageContext, device: torch.device) -> str:
 
 
 def _devices() -> CudaTransfers:
-    agent = active_agent()
+    agent = find_runtime()
     if agent is None:
         raise InternalError("CUDA tensors need an agent")
     return agent.devices

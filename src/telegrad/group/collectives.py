@@ -23,13 +23,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from telegrad.current import current_agent
+from telegrad.current import thread_state
 from telegrad.errors import CallTimeout, GroupBroken, InternalError, PeerLost, TelegradError
 from telegrad.futures import Future
 from telegrad.server.functions import DeferredReply, internal
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 # seconds that a participant waits longer than its leader, so that it hears who was late
 _GRACE = 5.0
@@ -83,7 +83,7 @@ class _Gather:
 class Collectives:
     """The barriers and gathers of one agent."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: AgentRuntime) -> None:
         self._agent = agent
         self._meetings: dict[str, _Gather] = {}
         self._outcomes: dict[str, GatherResult] = {}
@@ -288,7 +288,7 @@ def group_broken(what: str, outcome: GatherResult, timeout: float | None) -> Gro
 
 
 def _leader() -> Collectives:
-    agent = current_agent()
+    agent: AgentRuntime | None = thread_state.runtime
     if agent is None:
         raise InternalError("a gather outside an agent")
     return agent.collectives

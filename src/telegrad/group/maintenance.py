@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from telegrad.client.peer import lost_notice
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 _TIDY_EVERY = 5.0
 _LANE_IDLE = 30.0
@@ -19,7 +19,7 @@ _MISSED_BEATS = 3  # a peer that beats slowly is given at least so many of its o
 _log = logging.getLogger("telegrad")
 
 
-def start(agent: Agent) -> None:
+def start(agent: AgentRuntime) -> None:
     """Put an agent's upkeep on its clock."""
     memory = _IdleMemoryTrimmer(agent)
     agent.clock.every(agent.config.heartbeat_interval, lambda: send_heartbeats(agent))
@@ -27,7 +27,7 @@ def start(agent: Agent) -> None:
     agent.clock.every(_TIDY_EVERY, memory.tidy)
 
 
-def send_heartbeats(agent: Agent) -> None:
+def send_heartbeats(agent: AgentRuntime) -> None:
     """Give a sign of life to every peer, and find those that have gone silent."""
     interval, patience = agent.config.heartbeat_interval, agent.config.heartbeat_timeout
     for link in agent.links():
@@ -51,7 +51,7 @@ def send_heartbeats(agent: Agent) -> None:
             agent.connections.shut_all(inbound.incarnation, words)
 
 
-def _close_idle_lanes(agent: Agent) -> None:
+def _close_idle_lanes(agent: AgentRuntime) -> None:
     for link in agent.links():
         link.trim(time.monotonic() - _LANE_IDLE)
 
@@ -59,7 +59,7 @@ def _close_idle_lanes(agent: Agent) -> None:
 class _IdleMemoryTrimmer:
     """Gives shared memory back when the agent has been quiet for a while."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: AgentRuntime) -> None:
         self._agent = agent
         self._traffic = 0
         self._quiet_since = time.monotonic()

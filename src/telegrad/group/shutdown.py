@@ -6,14 +6,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 _POLL = (0.001, 0.05)
 # seconds for a last round even if the time is up, so that those who are missing get named
 _AT_LEAST = 0.1
 
 
-def wait_for_group(agent: Agent, names: list[str], until: float | None) -> set[str]:
+def wait_for_group(agent: AgentRuntime, names: list[str], until: float | None) -> set[str]:
     """Everybody drains and tells how many calls it has made, until the totals no longer change. Who was missing.
 
     One round is not enough: a worker that has drained may be called again by one that has not, and call on.
@@ -30,7 +30,7 @@ def wait_for_group(agent: Agent, names: list[str], until: float | None) -> set[s
         before = outcome.values
 
 
-def drain(agent: Agent, until: float | None) -> None:
+def drain(agent: AgentRuntime, until: float | None) -> None:
     """Wait until no call of a user is under way here, in either direction."""
     pause = _POLL[0]
     while _under_way(agent) and (until is None or time.monotonic() < until):
@@ -38,7 +38,7 @@ def drain(agent: Agent, until: float | None) -> None:
         pause = min(pause * 1.5, _POLL[1])
 
 
-def _under_way(agent: Agent) -> bool:
+def _under_way(agent: AgentRuntime) -> bool:
     inbounds = agent.connections.server_connections
     return any(link.under_way for link in agent.links()) or any(
         inbound.under_way for inbound in inbounds

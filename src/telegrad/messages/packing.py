@@ -24,13 +24,13 @@ from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire import codec
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 
 class MessageContext(NamedTuple):
     """Which agent packs or unpacks, which incarnation of which peer is at the other end, and where tensors go there."""
 
-    agent: Agent
+    agent: AgentRuntime
     peer: str
     incarnation: str
     route: DeviceRoute

@@ -35,7 +35,7 @@ from telegrad.futures import Future
 from telegrad.interpreter import snapshot
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 AUDIT_AFTER = 10.0
 _settling = threading.Lock()
@@ -171,7 +171,7 @@ class UserCount:
 class ReferenceCounts:
     """The books of one agent: objects it owns, and objects of others that it refers to."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: AgentRuntime) -> None:
         self._me = agent.local_member.incarnation
         self._lock = threading.RLock()
         self._entries: dict[ObjectKey, OwnedObject] = {}

@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from telegrad.current import active_agent
 from telegrad.errors import InternalError, StaleReference, TelegradError, as_exception, text_of
 from telegrad.futures import Future
 from telegrad.refs.counts import ObjectKey, ReferenceCounts
 from telegrad.refs.messages import MessageInbox, MessageOutbox, ReferenceMessage
+from telegrad.runtime import active_runtime
 from telegrad.server.functions import DeferredReply, internal, trusted
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 _SWEEP_EVERY = 0.05
 _SWEEP_AT = 1000
@@ -33,7 +33,7 @@ _log = logging.getLogger("telegrad")
 
 
 class ReferenceManager:
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: AgentRuntime) -> None:
         self.agent = agent
         self.books = ReferenceCounts(agent)
         self.inbox = MessageInbox(self._apply)
@@ -51,7 +51,7 @@ class ReferenceManager:
         self._sweeping = False
 
     @classmethod
-    def of(cls, agent: Agent | None) -> ReferenceManager:
+    def of(cls, agent: AgentRuntime | None) -> ReferenceManager:
         if agent is None:
             raise InternalError("references need an agent")
         return agent.service(cls)
@@ -184,7 +184,7 @@ class ReferenceManager:
 
 def owner_manager(owner: str) -> ReferenceManager:
     """Inside a call that is meant for the owner of a reference: its keeper, if this still is that owner."""
-    keeper = ReferenceManager.of(active_agent())
+    keeper = ReferenceManager.of(active_runtime())
     if keeper.agent.local_member.incarnation != owner:
         raise StaleReference(
             f"the reference belongs to an earlier life of worker {keeper.agent.name!r}, which has restarted since; "
@@ -200,7 +200,7 @@ def _deliver(owner: str, sender: str, number: int, notes: list[ReferenceMessage]
 
 @internal
 def _known(owner: str, keys: list[ObjectKey]) -> list[bool]:
-    return ReferenceManager.of(active_agent()).books.known(owner, keys)
+    return ReferenceManager.of(active_runtime()).books.known(owner, keys)
 
 
 @trusted

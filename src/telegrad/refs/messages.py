@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from telegrad.errors import CallTimeout, PeerLost, TelegradError
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 # ("lend", key, holder) | ("release", key, holder, count) | ("void", key, reason)
 ReferenceMessage = tuple[Any, ...]
@@ -32,7 +32,7 @@ class MessageOutbox:
     """Notes of this agent to one owner."""
 
     def __init__(
-        self, agent: Agent, owner_name: str, owner: str, deliver: Callable[..., None]
+        self, agent: AgentRuntime, owner_name: str, owner: str, deliver: Callable[..., None]
     ) -> None:
         self._agent = agent
         self._name = owner_name

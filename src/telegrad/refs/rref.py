@@ -3,7 +3,7 @@
 A reference is tied to the agent that holds it. It travels only inside calls; packing it tells the owner who gets it
 (see `ownership`). When it dies, its books are told through a queue, never from inside the garbage collector.
 
-A call that uses a reference keeps it until its callee has answered (`keep` of `Agent.start`; a synchronous caller holds
+A call that uses a reference keeps it until its callee has answered (`keep` of `AgentRuntime.start`; a synchronous caller holds
 it anyway), so that a temporary such as ``remote(...).rpc_async().f()`` lives while its call waits at the owner.
 """
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from torch import Tensor
 
 from telegrad import autograd
-from telegrad.agent import DEFAULT
-from telegrad.current import active_agent, thread_state
+from telegrad.agent import Agent, runtime_of
+from telegrad.current import thread_state
 from telegrad.errors import CallTimeout, SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.group.membership import WorkerInfo
@@ -30,12 +30,13 @@ from telegrad.refs import proxy
 from telegrad.refs.counts import ObjectKey, OwnedObject
 from telegrad.refs.creation import Creation, create_call
 from telegrad.refs.manager import ReferenceManager, fetch, with_object
+from telegrad.runtime import DEFAULT
 from telegrad.server.functions import trusted
 from telegrad.wire import codec
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
     from telegrad.client.peers import WorkerAddress
+    from telegrad.runtime import AgentRuntime
 
 T = TypeVar("T")
 
@@ -54,16 +55,16 @@ class RRef(Generic[T]):
     __slots__ = ("__weakref__", "_creation", "_keeper", "_key", "_owner", "_owner_info")
 
     def __init__(self, value: T, type_hint: Any = None, *, agent: Agent | None = None) -> None:
-        agent = agent or active_agent()
-        if agent is None:
+        runtime = runtime_of(agent)
+        if runtime is None:
             raise UsageError(
                 "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
             )
-        keeper = ReferenceManager.of(agent)
+        keeper = ReferenceManager.of(runtime)
         self._fill(
             keeper,
-            agent.local_member.info,
-            agent.local_member.incarnation,
+            runtime.local_member.info,
+            runtime.local_member.incarnation,
             keeper.books.own(value),
             None,
         )
@@ -180,7 +181,7 @@ class RRef(Generic[T]):
         return self._start(_rref_typeof_on_owner, timeout, (), {})
 
     @property
-    def _agent(self) -> Agent:
+    def _agent(self) -> AgentRuntime:
         return self._keeper.agent
 
     def _entry(self) -> OwnedObject:
@@ -218,7 +219,13 @@ class RRef(Generic[T]):
         self._raise_failed_creation()
         args = (self._owner, tuple(self._key), *args)
         return remote(
-            self._owner_info, method, args, kwargs, limit(timeout), agent=self._agent, keep=self
+            self._owner_info,
+            method,
+            args,
+            kwargs,
+            limit(timeout),
+            agent=self._agent.agent,
+            keep=self,
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -270,13 +277,13 @@ def remote(
 
     `keep` is kept alive until the owner has run the function.
     """
-    agent = agent or active_agent()
-    if agent is None:
+    runtime = runtime_of(agent)
+    if runtime is None:
         raise UsageError("RPC has not been initialized. Call telegrad.rpc.init_rpc first.")
-    keeper = ReferenceManager.of(agent)
+    keeper = ReferenceManager.of(runtime)
     keeper.sweep_if_many()
-    member = agent.member(to)
-    owner, here = member.incarnation, member.incarnation == agent.local_member.incarnation
+    member = runtime.member(to)
+    owner, here = member.incarnation, member.incarnation == runtime.local_member.incarnation
     key = keeper.books.next_key(owner)
     # The reference exists before it is counted: if this is interrupted, its end gives back what was counted.
     rref: RRef[T] = RRef.__new__(RRef)
@@ -289,10 +296,10 @@ def remote(
         keeper.pending.add(key)
         rref._creation = creation = Creation(keeper, member.name, owner, key)
         run, args = create_call(function), (owner, tuple(key), *args)
-        if thread_state.around is None:
-            agent.send(member.name, run, args, kwargs, timeout, creation, keep=keep)
+        if thread_state.interceptor is None:
+            runtime.send(member.name, run, args, kwargs, timeout, creation, keep=keep)
         else:
-            creation.follow(agent.start(member.name, run, args, kwargs, timeout, keep=keep))
+            creation.follow(runtime.start(member.name, run, args, kwargs, timeout, keep=keep))
     except BaseException as error:
         keeper.pending.discard(key)
         if isinstance(error, Exception):  # it was not sent; an interrupt may have come after it was

@@ -30,28 +30,30 @@ class RpcAgent(Agent):
     @property
     def store(self) -> Any:
         """The store that the workers find each other through; None after the end."""
-        return self._store
+        return self._runtime._store
 
     @property
     def is_static_group(self) -> bool:
         """Return True if the group has a fixed size."""
-        return self.world_size is not None
+        return self._runtime.world_size is not None
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         """Wait until all workers have called this and no call of anybody is under way; 0 seconds: no limit.
 
         With `shutdown`, leave the group then. Raise `GroupBroken` if a worker is missing.
         """
-        self.require_open()
+        self._runtime.require_open()
         missing: set[str] = set()
         if shutdown:
             missing = set(self.shutdown(timeout or None))
         else:
             until = time.monotonic() + timeout if timeout else None
             if self.is_static_group:
-                missing = group_shutdown.wait_for_group(self, self._participants(None), until)
+                missing = group_shutdown.wait_for_group(
+                    self._runtime, self._runtime._participants(None), until
+                )
             else:
-                group_shutdown.drain(self, until)
+                group_shutdown.drain(self._runtime, until)
         if missing:
             raise GroupBroken(
                 f"join ended without {', '.join(sorted(missing))}", missing=sorted(missing)
@@ -59,16 +61,18 @@ class RpcAgent(Agent):
 
     def sync(self) -> None:
         """Wait until all workers are here. Raise `GroupBroken` if one is missing after the default timeout."""
-        self.barrier(timeout=self.timeout)
+        self.barrier(timeout=self._runtime.timeout)
 
     def get_metrics(self) -> dict[str, str]:
         """Return what the agent is doing, under torch's names."""
-        executor = self.executor
-        inbounds = list(self.connections.server_connections)
+        executor = self._runtime.executor
+        inbounds = list(self._runtime.connections.server_connections)
         metrics = {
             "agent.thread_pool_size": executor.limit,
             "agent.num_idle_threads": max(executor.limit - executor.active, 0),
-            "agent.client_active_calls": sum(link.calls_under_way for link in self.links()),
+            "agent.client_active_calls": sum(
+                link.calls_under_way for link in self._runtime.links()
+            ),
             "agent.server_active_calls": sum(inbound.calls_under_way for inbound in inbounds),
             "agent.server_active_async_calls": sum(
                 inbound.calls_answered_later for inbound in inbounds

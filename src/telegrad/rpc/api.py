@@ -1,6 +1,6 @@
 """The calls of `torch.distributed.rpc` over this process's default agent.
 
-State: the default agent (`agent.current.process_state`) and how often `init_rpc` ran. Inside a remote function, the
+State: the default agent (`current.process_state`) and how often `init_rpc` ran. Inside a remote function, the
 agent that runs it counts, so several agents in one process do not mix.
 """
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from telegrad import autograd, futures, profiling, refs
 from telegrad.agent import Agent
-from telegrad.current import active_agent, process_state
+from telegrad.current import process_state
 from telegrad.errors import JoinError, UsageError
 from telegrad.futures import Future
 from telegrad.group.membership import WorkerInfo
@@ -30,6 +30,7 @@ from telegrad.rpc.backend_registry import BackendType
 from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from telegrad.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key  # noqa: F401 (torch's api has them)
 from telegrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from telegrad.runtime import AgentRuntime, active_runtime
 
 PyRRef = RRef
 P = ParamSpec("P")
@@ -87,7 +88,7 @@ def init_rpc(
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
     with _inits.lock:
-        if active_agent() is not None:
+        if active_runtime() is not None:
             raise UsageError("RPC is already initialized; call shutdown first")
         timeout = rpc_backend_options.to_config().join_timeout
         store, rank, world_size = _rendezvous(
@@ -166,7 +167,7 @@ def _init_rpc_backend(
     for value, kind in ((name, str), (rank, int), (rpc_backend_options, RpcBackendOptions)):
         if not isinstance(value, kind):
             raise UsageError(f"Argument {value} must be of type {kind} but got type {type(value)}")
-    process_state.agent = backend_registry.init_backend(
+    agent = backend_registry.init_backend(
         BackendType.TENSORPIPE if backend is None else backend,
         store=store,
         name=name,
@@ -174,6 +175,7 @@ def _init_rpc_backend(
         world_size=world_size,
         rpc_backend_options=rpc_backend_options,
     )
+    process_state.runtime = agent._runtime
 
 
 def _start_agent(
@@ -194,9 +196,8 @@ def _start_agent(
     profiling.watch()
     futures.end_collect_all_early()
     agent.open()
-    agent.meet()
     try:
-        device_maps.agree(agent, getattr(rpc_backend_options, "devices", ()))
+        device_maps.agree(agent._runtime, getattr(rpc_backend_options, "devices", ()))
     except BaseException:
         agent.close()
         raise
@@ -211,7 +212,7 @@ def rpc_sync(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> T:
     """Run `func(*args, **kwargs)` on worker `to` and return its result. `timeout` in seconds; 0 means no limit."""
-    agent = active_agent() or _require_agent()
+    agent = active_runtime() or _require_runtime()
     _check(func, timeout)
     limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
     result: T = agent.invoke(to, func, args or (), kwargs, limit)
@@ -226,7 +227,7 @@ def rpc_async(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[T]:
     """Like `rpc_sync`, but returns a future at once."""
-    agent = _require_agent()
+    agent = _require_runtime()
     _check(func, timeout)
     limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
     future = agent.start(to, func, args or (), kwargs, limit)
@@ -243,38 +244,38 @@ def remote(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[T]:
     """Run `func(*args, **kwargs)` on worker `to` and leave the result there; returns a reference to it at once."""
-    agent = _require_agent()
+    agent = _require_runtime()
     _check(func, timeout)
     limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
-    return refs.remote(to, func, args or (), kwargs, limit, agent=agent)
+    return refs.remote(to, func, args or (), kwargs, limit, agent=agent.agent)
 
 
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
     """The worker with this name; this one without an argument."""
-    return _require_agent().get_worker_info(worker_name)
+    return _require_runtime().get_worker_info(worker_name)
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Leave the group. Gracefully: after the work under way, everybody's, is done. 0 seconds means no limit."""
-    agent = _require_agent()
+    agent = _require_runtime()
     try:
         if graceful:
             agent.shutdown(timeout or None)
     finally:
         agent.close()
-        if process_state.agent is agent:
-            process_state.agent = None
+        if process_state.runtime is agent:
+            process_state.runtime = None
 
 
 def get_rpc_timeout() -> float:
     """The default time limit of calls in seconds; 0 means none."""
-    return _require_agent().timeout or 0.0
+    return _require_runtime().timeout or 0.0
 
 
 def _set_rpc_timeout(seconds: float) -> None:
     if seconds < 0:
         raise UsageError(f"a timeout is 0 (no limit) or positive seconds, not {seconds}")
-    _require_agent().timeout = float(seconds) or None
+    _require_runtime().timeout = float(seconds) or None
 
 
 def _check(func: object, timeout: float) -> None:
@@ -284,8 +285,8 @@ def _check(func: object, timeout: float) -> None:
         raise UsageError(f"a timeout is 0 (no limit) or positive seconds, not {timeout}")
 
 
-def _require_agent() -> Agent:
-    agent = active_agent()
+def _require_runtime() -> AgentRuntime:
+    agent = active_runtime()
     if agent is None:
         raise UsageError("RPC has not been initialized. Call telegrad.rpc.init_rpc first.")
     return agent
@@ -296,23 +297,24 @@ def _require_initialized(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        _require_agent()
+        _require_runtime()
         return function(*args, **kwargs)
 
     return checked
 
 
 def _is_current_rpc_agent_set() -> bool:
-    return active_agent() is not None
+    return active_runtime() is not None
 
 
 def _get_current_rpc_agent() -> Agent:
-    return _require_agent()
+    agent: Agent = _require_runtime().agent
+    return agent
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
     """Torch's counters of references, from ours."""
-    figures = ReferenceManager.of(_require_agent()).statistics()
+    figures = ReferenceManager.of(_require_runtime()).statistics()
     return {
         "num_owner_rrefs": str(figures["owned objects"]),
         "num_forks": str(figures["references of others"]),
@@ -324,7 +326,7 @@ def _rref_context_get_debug_info() -> dict[str, str]:
 @_require_initialized
 def _get_debug_info() -> dict[str, Any]:
     """Return the counters of references, of the agent and of distributed autograd."""
-    agent = _require_agent()
+    agent = _require_runtime().agent
     metrics = agent.get_debug_info() if isinstance(agent, RpcAgent) else {}
     return {**_rref_context_get_debug_info(), **metrics, **autograd._get_debug_info()}
 
@@ -340,7 +342,7 @@ def _to_worker_info(to: To) -> WorkerInfo:
 
 def _reset_current_rpc_agent() -> None:
     """Forget the agent of this process. It goes on; whoever has it can close it."""
-    process_state.agent = None
+    process_state.runtime = None
 
 
 class AllGatherStates:
@@ -355,20 +357,20 @@ def _all_gather(
     obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
     """Everybody's object by worker name. Raises, naming who was missing, if somebody does not come."""
-    agent = _require_agent()
+    agent = _require_runtime()
     limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
     return agent.all_gather(obj, None if worker_names is None else sorted(worker_names), limit)
 
 
 def _barrier(worker_names: set[str]) -> None:
     """Wait until all named workers are here; an empty set means all."""
-    agent = _require_agent()
+    agent = _require_runtime()
     agent.barrier(sorted(worker_names) or None, agent.timeout)
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Wait until every worker has called this."""
-    _require_agent().barrier(None, timeout or None)
+    _require_runtime().barrier(None, timeout or None)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from telegrad.agent import Agent
 from telegrad.errors import UsageError
 from telegrad.messages.routes import parse_device
+from telegrad.runtime import AgentRuntime
 
 DeviceMap = Mapping[torch.device, torch.device]
 
@@ -22,7 +22,7 @@ class DeclaredDevices(NamedTuple):
     devices: list[str]
 
 
-def agree(agent: Agent, devices: Iterable[torch.device]) -> None:
+def agree(agent: AgentRuntime, devices: Iterable[torch.device]) -> None:
     """Check the maps of all workers if anybody has one. In an open group, where workers may be missing, only ours."""
     mine = DeclaredDevices(
         torch.cuda.device_count(), agent.config.device_maps, [str(device) for device in devices]

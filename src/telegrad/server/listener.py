@@ -374,7 +374,7 @@ class Connections:
                 self._owner.clock.at(time.monotonic() + _ACCEPT_AGAIN, again)
 
     def ended(self, inbound: ServerConnection, error: BaseException) -> None:
-        """An inbound connection is over. See `Agent.check_silent_peer`."""
+        """An inbound connection is over. See `AgentRuntime.check_silent_peer`."""
         if isinstance(error, ProtocolError):
             self.counters["closed: protocol"] += 1
             _log.warning(

@@ -21,14 +21,14 @@ from telegrad.ps.messages import PushReply
 from telegrad.ps.trainer.joining import LOSS_ERRORS, LocalTrainers, retry_until_answered, settled
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 
 T = TypeVar("T")
 
 
 class TableClient:
-    def __init__(self, agent: Agent, trainer: str, server: str, plan: TablesSpec) -> None:
+    def __init__(self, agent: AgentRuntime, trainer: str, server: str, plan: TablesSpec) -> None:
         self.server = server
         self.plan = plan
         self.version = 0

@@ -29,13 +29,13 @@ from telegrad.ps.messages import PushReply, trainer_name
 from telegrad.ps.server.checkpoint import Checkpoint
 from telegrad.ps.trainer.joining import (
     ServerCall,
-    agent_of,
     answers,
     closing,
     find_servers,
     join,
     leave,
     leave_all,
+    require_runtime,
 )
 from telegrad.ps.trainer.registration import TrainerNames
 
@@ -69,7 +69,7 @@ class Tables:
         self.steps = 0
         self.staleness = 0
         self.dropped = 0
-        self._agent = agent_of(agent)
+        self._agent = require_runtime(agent)
         self._consistency = consistency or Sync()
         self._patience = patience
         self._definitions: dict[str, TableDefinition] = {}

@@ -19,13 +19,15 @@ from telegrad.ps.trainer.joining import pauses
 from telegrad.server.functions import trusted
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 
 class LeaderProtocol:
     """Of the servers that hold `what`. `patient`: one that is gone may come back."""
 
-    def __init__(self, agent: Agent, what: str, servers: Sequence[str], patient: bool) -> None:
+    def __init__(
+        self, agent: AgentRuntime, what: str, servers: Sequence[str], patient: bool
+    ) -> None:
         self._agent = agent
         self._what = what
         self._servers = servers

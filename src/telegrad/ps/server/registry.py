@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from telegrad.current import active_agent
 from telegrad.errors import CallTimeout, JoinError, StaleReference, TelegradError
 from telegrad.futures import Future
 from telegrad.ps.messages import worker_of
 from telegrad.ps.server.base_shard import BaseShard
 from telegrad.ps.trainer.joining import pauses, still_trains
+from telegrad.runtime import active_runtime
 from telegrad.server.functions import DeferredReply
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 H = TypeVar("H", bound=BaseShard)
 
@@ -27,7 +27,7 @@ H = TypeVar("H", bound=BaseShard)
 class ShardRegistry:
     """One per agent."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: AgentRuntime) -> None:
         self.agent = agent
         self.lock = threading.Lock()
         self._all: dict[str, BaseShard] = {}
@@ -39,7 +39,7 @@ class ShardRegistry:
 
     @classmethod
     def here(cls) -> ShardRegistry:
-        agent = active_agent()
+        agent = active_runtime()
         if agent is None:  # it was called in the moment in which it closes
             raise StaleReference("a worker that holds part of a parameter server is leaving")
         return agent.service(cls)

@@ -35,13 +35,13 @@ from telegrad.ps.server.shard_optimizer import Options, State
 from telegrad.server.functions import trusted
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 
 class ParameterShards:
     """The shards that live on one worker."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: AgentRuntime) -> None:
         self.agent = agent
         self._holdings = agent.service(ShardRegistry)
         self._founders: dict[str, str] = {}
@@ -178,7 +178,7 @@ def _usable(device: str) -> str:
     )
 
 
-def shares_memory(agent: Agent) -> bool:
+def shares_memory(agent: AgentRuntime) -> bool:
     """Who has been told to use TCP only is treated as if it were on another host."""
     return any(transport != "tcp" for transport in agent.config.transports)
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from telegrad.current import active_agent
+from telegrad.agent import Agent, runtime_of
 from telegrad.errors import CallTimeout, JoinError, PeerLost, StaleReference, UsageError
 from telegrad.futures import Future
+from telegrad.runtime import active_runtime
 from telegrad.server.functions import trusted
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 
 T = TypeVar("T")
@@ -34,17 +35,17 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-def agent_of(agent: Agent | None) -> Agent:
-    """This agent, or the one in use here."""
-    agent = agent or active_agent()
-    if agent is None:
+def require_runtime(agent: Agent | None) -> AgentRuntime:
+    """Return the runtime of `agent`, or of the current agent. Raise `UsageError` if there is none."""
+    runtime = runtime_of(agent)
+    if runtime is None:
         raise UsageError(
             "a trainer needs an agent: pass agent=, or call telegrad.rpc.init_rpc first"
         )
-    return agent
+    return runtime
 
 
-def find_servers(agent: Agent, servers: str | Sequence[str]) -> list[str]:
+def find_servers(agent: AgentRuntime, servers: str | Sequence[str]) -> list[str]:
     """The names of workers that a pattern stands for, or these names."""
     if not isinstance(servers, str):
         names = list(servers)
@@ -118,7 +119,7 @@ class ServerCall(Generic[T]):
     stay: Callable[[T], None]
 
 
-def answers(agent: Agent, calls: Sequence[ServerCall[T]]) -> list[T]:
+def answers(agent: AgentRuntime, calls: Sequence[ServerCall[T]]) -> list[T]:
     """Return the results of calls to several servers.
 
     A server that is lost is tried again while the others are waited for. A server that was restarted after it had
@@ -173,7 +174,7 @@ def _all(futures: Sequence[Future[Any]]) -> Future[None]:
     return together
 
 
-def _retrying(agent: Agent, call: ServerCall[T]) -> Future[Future[T]]:
+def _retrying(agent: AgentRuntime, call: ServerCall[T]) -> Future[Future[T]]:
     """Return a future for one that has a result."""
     good: Future[Future[T]] = Future()
 
@@ -206,7 +207,7 @@ class JoiningClient(Protocol):
     def is_member(self) -> bool: ...
 
 
-def _watch_idle(agent: Agent) -> None:
+def _watch_idle(agent: AgentRuntime) -> None:
     """Come back to servers that were restarted between steps of other trainers of this worker.
 
     A trainer that waits may keep another from making its next step, which is when it would notice.
@@ -232,7 +233,7 @@ def _check_member(server: JoiningClient) -> None:
 
 
 def join(
-    agent: Agent,
+    agent: AgentRuntime,
     what: str,
     servers: Sequence[JoiningClient],
     prepare: Callable[[], None],
@@ -276,7 +277,7 @@ def join(
         ) from error
 
 
-def leave(agent: Agent, servers: Sequence[JoiningClient]) -> None:
+def leave(agent: AgentRuntime, servers: Sequence[JoiningClient]) -> None:
     """Tell all servers that a trainer leaves. One that is gone learns it when it comes back (`still_trains`)."""
     if not agent.closing:
         for leaving in leave_all(servers):
@@ -298,7 +299,7 @@ class IdleClient(Protocol):
 class LocalTrainers:
     """The trainers of one agent: their sides of servers, by trainer and server."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: AgentRuntime) -> None:
         self.sides: weakref.WeakValueDictionary[tuple[str, str], IdleClient] = (
             weakref.WeakValueDictionary()
         )
@@ -314,7 +315,7 @@ def still_trains(trainer: str, server: str) -> bool:
     The trainer comes back to it, unless it is in the middle of a step, in which it does so by itself: it may wait for
     another server, and that one for trainers that wait for this one.
     """
-    agent = active_agent()
+    agent = active_runtime()
     side = None if agent is None else agent.service(LocalTrainers).sides.get((trainer, server))
     if side is None:
         return False

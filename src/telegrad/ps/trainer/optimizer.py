@@ -39,13 +39,13 @@ from telegrad.ps.trainer.flat_parameters import FlatParameters, check_kind
 from telegrad.ps.trainer.joining import (
     LOSS_ERRORS,
     ServerCall,
-    agent_of,
     answers,
     closing,
     find_servers,
     join,
     leave,
     leave_all,
+    require_runtime,
 )
 from telegrad.ps.trainer.model_structure import ModelStructure
 from telegrad.ps.trainer.registration import TrainerNames
@@ -99,7 +99,7 @@ class Optimizer(optim.Optimizer):
         agent: Agent | None = None,
         **options: Any,
     ) -> None:
-        agent = agent_of(agent)
+        runtime = require_runtime(agent)
         compressing.check(compression)
         if optimizer is torch.optim.SparseAdam:
             raise UsageError(
@@ -109,7 +109,7 @@ class Optimizer(optim.Optimizer):
         template = optimizer(
             model.parameters() if isinstance(model, nn.Module) else model, **options
         )
-        self._agent = agent
+        self._agent = runtime
         self._attachments: list[ShardClient] = []
         self._tables: list[Tables] = []
         super().__init__(template.param_groups, template.defaults)
@@ -128,7 +128,7 @@ class Optimizer(optim.Optimizer):
             raise UsageError("none of the parameters requires a gradient")
         # servers may step, and publish, while this trainer computes
         compares = self._consistency != Sync()
-        shares_memory = service.shares_memory(agent)
+        shares_memory = service.shares_memory(runtime)
         self._flat = FlatParameters(self._layout, self._parameters, shares_memory, compares)
         self._structure = (
             ModelStructure(model, self._parameters) if isinstance(model, nn.Module) else None
@@ -139,13 +139,13 @@ class Optimizer(optim.Optimizer):
             for number, each in enumerate(self._parameters)
             if number not in known and not isinstance(each, RowsParameter)
         ]
-        self._trainer = trainer_name(agent.local_member.incarnation, next(_numbers))
+        self._trainer = trainer_name(runtime.local_member.incarnation, next(_numbers))
         self._patience = patience
         self._compression = compression
         # elsewhere, to look would be to wait
         self._overlap = overlap and self._flat.device.type == "cpu"
-        workers = find_servers(agent, servers)
-        self._name = agent.service(TrainerNames).take(
+        workers = find_servers(runtime, servers)
+        self._name = runtime.service(TrainerNames).take(
             "parameter server", name, "default", waits_for_quorum(self._consistency)
         )
         self.name = self._name.name
@@ -159,7 +159,7 @@ class Optimizer(optim.Optimizer):
         self._name.belongs_to(self, partial(leave_all, self._attachments))
         for tables in self._tables:
             tables.show_gradients(True)
-        agent.on_shutdown(closing(self))
+        runtime.on_shutdown(closing(self))
 
     def __repr__(self) -> str:
         servers = ", ".join(each.server for each in self._attachments)

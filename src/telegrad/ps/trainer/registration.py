@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from telegrad.errors import CallTimeout, UsageError
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 _INTERVAL = 1.0  # seconds until a trainer that was dropped leaves
 
@@ -36,7 +36,7 @@ Leave = Callable[[], object]  # tells the servers, without waiting for their ans
 class TrainerNames:
     """One per agent."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: AgentRuntime) -> None:
         self._agent = agent
         self._lock = threading.Lock()
         self._made: Counter[str] = Counter()

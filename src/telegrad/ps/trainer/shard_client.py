@@ -29,7 +29,7 @@ from telegrad.ps.trainer.joining import LOSS_ERRORS, LocalTrainers, retry_until_
 from telegrad.ps.trainer.overlap import GradientBucket, OverlappedPush
 
 if TYPE_CHECKING:
-    from telegrad.agent import Agent
+    from telegrad.runtime import AgentRuntime
 
 
 class PushRequest(NamedTuple):
@@ -46,7 +46,7 @@ class PushRequest(NamedTuple):
 class ShardClient:
     def __init__(
         self,
-        agent: Agent,
+        agent: AgentRuntime,
         trainer: str,
         server: str,
         plan: ShardSpec,
