@@ -6,26 +6,54 @@
 >>> with Agent("trainer", store=store) as trainer, Agent("server", store=store):
 ...     trainer.call("server", sum, [1, 2, 3])
 6
+
+Names are imported when they are first used, so that the command line starts without torch.
 """
 
-from telegrad import openmp as _idling  # noqa: F401  # first: importing torch, below, loads what reads its setting
+from __future__ import annotations
 
-# isort: split
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from telegrad import autograd, errors, nn, optim, ps, rpc
-from telegrad.agent import Agent, current_agent
-from telegrad.batching import batched
-from telegrad.config import Config
-from telegrad.current import current_caller, current_deadline
-from telegrad.deadline import Deadline
-from telegrad.futures import Future
-from telegrad.group.membership import WorkerInfo
-from telegrad.refs import RRef, remote
-from telegrad.runtime import expose
+if TYPE_CHECKING:
+    from telegrad import autograd as autograd
+    from telegrad import errors as errors
+    from telegrad import nn as nn
+    from telegrad import optim as optim
+    from telegrad import ps as ps
+    from telegrad import rpc as rpc
+    from telegrad.agent import Agent as Agent
+    from telegrad.agent import current_agent as current_agent
+    from telegrad.batching import batched as batched
+    from telegrad.config import Config as Config
+    from telegrad.current import current_caller as current_caller
+    from telegrad.current import current_deadline as current_deadline
+    from telegrad.deadline import Deadline as Deadline
+    from telegrad.futures import Future as Future
+    from telegrad.group.membership import WorkerInfo as WorkerInfo
+    from telegrad.refs import RRef as RRef
+    from telegrad.refs import remote as remote
+    from telegrad.runtime import expose as expose
 
 __version__ = "0.1.0"
 
-__all__ = [
+_PACKAGES = frozenset({"autograd", "errors", "nn", "optim", "ps", "rpc"})
+_DEFINED_IN = {
+    "Agent": "telegrad.agent",
+    "Config": "telegrad.config",
+    "Deadline": "telegrad.deadline",
+    "Future": "telegrad.futures",
+    "RRef": "telegrad.refs",
+    "WorkerInfo": "telegrad.group.membership",
+    "batched": "telegrad.batching",
+    "current_agent": "telegrad.agent",
+    "current_caller": "telegrad.current",
+    "current_deadline": "telegrad.current",
+    "expose": "telegrad.runtime",
+    "remote": "telegrad.refs",
+}
+
+__all__ = [  # noqa: F822  # found by __getattr__
     "Agent",
     "Config",
     "Deadline",
@@ -45,3 +73,16 @@ __all__ = [
     "remote",
     "rpc",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"telegrad.{name}")
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module 'telegrad' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_DEFINED_IN[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,8 +3,9 @@
 These are parameters of a `DistributedDataParallel`, whose reducer hooks into their accumulation, and leaves with hooks
 of the user's on it (`register_post_accumulate_grad_hook`, or a hook on the `AccumulateGrad` node).
 
-State: the live instances of `DistributedDataParallel`, known since they were made (through torch's hook for module
-registration) or found once among the objects that existed before this module was imported.
+State: the live instances of `DistributedDataParallel`. The first backward pass in a process that has
+a process group finds those that exist and sets torch's hook for module registration, which records
+those that are made later.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def replicated() -> Replicated:
     """The instance that each replicated parameter belongs to."""
     if not dist.is_available() or not dist.is_initialized():
         return {}
-    _find_older()
+    _start_recording()
     return {
         id(parameter): instance
         for instance in list(_instances)
@@ -144,9 +145,11 @@ class _Checks:
         return False
 
 
-def _find_older() -> None:
+def _start_recording() -> None:
+    """Find the instances that exist, and record those that are made from now on."""
     if not _Search.done:
         _Search.done = True
+        register_module_module_registration_hook(_registered)
         _instances.update(
             thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel
         )
@@ -158,4 +161,3 @@ def _registered(module: nn.Module, name: str, submodule: Any) -> None:
 
 
 _checks = _Checks()
-register_module_module_registration_hook(_registered)

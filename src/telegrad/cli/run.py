@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from telegrad import compat
+from telegrad import openmp
 from telegrad.errors import UsageError
 
 _EXAMPLES = """\
@@ -55,7 +55,9 @@ def add(commands: Any) -> None:
 
 
 def _run(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
-    compat.install()  # comes first: finding a module imports its package
+    openmp.limit_spinning(os.environ)  # torch reads it when it is imported, by the next line
+    # This comes first, because finding a module imports its package.
+    importlib.import_module("telegrad.compat").install()
     main = ModuleType("__main__")
     _hide_ourselves(vars(main))
     try:

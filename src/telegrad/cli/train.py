@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from telegrad import openmp
+
 _PACKAGE = Path(__file__).parent.parent
 _FOLDERS = (_PACKAGE / "examples", _PACKAGE.parent.parent / "examples")
 _JOBS = {
@@ -45,4 +47,5 @@ def _train(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
             f"{chosen.job}.py is neither in {' nor in '.join(str(folder) for folder in _FOLDERS)}"
         )
     sys.stdout.flush()
+    openmp.limit_spinning(os.environ)
     os.execv(sys.executable, [sys.executable, str(script), *chosen.args])
