@@ -10,12 +10,10 @@
 Names are imported when they are first used, so that the command line starts without torch.
 """
 
-from __future__ import annotations
+import importlib as _importlib
+import typing as _typing
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from telegrad import autograd as autograd
     from telegrad import errors as errors
     from telegrad import nn as nn
@@ -53,7 +51,7 @@ _DEFINED_IN = {
     "remote": "telegrad.refs",
 }
 
-__all__ = [  # noqa: F822  # found by __getattr__
+__all__ = [
     "Agent",
     "Config",
     "Deadline",
@@ -75,12 +73,12 @@ __all__ = [  # noqa: F822  # found by __getattr__
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     if name in _PACKAGES:
-        return importlib.import_module(f"telegrad.{name}")
+        return _importlib.import_module(f"telegrad.{name}")
     if name not in _DEFINED_IN:
         raise AttributeError(f"module 'telegrad' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_DEFINED_IN[name]), name)
+    value = globals()[name] = getattr(_importlib.import_module(_DEFINED_IN[name]), name)
     return value
 
 

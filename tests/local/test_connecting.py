@@ -13,6 +13,7 @@ import torch
 from telegrad import Agent
 from telegrad.client.peer import DialedConnection
 from telegrad.errors import CallTimeout, PeerLost
+from telegrad.runtime import AgentRuntime
 from telegrad.server.connection import ServerConnection
 from telegrad.server.listener import Connections
 from telegrad.testing import LocalCluster
@@ -51,12 +52,14 @@ def w0(pair: LocalCluster, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Agent
 def silent(cluster: Clusters) -> Iterator[tuple[Agent, str]]:
     """A worker, and the incarnation of a member `silent` that accepts connections and never answers."""
     w0 = cluster(1, connect_timeout=2 * PATIENCE)["w0"]
-    w0.connections._config = w0.config.__class__(**{**vars(w0.config), "transports": ("unix",)})
+    w0._runtime.connections._config = w0.config.__class__(
+        **{**vars(w0.config), "transports": ("unix",)}
+    )
     with socket.socket(socket.AF_UNIX) as listener:
         name = f"telegrad-test-{secrets.token_hex(8)}"
         listener.bind("\0" + name)
         listener.listen()
-        yield w0, w0.directory.register("silent", 1, (f"unix:@{name}",)).incarnation
+        yield w0, w0._runtime.directory.register("silent", 1, (f"unix:@{name}",)).incarnation
 
 
 def test_a_call_before_the_connection_is_packed_and_waits(w0: Agent, gate: Gate) -> None:
@@ -102,8 +105,8 @@ def test_a_synchronous_call_waits_for_the_same_connection(
 
 
 def test_a_deadline_passes_before_the_connection_is_there(w0: Agent, gate: Gate, log: Log) -> None:
-    late = w0.start("w1", note_in, (log, "late"), timeout=0.05)
-    creation = w0.start("w1", note_always, (log, "creation"), timeout=0.05)
+    late = w0._runtime.start("w1", note_in, (log, "late"), timeout=0.05)
+    creation = w0._runtime.start("w1", note_always, (log, "creation"), timeout=0.05)
     for future in (late, creation):
         error = future.exception(PATIENCE)
         assert isinstance(error, CallTimeout)
@@ -128,7 +131,7 @@ def test_calls_that_wait_fail_if_nobody_can_be_reached(
 ) -> None:
     futures = [w0.submit("w1", abs, -1) for _ in range(3)]
     gate.wait_for()
-    pair["w1"].abort()
+    pair["w1"]._runtime.abort()
     gate.open()
     for future in futures:
         error = future.exception(PATIENCE)
@@ -141,7 +144,7 @@ def test_the_next_call_connects_again(
 ) -> None:
     gate.open()
     dial, failures = (
-        w0.connections.dial,
+        w0._runtime.connections.dial,
         iter([PeerLost("out of descriptors", peer="w1", sent=False)]),
     )
 
@@ -150,7 +153,7 @@ def test_the_next_call_connects_again(
             raise failure
         return dial(*args)
 
-    monkeypatch.setattr(w0.connections, "dial", fail_once)
+    monkeypatch.setattr(w0._runtime.connections, "dial", fail_once)
     assert isinstance(w0.submit("w1", abs, -1).exception(PATIENCE), PeerLost)
     assert w0.submit("w1", abs, -1).result(PATIENCE) == 1
 
@@ -158,30 +161,30 @@ def test_the_next_call_connects_again(
 def test_calls_that_wait_fail_when_the_worker_is_given_up(silent: tuple[Agent, str]) -> None:
     w0, incarnation = silent
     future = w0.submit("silent", abs, -1)
-    until(lambda: bool(w0.connections._dialling))
-    w0.declare_lost("silent", incarnation, reason="it was given up")
+    until(lambda: bool(w0._runtime.connections._dialling))
+    w0._runtime.declare_lost("silent", incarnation, reason="it was given up")
     error = future.exception(PATIENCE)
     assert isinstance(error, PeerLost)
     assert "it was given up" in str(error)
     assert not error.sent
 
 
-@pytest.mark.parametrize("end", [Agent.close, Agent.abort])
+@pytest.mark.parametrize("end", [AgentRuntime.close, AgentRuntime.abort])
 def test_calls_that_wait_fail_when_their_worker_closes(
-    silent: tuple[Agent, str], end: Callable[[Agent], None]
+    silent: tuple[Agent, str], end: Callable[[AgentRuntime], None]
 ) -> None:
     w0, _ = silent
     future = w0.submit("silent", abs, -1)
-    until(lambda: bool(w0.connections._dialling))
-    end(w0)
+    until(lambda: bool(w0._runtime.connections._dialling))
+    end(w0._runtime)
     assert isinstance(future.exception(PATIENCE), PeerLost)
-    assert not w0.connections._dialling
+    assert not w0._runtime.connections._dialling
 
 
 def test_a_call_that_waits_counts_as_under_way(w0: Agent, gate: Gate) -> None:
     served = Gate()
     future = w0.submit("w1", hold_at, served)
-    assert [link.calls_under_way for link in w0.links()] == [1]
+    assert [link.calls_under_way for link in w0._runtime.links()] == [1]
     gate.open()
     served.wait_for()
     served.open()

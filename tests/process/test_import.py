@@ -38,7 +38,11 @@ def _python(*arguments: str) -> str:
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True
+        [sys.executable, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

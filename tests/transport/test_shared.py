@@ -126,7 +126,7 @@ def test_a_block_goes_back_when_its_last_holder_dies(ends: tuple[End, End]) -> N
     del part
     assert receiver.mappings.live == 0
     sender.arena.trim()
-    assert repr(sender.arena) == "<Arena []>"
+    assert repr(sender.arena) == "<SegmentAllocator []>"
 
 
 @pytest.mark.parametrize("kind", ["tensor", "view", "numpy", "parameter"])
@@ -145,7 +145,7 @@ def test_a_tensor_or_a_view_of_it_holds_the_block(ends: tuple[End, End], kind: s
     del tensor
     assert receiver.mappings.live == 1
     sender.arena.trim()
-    assert repr(sender.arena) != "<Arena []>"
+    assert repr(sender.arena) != "<SegmentAllocator []>"
     assert holder.reshape(-1)[-1] in (9999, 698)
     del holder
     assert receiver.mappings.live == 0
@@ -274,7 +274,7 @@ def test_a_segment_that_cannot_be_passed_on_is_not_used(arena: SegmentAllocator)
     places, inside = placed(sharing, [memoryview(bytes(FLOOR))])
     assert ([place.segment for place in places], len(inside)) == ([0], 1)
     arena.trim()
-    assert repr(arena) == "<Arena []>"
+    assert repr(arena) == "<SegmentAllocator []>"
 
 
 def test_without_descriptors_everything_stays_in_the_stream(
@@ -520,7 +520,7 @@ def test_trim_returns_what_nobody_uses_and_nothing_else(ends: tuple[End, End]) -
     assert memfds() < before
     del held
     sender.arena.trim()
-    assert repr(sender.arena) == "<Arena []>"
+    assert repr(sender.arena) == "<SegmentAllocator []>"
 
 
 def test_a_sender_may_close_while_its_blocks_are_in_use(ends: tuple[End, End]) -> None:
@@ -568,7 +568,7 @@ def test_a_thousand_sends_reuse_the_same_memory(shared: Pair) -> None:
 def test_a_closed_channel_abandons_what_was_on_its_way(shared: Pair) -> None:
     shared.near.send(Kind.CALL, 1, b"", [memoryview(bytes(10_000))])
     shared.near.close()
-    assert repr(shared.near_end.arena) == "<Arena []>"
+    assert repr(shared.near_end.arena) == "<SegmentAllocator []>"
 
 
 def test_a_frame_that_was_never_sent_gives_its_blocks_back(shared: Pair) -> None:
@@ -576,7 +576,7 @@ def test_a_frame_that_was_never_sent_gives_its_blocks_back(shared: Pair) -> None
     with pytest.raises(TimeoutError):
         shared.near.send(Kind.CALL, 1, b"", [memoryview(bytes(10_000))], timeout=0.05)
     shared.near_end.arena.trim()
-    assert repr(shared.near_end.arena) == "<Arena []>"
+    assert repr(shared.near_end.arena) == "<SegmentAllocator []>"
 
 
 def test_a_frame_that_is_finished_later_keeps_its_blocks(

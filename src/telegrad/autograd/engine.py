@@ -258,7 +258,10 @@ class BackwardPass:
         self._under_way = 0
 
     def __repr__(self) -> str:
-        return f"<BackwardPass {self._identity} on {self._agent.name!r}: {self._graph!r}, {self._under_way} messages under way>"
+        return (
+            f"<BackwardPass {self._identity} on {self._agent.name!r}: {self._graph!r}, "
+            f"{self._under_way} messages under way>"
+        )
 
     def _is_shortcut(self, send: SentTensor, ticket: int, receives: dict[Node, Receive]) -> bool:
         """Note if a tensor was sent back to where it came from, so that the peer can answer for it itself."""

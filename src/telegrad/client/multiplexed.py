@@ -132,7 +132,8 @@ class MultiplexedConnection(LoopConnection):
         self._slow: dict[Hashable, float] = {}
 
     def __repr__(self) -> str:
-        return f"<MultiplexedConnection {len(self.pending)} pending, {self.channel if self.attached else 'not connected'!r}>"
+        channel = repr(self.channel) if self.attached else "not connected"
+        return f"<MultiplexedConnection {len(self.pending)} pending, {channel}>"
 
     def attach(self, channel: Channel) -> None:
         """The connection is there."""

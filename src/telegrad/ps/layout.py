@@ -110,7 +110,7 @@ class ServerRange:
 class ParameterLayout:
     """The places of all parameters of a model, which come in groups.
 
-    >>> layout = Layout.of([[(0, "weight", torch.zeros(10, 10)), (1, "bias", torch.zeros(10))]])
+    >>> layout = ParameterLayout.of([[(0, "weight", torch.zeros(10, 10)), (1, "bias", torch.zeros(10))]])
     >>> [(slot.name, slot.offset) for slot in layout.slots], layout.nbytes
     ([('weight', 0), ('bias', 448)], 512)
     >>> [(share.start, share.stop, len(share.parts)) for share in layout.divide(2)]

@@ -186,7 +186,10 @@ class ReferenceCounts:
         self._next_for: defaultdict[str, int] = defaultdict(int)
 
     def __repr__(self) -> str:
-        return f"<ReferenceCounts: {len(self._entries)} owned, {len(self._holdings)} held, {len(self._dropped)} to sweep>"
+        return (
+            f"<ReferenceCounts: {len(self._entries)} owned, {len(self._holdings)} held, "
+            f"{len(self._dropped)} to sweep>"
+        )
 
     # The owner's side
 

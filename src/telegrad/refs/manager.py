@@ -57,7 +57,10 @@ class ReferenceManager:
         return agent.service(cls)
 
     def __repr__(self) -> str:
-        return f"<ReferenceManager of {self.agent.name}: {self.books!r}, {self.inbox!r}, {list(self._outboxes.values())}>"
+        return (
+            f"<ReferenceManager of {self.agent.name}: {self.books!r}, {self.inbox!r}, "
+            f"{list(self._outboxes.values())}>"
+        )
 
     def note(self, owner_name: str, owner: str, *notes: ReferenceMessage) -> None:
         """Tell an owner something; our own books are told directly."""

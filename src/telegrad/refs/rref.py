@@ -1,10 +1,12 @@
 """`RRef`: a reference to an object that lives on one worker, its owner, and can be used from any.
 
-A reference is tied to the agent that holds it. It travels only inside calls; packing it tells the owner who gets it
-(see `ownership`). When it dies, its books are told through a queue, never from inside the garbage collector.
+A reference is tied to the agent that holds it. It travels only inside calls; packing it tells the
+owner who gets it (see `ownership`). When it dies, its books are told through a queue, never from
+inside the garbage collector.
 
-A call that uses a reference keeps it until its callee has answered (`keep` of `AgentRuntime.start`; a synchronous caller holds
-it anyway), so that a temporary such as ``remote(...).rpc_async().f()`` lives while its call waits at the owner.
+A call that uses a reference keeps it until its callee has answered (`keep` of `AgentRuntime.start`;
+a synchronous caller holds it anyway), so that a temporary such as ``remote(...).rpc_async().f()``
+lives while its call waits at the owner.
 """
 
 from __future__ import annotations
@@ -153,7 +155,8 @@ class RRef(Generic[T]):
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run the backward pass from the tensor that this refers to, wherever that lives.
 
-        Without a context, which only the owner may leave out, gradients go to `.grad` as with `Tensor.backward`.
+        Without a context, which only the owner may leave out, gradients go to `.grad` as with
+        `Tensor.backward`.
         """
         if not self.is_owner() and dist_autograd_ctx_id == -1:
             raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
@@ -285,7 +288,8 @@ def remote(
     member = runtime.member(to)
     owner, here = member.incarnation, member.incarnation == runtime.local_member.incarnation
     key = keeper.books.next_key(owner)
-    # The reference exists before it is counted: if this is interrupted, its end gives back what was counted.
+    # The reference exists before it is counted: if this is interrupted, its end gives back what was
+    # counted.
     rref: RRef[T] = RRef.__new__(RRef)
     rref._fill(keeper, member.info, owner, key, None)
     try:

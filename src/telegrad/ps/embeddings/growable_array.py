@@ -32,8 +32,8 @@ def reserve_rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
 def grow_rows(lines: Tensor, count: int) -> Tensor:
     """The same lines, and room for at least `count` of them.
 
-    >>> lines = reserve(3, 2, torch.float32)
-    >>> lines.shape, grown(lines, 3) is lines, grown(lines, 4).shape
+    >>> lines = reserve_rows(3, 2, torch.float32)
+    >>> lines.shape, grow_rows(lines, 3) is lines, grow_rows(lines, 4).shape
     (torch.Size([3, 2]), True, torch.Size([1024, 2]))
     """
     have = len(lines)

@@ -14,7 +14,7 @@ from telegrad.ps.embeddings.row_hash import owners
 
 class RowBatch(NamedTuple):
     """
-    >>> batch = Batch.of(torch.tensor([30, 10, 30]), servers=1)
+    >>> batch = RowBatch.of(torch.tensor([30, 10, 30]), servers=1)
     >>> batch.ids.tolist(), batch.places.tolist(), batch.counts
     ([10, 30], [1, 0, 1], [2])
     >>> batch.order.tolist(), batch.starts.tolist()

@@ -23,7 +23,7 @@ _SMALLEST = 8  # bits
 
 class RowIndex:
     """
-    >>> index = Index()
+    >>> index = RowIndex()
     >>> index.add(np.array([70, 10]))
     >>> index.find(np.array([10, 30, 70])).tolist()
     [1, -1, 0]

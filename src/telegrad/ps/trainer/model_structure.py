@@ -20,7 +20,7 @@ from telegrad.errors import UsageError
 class ModelStructure:
     """
     >>> model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    >>> structure = Structure(model, model.parameters())
+    >>> structure = ModelStructure(model, model.parameters())
     >>> structure.check()
     >>> model[1] = nn.Linear(1, 2)
     >>> structure.check()
