@@ -50,15 +50,15 @@ def soak(count: int) -> None:
         memory, figures = rpc.rpc_sync("worker1", owner_figures)
         print(
             f"{(step + 1) * count // STEPS:>9,} references  {rate:>8,.0f}/s  owner {memory:.0f} MB, "
-            f"caller {resident_mb():.0f} MB, {figures['owned objects']:,} owned",
+            f"caller {resident_mb():.0f} MB, {figures['owned_objects']:,} owned",
             flush=True,
         )
     until = time.monotonic() + 30
-    while rpc.rpc_sync("worker1", owner_figures)[1]["owned objects"] and time.monotonic() < until:
+    while rpc.rpc_sync("worker1", owner_figures)[1]["owned_objects"] and time.monotonic() < until:
         time.sleep(0.05)
     memory, figures = rpc.rpc_sync("worker1", owner_figures)
     print(f"at the end: owner {memory:.0f} MB, {figures}")
-    if figures["owned objects"] or figures["references of others"]:
+    if figures["owned_objects"] or figures["references_of_others"]:
         raise SystemExit("objects are left over")
 
 

@@ -50,7 +50,7 @@ _JOIN_THREADS = 2.0
 _WAIT_FOR_OTHERS = 5.0
 _LOOK_AGAIN = 1.0  # seconds between two attempts to reach a worker that is watched
 
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 _exposed: set[Function] = set()
 _agents: weakref.WeakSet[AgentRuntime] = weakref.WeakSet()
 
@@ -405,10 +405,10 @@ class AgentRuntime:
     def statistics(self) -> dict[str, int]:
         """Counters for people and monitors."""
         return {
-            "calls made": self.calls_made,
-            "calls served": self.calls_served,
-            "calls pending": sum(len(link.pipe.waited_for()) for link in self.links()),
-            "shared blocks in use": self.connections.mappings.live,
+            "calls_made": self.calls_made,
+            "calls_served": self.calls_served,
+            "calls_pending": sum(len(link.pipe.waited_for()) for link in self.links()),
+            "shared_blocks_in_use": self.connections.mappings.live,
             **self.connections.counters,
             **{name: count for figures in self._figures for name, count in figures().items()},
         }

@@ -155,7 +155,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def assert_released(agents: Iterable[Agent]) -> None:
     """Wait until no context is left: those who took part are told, and that takes a moment."""
     for agent in agents:
-        until(lambda agent=agent: agent.statistics().get("autograd contexts", 0) == 0)  # type: ignore[misc]
+        until(lambda agent=agent: agent.statistics().get("autograd_contexts", 0) == 0)  # type: ignore[misc]
 
 
 class TwoLayers(nn.Module):

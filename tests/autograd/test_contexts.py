@@ -42,8 +42,8 @@ def test_a_context_follows_calls_and_ends_everywhere(workers: LocalCluster, w0: 
     with autograd.context(agent=w0) as context_id:
         w0.call("w1", weigh_along, ["w2"], new_leaf())
         assert [w0.call(agent.name, is_there, context_id) for agent in workers] == [True] * 4
-        assert w0.statistics()["tensors sent for autograd"] == 1
-        assert workers["w2"].statistics()["tensors received for autograd"] == 1
+        assert w0.statistics()["autograd_tensors_sent"] == 1
+        assert workers["w2"].statistics()["autograd_tensors_received"] == 1
     assert_released(workers)
     with pytest.raises(UsageError, match=f"Could not find autograd context with id: {context_id}"):
         autograd.get_gradients(context_id)
@@ -107,7 +107,7 @@ def test_a_called_function_that_outlives_the_context_leaves_nothing(
         future = w0.submit("w1", hold_and_weigh_along, gate, new_leaf())
         gate.wait_for()
     if is_known:  # to the callee, before it answers
-        until(lambda: not workers["w1"].statistics()["autograd contexts"])
+        until(lambda: not workers["w1"].statistics()["autograd_contexts"])
     gate.open()
     assert future.wait().requires_grad
     assert_released(workers)

@@ -259,7 +259,7 @@ def test_agents_of_one_process_have_queues_of_their_own(workers: LocalCluster) -
     workers["w0"].call("w2", scale, torch.ones(1), 1)
     assert scale.batching.statistics(workers["w1"]).calls == 3
     assert scale.batching.statistics(workers["w2"]).calls == 1
-    assert workers["w1"].statistics()["batched calls"] == 3
+    assert workers["w1"].statistics()["batched_calls"] == 3
     assert workers["w2"].statistics()["batches"] == 1
 
 
@@ -651,7 +651,7 @@ def test_what_is_counted(workers: LocalCluster, log: Log, gate: Gate) -> None:
     assert after.queue_time.count - before.queue_time.count == 5  # the first did not wait
     assert after.queue_time.total > before.queue_time.total
     assert after.batch_time.longest > 0
-    assert workers["w1"].statistics()["batched calls waiting"] == 0
+    assert workers["w1"].statistics()["batched_calls_waiting"] == 0
 
 
 colour: ContextVar[str] = ContextVar("colour", default="none")

@@ -250,7 +250,7 @@ def rpc_once() -> None:
 
 
 def mapped() -> int:
-    return int(rpc._get_current_rpc_agent().statistics()["CUDA allocations mapped"])
+    return int(rpc._get_current_rpc_agent().statistics()["cuda_allocations_mapped"])
 
 
 def wait_until_nothing_is_mapped() -> None:
@@ -366,7 +366,7 @@ def test_work_on_any_stream_is_waited_for(pair: Fleet) -> None:
 
 def held() -> tuple[int, int]:
     figures = rpc._get_current_rpc_agent().statistics()
-    return figures["CUDA tensors lent"], figures["CUDA copies under way"]
+    return figures["cuda_tensors_lent"], figures["cuda_copies_under_way"]
 
 
 def wait_until_nothing_is_held() -> None:

@@ -225,7 +225,7 @@ def test_a_closed_agent_still_knows_who_it_was(cluster: Clusters) -> None:
         w0.close()
         assert w0.get_worker_info().name == "w0"
         assert "w0" in [info.name for info in w0.get_worker_infos()]
-        assert w0.statistics()["calls made"] == 0
+        assert w0.statistics()["calls_made"] == 0
 
 
 @pytest.mark.parametrize("use", [*USES.values(), Agent.shutdown], ids=[*USES, "shutdown"])
@@ -244,23 +244,23 @@ def test_statistics_count_calls(cluster: Clusters, gate: Gate) -> None:
         w0.call("w1", abs, -1)
     futures = [w0.submit("w1", hold_at, gate) for _ in range(4)]
     gate.wait_for(4)
-    assert w0.statistics()["calls made"] == 7
-    assert w0.statistics()["calls pending"] == 4
-    assert w1.statistics()["calls served"] == 7
+    assert w0.statistics()["calls_made"] == 7
+    assert w0.statistics()["calls_pending"] == 4
+    assert w1.statistics()["calls_served"] == 7
     gate.open()
     for future in futures:
         future.result(PATIENCE)
-    assert w0.statistics()["calls pending"] == 0
+    assert w0.statistics()["calls_pending"] == 0
 
 
 def test_statistics_count_shared_memory(cluster: Clusters) -> None:
     w0 = cluster(2)["w0"]
     kept = [w0.call("w1", torch.ones, BIG) for _ in range(3)]
-    assert w0.statistics()["shared blocks in use"] == 3
+    assert w0.statistics()["shared_blocks_in_use"] == 3
     kept.pop()
-    assert w0.statistics()["shared blocks in use"] == 2
+    assert w0.statistics()["shared_blocks_in_use"] == 2
     kept.clear()
-    assert w0.statistics()["shared blocks in use"] == 0
+    assert w0.statistics()["shared_blocks_in_use"] == 0
 
 
 def test_idle_threads_keep_no_message(cluster: Clusters) -> None:
@@ -271,12 +271,12 @@ def test_idle_threads_keep_no_message(cluster: Clusters) -> None:
         gate = Gate()
         futures = [w0.submit("w1", hold_at, gate, torch.ones(BIG)) for _ in range(4)]
         gate.wait_for(4)
-        assert w1.statistics()["shared blocks in use"] == 4
+        assert w1.statistics()["shared_blocks_in_use"] == 4
         gate.open()
         for future in futures:
             future.result(PATIENCE)
         del futures, future
-        until(lambda: w1.statistics()["shared blocks in use"] == 0)
+        until(lambda: w1.statistics()["shared_blocks_in_use"] == 0)
 
 
 # Forks
@@ -353,7 +353,7 @@ def test_a_fork_may_drop_what_the_parent_received(cluster: Clusters) -> None:
     """The memory of a received tensor goes back to its sender when the parent drops it, not when a fork does."""
     w0 = cluster(2)["w0"]
     kept = [w0.call("w1", torch.ones, BIG)]
-    assert w0.statistics()["shared blocks in use"] == 1
+    assert w0.statistics()["shared_blocks_in_use"] == 1
     assert in_child(lambda: (kept.clear(), gc.collect())[0]) == "None"
     others = [w0.call("w1", torch.zeros, BIG) for _ in range(3)]
     assert bool((kept[0] == 1).all())

@@ -335,7 +335,7 @@ def test_a_function_that_was_missing_at_its_first_call_is_found_later(
             ):
                 call("w1")
     gc.collect()
-    until(lambda: w1.statistics()["shared blocks in use"] == 0)
+    until(lambda: w1.statistics()["shared_blocks_in_use"] == 0)
     assert torch.equal(call("w1"), large / 2)
 
 

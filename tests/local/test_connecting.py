@@ -123,7 +123,7 @@ def test_a_call_is_cancelled_before_the_connection_is_there(
     gate.open()
     w0.submit("w1", note_in, log, "next").result(PATIENCE)
     assert log.entries == ["next"]
-    assert w0.statistics()["calls pending"] == 0
+    assert w0.statistics()["calls_pending"] == 0
 
 
 def test_calls_that_wait_fail_if_nobody_can_be_reached(

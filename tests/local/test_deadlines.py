@@ -177,7 +177,7 @@ def test_thousands_of_deadlines_pass(w0: Agent, pair: LocalCluster) -> None:
         for i in range(2000)
     ]
     assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)
-    assert w0.statistics()["calls pending"] == 0
+    assert w0.statistics()["calls_pending"] == 0
     inbounds = pair["w1"]._runtime.connections.server_connections
     until(lambda: not any(inbound._waiting or inbound.under_way for inbound in inbounds))
 

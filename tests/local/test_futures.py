@@ -317,7 +317,7 @@ def test_a_cancelled_call_ends_at_once(w0: Agent, gate: Gate) -> None:
     for look in (future.wait, future.result):
         with pytest.raises(CallCancelled):
             look()
-    assert w0.statistics()["calls pending"] == 0
+    assert w0.statistics()["calls_pending"] == 0
 
 
 def test_a_cancelled_call_is_a_cancelled_future_of_the_standard_library(
@@ -434,7 +434,7 @@ def test_cancelling_the_task_cancels_the_call(w0: Agent, gate: Gate) -> None:
         return future
 
     assert asyncio.run(main()).cancelled()
-    assert w0.statistics()["calls pending"] == 0
+    assert w0.statistics()["calls_pending"] == 0
 
 
 def test_asyncio_time_limits_cancel_the_call(w0: Agent, gate: Gate) -> None:

@@ -127,7 +127,7 @@ def test_a_death_in_the_middle_of_many_calls(trio: LocalCluster) -> None:
     for i, future in enumerate(futures):
         error = future.exception(PATIENCE)
         assert isinstance(error, PeerLost) or (error is None and future.wait() == i + 1)
-    assert w0.statistics()["calls pending"] == 0
+    assert w0.statistics()["calls_pending"] == 0
 
 
 def test_a_worker_that_aborts_inside_a_call(trio: LocalCluster) -> None:

@@ -27,12 +27,12 @@ from tests.refs.objects import Thing, until
 
 PATIENCE = 20.0
 COUNTERS = (
-    "calls pending",
-    "owned objects",
-    "objects not created yet",
-    "held objects",
-    "unconfirmed creations",
-    "shared blocks in use",
+    "calls_pending",
+    "owned_objects",
+    "objects_not_created",
+    "held_objects",
+    "unconfirmed_creations",
+    "shared_blocks_in_use",
 )
 RAISED = [SystemExit, MemoryError, OSError]
 # Calls that start nothing, allocate nothing of note and run no code of the user: nothing can be raised there.

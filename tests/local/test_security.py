@@ -170,7 +170,7 @@ def test_a_recorded_handshake_cannot_be_replayed(agent: Agent, transport: str) -
         for data in recorder.sent:
             sock.sendall(data)
         assert is_closed(sock)
-    until(lambda: agent.statistics().get("refused: wrong secret or user") == 1)
+    until(lambda: agent.statistics().get("refused_authentication") == 1)
 
 
 def test_the_agents_own_proof_cannot_be_reflected(agent: Agent, transport: str) -> None:
@@ -218,7 +218,7 @@ def test_a_crowd_of_strangers_is_bounded_and_goes_by(cluster: Clusters, transpor
     workers["w0"].call("w1", abs, -1)
     with ExitStack() as stack:
         crowd = [stack.enter_context(stranger(agent, transport)) for _ in range(300)]
-        until(lambda: agent.statistics().get("refused: too many strangers", 0) > 0)
+        until(lambda: agent.statistics().get("refused_too_many_unauthenticated", 0) > 0)
         assert workers["w0"].call("w1", abs, -1) == 1  # who is in already is not disturbed
         assert all(is_closed(sock) for sock in crowd)
     until(lambda: turned_away(agent) == 300)
@@ -242,7 +242,7 @@ def test_another_user_is_refused_on_a_unix_socket(agent: Agent, transport: str) 
         "sock.connect(chr(0) + sys.argv[1]); sys.exit(sock.recv(1) != b'')"
     )
     subprocess.run([sys.executable, "-S", "-c", program, name], check=True, timeout=PATIENCE)
-    until(lambda: agent.statistics().get("refused: wrong secret or user") == 1)
+    until(lambda: agent.statistics().get("refused_authentication") == 1)
 
 
 # After the handshake: a member that breaks the protocol
@@ -272,7 +272,7 @@ def test_a_member_that_breaks_the_protocol_is_closed_and_counted(
         shake_hands(sock, agent, purpose=purpose)
         sock.sendall(frame)
         assert is_closed(sock)
-    until(lambda: agent.statistics().get("closed: protocol") == 1)
+    until(lambda: agent.statistics().get("closed_protocol_error") == 1)
 
 
 def test_a_reply_to_a_callee_is_closed_and_counted(agent: Agent, transport: str) -> None:
@@ -280,7 +280,7 @@ def test_a_reply_to_a_callee_is_closed_and_counted(agent: Agent, transport: str)
         shake_hands(sock, agent)
         sock.sendall(HEADER.pack(0, 1, 1, 0, 0, Kind.REPLY, 0, 0))
         assert is_closed(sock)
-    until(lambda: agent.statistics().get("closed: protocol") == 1)
+    until(lambda: agent.statistics().get("closed_protocol_error") == 1)
 
 
 @pytest.mark.parametrize("purpose", ["pipe", "lane"])

@@ -29,7 +29,7 @@ def join(rank: int, size: int, path: str) -> None:
 
 
 def contexts_here() -> int:
-    return rpc._get_current_rpc_agent().statistics().get("autograd contexts", 0)
+    return rpc._get_current_rpc_agent().statistics().get("autograd_contexts", 0)
 
 
 # Killed in the middle

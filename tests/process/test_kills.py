@@ -147,7 +147,7 @@ def test_the_first_asynchronous_call_does_not_wait_for_a_frozen_worker(
 def send_tensor_and_drop(to: str, count: int) -> int:
     for _ in range(count):
         rpc.rpc_sync(to, torch.sum, args=(torch.ones(1 << 20),))
-    return rpc._get_current_rpc_agent().statistics()["calls made"]
+    return rpc._get_current_rpc_agent().statistics()["calls_made"]
 
 
 def test_a_killed_receiver_of_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:

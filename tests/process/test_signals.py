@@ -120,11 +120,11 @@ def is_settled() -> bool:
     assert agent is not None
     figures = agent.statistics()
     names = (
-        "calls pending",
-        "owned objects",
-        "objects not created yet",
-        "held objects",
-        "shared blocks in use",
+        "calls_pending",
+        "owned_objects",
+        "objects_not_created",
+        "held_objects",
+        "shared_blocks_in_use",
     )
     return not any(figures.get(name, 0) for name in names)
 

@@ -21,15 +21,15 @@ from tests.refs.objects import Thing, until
 pytestmark = pytest.mark.process
 
 COUNTERS = (
-    "calls pending",
-    "owned objects",
-    "references of others",
-    "objects not created yet",
-    "held objects",
-    "unconfirmed creations",
-    "notes not acknowledged",
-    "autograd contexts",
-    "shared blocks in use",
+    "calls_pending",
+    "owned_objects",
+    "references_of_others",
+    "objects_not_created",
+    "held_objects",
+    "unconfirmed_creations",
+    "unacknowledged_reference_messages",
+    "autograd_contexts",
+    "shared_blocks_in_use",
 )
 THREADS = 2  # that make calls, in each worker
 

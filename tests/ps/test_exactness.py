@@ -136,7 +136,7 @@ def test_shared_memory_is_used_where_it_can_be(cluster: Clusters) -> None:
     with ps.Optimizer(model(), servers="w1", agent=workers["w0"], lr=0.1) as optimizer:
         assert "shared memory" in repr(optimizer._attachments[0])
         training.train(optimizer, model(), range(1), [0])
-    assert workers["w0"].statistics()["calls made"] > 0
+    assert workers["w0"].statistics()["calls_made"] > 0
 
 
 @pytest.mark.parametrize("transport", ["tcp"])

@@ -140,7 +140,7 @@ def figures(agent: Agent) -> dict[str, int]:
 
 
 def owned(agent: Agent) -> int:
-    return figures(agent)["owned objects"]
+    return figures(agent)["owned_objects"]
 
 
 gates: dict[str, threading.Event] = {}

@@ -286,7 +286,7 @@ class Lives(RuleBasedStateMachine):
                 assert call.future.wait() == call.thing
         self.waiting.clear()
         for name in wanted:
-            assert objects.figures(self.agent(name))["objects not created yet"] == 0
+            assert objects.figures(self.agent(name))["objects_not_created"] == 0
 
 
 Lives.TestCase.settings = settings(

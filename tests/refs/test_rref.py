@@ -166,7 +166,7 @@ def test_a_creation_can_be_cancelled(w0: Agent) -> None:
         assert unwanted._get_future().cancel()
         with pytest.raises(CallCancelled):
             unwanted.to_here()
-        assert objects.figures(w0)["unconfirmed creations"] == 0
+        assert objects.figures(w0)["unconfirmed_creations"] == 0
     finally:
         objects.gates["cancelled"].set()
 
@@ -235,7 +235,7 @@ def test_an_object_lives_while_somebody_refers_to_it(trio: LocalCluster, w0: Age
     thing.to_here()
     assert owned(w1) == 1
     del thing
-    until(lambda: objects.figures(w0)["held objects"] == 0)
+    until(lambda: objects.figures(w0)["held_objects"] == 0)
     assert owned(w1) == 1
     assert objects.count_alive("watched") == 1
     w0.call("w2", objects.release, "a")
@@ -273,7 +273,7 @@ def test_an_argument_for_its_owner_lives_as_long_as_the_call(trio: LocalCluster,
     objects.gates["busy"].set()
     slow.wait()
     kept.wait()
-    until(lambda: objects.figures(w0)["held objects"] == 0)
+    until(lambda: objects.figures(w0)["held_objects"] == 0)
     assert owned(w1) == 1
     assert objects.kept["w1", "a"].local_value().value == "home"
     objects.kept.clear()
@@ -285,7 +285,7 @@ def test_the_death_of_a_user_gives_up_its_references(trio: LocalCluster, w0: Age
     thing = remote("w1", Thing, agent=w0)
     w0.call("w2", objects.keep, "a", thing)
     del thing
-    until(lambda: objects.figures(w0)["held objects"] == 0)
+    until(lambda: objects.figures(w0)["held_objects"] == 0)
     trio.kill("w2")
     until(lambda: owned(w1) == 0)
 
@@ -327,8 +327,8 @@ def test_an_argument_that_cannot_be_sent_leaves_nothing(trio: LocalCluster, w0: 
     with pytest.raises(SerializationError):
         remote("w1", Thing, (threading.Lock(),), agent=w0)
     assert remote("w1", Thing, (2,), agent=w0).rpc_sync().get() == 2
-    until(lambda: objects.figures(w0)["held objects"] == 0)
-    until(lambda: objects.figures(trio["w1"])["objects not created yet"] == 0)
+    until(lambda: objects.figures(w0)["held_objects"] == 0)
+    until(lambda: objects.figures(trio["w1"])["objects_not_created"] == 0)
 
 
 def test_many_short_lived_references_leave_nothing(trio: LocalCluster, w0: Agent) -> None:
@@ -338,7 +338,7 @@ def test_many_short_lived_references_leave_nothing(trio: LocalCluster, w0: Agent
             assert w0.call("w2", objects.use, thing) == number
     del thing
     for agent in trio:
-        until(lambda agent=agent: owned(agent) == 0 and objects.figures(agent)["held objects"] == 0)
+        until(lambda agent=agent: owned(agent) == 0 and objects.figures(agent)["held_objects"] == 0)
 
 
 def test_a_tensor_that_lives_elsewhere(w0: Agent) -> None:
@@ -354,11 +354,11 @@ def test_what_is_left_is_counted_and_reported(
     pair = cluster(2)
     thing = remote("w1", Thing, agent=pair["w0"])
     thing.to_here()
-    assert pair["w1"].statistics()["owned objects"] == 1
-    assert pair["w0"].statistics()["held objects"] == 1
+    assert pair["w1"].statistics()["owned_objects"] == 1
+    assert pair["w0"].statistics()["held_objects"] == 1
     with caplog.at_level("INFO", logger="telegrad"):
         pair["w1"].close()
-    assert "worker 'w1' leaves while references are alive: {'owned objects': 1" in caplog.text
+    assert "worker 'w1' leaves while references are alive: {'owned_objects': 1" in caplog.text
 
 
 def test_an_object_that_is_asked_for_after_its_owner_has_left_never_comes(

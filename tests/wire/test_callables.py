@@ -179,7 +179,7 @@ def test_what_may_change_between_two_calls_gets_none(function: Any) -> None:
     numbers = FunctionTable()
     assert numbers.find(function) is None
     assert numbers.find(function) is None
-    assert repr(numbers) == "<Numbers 0 functions>"
+    assert repr(numbers) == "<FunctionTable 0 functions>"
 
 
 def test_a_full_table_still_knows_what_it_has_and_takes_nothing_new(

@@ -146,7 +146,7 @@ def _get_debug_info() -> dict[str, int]:
     contexts = Contexts.of(agent)
     return {
         "num_current_backward_passes": contexts.count_passes(),
-        "num_autograd_contexts": contexts.statistics()["autograd contexts"],
+        "num_autograd_contexts": contexts.statistics()["autograd_contexts"],
     }
 
 

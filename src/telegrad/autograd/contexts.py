@@ -53,7 +53,7 @@ _NUMBERS = [struct.Struct(f"<{count + 1}Q") for count in range(_AT_ONCE + 1)]
 
 Receive = tuple[str, int]  # the incarnation that sent a tensor, and the ticket it sent it with
 
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 _begun: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
 
 
@@ -468,9 +468,9 @@ class Contexts:
     def statistics(self) -> dict[str, int]:
         contexts = list(self._open.values())
         return {
-            "autograd contexts": len(contexts),
-            "tensors sent for autograd": sum(len(context.sends) for context in contexts),
-            "tensors received for autograd": sum(len(context.receives) for context in contexts),
+            "autograd_contexts": len(contexts),
+            "autograd_tensors_sent": sum(len(context.sends) for context in contexts),
+            "autograd_tensors_received": sum(len(context.receives) for context in contexts),
         }
 
     def audit(self) -> None:

@@ -25,7 +25,7 @@ from telegrad.messages.scope import current_scope
 
 Call = Callable[..., Any]
 
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 
 
 class CudaGraphs:

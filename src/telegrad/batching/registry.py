@@ -51,9 +51,9 @@ class QueueRegistry:
     def statistics(self) -> dict[str, int]:
         queues = self.queues()
         return {
-            "batched calls": sum(queue.figures.calls for queue in queues),
+            "batched_calls": sum(queue.figures.calls for queue in queues),
             "batches": sum(queue.figures.batches for queue in queues),
-            "batched calls waiting": sum(len(queue) for queue in queues),
+            "batched_calls_waiting": sum(len(queue) for queue in queues),
         }
 
     def _tell(self, what: Callable[[RegisteredQueue], None]) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WorkerAddress = str | int | WorkerInfo
 
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 
 
 class PeerTable:

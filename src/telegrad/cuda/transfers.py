@@ -84,9 +84,9 @@ class CudaTransfers:
 
     def _figures(self) -> dict[str, int]:
         return {
-            "CUDA tensors lent": len(self._lent),
-            "CUDA copies under way": len(self._taken),
-            "CUDA allocations mapped": len(ipc.mappings),
+            "cuda_tensors_lent": len(self._lent),
+            "cuda_copies_under_way": len(self._taken),
+            "cuda_allocations_mapped": len(ipc.mappings),
         }
 
     # Packing

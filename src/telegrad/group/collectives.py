@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # seconds that a participant waits longer than its leader, so that it hears who was late
 _GRACE = 5.0
 _LOOK_AGAIN = 1.0
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 
 
 class Participation(NamedTuple):

@@ -16,7 +16,7 @@ _LANE_IDLE = 30.0
 _QUIET_BEFORE_TRIM = 60.0
 _MISSED_BEATS = 3  # a peer that beats slowly is given at least so many of its own intervals
 
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 
 
 def start(agent: AgentRuntime) -> None:

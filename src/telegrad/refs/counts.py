@@ -410,10 +410,8 @@ class ReferenceCounts:
     def statistics(self) -> dict[str, int]:
         with self._lock:
             return {
-                "owned objects": sum(entry.created for entry in self._entries.values()),
-                "references of others": sum(len(entry.balance) for entry in self._entries.values()),
-                "objects not created yet": sum(
-                    not entry.created for entry in self._entries.values()
-                ),
-                "held objects": len(self._holdings),
+                "owned_objects": sum(entry.created for entry in self._entries.values()),
+                "references_of_others": sum(len(entry.balance) for entry in self._entries.values()),
+                "objects_not_created": sum(not entry.created for entry in self._entries.values()),
+                "held_objects": len(self._holdings),
             }

@@ -20,7 +20,7 @@ from telegrad.server.functions import ASYNC_MARK, DeferredReply, served_form, tr
 from telegrad.wire.function_table import MAX_FUNCTIONS, describe
 
 _settling = threading.Lock()
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 _known: dict[Callable[..., Any], CreateObject] = {}
 _lock = threading.Lock()
 

@@ -29,7 +29,7 @@ _SWEEP_AT = 1000
 _AUDIT_EVERY = 5.0
 _PATIENCE = 30.0
 
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 
 
 class ReferenceManager:
@@ -131,8 +131,8 @@ class ReferenceManager:
         unacknowledged = sum(outbox.unacknowledged for outbox in list(self._outboxes.values()))
         return {
             **self.books.statistics(),
-            "unconfirmed creations": len(self.pending),
-            "notes not acknowledged": unacknowledged,
+            "unconfirmed_creations": len(self.pending),
+            "unacknowledged_reference_messages": unacknowledged,
         }
 
     def _report_leftovers(self) -> None:

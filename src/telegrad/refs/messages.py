@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ReferenceMessage = tuple[Any, ...]
 
 _RETRY = 30.0
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 
 
 class MessageOutbox:

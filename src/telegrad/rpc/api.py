@@ -316,10 +316,10 @@ def _rref_context_get_debug_info() -> dict[str, str]:
     """Torch's counters of references, from ours."""
     figures = ReferenceManager.of(_require_runtime()).statistics()
     return {
-        "num_owner_rrefs": str(figures["owned objects"]),
-        "num_forks": str(figures["references of others"]),
-        "num_pending_futures": str(figures["notes not acknowledged"]),
-        "num_pending_users": str(figures["unconfirmed creations"]),
+        "num_owner_rrefs": str(figures["owned_objects"]),
+        "num_forks": str(figures["references_of_others"]),
+        "num_pending_futures": str(figures["unacknowledged_reference_messages"]),
+        "num_pending_users": str(figures["unconfirmed_creations"]),
     }
 
 

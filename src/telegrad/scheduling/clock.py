@@ -23,7 +23,7 @@ T = TypeVar("T")
 TICK = 0.005
 _DROWSY_TICKS = 40
 
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 
 
 class TickListener(Protocol):

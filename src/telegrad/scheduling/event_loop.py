@@ -53,7 +53,7 @@ _LOOKS = 16  # at one connection, for each look at all
 _MOST_LOOPS = 4
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 _now = time.monotonic
 
 

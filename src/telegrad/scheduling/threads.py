@@ -35,7 +35,7 @@ Job = Callable[[], None]
 SLOW = 0.002  # seconds: a function or a callback that takes longer is run by the executor
 _IDLE_SECONDS = 10.0
 _RETRY = 0.05  # seconds until a thread that the system refused is asked for again
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 
 
 class ThreadPool:

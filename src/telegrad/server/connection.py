@@ -59,7 +59,7 @@ _CORK_BELOW = 1 << 14
 _LONG_COPY = 1 << 20  # bytes of a reply that others should not wait for
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
 
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 _now = time.perf_counter
 
 

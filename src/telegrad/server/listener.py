@@ -59,7 +59,7 @@ _INTRODUCTION: dict[str, type | tuple[type, ...]] = {
 _ACCEPT_AGAIN = 0.05  # seconds to wait after a connection could not be accepted
 _MAX_STRANGERS = 256  # connections that have not proven themselves yet
 
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 _in_process: weakref.WeakValueDictionary[str, Connections] = weakref.WeakValueDictionary()
 
 
@@ -268,7 +268,7 @@ class Connections:
             except (OSError, RuntimeError, MemoryError) as error:
                 if self._owner.closing or listener.fileno() < 0:
                     return
-                self.counters["connections that could not be accepted"] += 1
+                self.counters["failed_accepts"] += 1
                 _log.warning("worker %r cannot accept a connection: %s", self._owner.name, error)
                 self._closed.wait(_ACCEPT_AGAIN)
 
@@ -282,7 +282,7 @@ class Connections:
             if self._owner.closing:  # `close` has looked at the strangers already, or is about to
                 sock.close()
             elif full:
-                self.counters["refused: too many strangers"] += 1
+                self.counters["refused_too_many_unauthenticated"] += 1
                 sock.close()
             else:
                 self._owner.threads.start(lambda: self._receive(sock))
@@ -309,11 +309,11 @@ class Connections:
                 sock, self._pool, self._config.max_frame, sharing, self._peer_limit(peer)
             )
         except AuthenticationError as error:
-            self._turn_away(sock, "refused: wrong secret or user", error)
+            self._turn_away(sock, "refused_authentication", error)
         except ProtocolError as error:
-            self._turn_away(sock, "refused: protocol", error)
+            self._turn_away(sock, "refused_protocol_error", error)
         except BaseException as error:
-            self._turn_away(sock, "refused: broken connection", error)
+            self._turn_away(sock, "refused_broken_connection", error)
         else:
             self._forget_stranger(sock)  # first: `close` is to say good-bye to it from now on
             self._welcome(channel, peer)
@@ -376,7 +376,7 @@ class Connections:
     def ended(self, inbound: ServerConnection, error: BaseException) -> None:
         """An inbound connection is over. See `AgentRuntime.check_silent_peer`."""
         if isinstance(error, ProtocolError):
-            self.counters["closed: protocol"] += 1
+            self.counters["closed_protocol_error"] += 1
             _log.warning(
                 "worker %r closed the connection from %r: %s",
                 self._owner.name,

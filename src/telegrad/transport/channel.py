@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire.frames import Frame, Kind
 
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 
 
 class ChannelClosed(Exception):

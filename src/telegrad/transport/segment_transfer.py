@@ -23,7 +23,7 @@ ConnectFunction = Callable[[str, None, str, float], tuple[socket.socket, Introdu
 _NUMBER = struct.Struct("<I")
 _DONE = b"\x01"
 _TRY_AGAIN = 5.0  # seconds
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 
 
 class SegmentSender:

@@ -66,7 +66,7 @@ _SEALS = (
 )
 
 Bytes = npt.NDArray[np.uint8]
-_log = logging.getLogger("telegrad")
+_log = logging.getLogger(__name__)
 _popleft = deque.popleft
 _done: deque[None] = deque(maxlen=0)
 
