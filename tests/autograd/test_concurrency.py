@@ -14,7 +14,8 @@ from torch import Tensor
 from telegrad import autograd
 from telegrad.agent import Agent
 from telegrad.autograd import engine
-from telegrad.autograd.contexts import Contexts, SentTensor
+from telegrad.autograd.registry import Contexts
+from telegrad.autograd.send_recv import SentTensor
 from telegrad.errors import JoinError
 from telegrad.futures import Future
 from telegrad.testing import LocalCluster

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from telegrad import autograd
 from telegrad.agent import Agent
-from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.registry import Contexts
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.testing import LocalCluster

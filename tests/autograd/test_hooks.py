@@ -10,8 +10,14 @@ from torch import Tensor, nn
 
 from telegrad import autograd
 from telegrad.agent import Agent
-from telegrad.autograd.contexts import ANCHOR, GradientSlot, ReceivedTensor, SentTensor, accumulator
 from telegrad.autograd.graph import LocalGraph
+from telegrad.autograd.send_recv import (
+    ANCHOR,
+    GradientSlot,
+    ReceivedTensor,
+    SentTensor,
+    accumulator,
+)
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import (
     TwoLayers,

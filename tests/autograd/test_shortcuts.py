@@ -11,7 +11,7 @@ from torch import Tensor
 from telegrad import autograd
 from telegrad.agent import Agent
 from telegrad.autograd import engine
-from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.registry import Contexts
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import new_leaf
 

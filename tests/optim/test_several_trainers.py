@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from telegrad import autograd, current_agent
 from telegrad.agent import Agent
 from telegrad.autograd import shared_parameters
-from telegrad.autograd.contexts import Contexts
+from telegrad.autograd.registry import Contexts
 from telegrad.messages.scope import current_scope
 from telegrad.optim import DistributedOptimizer
 from telegrad.refs import RRef, remote

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from telegrad.agent import Agent, runtime_of
 from telegrad.autograd import engine
-from telegrad.autograd.contexts import NUMBER_BITS, Context, Contexts, current_context, find_context
+from telegrad.autograd.context import NUMBER_BITS, Context, current_context
+from telegrad.autograd.registry import Contexts, find_context, open_context
+from telegrad.autograd.tracker import ContextTracker
 from telegrad.errors import UsageError
+from telegrad.messages import scope
 from telegrad.messages.scope import current_scope
 from telegrad.runtime import active_runtime
-
-if TYPE_CHECKING:
-    pass
+from telegrad.wire import tensors
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
 
@@ -171,3 +171,7 @@ def _get_max_id() -> int:
     agent = active_runtime()
     rank = 0 if agent is None else agent.local_member.rank
     return (rank << NUMBER_BITS) | ((1 << NUMBER_BITS) - 1)
+
+
+tensors.set_gradient_tracker(ContextTracker())
+scope.register_opener(open_context)

@@ -37,8 +37,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from telegrad.autograd.contexts import Context, Contexts, Receive, SentTensor, add_gradients
+from telegrad.autograd.context import Context
 from telegrad.autograd.graph import GradientSource, LocalGraph
+from telegrad.autograd.registry import Contexts
+from telegrad.autograd.send_recv import Receive, SentTensor, add_gradients
 from telegrad.errors import InternalError, PeerLost, TelegradError, UsageError
 from telegrad.futures import Future
 from telegrad.messages.routes import allow_any_device

@@ -39,15 +39,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd import accumulation, hooks
-from telegrad.autograd.contexts import (
+from telegrad.autograd.send_recv import (
     ANCHOR,
     GradientSlot,
     Receive,
     ReceivedTensor,
     accumulator,
     add_gradients,
-    untracked_results,
 )
+from telegrad.autograd.untracked import untracked_results
 from telegrad.errors import UsageError
 
 _AccumulateGrad = type(accumulator(ANCHOR))
