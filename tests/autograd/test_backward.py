@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from telegrad import autograd, current_agent
 from telegrad.agent import Agent
-from telegrad.autograd import engine
+from telegrad.autograd.gradient_messages import pack, unpack
 from telegrad.errors import CallCancelled, CallTimeout, UsageError
 from telegrad.nn import RemoteModule
 from telegrad.refs import RRef, remote
@@ -730,10 +730,10 @@ def test_small_gradients_travel_as_one_tensor() -> None:
         (23, torch.randn(3, dtype=torch.double)),
         (24, torch.eye(3).to_sparse()),
     ]
-    packed = engine.pack(mixed)  # type: ignore[arg-type]
+    packed = pack(mixed)  # type: ignore[arg-type]
     assert isinstance(packed, tuple)
     assert {ticket for ticket, _ in packed[0]} == {5, 6, 22, 23, 24}
-    found = dict(engine.unpack(packed))
+    found = dict(unpack(packed))
     assert found.keys() == {ticket for ticket, _ in mixed}
     for ticket, gradient in mixed:
         if gradient is None:

@@ -14,10 +14,12 @@ from torch import Tensor
 from telegrad import autograd
 from telegrad.agent import Agent
 from telegrad.autograd import engine
+from telegrad.autograd.gradient_messages import GradientMessage
 from telegrad.autograd.registry import Contexts
 from telegrad.autograd.send_recv import SentTensor
 from telegrad.errors import JoinError
 from telegrad.futures import Future
+from telegrad.messages.scope import current_scope
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import (
     alone,
@@ -126,9 +128,9 @@ def test_leaves_are_used_and_sent_by_many_threads() -> None:
 def new_pass(w0: Agent) -> tuple[engine.BackwardPass, str]:
     """A pass on w0 that has something to tell w1, as the thread that is busy with it sees it."""
     context = Contexts.of(w0._runtime).begin()
-    token = engine.current_scope.set(context)
+    token = current_scope.set(context)
     y = w0.call("w1", weigh, new_leaf())
-    engine.current_scope.reset(token)
+    current_scope.reset(token)
     this = engine.BackwardPass(context, (w0._runtime.local_member.incarnation, 1), False, [y.sum()])
     this._busy = True
     return this, w0._runtime.member("w1").incarnation
@@ -155,7 +157,7 @@ def test_one_thread_at_a_time_deals_with_a_pass(w0: Agent) -> None:
     """A message arrives between letting go and sending: whoever brought it deals with the pass from then on."""
     this, peer = new_pass(w0)
     this._lock = Interrupted(this)  # type: ignore[assignment]
-    assert not this._send([(peer, engine.GradientMessage([], [], []))])
+    assert not this._send([(peer, GradientMessage([], [], []))])
     assert len(this._inbox) == 2
 
 
@@ -168,7 +170,5 @@ def test_a_message_that_cannot_be_sent_fails_the_pass(
 
     this, peer = new_pass(w0)
     monkeypatch.setattr(w0._runtime, "start", refuse)
-    assert this._send(
-        [(peer, engine.GradientMessage([], [], [])), (peer, engine.GradientMessage([], [], []))]
-    )
+    assert this._send([(peer, GradientMessage([], [], [])), (peer, GradientMessage([], [], []))])
     assert [type(arrival.message) for arrival in this._inbox] == [JoinError, JoinError]

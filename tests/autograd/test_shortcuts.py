@@ -11,6 +11,8 @@ from torch import Tensor
 from telegrad import autograd
 from telegrad.agent import Agent
 from telegrad.autograd import engine
+from telegrad.autograd.exchange import GradientExchange
+from telegrad.autograd.gradient_messages import GradientMessage
 from telegrad.autograd.registry import Contexts
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import new_leaf
@@ -36,11 +38,11 @@ class Delivered:
     """The messages of passes that workers got."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.messages: list[engine.GradientMessage] = []
+        self.messages: list[GradientMessage] = []
         receive = engine.BackwardPass.receive
 
         def noted(this: engine.BackwardPass, peer: str, message: tuple[Any, ...]) -> Any:
-            self.messages.append(engine.GradientMessage(*message))
+            self.messages.append(GradientMessage(*message))
             return receive(this, peer, message)
 
         monkeypatch.setattr(engine.BackwardPass, "receive", noted)
@@ -108,18 +110,17 @@ def test_first_messages_that_cross(workers: LocalCluster, w0: Agent, first: int)
         z = w0.call("w1", tripled, y)
         loss = (z + y).sum()
         contexts = [Contexts.of(worker._runtime).find(context_id) for worker in (w0, w1)]
-        name = (w0._runtime.local_member.incarnation, 0)
         ours, theirs = contexts
         assert ours is not None
         assert theirs is not None
-        passes = [
-            engine.BackwardPass(ours, name, False, [loss]),
-            engine.BackwardPass(theirs, name, False),
+        exchanges = [
+            GradientExchange(ours, False, [loss]),
+            GradientExchange(theirs, False),
         ]
         peers = [w1._runtime.local_member.incarnation, w0._runtime.local_member.incarnation]
-        for this in passes:
-            this._run()
-        queues = [[this._news(peer)] for this, peer in zip(passes, peers, strict=True)]
+        for this in exchanges:
+            this.run()
+        queues = [[this.next_message(peer)] for this, peer in zip(exchanges, peers, strict=True)]
         for (message,) in queues:
             assert message is not None
             assert message.shortcuts
@@ -129,11 +130,11 @@ def test_first_messages_that_cross(workers: LocalCluster, w0: Agent, first: int)
             if queues[1 - turn]:
                 message = queues[1 - turn].pop(0)
                 if message is not None:
-                    passes[turn]._apply(peers[turn], message)
-                    passes[turn]._run()
-                    queues[turn].append(passes[turn]._news(peers[turn]))
+                    exchanges[turn].apply(peers[turn], message)
+                    exchanges[turn].run()
+                    queues[turn].append(exchanges[turn].next_message(peers[turn]))
             turn = 1 - turn
-        assert [this.unanswered for this in passes] == [0, 0]
+        assert [this.unanswered for this in exchanges] == [0, 0]
         found = autograd.get_gradients(context_id)[x]
     y = tripled(x)
     torch.testing.assert_close(found, torch.autograd.grad((tripled(y) + y).sum(), x)[0])

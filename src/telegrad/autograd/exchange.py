@@ -1,0 +1,299 @@
+"""`GradientExchange`: which gradients one worker gets and sends in a backward pass.
+
+Gradients go the way the tensors came. In a pass each worker tells each peer that it exchanged
+tensors with, once, which of the tensors that it has from that peer will be answered later. An
+answer is a gradient (None if it is undefined, as after a function whose backward returns None), or
+says that the loss does not depend on the tensor. That is also the answer for whatever is neither
+answered nor announced then. So every tensor that was sent is answered exactly once, unused results
+and dropped replies included, and nobody waits in vain.
+
+A worker often sends a tensor back to the peer that it came from, as in a chain of calls or an RNN.
+The gradient of what was sent back then goes to that peer again, so the peer can add it itself. A
+`Shortcut` says so. It travels with the first message to the peer, if nothing was heard of the peer
+before and nobody observes the gradient on the way. The peer uses it if it has told nothing yet.
+Otherwise the two first messages crossed, which both sides notice: the peer sends its answers as if
+there were no shortcut, and the worker passes them on. So a chain of calls to one worker takes one
+round trip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from telegrad.autograd.context import Context
+from telegrad.autograd.gradient_messages import (
+    GradientMessage,
+    Gradients,
+    pack,
+    unpack,
+)
+from telegrad.autograd.graph import GradientSource, LocalGraph
+from telegrad.autograd.send_recv import Receive, SentTensor, add_gradients
+from telegrad.errors import InternalError, TelegradError
+
+if TYPE_CHECKING:
+    from telegrad.runtime import AgentRuntime
+
+
+class GradientExchange:
+    """One worker's part of the exchange of gradients in a backward pass."""
+
+    def __init__(
+        self,
+        context: Context,
+        retain_graph: bool,
+        roots: Sequence[Tensor] = (),
+        woken_by: str | None = None,
+    ) -> None:
+        self._context = context
+        self._me = context.agent.local_member.incarnation
+        with context.lock:
+            sends, receives, self.peers = (
+                context.sends.copy(),
+                context.receives.copy(),
+                context.peers.copy(),
+            )
+        self._shortcuts: dict[str, dict[int, int]] = {}  # ours, by peer
+        # by peer, those of its shortcuts that are used here
+        self._used: dict[str, dict[int, int]] = {}
+        # by peer, those of ours that it did not use
+        self._passed_on: dict[str, dict[int, int]] = {}
+        self._sent: dict[str, set[int]] = {}  # by peer, the tickets that it has not answered
+        sources: dict[Any, GradientSource] = {}
+        for ticket, send in sends.items():
+            peer = send.peer
+            if send.leaf is None and peer != woken_by and self._is_shortcut(send, ticket, receives):
+                continue
+            sources[ticket] = send
+            if peer in self._sent:
+                self._sent[peer].add(ticket)
+            else:
+                self._sent[peer] = {ticket}
+        self._owed: dict[str, set[int]] = {}  # by peer, the tickets that it has no answer for
+        for peer, ticket in receives.values():
+            if peer in self._owed:
+                self._owed[peer].add(ticket)
+            else:
+                self._owed[peer] = {ticket}
+        for number, root in enumerate(roots):
+            sources[number, "root"] = _RootTensor(root)
+        self._sends = sends
+        self._graph = LocalGraph(sources, receives, context.slots, retain_graph)
+        for number, root in enumerate(roots):
+            self._graph.resolve((number, "root"), torch.ones_like(root))
+        # by ticket, how many further gradients the peer will send
+        self._additions: dict[int, int] = {}
+        # by ticket, what came of answers to pass on
+        self._partial: dict[int, tuple[bool, Tensor | None]] = {}
+        # messages of peers whose first message has not come
+        self._early: dict[str, list[GradientMessage]] = {}
+        self._told: set[str] = set()
+        self._heard: set[str] = set()
+        self._outgoing: dict[str, tuple[list[tuple[int, Tensor | None]], list[int]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<GradientExchange: {self._graph!r}>"
+
+    def _is_shortcut(self, send: SentTensor, ticket: int, receives: dict[Node, Receive]) -> bool:
+        """Note if a tensor was sent back to where it came from, so that the peer can answer for it itself."""
+        node = send.edge().node
+        receive = receives.get(node)
+        if receive is None or receive[0] != send.peer or send.peer == self._me:
+            return False
+        if not self._context.slots[node].is_unobserved(node):
+            return False
+        self._shortcuts.setdefault(send.peer, {})[ticket] = receive[1]
+        return True
+
+    @property
+    def unanswered(self) -> int:
+        """How many tensors went out whose gradients have not come back."""
+        return sum(len(tickets) for tickets in self._sent.values())
+
+    def apply(self, peer: str, message: GradientMessage) -> None:
+        is_first = message.announced is not None and peer not in self._heard
+        if not is_first and peer not in self._heard:
+            self._early.setdefault(peer, []).append(message)
+            return
+        gradients = unpack(message.gradients)
+        if is_first:
+            self._heard.add(peer)
+            self._agree_on_shortcuts(peer, message)
+        for ticket in message.unreached:
+            self._take_answer(peer, ticket, None, reached=False)
+        if self._additions or self._passed_on:
+            for ticket, gradient in gradients:
+                self._take_answer(peer, ticket, gradient)
+        else:
+            self._take_gradients(peer, gradients)
+        if is_first:
+            mentioned = {
+                *(message.announced or ()),
+                *message.unreached,
+                *(ticket for ticket, _ in gradients),
+            }
+            for ticket in self._sent.get(peer, set()) - mentioned:
+                self._take_answer(peer, ticket, None, reached=False)
+            for early in self._early.pop(peer, ()):
+                self.apply(peer, early)
+
+    def _agree_on_shortcuts(self, peer: str, message: GradientMessage) -> None:
+        """Find out from the first message of a peer which shortcuts are used, the peer's and ours."""
+        ours = self._shortcuts.pop(peer, None)
+        if ours and not message.has_heard:
+            self._passed_on[peer] = ours
+            self._sent.setdefault(peer, set()).update(ours)
+        waiting, owed = self._sent.get(peer, ()), self._owed.get(peer, ())
+        for sent_back, came in message.shortcuts:
+            if came not in waiting:
+                continue  # it was sent after this pass began
+            if peer in self._told:
+                self._additions[came] = self._additions.get(came, 0) + 1
+                if came in self._passed_on.get(peer, ()):
+                    continue
+            elif sent_back in owed:
+                self._used.setdefault(peer, {})[sent_back] = came
+            else:
+                continue  # it never arrived
+            self._graph.expect_another(came)
+
+    def _take_gradients(self, peer: str, gradients: Gradients) -> None:
+        """Take gradients of tensors that nothing is added to and that are not passed on."""
+        waiting, sends = self._sent.get(peer, set()), self._sends
+        taken: Gradients = []
+        for answer in gradients:
+            ticket, gradient = answer
+            if ticket in waiting:
+                waiting.discard(ticket)
+                # a map moved the tensor
+                if gradient is not None and gradient.device != sends[ticket].device:
+                    answer = (ticket, gradient.to(sends[ticket].device))
+                taken.append(answer)
+        self._graph.resolve_all(taken, own=peer != self._me)
+
+    def _take_answer(
+        self, peer: str, ticket: int, gradient: Tensor | None, *, reached: bool = True
+    ) -> None:
+        waiting = self._sent.get(peer)
+        if waiting is None or ticket not in waiting:
+            return
+        additions = self._additions.get(ticket)
+        if additions:
+            self._additions[ticket] = additions - 1
+        else:
+            waiting.discard(ticket)
+        passed_on = self._passed_on.get(peer)
+        if passed_on and ticket in passed_on:
+            before_reached, before = self._partial.pop(ticket, (False, None))
+            total = (
+                add_gradients(before, gradient)
+                if before is not None and gradient is not None
+                else gradient
+            )
+            answer = (reached or before_reached, before if total is None else total)
+            if additions:
+                self._partial[ticket] = answer
+            else:
+                self._add_outgoing(peer, passed_on[ticket], *answer)
+            return
+        if gradient is not None and gradient.device != self._sends[ticket].device:
+            gradient = gradient.to(self._sends[ticket].device)
+        self._graph.resolve(ticket, gradient, reached=reached, own=peer != self._me)
+
+    def _add_outgoing(self, peer: str, ticket: int, reached: bool, gradient: Tensor | None) -> None:
+        outgoing = self._outgoing.get(peer)
+        if outgoing is None:
+            outgoing = self._outgoing[peer] = ([], [])
+        if reached:
+            outgoing[0].append((ticket, gradient))
+        else:
+            outgoing[1].append(ticket)
+
+    def run(self) -> None:
+        """Run until only others can help. Answers for this worker itself are taken on the spot."""
+        while True:
+            try:
+                outcome = self._graph.run()
+            except Exception as error:
+                raise _located(error, self._context.agent) from error
+            if outcome.leaves:
+                self._context.add(outcome.leaves)
+            go_on = False
+            used = self._used
+            for (peer, ticket), reached, gradient in outcome.receives:
+                self._owed[peer].discard(ticket)
+                if used and ticket in used.get(peer, ()):
+                    self._graph.resolve(used[peer][ticket], gradient, reached=reached)
+                    go_on = True
+                else:
+                    self._add_outgoing(peer, ticket, reached, gradient)
+            to_myself = self.next_message(self._me) if self._me in self.peers else None
+            if to_myself is not None:
+                self.apply(self._me, to_myself)
+            elif not go_on:
+                return
+
+    def messages(self, waker: str, is_waiting: bool) -> list[tuple[str, GradientMessage]]:
+        """What peers have to be told now. The waker can wait for its reply, unless others make that late."""
+        messages = []
+        for peer in self.peers:
+            if peer not in (waker, self._me):
+                message = self.next_message(peer)
+                if message is not None:
+                    messages.append((peer, message))
+        if (messages or is_waiting) and self._outgoing.get(waker):
+            to_waker = self.next_message(waker)
+            assert to_waker is not None
+            messages.append((waker, to_waker))
+        return messages
+
+    def next_message(self, peer: str) -> GradientMessage | None:
+        """What a peer has not been told yet."""
+        gradients, unreached = self._outgoing.pop(peer, ([], []))
+        # it may not be one of the peers: what it sent can have come after the pass began
+        if peer not in self._told:
+            self._told.add(peer)
+            announced = list(self._owed.get(peer, ()))
+            if peer in self._used:
+                announced = [ticket for ticket in announced if ticket not in self._used[peer]]
+            passed_on = self._passed_on.get(peer, {})
+            shortcuts = list(self._shortcuts.get(peer, passed_on).items())
+            added_to = set(passed_on.values())  # what is not mentioned of others is unreached
+            unreached = [ticket for ticket in unreached if ticket in added_to]
+            return GradientMessage(
+                pack(gradients), unreached, announced, shortcuts, peer in self._heard
+            )
+        if not gradients and not unreached:
+            return None
+        return GradientMessage(pack(gradients), unreached, None)
+
+
+class _RootTensor:
+    """A tensor that a pass begins with."""
+
+    leaf: Tensor | None = None
+
+    def __init__(self, root: Tensor) -> None:
+        self._root = root
+
+    def edge(self) -> GradientEdge:
+        assert self._root.grad_fn is not None
+        return GradientEdge(self._root.grad_fn, self._root.output_nr)
+
+    def node_behind(self) -> Node:
+        raise InternalError("a root always has a gradient")
+
+
+def _located(error: Exception, agent: AgentRuntime) -> Exception:
+    """An error of the user's own graph, with the worker that it happened on; as torch, always a RuntimeError."""
+    if isinstance(error, TelegradError):
+        return error
+    what = str(error) if isinstance(error, RuntimeError) else f"{error} ({type(error).__name__})"
+    return RuntimeError(
+        f"Error on Node {agent.local_member.rank}: {what} [worker {agent.name!r}, in the backward pass]"
+    )
