@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from telegrad import autograd, param_groups
-from telegrad.autograd.context import Context
 from telegrad.autograd.registry import Contexts, find_context
+from telegrad.autograd.worker_context import Context
 from telegrad.errors import InternalError, UsageError, WorkersFailed
 from telegrad.futures import Future
 from telegrad.param_groups import Options

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from telegrad import autograd
 from telegrad.agent import Agent
-from telegrad.autograd.graph import LocalGraph
+from telegrad.autograd.local_graph import LocalGraph
 from telegrad.autograd.send_recv import ANCHOR, GradientSlot, ReceivedTensor, SentTensor
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import alone, assert_equal, everything, new_leaf, weigh, weight

@@ -19,6 +19,6 @@ from telegrad.autograd.api import _new_context as _new_context
 from telegrad.autograd.api import _release_context as _release_context
 from telegrad.autograd.api import _retrieve_context as _retrieve_context
 from telegrad.autograd.api import backward, context, get_gradients, is_available
-from telegrad.autograd.context import Context as DistAutogradContext
+from telegrad.autograd.worker_context import Context as DistAutogradContext
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from telegrad.agent import Agent, runtime_of
 from telegrad.autograd import engine
-from telegrad.autograd.context import NUMBER_BITS, Context, current_context
 from telegrad.autograd.registry import Contexts, find_context, open_context
 from telegrad.autograd.tracker import ContextTracker
+from telegrad.autograd.worker_context import NUMBER_BITS, Context, current_context
 from telegrad.errors import UsageError
 from telegrad.messages import scope
 from telegrad.messages.scope import current_scope

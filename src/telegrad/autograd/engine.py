@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad.autograd.context import Context
 from telegrad.autograd.exchange import GradientExchange
 from telegrad.autograd.gradient_messages import (
     GradientMessage,
     GradientReply,
 )
 from telegrad.autograd.registry import Contexts
+from telegrad.autograd.worker_context import Context
 from telegrad.errors import InternalError, PeerLost, UsageError
 from telegrad.futures import Future
 from telegrad.messages.routes import allow_any_device

@@ -25,15 +25,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from telegrad.autograd.context import Context
 from telegrad.autograd.gradient_messages import (
     GradientMessage,
     Gradients,
     pack,
     unpack,
 )
-from telegrad.autograd.graph import GradientSource, LocalGraph
-from telegrad.autograd.send_recv import Receive, SentTensor, add_gradients
+from telegrad.autograd.gradients import add_gradients
+from telegrad.autograd.local_graph import GradientSource, LocalGraph
+from telegrad.autograd.send_recv import Receive, SentTensor
+from telegrad.autograd.worker_context import Context
 from telegrad.errors import InternalError, TelegradError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import weakref
 from typing import TYPE_CHECKING
 
 from telegrad.autograd import hooks
-from telegrad.autograd.context import MAX_ENDED_PER_CALL, NUMBER_BITS, Context, decode_ids
 from telegrad.autograd.shared_parameters import SharedParameters
+from telegrad.autograd.worker_context import MAX_ENDED_PER_CALL, NUMBER_BITS, Context, decode_ids
 from telegrad.errors import PeerLost, TelegradError, UsageError
 from telegrad.group.membership import Member
 from telegrad.messages.packing import MessageContext

@@ -142,5 +142,11 @@ def accumulator(leaf: Tensor) -> Node:
     return edge_of(leaf)[0]
 
 
-def add_gradients(a: Tensor, b: Tensor) -> Tensor:
-    return b + a if a.is_sparse and not b.is_sparse else a + b
+def leaf_of(accumulator: Any) -> Tensor:
+    """Return the leaf that an `AccumulateGrad` node belongs to."""
+    leaf: Tensor = accumulator.variable
+    return leaf
+
+
+ACCUMULATE_GRAD = type(accumulator(ANCHOR))  # the type of the node where gradients of a leaf end
+RECEIVED: Any = ReceivedTensor._backward_cls  # the type of the node of a received tensor

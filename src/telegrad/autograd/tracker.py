@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from telegrad.autograd.context import Context
 from telegrad.autograd.send_recv import is_computed
 from telegrad.autograd.untracked import untracked_results
+from telegrad.autograd.worker_context import Context
 from telegrad.messages.packing import MessageContext, current_message, message_resource
 from telegrad.messages.scope import current_scope
 

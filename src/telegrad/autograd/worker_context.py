@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from telegrad.autograd.send_recv import GradientSlot, Receive, SentTensor, add_gradients, attach
+from telegrad.autograd.gradients import add_gradients
+from telegrad.autograd.send_recv import GradientSlot, Receive, SentTensor, attach
 from telegrad.errors import PeerLost
 from telegrad.messages.packing import MessageContext
 from telegrad.messages.scope import current_scope
