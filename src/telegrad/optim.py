@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from telegrad import autograd, param_groups
-from telegrad.autograd.registry import Contexts, find_context
+from telegrad.autograd.registry import ContextRegistry, find_context
 from telegrad.autograd.worker_context import Context
 from telegrad.errors import InternalError, UsageError, WorkersFailed
 from telegrad.futures import Future
@@ -64,7 +64,7 @@ class _WorkerOptimizer:
         self._turn = agent.service(_StepLock)
         self._numbers: list[int] = []
         self._groups: list[int] = []
-        self._versions = Contexts.of(agent).versions
+        self._versions = ContextRegistry.of(agent).versions
         self._optimizer = make([self._take(share) for share in shares])
         self._versions.share(self._parameters)
 

@@ -732,11 +732,11 @@ def test_small_gradients_travel_as_one_tensor() -> None:
     ]
     packed = pack(mixed)  # type: ignore[arg-type]
     assert isinstance(packed, tuple)
-    assert {ticket for ticket, _ in packed[0]} == {5, 6, 22, 23, 24}
+    assert {tensor_id for tensor_id, _ in packed[0]} == {5, 6, 22, 23, 24}
     found = dict(unpack(packed))
-    assert found.keys() == {ticket for ticket, _ in mixed}
-    for ticket, gradient in mixed:
+    assert found.keys() == {tensor_id for tensor_id, _ in mixed}
+    for tensor_id, gradient in mixed:
         if gradient is None:
-            assert found[ticket] is None
+            assert found[tensor_id] is None
         else:
-            torch.testing.assert_close(found[ticket], gradient)
+            torch.testing.assert_close(found[tensor_id], gradient)

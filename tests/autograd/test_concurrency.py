@@ -15,7 +15,7 @@ from telegrad import autograd
 from telegrad.agent import Agent
 from telegrad.autograd import engine
 from telegrad.autograd.gradient_messages import GradientMessage
-from telegrad.autograd.registry import Contexts
+from telegrad.autograd.registry import ContextRegistry
 from telegrad.autograd.send_recv import SentTensor
 from telegrad.errors import JoinError
 from telegrad.futures import Future
@@ -127,7 +127,7 @@ def test_leaves_are_used_and_sent_by_many_threads() -> None:
 
 def new_pass(w0: Agent) -> tuple[engine.BackwardPass, str]:
     """A pass on w0 that has something to tell w1, as the thread that is busy with it sees it."""
-    context = Contexts.of(w0._runtime).begin()
+    context = ContextRegistry.of(w0._runtime).begin()
     token = current_scope.set(context)
     y = w0.call("w1", weigh, new_leaf())
     current_scope.reset(token)
@@ -149,7 +149,7 @@ class Interrupted:
         self._lock.release()
         if not self._this._busy and not self._happened:
             self._happened = True
-            assert self._this._put(engine._ReceivedMessage("somebody", None, Future()))
+            assert self._this._enqueue(engine._ReceivedMessage("somebody", None, Future()))
 
 
 @pytest.mark.parametrize("transport", ["memory"])
@@ -171,4 +171,4 @@ def test_a_message_that_cannot_be_sent_fails_the_pass(
     this, peer = new_pass(w0)
     monkeypatch.setattr(w0._runtime, "start", refuse)
     assert this._send([(peer, GradientMessage([], [], [])), (peer, GradientMessage([], [], []))])
-    assert [type(arrival.message) for arrival in this._inbox] == [JoinError, JoinError]
+    assert [type(received.message) for received in this._inbox] == [JoinError, JoinError]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from telegrad import autograd
 from telegrad.agent import Agent
-from telegrad.autograd.registry import Contexts
+from telegrad.autograd.registry import ContextRegistry
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.testing import LocalCluster
@@ -142,11 +142,11 @@ def test_a_part_whose_beginning_does_not_know_it_is_forgotten(
     workers: LocalCluster, w0: Agent
 ) -> None:
     """As if the word that the context ended had been lost."""
-    orphan = Contexts.of(workers["w1"]._runtime).open(12345)
+    orphan = ContextRegistry.of(workers["w1"]._runtime).open(12345)
     assert orphan is not None
     with autograd.context(agent=w0) as context_id:
         w0.call("w1", weigh, new_leaf())
-        Contexts.of(workers["w1"]._runtime).audit()
+        ContextRegistry.of(workers["w1"]._runtime).audit()
         assert orphan.released
         assert w0.call("w1", is_there, context_id)
 
@@ -155,7 +155,7 @@ def test_a_pass_over_a_part_that_has_ended_fails(workers: LocalCluster, w0: Agen
     """Whatever made a worker forget its part: the gradients that are missing are not missing silently."""
     with autograd.context(agent=w0) as context_id:
         y = w0.call("w1", weigh, new_leaf())
-        Contexts.of(workers["w1"]._runtime).end(context_id)
+        ContextRegistry.of(workers["w1"]._runtime).end(context_id)
         with pytest.raises(UsageError, match="has ended on worker 'w1'"):
             autograd.backward(context_id, [y.sum()])
 

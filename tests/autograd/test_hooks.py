@@ -12,8 +12,8 @@ from telegrad import autograd
 from telegrad.agent import Agent
 from telegrad.autograd.local_graph import LocalGraph
 from telegrad.autograd.send_recv import (
-    ANCHOR,
-    GradientSlot,
+    DUMMY_LEAF,
+    GradientCapture,
     ReceivedTensor,
     SentTensor,
     accumulator,
@@ -108,13 +108,13 @@ def test_a_hook_on_a_leaf_sees_the_whole_gradient_once(
 def test_a_hook_never_sees_part_of_a_gradient() -> None:
     """Something unrelated can be answered while one of two gradients of a tensor is there: its hooks must wait."""
     seen: list[list[float]] = []
-    leaf, slot = new_leaf(), GradientSlot()
-    arrived = ReceivedTensor.apply(ANCHOR, (torch.ones(3),), slot)  # type: ignore[no-untyped-call]
+    leaf, capture = new_leaf(), GradientCapture()
+    arrived = ReceivedTensor.apply(DUMMY_LEAF, (torch.ones(3),), capture)  # type: ignore[no-untyped-call]
     y = 2 * leaf
     y.register_hook(lambda gradient: seen.append(gradient.tolist()))
     sources = {"y": SentTensor(y, "somebody"), "z": SentTensor(3 * y, "somebody")}
     graph = LocalGraph(
-        sources, {arrived.grad_fn: ("somebody", 1)}, {arrived.grad_fn: slot}, retain_graph=False
+        sources, {arrived.grad_fn: ("somebody", 1)}, {arrived.grad_fn: capture}, retain_graph=False
     )
     graph.resolve("y", torch.ones_like(y))
     assert graph.run() == ([], [(("somebody", 1), False, None)])

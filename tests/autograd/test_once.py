@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from telegrad import autograd
 from telegrad.agent import Agent
 from telegrad.autograd.local_graph import LocalGraph
-from telegrad.autograd.send_recv import ANCHOR, GradientSlot, ReceivedTensor, SentTensor
+from telegrad.autograd.send_recv import DUMMY_LEAF, GradientCapture, ReceivedTensor, SentTensor
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import alone, assert_equal, everything, new_leaf, weigh, weight
 
@@ -333,15 +333,15 @@ def calls_for(count: int, loss_of: Callable[[list[Tensor], Tensor, Tensor], Tens
     leaf = new_leaf()
     shared = leaf.exp().sin()
     sources: dict[Any, SentTensor] = {}
-    receives, slots = {}, {}
+    receives, captures = {}, {}
     states: list[Tensor] = []
     sent: list[Tensor] = []
     for number in range(count):
-        slot = GradientSlot()
-        arrived = ReceivedTensor.apply(ANCHOR, (torch.ones(3, dtype=torch.double),), slot)  # type: ignore[no-untyped-call]
+        capture = GradientCapture()
+        arrived = ReceivedTensor.apply(DUMMY_LEAF, (torch.ones(3, dtype=torch.double),), capture)  # type: ignore[no-untyped-call]
         states.append(arrived)
         receives[arrived.grad_fn] = "somebody", number
-        slots[arrived.grad_fn] = slot
+        captures[arrived.grad_fn] = capture
         sent.append((arrived * leaf).sin() * shared)
         sources[number] = SentTensor(sent[-1], "somebody")
     loss = loss_of(states, sent[-1], leaf)
@@ -350,7 +350,7 @@ def calls_for(count: int, loss_of: Callable[[list[Tensor], Tensor, Tensor], Tens
         ends, leaf, [torch.ones_like(end) for end in ends], retain_graph=True
     )
     sources["loss"] = SentTensor(loss, "somebody")
-    graph = LocalGraph(sources, receives, slots, retain_graph=False)
+    graph = LocalGraph(sources, receives, captures, retain_graph=False)
     found = 0
 
     def count_calls(*_: Any) -> None:

@@ -13,7 +13,7 @@ from telegrad.agent import Agent
 from telegrad.autograd import engine
 from telegrad.autograd.exchange import GradientExchange
 from telegrad.autograd.gradient_messages import GradientMessage
-from telegrad.autograd.registry import Contexts
+from telegrad.autograd.registry import ContextRegistry
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import new_leaf
 
@@ -109,7 +109,7 @@ def test_first_messages_that_cross(workers: LocalCluster, w0: Agent, first: int)
         y = w0.call("w1", identity, w0.call("w1", tripled, w0.call("w1", identity, x)))
         z = w0.call("w1", tripled, y)
         loss = (z + y).sum()
-        contexts = [Contexts.of(worker._runtime).find(context_id) for worker in (w0, w1)]
+        contexts = [ContextRegistry.of(worker._runtime).find(context_id) for worker in (w0, w1)]
         ours, theirs = contexts
         assert ours is not None
         assert theirs is not None

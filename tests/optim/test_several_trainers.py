@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from telegrad import autograd, current_agent
 from telegrad.agent import Agent
 from telegrad.autograd import shared_parameters
-from telegrad.autograd.registry import Contexts
+from telegrad.autograd.registry import ContextRegistry
 from telegrad.messages.scope import current_scope
 from telegrad.optim import DistributedOptimizer
 from telegrad.refs import RRef, remote
@@ -165,7 +165,7 @@ def test_a_step_does_not_change_what_a_call_computes_with(
     cluster: Callable[..., LocalCluster],
 ) -> None:
     workers = cluster(2)
-    w0, shared = workers["w0"], Contexts.of(workers["w1"]._runtime).versions
+    w0, shared = workers["w0"], ContextRegistry.of(workers["w1"]._runtime).versions
     network = remote("w1", Network, agent=w0)
     _, two = optimizers(network, 2)
     x = torch.ones(1, 4, dtype=torch.float64)
@@ -229,4 +229,4 @@ def address(parameter: RRef[Tensor]) -> int:
 def versions_are_active() -> bool:
     agent = current_agent()
     assert agent is not None
-    return Contexts.of(agent._runtime).versions.active
+    return ContextRegistry.of(agent._runtime).versions.active

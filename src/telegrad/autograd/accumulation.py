@@ -47,7 +47,7 @@ def replicated() -> Replicated:
     }
 
 
-def any_watched(accumulators: Sequence[Any], instances: Replicated) -> bool:
+def any_observed(accumulators: Sequence[Any], instances: Replicated) -> bool:
     """Does somebody wait for the gradient of one of these leaves to be accumulated?"""
     for accumulator in accumulators:
         leaf = accumulator.variable
@@ -56,21 +56,21 @@ def any_watched(accumulators: Sequence[Any], instances: Replicated) -> bool:
     return _checks.find_hooks(accumulators)
 
 
-def checker(instances: Replicated) -> Callable[[Tensor], bool]:
+def observation_check(instances: Replicated) -> Callable[[Tensor], bool]:
     """Return a function: does somebody wait for the gradient of this leaf to be accumulated, as far as is known?
 
     It holds for the time being: hooks that are added later make it wrong.
     """
-    clean, count = _checks.clean, hooks.hooks_of_others()
+    clean, count = _checks.clean, hooks.count_foreign_hooks()
 
-    def is_watched(leaf: Tensor) -> bool:
+    def is_observed(leaf: Tensor) -> bool:
         key = id(leaf)
         known = clean.get(key)
         if known is None or known[1] != count or known[0]() is not leaf:
             return True  # not known to have no hooks
         return bool(leaf._post_accumulate_grad_hooks) or key in instances
 
-    return is_watched
+    return is_observed
 
 
 def take_gradient(leaf: Tensor, instances: Replicated) -> Tensor | None:
@@ -81,7 +81,7 @@ def take_gradient(leaf: Tensor, instances: Replicated) -> Tensor | None:
     return leaf.grad
 
 
-def refuse_sharded(
+def raise_if_sharded(
     leaves: Iterable[Tensor], with_gradients: Iterable[tuple[Tensor, Tensor]]
 ) -> None:
     """Raise if one of these is a gathered parameter of a module under `fully_shard` (FSDP2).
@@ -132,7 +132,7 @@ class _Checks:
     def find_hooks(self, accumulators: Sequence[Any]) -> bool:
         """Has one of these nodes a hook?"""
         with self._lock:
-            clean, count = self.clean, hooks.hooks_of_others()
+            clean, count = self.clean, hooks.count_foreign_hooks()
             for node in accumulators:
                 leaf = node.variable
                 key = id(leaf)

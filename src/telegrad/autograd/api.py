@@ -8,9 +8,9 @@ from torch import Tensor
 
 from telegrad.agent import Agent, runtime_of
 from telegrad.autograd import engine
-from telegrad.autograd.registry import Contexts, find_context, open_context
+from telegrad.autograd.registry import ContextRegistry, find_context, open_context
 from telegrad.autograd.tracker import ContextTracker
-from telegrad.autograd.worker_context import NUMBER_BITS, Context, current_context
+from telegrad.autograd.worker_context import CONTEXT_ID_BITS, Context, current_context
 from telegrad.errors import UsageError
 from telegrad.messages import scope
 from telegrad.messages.scope import current_scope
@@ -61,7 +61,7 @@ def _begin(agent: Agent | None) -> Context:
             "Already have an autograd context id for this thread; contexts do not nest. Leave the block of the one "
             "before you enter another"
         )
-    context = Contexts.of(runtime).begin()
+    context = ContextRegistry.of(runtime).begin()
     current_scope.set(context)
     return context
 
@@ -143,7 +143,7 @@ def _get_debug_info() -> dict[str, int]:
     agent = active_runtime()
     if agent is None:
         return {"num_current_backward_passes": 0, "num_autograd_contexts": 0}
-    contexts = Contexts.of(agent)
+    contexts = ContextRegistry.of(agent)
     return {
         "num_current_backward_passes": contexts.count_passes(),
         "num_autograd_contexts": contexts.statistics()["autograd_contexts"],
@@ -170,7 +170,7 @@ def _is_valid_context(context_id: int) -> None:
 def _get_max_id() -> int:
     agent = active_runtime()
     rank = 0 if agent is None else agent.local_member.rank
-    return (rank << NUMBER_BITS) | ((1 << NUMBER_BITS) - 1)
+    return (rank << CONTEXT_ID_BITS) | ((1 << CONTEXT_ID_BITS) - 1)
 
 
 tensors.set_gradient_tracker(ContextTracker())

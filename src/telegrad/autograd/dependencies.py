@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch.autograd.graph import Node
 
-from telegrad.autograd.send_recv import ACCUMULATE_GRAD, RECEIVED, Receive
+from telegrad.autograd.send_recv import ACCUMULATE_GRAD, RECEIVED, TensorOrigin
 from telegrad.errors import UsageError
 
-_LONGEST_WAY = 4  # nodes between one that runs and a leaf that need not wait
+_MAX_PATH_LENGTH = 4  # nodes between one that runs and a leaf that need not wait
 
 
 class Dependencies:
@@ -19,7 +19,7 @@ class Dependencies:
     complete, or it is known that there are none. `decided` goes on from there.
     """
 
-    def __init__(self, starts: Iterable[Node], receives: Mapping[Node, Receive]) -> None:
+    def __init__(self, starts: Iterable[Node], receives: Mapping[Node, TensorOrigin]) -> None:
         self._receives = receives
         self.children: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
         self._parents: dict[Node, list[Node]] = {}
@@ -120,7 +120,7 @@ class Dependencies:
         path = [node]
         if self._waits(node):
             return []
-        while len(path) <= _LONGEST_WAY:
+        while len(path) <= _MAX_PATH_LENGTH:
             following = [child for child, _ in self.children[path[-1]] if child is not None]
             if len(following) != 1:
                 break

@@ -6,7 +6,7 @@ and Scholten's way to notice the end of a diffusing computation). When the worke
 replies, everybody is done. Replies carry gradients too, so a call and its backward pass take one
 round trip each.
 
-State: `_inbox`, `_busy`, `_under_way` under `_lock`; the thread that set `_busy` alone touches the
+State: `_inbox`, `_busy`, `_unreplied` under `_lock`; the thread that set `_busy` alone touches the
 rest. A pass that failed fails everybody who waits for it and takes nothing more.
 """
 
@@ -23,7 +23,7 @@ from telegrad.autograd.gradient_messages import (
     GradientMessage,
     GradientReply,
 )
-from telegrad.autograd.registry import Contexts
+from telegrad.autograd.registry import ContextRegistry
 from telegrad.autograd.worker_context import Context
 from telegrad.errors import InternalError, PeerLost, UsageError
 from telegrad.futures import Future
@@ -44,10 +44,10 @@ class _ReceivedMessage(NamedTuple):
 def run(context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
     """A backward pass that begins here."""
     agent = context.agent
-    identity = (agent.local_member.incarnation, next(context.contexts.passes))
-    this = BackwardPass(context, identity, retain_graph, roots)
+    pass_id = (agent.local_member.incarnation, next(context.contexts.passes))
+    this = BackwardPass(context, pass_id, retain_graph, roots)
     with context.lock:
-        context.passes[identity] = this
+        context.passes[pass_id] = this
     # the messages of a pass do not run under the context themselves
     token = current_scope.set(None)
     try:
@@ -64,28 +64,28 @@ class BackwardPass:
     def __init__(
         self,
         context: Context,
-        identity: PassId,
+        pass_id: PassId,
         retain_graph: bool,
         roots: Sequence[Tensor] = (),
-        woken_by: str | None = None,
+        activated_by: str | None = None,
     ) -> None:
         self._context = context
         self._agent = context.agent
         self._me = context.agent.local_member.incarnation
-        self._identity = identity
+        self._pass_id = pass_id
         self._retain_graph = retain_graph
-        self._exchange = GradientExchange(context, retain_graph, roots, woken_by)
+        self._exchange = GradientExchange(context, retain_graph, roots, activated_by)
         self._waker: _ReceivedMessage | None = None
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._inbox: list[_ReceivedMessage] = []
         self._busy = False
-        self._under_way = 0
+        self._unreplied = 0
 
     def __repr__(self) -> str:
         return (
-            f"<BackwardPass {self._identity} on {self._agent.name!r}: {self._exchange!r}, "
-            f"{self._under_way} messages under way>"
+            f"<BackwardPass {self._pass_id} on {self._agent.name!r}: {self._exchange!r}, "
+            f"{self._unreplied} messages under way>"
         )
 
     @property
@@ -96,7 +96,7 @@ class BackwardPass:
     def begin(self) -> None:
         """Start here, and return when all workers are done."""
         done = GradientReply()
-        self._take(_ReceivedMessage(self._me, None, done))
+        self._handle(_ReceivedMessage(self._me, None, done))
         outcome = done.take()
         if isinstance(outcome, Future):
             outcome.wait()
@@ -104,61 +104,61 @@ class BackwardPass:
     def receive(self, peer: str, message: Sequence[Any]) -> Any:
         """A message of another worker; returns the reply."""
         reply = GradientReply()
-        self._take(_ReceivedMessage(peer, message, reply))
+        self._handle(_ReceivedMessage(peer, message, reply))
         outcome = reply.take()
         return DeferredReply(outcome) if isinstance(outcome, Future) else outcome
 
-    def _take(self, arrival: _ReceivedMessage) -> None:
-        if self._put(arrival):
-            self._work()
+    def _handle(self, received: _ReceivedMessage) -> None:
+        if self._enqueue(received):
+            self._process_inbox()
 
-    def _put(self, arrival: _ReceivedMessage) -> bool:
+    def _enqueue(self, received: _ReceivedMessage) -> bool:
         """True if the calling thread has to deal with it, since nobody else is busy."""
         with self._lock:
-            self._inbox.append(arrival)
-            if arrival.reply is None:
-                self._under_way -= 1
+            self._inbox.append(received)
+            if received.reply is None:
+                self._unreplied -= 1
             was_busy, self._busy = self._busy, True
             return not was_busy
 
-    def _work(self) -> None:
+    def _process_inbox(self) -> None:
         """Deal with what arrives until nothing is left to do here."""
         while True:
             with self._lock:
-                arrivals, self._inbox = self._inbox, []
-                if not arrivals and (self._under_way or self._waker is None):
+                received_messages, self._inbox = self._inbox, []
+                if not received_messages and (self._unreplied or self._waker is None):
                     self._busy = False
                     return
-            if not arrivals:
+            if not received_messages:
                 self._reply_to_waker()
                 continue
             try:
-                messages = self._step(arrivals)
+                messages = self._step(received_messages)
             except Exception as error:
-                self._fail(error, arrivals)
+                self._fail(error, received_messages)
                 continue
             if not self._send(messages):
                 return
 
-    def _step(self, arrivals: list[_ReceivedMessage]) -> list[tuple[str, GradientMessage]]:
+    def _step(self, received_messages: list[_ReceivedMessage]) -> list[tuple[str, GradientMessage]]:
         """Apply messages, run, reply to those that need not wait; returns the messages to send."""
         if self._error is not None:
             raise self._error
         self._context.check()
-        for arrival in arrivals:
-            if isinstance(arrival.message, Exception):
-                raise arrival.message
-            if arrival.message is not None:
-                self._exchange.apply(arrival.peer, GradientMessage(*arrival.message))
+        for received in received_messages:
+            if isinstance(received.message, Exception):
+                raise received.message
+            if received.message is not None:
+                self._exchange.apply(received.peer, GradientMessage(*received.message))
         self._exchange.run()
-        for arrival in arrivals:
-            if arrival.reply is not None:
+        for received in received_messages:
+            if received.reply is not None:
                 if self._waker is None:
-                    self._waker = arrival
+                    self._waker = received
                 else:
-                    arrival.reply.settle(self._exchange.next_message(arrival.peer))
+                    received.reply.settle(self._exchange.next_message(received.peer))
         waker = self._me if self._waker is None else self._waker.peer
-        return self._exchange.messages(waker, self._under_way > 0)
+        return self._exchange.messages(waker, self._unreplied > 0)
 
     def _reply_to_waker(self) -> None:
         """All is done here, unless somebody died since: what went through it, or ended there, is lost."""
@@ -173,17 +173,17 @@ class BackwardPass:
             None if waker.peer == self._me else self._exchange.next_message(waker.peer)
         )
 
-    def _fail(self, error: Exception, arrivals: list[_ReceivedMessage]) -> None:
+    def _fail(self, error: Exception, received_messages: list[_ReceivedMessage]) -> None:
         """End the pass on this worker: everybody who waits for it learns why."""
         if self._agent.closing:  # whoever it could not reach is not to blame
             name = self._agent.name
             error = PeerLost(f"worker {name!r} left the group during the backward pass", peer=name)
         self._error = error
-        waiting = arrivals if self._waker is None else [self._waker, *arrivals]
+        waiting = received_messages if self._waker is None else [self._waker, *received_messages]
         self._waker = None
-        for arrival in waiting:
-            if arrival.reply is not None:
-                arrival.reply.settle(None, error)
+        for received in waiting:
+            if received.reply is not None:
+                received.reply.settle(None, error)
 
     def _send(self, messages: list[tuple[str, GradientMessage]]) -> bool:
         """Send messages. This thread waits for the last reply, if nothing else is to be done.
@@ -193,7 +193,7 @@ class BackwardPass:
         if not messages:
             return True
         with self._lock:
-            self._under_way += len(messages)
+            self._unreplied += len(messages)
         for peer, message in messages[:-1]:
             self._start(peer, message)
         peer, message = messages[-1]
@@ -205,25 +205,33 @@ class BackwardPass:
             return True
         try:
             reply = self._agent.invoke(
-                self._exchange.peers[peer], _deliver, self._arguments(peer, message), None, None
+                self._exchange.peers[peer],
+                _receive_message,
+                self._arguments(peer, message),
+                None,
+                None,
             )
         except Exception as error:
             reply = error
-        return self._put(_ReceivedMessage(peer, reply, None))
+        return self._enqueue(_ReceivedMessage(peer, reply, None))
 
     def _start(self, peer: str, message: GradientMessage) -> None:
         try:
             future = self._agent.start(
-                self._exchange.peers[peer], _deliver, self._arguments(peer, message), None, None
+                self._exchange.peers[peer],
+                _receive_message,
+                self._arguments(peer, message),
+                None,
+                None,
             )
         except Exception as error:
             # for the thread that is busy, which is this one
-            self._put(_ReceivedMessage(peer, error, None))
+            self._enqueue(_ReceivedMessage(peer, error, None))
             return
 
         def take() -> None:
             error = future.exception()
-            self._take(
+            self._handle(
                 _ReceivedMessage(
                     peer, error if isinstance(error, Exception) else future.wait(), None
                 )
@@ -235,7 +243,7 @@ class BackwardPass:
         return (
             peer,
             self._context.number,
-            self._identity,
+            self._pass_id,
             self._retain_graph,
             self._me,
             tuple(message),
@@ -244,8 +252,8 @@ class BackwardPass:
 
 @trusted
 @allow_any_device
-def _deliver(
-    me: str, number: int, identity: PassId, retain_graph: bool, sender: str, message: Sequence[Any]
+def _receive_message(
+    me: str, number: int, pass_id: PassId, retain_graph: bool, sender: str, message: Sequence[Any]
 ) -> Any:
     """A message of a pass arrives."""
     agent = active_runtime()
@@ -253,7 +261,7 @@ def _deliver(
         raise PeerLost(
             "a worker restarted since tensors were sent to it under this autograd context; start a new one"
         )
-    contexts = Contexts.of(agent)
+    contexts = ContextRegistry.of(agent)
     context = contexts.find(number)
     if context is None:
         if contexts.has_ended(number):
@@ -262,9 +270,9 @@ def _deliver(
             )
         return tuple(GradientMessage([], [], []))  # nothing of the context has arrived here
     with context.lock:
-        this = context.passes.get(identity)
+        this = context.passes.get(pass_id)
     if this is None:
-        made = BackwardPass(context, identity, retain_graph, woken_by=sender)
+        made = BackwardPass(context, pass_id, retain_graph, activated_by=sender)
         with context.lock:
-            this = context.passes.setdefault(identity, made)
+            this = context.passes.setdefault(pass_id, made)
     return this.receive(sender, message)

@@ -27,14 +27,14 @@ def pack(gradients: Gradients) -> Gradients | PackedGradients:
     These are CPU tensors of the dtype that the first gradient has, in the order of their shapes.
     """
     if len(gradients) < _MANY:
-        return [(ticket, _without_repetition(gradient)) for ticket, gradient in gradients]
+        return [(tensor_id, _without_repetition(gradient)) for tensor_id, gradient in gradients]
     dtype = next((gradient.dtype for _, gradient in gradients if gradient is not None), None)
     others: Gradients = []
     # None: these are not packed
     by_kind: dict[tuple[Any, ...], tuple[list[int], list[Tensor]] | None] = {}
-    for ticket, gradient in gradients:
+    for tensor_id, gradient in gradients:
         if type(gradient) is not Tensor:
-            others.append((ticket, gradient))
+            others.append((tensor_id, gradient))
             continue
         kind = _kind(gradient)
         if kind in by_kind:
@@ -44,9 +44,9 @@ def pack(gradients: Gradients) -> Gradients | PackedGradients:
                 ([], []) if gradient.dtype == dtype and _is_small(gradient) else None
             )
         if group is None:
-            others.append((ticket, gradient))
+            others.append((tensor_id, gradient))
         else:
-            group[0].append(ticket)
+            group[0].append(tensor_id)
             group[1].append(gradient)
     if len(gradients) - len(others) < _MANY:
         return gradients
@@ -56,16 +56,16 @@ def pack(gradients: Gradients) -> Gradients | PackedGradients:
         for shape, (_, group) in by_shape.items()
     ]
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return others, [(tickets, tuple(shape)) for shape, (tickets, _) in by_shape.items()], flat
+    return others, [(tensor_ids, tuple(shape)) for shape, (tensor_ids, _) in by_shape.items()], flat
 
 
 def unpack(packed: Gradients | PackedGradients) -> Gradients:
     if isinstance(packed, list):
         return packed
     gradients, groups, flat = packed
-    sizes = [len(tickets) * math.prod(shape) for tickets, shape in groups]
-    for (tickets, shape), part in zip(groups, torch.split(flat, sizes), strict=True):
-        gradients += zip(tickets, part.view(len(tickets), *shape).unbind(), strict=True)
+    sizes = [len(tensor_ids) * math.prod(shape) for tensor_ids, shape in groups]
+    for (tensor_ids, shape), part in zip(groups, torch.split(flat, sizes), strict=True):
+        gradients += zip(tensor_ids, part.view(len(tensor_ids), *shape).unbind(), strict=True)
     return gradients
 
 

@@ -17,7 +17,7 @@ _run_backward = torch.autograd.graph._engine_run_backward
 
 class NodeGradient(NamedTuple):
     tensor: Tensor
-    is_own: bool  # nobody else has it
+    is_exclusive: bool  # nobody else has it
 
 
 class RunRoot(NamedTuple):
@@ -46,7 +46,7 @@ class PendingGradients:
         known = pending.get(output)
         if known is None:
             pending[output] = NodeGradient(gradient, False)
-        elif known.is_own and _can_add_in_place(known.tensor, gradient):
+        elif known.is_exclusive and _can_add_in_place(known.tensor, gradient):
             known.tensor.add_(gradient)
         else:
             pending[output] = NodeGradient(add_gradients(known.tensor, gradient), True)
@@ -62,12 +62,12 @@ class PendingGradients:
         for node in nodes:
             for output, gradient in self.gradients.pop(node, {}).items():
                 roots.append(RunRoot(GradientEdge(node, output), gradient))
-            behind = self.undefined.pop(node, None)
-            if behind is not None:
-                metadata: Any = behind._input_metadata[0]
+            preceding = self.undefined.pop(node, None)
+            if preceding is not None:
+                metadata: Any = preceding._input_metadata[0]
                 zeros = torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
-                hooks.add_hook(behind.register_hook, _return_undefined)
-                roots.append(RunRoot(GradientEdge(behind, 0), NodeGradient(zeros, False)))
+                hooks.register_own_hook(preceding.register_hook, _return_undefined)
+                roots.append(RunRoot(GradientEdge(preceding, 0), NodeGradient(zeros, False)))
         return roots
 
 
@@ -91,36 +91,36 @@ def add_gradients(a: Tensor, b: Tensor) -> Tensor:
     return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
-def owned(
+def exclusive_gradients(
     leaves: list[Tensor], gradients: Sequence[Tensor | None], roots: list[RunRoot]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return leaves with gradients that belong to nobody else and are laid out like the leaf, as in `.grad`."""
-    uses = {id(root.gradient.tensor): 1 for root in roots if not root.gradient.is_own}
+    uses = {id(root.gradient.tensor): 1 for root in roots if not root.gradient.is_exclusive}
     for gradient in gradients:
         uses[id(gradient)] = uses.get(id(gradient), 0) + 1
     return [
         (
             leaf,
             gradient
-            if uses[id(gradient)] == 1 and is_like(gradient, leaf)
-            else copy_like(gradient, leaf),
+            if uses[id(gradient)] == 1 and has_layout_of(gradient, leaf)
+            else copy_to_layout(gradient, leaf),
         )
         for leaf, gradient in zip(leaves, gradients, strict=False)
         if gradient is not None
     ]
 
 
-def is_like(gradient: Tensor, leaf: Tensor) -> bool:
+def has_layout_of(gradient: Tensor, leaf: Tensor) -> bool:
     return gradient.layout is not torch.strided or gradient.stride() == leaf.stride()
 
 
-def copy_like(gradient: Tensor, leaf: Tensor) -> Tensor:
+def copy_to_layout(gradient: Tensor, leaf: Tensor) -> Tensor:
     if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
         return gradient.clone()
     return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
-def execute(
+def run_engine(
     roots: list[RunRoot],
     ends: Sequence[Tensor | GradientEdge],
     keep_graph: bool,

@@ -2,14 +2,14 @@
 
 A part of a backward pass can end before a node whose gradient is not complete (see `graph`). The
 engine of torch cannot stop before a node: it looks at the node with an undefined gradient, and
-calls its hooks with None. `SilencedHooks` prevents that: for the graph task of one run, hooks of the
+calls its hooks with None. `SuppressedHooks` prevents that: for the graph task of one run, hooks of the
 given nodes return None, and functions written in Python return no gradients.
 
 Torch does not say which tensor hooks a node has. So `record_hooks` wraps `Tensor.register_hook`
 (once, when a process gets its first autograd context), and the wrapper notes the dictionary of
 hooks in the metadata of the node. The reference is weak, so it keeps nothing alive.
 
-State: `_SilencedHook` objects stand in hook dictionaries, and as attribute `apply` of nodes, while a
+State: `_SuppressibleHook` objects stand in hook dictionaries, and as attribute `apply` of nodes, while a
 run needs them; `_lock` guards putting them in and taking them out.
 """
 
@@ -34,21 +34,21 @@ class _Counter:
     """How many handles of hooks this package took, so that others can be counted."""
 
     ours = 0
-    at_first = 0  # what `hooks_of_others` was when `record_hooks` was called
+    at_first = 0  # what `count_foreign_hooks` was when `record_hooks` was called
 
 
-def hooks_of_others() -> int:
+def count_foreign_hooks() -> int:
     """Return a number that changes when somebody else registers a hook anywhere in the process."""
     return RemovableHandle.next_id - _Counter.ours
 
 
-def some_were_added() -> bool:
+def any_foreign_hook_added() -> bool:
     """Has anybody else registered a hook since the first context of the process began?"""
-    return hooks_of_others() != _Counter.at_first
+    return count_foreign_hooks() != _Counter.at_first
 
 
-def add_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> RemovableHandle:
-    """Register a hook without changing `hooks_of_others`."""
+def register_own_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> RemovableHandle:
+    """Register a hook without changing `count_foreign_hooks`."""
     with _lock:
         handle = register(hook)
         # not the difference of `next_id`: another thread may register one at the same time
@@ -70,7 +70,7 @@ def record_hooks() -> None:
                 _note(self, handle)
             return handle
 
-        _Counter.at_first = hooks_of_others()
+        _Counter.at_first = count_foreign_hooks()
         setattr(register_hook, _KEY, True)
         Tensor.register_hook = register_hook  # type: ignore[method-assign]
 
@@ -107,7 +107,7 @@ def node_hooks(node: Node) -> list[dict[int, Any]]:
     """Return the dictionaries of pre-hooks and post-hooks of a node that are not empty."""
     found = []
     for register in (node.register_prehook, node.register_hook):
-        handle = add_hook(register, _ignore)
+        handle = register_own_hook(register, _ignore)
         hooks = handle.hooks_dict_ref()
         handle.remove()
         if hooks:
@@ -119,13 +119,13 @@ def _ignore(*_: Any) -> None:
     """Stand for a hook that is removed at once, so this never runs."""
 
 
-class _SilencedHook:
+class _SuppressibleHook:
     """Takes the place of a hook, or of a function's `apply`, and does nothing in some tasks."""
 
     def __init__(self, original: Any, result: Any) -> None:
         self.original = original
         self._result = result
-        self.runs: list[SilencedHooks] = []
+        self.runs: list[SuppressedHooks] = []
 
     def __call__(self, *args: Any) -> Any:
         task = _current_task()
@@ -134,7 +134,7 @@ class _SilencedHook:
         return self.original(*args)
 
 
-class SilencedHooks:
+class SuppressedHooks:
     """While this is entered, nodes do nothing in the graph task whose number is `task`."""
 
     def __init__(self, hooks: Iterable[dict[int, Any]], functions: Iterable[Any]) -> None:
@@ -152,14 +152,14 @@ class SilencedHooks:
         with _lock:
             for hooks in self._hooks:
                 for key, hook in list(hooks.items()):
-                    if not isinstance(hook, _SilencedHook):
-                        hook = hooks[key] = _SilencedHook(hook, None)
+                    if not isinstance(hook, _SuppressibleHook):
+                        hook = hooks[key] = _SuppressibleHook(hook, None)
                     hook.runs.append(self)
             for node in self._functions:
                 substitute = node.__dict__.get("apply")
-                if not isinstance(substitute, _SilencedHook):
+                if not isinstance(substitute, _SuppressibleHook):
                     nothing = (None,) * len(node.needs_input_grad)
-                    substitute = node.apply = _SilencedHook(node.apply, nothing)
+                    substitute = node.apply = _SuppressibleHook(node.apply, nothing)
                 substitute.runs.append(self)
 
     def __exit__(self, *_: object) -> None:
@@ -168,7 +168,7 @@ class SilencedHooks:
         with _lock:
             for hooks in self._hooks:
                 for key, hook in list(hooks.items()):
-                    if isinstance(hook, _SilencedHook) and self in hook.runs:
+                    if isinstance(hook, _SuppressibleHook) and self in hook.runs:
                         hook.runs.remove(self)
                         if not hook.runs:
                             hooks[key] = hook.original

@@ -42,23 +42,23 @@ from telegrad.autograd.dependencies import Dependencies, other_context_error
 from telegrad.autograd.gradients import (
     PendingGradients,
     RunRoot,
-    copy_like,
-    execute,
-    is_like,
-    owned,
+    copy_to_layout,
+    exclusive_gradients,
+    has_layout_of,
+    run_engine,
 )
 from telegrad.autograd.partial_run import PartialRunner
 from telegrad.autograd.send_recv import (
     ACCUMULATE_GRAD,
     RECEIVED,
-    GradientSlot,
-    Receive,
+    GradientCapture,
+    TensorOrigin,
     leaf_of,
 )
 from telegrad.autograd.untracked import untracked_results
 
-_FEW = 16  # unresolved sources; with more, `Dependencies` are likely to be needed
-_through_grad = threading.Lock()  # held while gradients pass through `.grad`
+_MAX_UNRESOLVED = 16  # unresolved sources; with more, `Dependencies` are likely to be needed
+_grad_attribute_lock = threading.Lock()  # held while gradients pass through `.grad`
 
 
 class GradientSource(Protocol):
@@ -68,13 +68,13 @@ class GradientSource(Protocol):
 
     def edge(self) -> GradientEdge: ...
 
-    def node_behind(self) -> Node:
+    def preceding_node(self) -> Node:
         """Return a node of torch's own that leads to the edge."""
 
 
 # What a pass found for a received tensor: whether the loss depends on it, and its gradient.
 # There can be many, and a named tuple takes several times as long to make.
-ReceivedGradient = tuple[Receive, bool, Tensor | None]
+ReceivedGradient = tuple[TensorOrigin, bool, Tensor | None]
 
 
 class RunResult(NamedTuple):
@@ -99,23 +99,23 @@ class LocalGraph:
     def __init__(
         self,
         sources: Mapping[Any, GradientSource],
-        receives: Mapping[Node, Receive],
-        slots: Mapping[Node, GradientSlot],
+        receives: Mapping[Node, TensorOrigin],
+        captures: Mapping[Node, GradientCapture],
         retain_graph: bool,
     ) -> None:
         self._sources = sources
         self._unresolved = dict.fromkeys(sources, 1)  # how many gradients are to be added up
         self._partly_reached: set[Any] = set()
         self._receives = receives
-        self._slots = slots
+        self._captures = captures
         self._unanswered = dict.fromkeys(receives)
         self._retain_graph = retain_graph
         self._pending = PendingGradients()
-        self._of_leaves: list[tuple[Tensor, Tensor]] = []  # of sources that are leaves
+        self._leaf_gradients: list[tuple[Tensor, Tensor]] = []  # of sources that are leaves
         self._partial: PartialRunner | None = None
-        self._has_run = False
+        self._tried_separate_run = False
         # what the unresolved sources lead to, if that is a part of its own
-        self._later: _Subgraph | None = None
+        self._unresolved_subgraph: _Subgraph | None = None
         self._replicated = accumulation.replicated()
 
     def __repr__(self) -> str:
@@ -129,9 +129,9 @@ class LocalGraph:
         self._unresolved[name] += 1
 
     def resolve(
-        self, name: Any, gradient: Tensor | None, *, reached: bool = True, own: bool = False
+        self, name: Any, gradient: Tensor | None, *, reached: bool = True, exclusive: bool = False
     ) -> None:
-        """Take the gradient of a source, which nobody else has if it is `own`.
+        """Take the gradient of a source, which nobody else has if it is `exclusive`.
 
         Not `reached`: the loss does not depend on it.
         """
@@ -141,25 +141,29 @@ class LocalGraph:
             if reached:
                 self._partly_reached.add(name)
         if not reached:
-            self._later = None
+            self._unresolved_subgraph = None
         source = self._sources[name]
-        if reached and source.leaf is not None and self._take_for_leaf(source.leaf, gradient, own):
+        if (
+            reached
+            and source.leaf is not None
+            and self._take_for_leaf(source.leaf, gradient, exclusive)
+        ):
             return
         if reached:
             node, output = source.edge()[:2]
             if gradient is not None:
                 self._pending.add(node, output, gradient)
             else:
-                self._pending.undefined[node] = source.node_behind()
+                self._pending.undefined[node] = source.preceding_node()
         if self._partial is not None and source.leaf is None and not missing:
             self._partial.dependencies.decide(
                 source.edge().node, reached or name in self._partly_reached
             )
 
-    def resolve_all(self, gradients: Iterable[tuple[Any, Tensor | None]], own: bool) -> None:
+    def resolve_all(self, gradients: Iterable[tuple[Any, Tensor | None]], exclusive: bool) -> None:
         """Take the gradients of many sources, by name; many of them may be leaves."""
-        sources, unresolved, of_leaves = self._sources, self._unresolved, self._of_leaves
-        is_watched = accumulation.checker(self._replicated)
+        sources, unresolved, leaf_gradients = self._sources, self._unresolved, self._leaf_gradients
+        is_observed = accumulation.observation_check(self._replicated)
         for name, gradient in gradients:
             leaf = sources[name].leaf
             if (
@@ -167,22 +171,32 @@ class LocalGraph:
                 or gradient is None
                 or unresolved[name] != 1
                 or leaf._backward_hooks
-                or is_watched(leaf)
+                or is_observed(leaf)
             ):
-                self.resolve(name, gradient, own=own)
+                self.resolve(name, gradient, exclusive=exclusive)
                 continue
             del unresolved[name]
-            of_leaves.append(
-                (leaf, gradient if own and is_like(gradient, leaf) else copy_like(gradient, leaf))
+            leaf_gradients.append(
+                (
+                    leaf,
+                    gradient
+                    if exclusive and has_layout_of(gradient, leaf)
+                    else copy_to_layout(gradient, leaf),
+                )
             )
 
-    def _take_for_leaf(self, leaf: Tensor, gradient: Tensor | None, own: bool) -> bool:
+    def _take_for_leaf(self, leaf: Tensor, gradient: Tensor | None, exclusive: bool) -> bool:
         """Take the gradient of a leaf past the engine, if nobody could notice. False: somebody could."""
-        if leaf._backward_hooks or accumulation.checker(self._replicated)(leaf):
+        if leaf._backward_hooks or accumulation.observation_check(self._replicated)(leaf):
             return False
         if gradient is not None:
-            self._of_leaves.append(
-                (leaf, gradient if own and is_like(gradient, leaf) else copy_like(gradient, leaf))
+            self._leaf_gradients.append(
+                (
+                    leaf,
+                    gradient
+                    if exclusive and has_layout_of(gradient, leaf)
+                    else copy_to_layout(gradient, leaf),
+                )
             )
         return True
 
@@ -195,7 +209,7 @@ class LocalGraph:
             if outcome is not None:
                 return outcome
             self._partial = PartialRunner(
-                self._count(), self._pending, self._slots, self._retain_graph
+                self._count(), self._pending, self._captures, self._retain_graph
             )
         decided = self._partial.dependencies.take_receives()
         for node, _ in decided:
@@ -240,7 +254,7 @@ class LocalGraph:
                 (node, None) for node in self._pending.gradients if type(node) is ACCUMULATE_GRAD
             )
             return _Subgraph(list(found), {node for node, reached in decided if reached})
-        part, self._later = self._later, None
+        part, self._unresolved_subgraph = self._unresolved_subgraph, None
         return part or self._explore(self._pending)
 
     def _explore(
@@ -270,9 +284,9 @@ class LocalGraph:
 
     def _run_separate_part(self) -> RunResult | None:
         """Run what the resolved sources lead to, if the others do not lead there. None: they do."""
-        if self._has_run or len(self._unresolved) > _FEW:
+        if self._tried_separate_run or len(self._unresolved) > _MAX_UNRESOLVED:
             return None
-        self._has_run = True
+        self._tried_separate_run = True
         sources = [self._sources[name] for name in self._unresolved]
         starts = [source.edge().node for source in sources]
         try:
@@ -280,10 +294,10 @@ class LocalGraph:
             part = self._explore(self._pending, later.nodes)
         except _SubgraphsOverlap:
             return None
-        if part.leaves and accumulation.any_watched(part.leaves, self._replicated):
+        if part.leaves and accumulation.any_observed(part.leaves, self._replicated):
             return None  # they may belong together with others
         if all(source.leaf is None for source in sources):
-            self._later = later
+            self._unresolved_subgraph = later
         receives = {node: None for node in self._unanswered if node not in later.nodes}
         for node in receives:
             del self._unanswered[node]
@@ -292,10 +306,10 @@ class LocalGraph:
     def _run_whole(self, part: _Subgraph, receives: Iterable[Node]) -> RunResult:
         """Run a part of the graph that is complete, and answer for `receives`."""
         nodes = part.leaves
-        of_leaves, self._of_leaves = self._of_leaves, []
+        leaf_gradients, self._leaf_gradients = self._leaf_gradients, []
         leaves = [leaf_of(node) for node in nodes]
-        untracked_results.refuse(leaves, of_leaves)
-        accumulation.refuse_sharded(leaves, of_leaves)
+        untracked_results.refuse(leaves, leaf_gradients)
+        accumulation.raise_if_sharded(leaves, leaf_gradients)
         wanted = [node for node in receives if node in part.nodes]
         answers: dict[Node, Tensor | None] = {}
         if self._partial is not None:
@@ -306,17 +320,17 @@ class LocalGraph:
             ]
         else:
             roots = self._pending.take_roots(list(self._pending))
-            if nodes and accumulation.any_watched(nodes, self._replicated):
+            if nodes and accumulation.any_observed(nodes, self._replicated):
                 gradients = self._run_through_grad(roots, nodes, wanted)
             else:
                 ends = list(map(GradientEdge, (*nodes, *wanted), itertools.repeat(0)))
-                gradients = execute(roots, ends, self._retain_graph)
+                gradients = run_engine(roots, ends, self._retain_graph)
             if nodes:
-                of_leaves += owned(leaves, gradients, roots)
+                leaf_gradients += exclusive_gradients(leaves, gradients, roots)
         answers.update(zip(wanted, gradients[len(leaves) :], strict=True))
         known = self._receives
         return RunResult(
-            of_leaves, [(known[node], node in answers, answers.get(node)) for node in receives]
+            leaf_gradients, [(known[node], node in answers, answers.get(node)) for node in receives]
         )
 
     def _is_only_passed_on(self, receives: list[Node]) -> bool:
@@ -324,28 +338,30 @@ class LocalGraph:
         gradients = self._pending.gradients
         if self._pending.undefined or len(receives) != len(gradients):
             return False
-        return all(node in gradients and self._slots[node].is_unobserved(node) for node in receives)
+        return all(
+            node in gradients and self._captures[node].is_unobserved(node) for node in receives
+        )
 
     def _run_through_grad(
         self, roots: list[RunRoot], nodes: list[Node], receives: list[Node]
     ) -> list[Tensor | None]:
         """Compute ends with `.grad` as the place where gradients of leaves go, as `loss.backward()` does."""
         leaves = [leaf_of(node) for node in nodes]
-        slots = [self._slots[node] for node in receives]
-        with _through_grad:
+        captures = [self._captures[node] for node in receives]
+        with _grad_attribute_lock:
             before = [leaf.grad for leaf in leaves]
             for leaf in leaves:
                 leaf.grad = None
-            for slot in slots:
-                slot.catching = True
+            for capture in captures:
+                capture.is_active = True
             try:
                 ends: list[Tensor | GradientEdge] = [*leaves]
                 ends += [GradientEdge(node, 0) for node in receives]
-                execute(roots, ends, self._retain_graph, accumulate=True)
+                run_engine(roots, ends, self._retain_graph, accumulate=True)
                 found = [accumulation.take_gradient(leaf, self._replicated) for leaf in leaves]
-                return found + [slot.gradient for slot in slots]
+                return found + [capture.gradient for capture in captures]
             finally:
-                for slot in slots:
-                    slot.catching, slot.gradient = False, None
+                for capture in captures:
+                    capture.is_active, capture.gradient = False, None
                 for leaf, gradient in zip(leaves, before, strict=True):
                     leaf.grad = gradient

@@ -11,8 +11,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd import hooks
 from telegrad.autograd.dependencies import Dependencies
-from telegrad.autograd.gradients import PendingGradients, RunRoot, execute
-from telegrad.autograd.send_recv import ACCUMULATE_GRAD, RECEIVED, GradientSlot, leaf_of
+from telegrad.autograd.gradients import PendingGradients, RunRoot, run_engine
+from telegrad.autograd.send_recv import ACCUMULATE_GRAD, RECEIVED, GradientCapture, leaf_of
 
 
 class PartialRunner:
@@ -22,14 +22,14 @@ class PartialRunner:
         self,
         dependencies: Dependencies,
         pending: PendingGradients,
-        slots: Mapping[Node, GradientSlot],
+        captures: Mapping[Node, GradientCapture],
         retain_graph: bool,
     ) -> None:
         self.dependencies = dependencies
         self._pending = pending
-        self._slots = slots
+        self._captures = captures
         self._retain_graph = retain_graph
-        self._sensitive: list[_ObservingNode] | None = None
+        self._observing_nodes: list[_ObservingNode] | None = None
 
     def run(self, ends: list[Node]) -> dict[Node, Tensor | None]:
         """Run the nodes that lead to `ends`, and keep what they give to other nodes."""
@@ -73,7 +73,7 @@ class PartialRunner:
         if (
             not nodes
             and not self._pending.undefined
-            and all(self._slots[node].is_unobserved(node) for node in ends)
+            and all(self._captures[node].is_unobserved(node) for node in ends)
         ):
             return [self._pending.gradients.pop(node)[0].tensor for node in ends]
         roots = self._pending.take_roots(inside)
@@ -85,10 +85,10 @@ class PartialRunner:
         )
         keep_graph = self._retain_graph or not is_alone
         if cuts:
-            silenced = self._silence(outside, inside, is_alone)
-            found = self._execute_cut(roots, wanted, cuts, silenced, keep_graph)
+            suppressed = self._suppressed_hooks(outside, inside, is_alone)
+            found = self._execute_cut(roots, wanted, cuts, suppressed, keep_graph)
         else:
-            found = execute(roots, wanted, keep_graph)
+            found = run_engine(roots, wanted, keep_graph)
         for leaf, gradient in zip(leaves, found[len(ends) :], strict=False):
             if gradient is not None:
                 self._pending.add(leaf, 0, gradient)
@@ -99,17 +99,17 @@ class PartialRunner:
         roots: list[RunRoot],
         wanted: list[GradientEdge],
         cuts: dict[Node, list[int]],
-        silenced: hooks.SilencedHooks,
+        suppressed: hooks.SuppressedHooks,
         keep_graph: bool,
     ) -> list[Tensor | None]:
         """Run, with post-hooks that take off the gradients which go to nodes outside."""
         handles = []
         for node, numbers in cuts.items():
-            cut = self._cut(self.dependencies.children[node], numbers, silenced)
-            handles.append(hooks.add_hook(node.register_hook, cut))
+            cut = self._cut(self.dependencies.children[node], numbers, suppressed)
+            handles.append(hooks.register_own_hook(node.register_hook, cut))
         try:
-            with silenced:
-                return execute(roots, wanted, keep_graph)
+            with suppressed:
+                return run_engine(roots, wanted, keep_graph)
         finally:
             for handle in handles:
                 handle.remove()
@@ -118,12 +118,12 @@ class PartialRunner:
         self,
         edges: Sequence[tuple[Node | None, int]],
         numbers: list[int],
-        silenced: hooks.SilencedHooks,
+        suppressed: hooks.SuppressedHooks,
     ) -> Any:
         """Return a post-hook that keeps the gradients for some edges and lets none through."""
 
         def cut(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-            silenced.start()
+            suppressed.start()
             through = list(gradients)
             for number in numbers:
                 child, output = edges[number]
@@ -135,20 +135,20 @@ class PartialRunner:
 
         return cut
 
-    def _silence(
+    def _suppressed_hooks(
         self, outside: Iterable[Node], inside: set[Node], is_alone: bool
-    ) -> hooks.SilencedHooks:
+    ) -> hooks.SuppressedHooks:
         """Return what must not notice that the engine comes by."""
         if is_alone:
-            return hooks.SilencedHooks(
+            return hooks.SuppressedHooks(
                 [each for node in outside for each in hooks.tensor_hooks(node)], []
             )
-        if self._sensitive is None:
-            self._sensitive = _sensitive_nodes(self.dependencies.children)
-        self._sensitive = [each for each in self._sensitive if each.node not in inside]
-        return hooks.SilencedHooks(
-            [found for each in self._sensitive for found in each.hooks],
-            [each.node for each in self._sensitive if each.is_function],
+        if self._observing_nodes is None:
+            self._observing_nodes = _find_observing_nodes(self.dependencies.children)
+        self._observing_nodes = [each for each in self._observing_nodes if each.node not in inside]
+        return hooks.SuppressedHooks(
+            [found for each in self._observing_nodes for found in each.hooks],
+            [each.node for each in self._observing_nodes if each.is_function],
         )
 
 
@@ -160,9 +160,9 @@ class _ObservingNode(NamedTuple):
     is_function: bool  # written in Python
 
 
-def _sensitive_nodes(nodes: Iterable[Node]) -> list[_ObservingNode]:
+def _find_observing_nodes(nodes: Iterable[Node]) -> list[_ObservingNode]:
     found = []
-    look_closely = hooks.some_were_added()
+    look_closely = hooks.any_foreign_hook_added()
     for node in nodes:
         # nothing but tensor hooks runs
         if type(node) is RECEIVED or type(node) is ACCUMULATE_GRAD:

@@ -1,4 +1,4 @@
-"""`Contexts`: all contexts of one agent."""
+"""`ContextRegistry`: all contexts of one agent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 from telegrad.autograd import hooks
 from telegrad.autograd.shared_parameters import SharedParameters
-from telegrad.autograd.worker_context import MAX_ENDED_PER_CALL, NUMBER_BITS, Context, decode_ids
+from telegrad.autograd.worker_context import (
+    CONTEXT_ID_BITS,
+    MAX_ENDED_PER_CALL,
+    Context,
+    decode_ids,
+)
 from telegrad.errors import PeerLost, TelegradError, UsageError
 from telegrad.group.membership import Member
 from telegrad.messages.packing import MessageContext
@@ -31,14 +36,14 @@ _log = logging.getLogger(__name__)
 _begun: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
 
 
-class Contexts:
+class ContextRegistry:
     """The contexts of one agent."""
 
     def __init__(self, agent: AgentRuntime) -> None:
         self.agent = agent
-        self.tickets = itertools.count(1)
+        self.tensor_ids = itertools.count(1)
         self.passes = itertools.count(1)
-        self._numbers = itertools.count(secrets.randbits(NUMBER_BITS - 1))
+        self._numbers = itertools.count(secrets.randbits(CONTEXT_ID_BITS - 1))
         self.versions = SharedParameters()
         self._open: dict[int, Context] = {}
         self._ended: dict[int, None] = {}
@@ -53,7 +58,7 @@ class Contexts:
         agent.clock.every(_AUDIT_EVERY, self._tick)
 
     @classmethod
-    def of(cls, agent: AgentRuntime) -> Contexts:
+    def of(cls, agent: AgentRuntime) -> ContextRegistry:
         return agent.service(cls)
 
     def __repr__(self) -> str:
@@ -61,8 +66,8 @@ class Contexts:
 
     def begin(self) -> Context:
         """A new context, which begins here."""
-        number = (max(self.agent.local_member.rank, 0) << NUMBER_BITS) | (
-            next(self._numbers) & ((1 << NUMBER_BITS) - 1)
+        number = (max(self.agent.local_member.rank, 0) << CONTEXT_ID_BITS) | (
+            next(self._numbers) & ((1 << CONTEXT_ID_BITS) - 1)
         )
         context = Context(number, self)
         with self._lock:
@@ -102,10 +107,10 @@ class Contexts:
         """Is there a peer that does not know yet of contexts that ended?"""
         return bool(self._untold)
 
-    def tell_ended(self, number: int, followers: dict[str, str]) -> None:
+    def tell_ended(self, number: int, callees: dict[str, str]) -> None:
         """Let peers know soon that a context has ended."""
         with self._lock:
-            for incarnation, name in followers.items():
+            for incarnation, name in callees.items():
                 if incarnation != self.agent.local_member.incarnation:
                     self._untold.setdefault(incarnation, (name, []))[1].append(number)
             if self._tells_soon or not self._untold or self.agent.closing:
@@ -199,7 +204,7 @@ class Contexts:
 def open_context(said: bytes, envelope: MessageContext) -> Context | None:
     """The context that a call came with; those that it says have ended are forgotten."""
     number, *ended = decode_ids(said)
-    contexts = Contexts.of(envelope.agent)
+    contexts = ContextRegistry.of(envelope.agent)
     for each in ended:
         contexts.end(each)
     return contexts.open(number)
@@ -208,7 +213,7 @@ def open_context(said: bytes, envelope: MessageContext) -> Context | None:
 def find_context(number: int) -> Context:
     """This worker's part of a context."""
     agent = active_runtime()
-    context = _begun.get(number) if agent is None else Contexts.of(agent).find(number)
+    context = _begun.get(number) if agent is None else ContextRegistry.of(agent).find(number)
     if context is None or context.released:
         raise UsageError(
             f"Could not find autograd context with id: {number}. It ended, or nothing of it has come to this worker"
@@ -221,7 +226,7 @@ def _release(incarnation: str, numbers: list[int]) -> None:
     agent = active_runtime()
     if agent is not None and agent.local_member.incarnation == incarnation:
         for number in numbers:
-            Contexts.of(agent).end(number)
+            ContextRegistry.of(agent).end(number)
 
 
 @internal
@@ -230,8 +235,8 @@ def _alive(numbers: list[int], asker: Member) -> list[bool]:
     agent = active_runtime()
     if agent is None:
         return [False] * len(numbers)
-    found = [Contexts.of(agent).find(number) for number in numbers]
+    found = [ContextRegistry.of(agent).find(number) for number in numbers]
     return [
-        context is not None and context.followed_by(asker.name, asker.incarnation)
+        context is not None and context.add_callee(asker.name, asker.incarnation)
         for context in found
     ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from telegrad.autograd.send_recv import is_computed
+from telegrad.autograd.send_recv import is_non_leaf
 from telegrad.autograd.untracked import untracked_results
 from telegrad.autograd.worker_context import Context
 from telegrad.messages.packing import MessageContext, current_message, message_resource
@@ -32,21 +32,21 @@ class _SentTensors:
     def __init__(self, context: Context, to: MessageContext) -> None:
         self._context = context
         self._to = to
-        self._tickets: dict[int, int] = {}
+        self._tensor_ids: dict[int, int] = {}
         self._tensors: dict[int, Tensor] = {}
 
-    def add(self, ticket: int, tensor: Tensor) -> None:
-        self._tickets[id(tensor)] = ticket
+    def add(self, tensor_id: int, tensor: Tensor) -> None:
+        self._tensor_ids[id(tensor)] = tensor_id
         self._tensors[id(tensor)] = tensor
 
-    def add_all(self, tickets: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    def add_all(self, tensor_ids: Sequence[int], tensors: Sequence[Tensor]) -> None:
         keys = list(map(id, tensors))
-        self._tickets.update(zip(keys, tickets, strict=True))
+        self._tensor_ids.update(zip(keys, tensor_ids, strict=True))
         self._tensors.update(zip(keys, tensors, strict=True))
 
     def finish(self) -> None:
         self._context.send(
-            zip(self._tickets.values(), self._tensors.values(), strict=True), self._to
+            zip(self._tensor_ids.values(), self._tensors.values(), strict=True), self._to
         )
 
 
@@ -69,34 +69,34 @@ class ContextTracker:
     def leaving(self, tensor: Tensor) -> int:
         context = current_scope.get()
         if not isinstance(context, Context) or not self.wants_gradients():
-            return _OUTSIDE if is_computed(tensor) else 0
-        ticket = next(context.tickets)
-        message_resource(_SentTensors, _new_leaving).add(ticket, tensor)
-        return ticket
+            return _OUTSIDE if is_non_leaf(tensor) else 0
+        tensor_id = next(context.tensor_ids)
+        message_resource(_SentTensors, _new_leaving).add(tensor_id, tensor)
+        return tensor_id
 
     def leaving_together(self, tensors: Sequence[Tensor]) -> list[int]:
         context = current_scope.get()
         if not isinstance(context, Context) or not self.wants_gradients():
             return [self.leaving(tensor) for tensor in tensors]
-        tickets = list(itertools.islice(context.tickets, len(tensors)))
-        message_resource(_SentTensors, _new_leaving).add_all(tickets, tensors)
-        return tickets
+        tensor_ids = list(itertools.islice(context.tensor_ids, len(tensors)))
+        message_resource(_SentTensors, _new_leaving).add_all(tensor_ids, tensors)
+        return tensor_ids
 
-    def arriving(self, data: Tensor, ticket: int) -> Tensor:
+    def arriving(self, data: Tensor, tensor_id: int) -> Tensor:
         context, envelope = current_scope.get(), current_message()
         # the callee knew that it ended
-        is_late = ticket <= 0 and isinstance(context, Context) and context.released
+        is_late = tensor_id <= 0 and isinstance(context, Context) and context.released
         if not isinstance(context, Context) or envelope is None or is_late:
             tensor = data.requires_grad_()
-            if ticket == _OUTSIDE:
+            if tensor_id == _OUTSIDE:
                 untracked_results.add(tensor, "" if envelope is None else envelope.peer)
             return tensor
-        if ticket <= 0:
+        if tensor_id <= 0:
             return data  # the answer to a call that was made without gradients
-        return context.receive((data,), (ticket,), envelope)[0]
+        return context.receive((data,), (tensor_id,), envelope)[0]
 
-    def arriving_together(self, data: Sequence[Tensor], tickets: Sequence[int]) -> list[Tensor]:
+    def arriving_together(self, data: Sequence[Tensor], tensor_ids: Sequence[int]) -> list[Tensor]:
         context, envelope = current_scope.get(), current_message()
-        if not isinstance(context, Context) or envelope is None or min(tickets) <= 0:
-            return list(map(self.arriving, data, tickets))
-        return context.receive(data, tickets, envelope)
+        if not isinstance(context, Context) or envelope is None or min(tensor_ids) <= 0:
+            return list(map(self.arriving, data, tensor_ids))
+        return context.receive(data, tensor_ids, envelope)
