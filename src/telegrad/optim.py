@@ -64,7 +64,7 @@ class _WorkerOptimizer:
         self._turn = agent.service(_StepLock)
         self._numbers: list[int] = []
         self._groups: list[int] = []
-        self._versions = ContextRegistry.of(agent).versions
+        self._versions = ContextRegistry.of(agent).shared_parameters
         self._optimizer = make([self._take(share) for share in shares])
         self._versions.share(self._parameters)
 
@@ -151,7 +151,7 @@ class _WorkerOptimizer:
                 if context_id is None:
                     parameter.grad = gradient * factor
                 else:
-                    find_context(context_id).replace(parameter, gradient * factor)
+                    find_context(context_id).replace_gradient(parameter, gradient * factor)
 
     def _found(self, context_id: int | None) -> list[tuple[Tensor, Tensor]]:
         gradients = {} if context_id is None else _gradients(context_id)

@@ -127,7 +127,7 @@ def test_leaves_are_used_and_sent_by_many_threads() -> None:
 
 def new_pass(w0: Agent) -> tuple[engine.BackwardPass, str]:
     """A pass on w0 that has something to tell w1, as the thread that is busy with it sees it."""
-    context = ContextRegistry.of(w0._runtime).begin()
+    context = ContextRegistry.of(w0._runtime).start()
     token = current_scope.set(context)
     y = w0.call("w1", weigh, new_leaf())
     current_scope.reset(token)

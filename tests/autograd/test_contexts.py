@@ -142,7 +142,7 @@ def test_a_part_whose_beginning_does_not_know_it_is_forgotten(
     workers: LocalCluster, w0: Agent
 ) -> None:
     """As if the word that the context ended had been lost."""
-    orphan = ContextRegistry.of(workers["w1"]._runtime).open(12345)
+    orphan = ContextRegistry.of(workers["w1"]._runtime).get_or_create(12345)
     assert orphan is not None
     with autograd.context(agent=w0) as context_id:
         w0.call("w1", weigh, new_leaf())

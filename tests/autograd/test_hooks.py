@@ -16,7 +16,7 @@ from telegrad.autograd.send_recv import (
     GradientCapture,
     ReceivedTensor,
     SentTensor,
-    accumulator,
+    accumulate_grad_node,
 )
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import (
@@ -207,7 +207,7 @@ def test_a_hook_after_accumulation_finds_the_gradient_in_its_place(
 @pytest.mark.parametrize("kind", ["before", "after"])
 def test_hooks_on_the_node_where_gradients_of_a_leaf_end(w0: Agent, log: Log, kind: str) -> None:
     x = new_leaf()
-    node = accumulator(x)
+    node = accumulate_grad_node(x)
     if kind == "before":
         node.register_prehook(lambda gradients: (gradients[0] * 5,))
     else:

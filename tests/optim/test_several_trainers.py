@@ -165,7 +165,7 @@ def test_a_step_does_not_change_what_a_call_computes_with(
     cluster: Callable[..., LocalCluster],
 ) -> None:
     workers = cluster(2)
-    w0, shared = workers["w0"], ContextRegistry.of(workers["w1"]._runtime).versions
+    w0, shared = workers["w0"], ContextRegistry.of(workers["w1"]._runtime).shared_parameters
     network = remote("w1", Network, agent=w0)
     _, two = optimizers(network, 2)
     x = torch.ones(1, 4, dtype=torch.float64)
@@ -229,4 +229,4 @@ def address(parameter: RRef[Tensor]) -> int:
 def versions_are_active() -> bool:
     agent = current_agent()
     assert agent is not None
-    return ContextRegistry.of(agent._runtime).versions.active
+    return ContextRegistry.of(agent._runtime).shared_parameters.active

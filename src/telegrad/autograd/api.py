@@ -1,4 +1,8 @@
-"""The calls of `torch.distributed.autograd`."""
+"""The functions of `torch.distributed.autograd`.
+
+Importing this module registers the gradient tracker and the scope opener of autograd with the
+layers below. It has no other state.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +25,20 @@ __all__ = ["backward", "context", "get_gradients", "is_available"]
 
 
 def is_available() -> bool:
-    """Distributed autograd works wherever Telegrad does."""
+    """Return True: distributed autograd is always available."""
     return True
 
 
 class context:  # as torch spells it
-    """Calls made in this block, and calls that those make in turn, are noted for a backward pass.
+    """Record the calls made in this block, and the calls that these make, for a backward pass.
 
-    Entering it gives the id that `backward`, `get_gradients` and `DistributedOptimizer.step` want. Gradients live in
-    the context, not in `.grad`, and end with it, on all workers.
+    Entering the block returns the id that `backward`, `get_gradients` and
+    `DistributedOptimizer.step` take. Gradients are stored in the context, not in `.grad`. They are
+    released with it, on all workers.
 
-    A thread started in this block does not inherit the context: use `contextvars.copy_context().run` there. Autocast,
-    grad mode and default dtype of the caller do not travel with calls.
+    A thread started in this block does not inherit the context: use
+    `contextvars.copy_context().run` there. Autocast, grad mode and default dtype of the caller do
+    not travel with calls.
     """
 
     def __init__(self, *, agent: Agent | None = None) -> None:
@@ -40,8 +46,8 @@ class context:  # as torch spells it
         self._context: Context | None = None
 
     def __enter__(self) -> int:
-        self._context = _begin(self._agent)
-        return self._context.number
+        self._context = _start(self._agent)
+        return self._context.context_id
 
     def __exit__(self, *_: object) -> None:
         if self._context is not None:
@@ -49,8 +55,8 @@ class context:  # as torch spells it
             self._context = None
 
 
-def _begin(agent: Agent | None) -> Context:
-    """Begin a context and make it the current one of this thread."""
+def _start(agent: Agent | None) -> Context:
+    """Start a context and make it the current one of this thread."""
     runtime = runtime_of(agent)
     if runtime is None:
         raise UsageError(
@@ -58,79 +64,86 @@ def _begin(agent: Agent | None) -> Context:
         )
     if current_context() is not None:
         raise UsageError(
-            "Already have an autograd context id for this thread; contexts do not nest. Leave the block of the one "
-            "before you enter another"
+            "Already have an autograd context id for this thread; contexts do not nest. Leave the "
+            "block of the current context before you enter another"
         )
-    context = ContextRegistry.of(runtime).begin()
+    context = ContextRegistry.of(runtime).start()
     current_scope.set(context)
     return context
 
 
 def _end(context: Context) -> None:
-    """End a context on all workers; this thread has no current context then if this was it."""
+    """End a context on all workers. It is no longer the current one of this thread."""
     if current_scope.get() is context:
         current_scope.set(None)
-    context.contexts.end(context.number)
+    ContextRegistry.of(context.agent).end(context.context_id)
 
 
 def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
-    """Compute the gradients of the sum of `roots` (scalars) for every leaf on every worker, into the context.
+    """Compute the gradients of the sum of `roots` for every leaf on every worker.
 
-    Returns when all workers are done. With `retain_graph`, the same graph can be used again.
+    The roots are scalars. The gradients are added to those in the context. Return when all workers
+    are done. With `retain_graph`, the same graph can be used again.
     """
     if not isinstance(context_id, int) or not isinstance(roots, list | tuple):
         raise TypeError(
-            "backward(): incompatible function arguments: it takes the id of a context and a list of tensors, not "
-            f"{type(context_id).__name__} and {type(roots).__name__}"
+            "backward(): incompatible function arguments: it takes the id of a context and a list "
+            f"of tensors, not {type(context_id).__name__} and {type(roots).__name__}"
         )
     found = find_context(context_id)
     _check_roots(roots)
-    found.contexts.count_running(1)
+    registry = ContextRegistry.of(found.agent)
+    registry.add_running_pass(1)
     try:
-        engine.run(found, roots, retain_graph)
+        engine.run(found, next(registry.pass_ids), roots, retain_graph)
     finally:
-        found.contexts.count_running(-1)
+        registry.add_running_pass(-1)
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """The gradients on this worker, by leaf."""
+    """Return the gradients of a context on this worker, by leaf."""
     found = find_context(context_id)
     with found.lock:
         return dict(found.gradients)
 
 
 def _check_roots(roots: Sequence[Tensor]) -> None:
+    """Raise if a pass cannot start with these tensors."""
     if not roots:
         raise UsageError("No tensors provided for gradient computation.")
-    for number, root in enumerate(roots):
+    for index, root in enumerate(roots):
         if not isinstance(root, Tensor):
             raise TypeError(
-                f"incompatible function arguments: root {number} is a {type(root).__name__}, not a tensor"
+                f"incompatible function arguments: root {index} is a {type(root).__name__}, not a "
+                "tensor"
             )
         if not root.requires_grad:
             raise UsageError(
-                f"requires_grad not set on root {number}: it does not depend on anything with a gradient"
+                f"requires_grad not set on root {index}: it does not depend on a tensor that "
+                "requires a gradient"
             )
         if root.numel() != 1:
             raise UsageError(
-                f"root {number} of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar"
+                f"root {index} of shape {tuple(root.shape)} is not a scalar, all roots need to be "
+                "scalar"
             )
         if root.is_complex():
             raise UsageError(
-                f"root {number} is complex ({root.dtype}): the gradient of a loss is that of a real number"
+                f"root {index} is complex ({root.dtype}); a loss must be a real number"
             )
         if root.grad_fn is None:
             raise UsageError(
-                f"root {number} does not have a valid gradient function: nothing was computed"
+                f"root {index} does not have a valid gradient function: it is a leaf and not the "
+                "result of an operation"
             )
 
 
-# What clients and tests of torch.distributed.autograd reach for beneath the public names.
+# Private functions of torch.distributed.autograd that programs and torch's tests use.
 
 
 def _new_context() -> Context:
-    """Begin a context, which `_release_context` ends. Raise if this thread has one already."""
-    return _begin(None)
+    """Start a context, which `_release_context` ends. Raise if this thread has one."""
+    return _start(None)
 
 
 def _release_context(context_id: int) -> None:
@@ -139,35 +152,40 @@ def _release_context(context_id: int) -> None:
 
 
 def _get_debug_info() -> dict[str, int]:
-    """Return the numbers of backward passes and contexts that this worker takes part in."""
+    """Return the numbers of backward passes and of contexts on this worker."""
     agent = active_runtime()
     if agent is None:
         return {"num_current_backward_passes": 0, "num_autograd_contexts": 0}
-    contexts = ContextRegistry.of(agent)
+    registry = ContextRegistry.of(agent)
     return {
-        "num_current_backward_passes": contexts.count_passes(),
-        "num_autograd_contexts": contexts.statistics()["autograd_contexts"],
+        "num_current_backward_passes": registry.count_passes(),
+        "num_autograd_contexts": registry.statistics()["autograd_contexts"],
     }
 
 
 def _current_context() -> Context:
+    """Return the context of this thread. Raise if it has none."""
     found = current_context()
     if found is None:
         raise UsageError(
-            "Current thread doesn't have a valid autograd context. Wrap your code in autograd.context()"
+            "Current thread doesn't have a valid autograd context. Wrap your code in "
+            "autograd.context()"
         )
     return found
 
 
 def _retrieve_context(context_id: int) -> Context:
+    """Return a context. Raise if this worker does not have it."""
     return find_context(context_id)
 
 
 def _is_valid_context(context_id: int) -> None:
+    """Raise if this worker does not have a context."""
     find_context(context_id)
 
 
 def _get_max_id() -> int:
+    """Return the largest id that a context of this worker can have."""
     agent = active_runtime()
     rank = 0 if agent is None else agent.local_member.rank
     return (rank << CONTEXT_ID_BITS) | ((1 << CONTEXT_ID_BITS) - 1)

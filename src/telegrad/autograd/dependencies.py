@@ -1,4 +1,7 @@
-"""`Dependencies`: which nodes of the local graph can run."""
+"""`Dependencies`: which nodes of the local graph can run while some sources are not resolved.
+
+State: belongs to one backward pass, which lets one thread in at a time.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +12,38 @@ from torch.autograd.graph import Node
 from telegrad.autograd.send_recv import ACCUMULATE_GRAD, RECEIVED, TensorOrigin
 from telegrad.errors import UsageError
 
-_MAX_PATH_LENGTH = 4  # nodes between one that runs and a leaf that need not wait
+_MAX_PATH_LENGTH = 4  # nodes between one that runs and a leaf, if they are to run with it
 
 
 class Dependencies:
-    """For each node, how many of its incoming edges are not decided yet, and whether one reaches it.
+    """Counts, for each node, the incoming edges that are not decided.
 
-    An edge is decided when the node that it comes from is decided: all gradients for that node are
-    complete, or it is known that there are none. `decided` goes on from there.
+    An edge is decided when the node that it comes from is decided. A node is decided when all its
+    incoming edges are: then its gradient is complete, or the loss does not depend on it. Each edge
+    is counted once, so all decisions of a pass together take linear time.
     """
 
     def __init__(self, starts: Iterable[Node], receives: Mapping[Node, TensorOrigin]) -> None:
         self._receives = receives
         self.children: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
         self._parents: dict[Node, list[Node]] = {}
-        self._missing: dict[Node, int] = {}
-        self._reached: set[Node] = set()
-        self.ready: dict[Node, None] = {}  # nodes inside the graph that can run and have not run
-        self.leaves: list[Node] = []  # those that the loss depends on
-        self.receives: list[tuple[Node, bool]] = []  # decided since `take_receives`: is it reached?
+        self._undecided_edges: dict[Node, int] = {}
+        self._reached: set[Node] = set()  # the loss depends on these
+        self.ready: dict[Node, None] = {}  # decided and reached inner nodes that have not run
+        self.leaves: list[Node] = []  # decided and reached
+        # Received tensors that were decided since `take_receives`, and whether they are reached.
+        self.receives: list[tuple[Node, bool]] = []
         self._explore(starts)
 
     def _explore(self, starts: Iterable[Node]) -> None:
-        children, parents, missing = self.children, self._parents, self._missing
+        """Find all nodes that the starts lead to, and count their incoming edges."""
+        children, parents, undecided_edges = self.children, self._parents, self._undecided_edges
         stack = []
         for node in starts:
-            if node in missing:
-                missing[node] += 1
+            if node in undecided_edges:
+                undecided_edges[node] += 1
             else:
-                missing[node] = 1
+                undecided_edges[node] = 1
                 stack.append(node)
         while stack:
             node = stack.pop()
@@ -48,23 +54,23 @@ class Dependencies:
             for child, _ in following:
                 if child is None:
                     continue
-                if child in missing:
-                    missing[child] += 1
+                if child in undecided_edges:
+                    undecided_edges[child] += 1
                 else:
-                    missing[child] = 1
+                    undecided_edges[child] = 1
                     stack.append(child)
                 parents.setdefault(child, []).append(node)
 
     def decide(self, node: Node, reached: bool) -> None:
-        """One more of the sources that were given as starts is resolved."""
+        """Decide one of the edges that lead from sources to the starts."""
         stack = [(node, reached)]
-        missing = self._missing
+        undecided_edges = self._undecided_edges
         while stack:
             node, reached = stack.pop()
             if reached:
                 self._reached.add(node)
-            missing[node] -= 1
-            if missing[node]:
+            undecided_edges[node] -= 1
+            if undecided_edges[node]:
                 continue
             reached = node in self._reached
             if node in self._receives:
@@ -78,12 +84,12 @@ class Dependencies:
             stack += [(child, reached) for child, _ in self.children[node] if child is not None]
 
     def take_receives(self) -> list[tuple[Node, bool]]:
-        """Return the received tensors that have been decided since the last call."""
+        """Return the received tensors that were decided since the last call."""
         receives, self.receives = self.receives, []
         return receives
 
     def take_nodes_before(self, ends: Iterable[Node]) -> dict[Node, None]:
-        """Return the nodes that lead to ends and have not run; they are about to."""
+        """Return the ready nodes that lead to the ends. They are no longer `ready`."""
         found: dict[Node, None] = {}
         stack = list(ends)
         ready, parents = self.ready, self._parents
@@ -98,13 +104,13 @@ class Dependencies:
         return found
 
     def follows(self, node: Node, nodes: Collection[Node]) -> bool:
-        """Return True if one of `nodes` leads to this node directly."""
+        """Return True if one of `nodes` has an edge to this node."""
         return any(parent in nodes for parent in self._parents.get(node, ()))
 
     def _take_nodes_between(self, nodes: Iterable[Node]) -> dict[Node, None]:
         """Return the ready nodes between `nodes` and leaves, such as the transposition of a weight.
 
-        These take next to no time, and the part that runs then ends at leaves alone.
+        These take very little time. If they run too, fewer edges lead to nodes that must not run.
         """
         found: dict[Node, None] = {}
         for node in nodes:
@@ -116,9 +122,9 @@ class Dependencies:
         return found
 
     def _path_to_leaf(self, node: Node) -> list[Node]:
-        """Return the nodes from `node` to a leaf; none if it is far, or they cannot run now."""
+        """Return the nodes from `node` to a leaf. Return none if the path is long or not ready."""
         path = [node]
-        if self._waits(node):
+        if self._has_ready_parent(node):
             return []
         while len(path) <= _MAX_PATH_LENGTH:
             following = [child for child, _ in self.children[path[-1]] if child is not None]
@@ -126,18 +132,18 @@ class Dependencies:
                 break
             if type(following[0]) is ACCUMULATE_GRAD:
                 return path
-            if following[0] not in self.ready or self._waits(following[0], path[-1]):
+            if following[0] not in self.ready or self._has_ready_parent(following[0], path[-1]):
                 break
             path.append(following[0])
         return []
 
-    def _waits(self, node: Node, runs_now: Node | None = None) -> bool:
-        """Return True if a node that has not run and is not `runs_now` leads to this ready node."""
+    def _has_ready_parent(self, node: Node, besides: Node | None = None) -> bool:
+        """Return True if another node than `besides` leads to this node and has not run."""
         parents = self._parents.get(node, [])
         while parents:
             if parents[-1] not in self.ready:
-                parents.pop()  # it has run or never will, so that nobody need look at it again
-            elif parents[-1] is not runs_now:
+                parents.pop()  # it has run or never will, so no later call has to look at it
+            elif parents[-1] is not besides:
                 return True
             elif len(parents) == 1:
                 break
@@ -148,6 +154,6 @@ class Dependencies:
 
 def other_context_error() -> UsageError:
     return UsageError(
-        "the loss depends on a tensor that came from another worker under another autograd context, where "
+        "the loss depends on a tensor that was received under another autograd context, where "
         "gradients cannot go. Fetch it again under this context, or detach it"
     )

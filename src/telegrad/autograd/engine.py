@@ -1,13 +1,14 @@
-"""The backward pass over all workers of a context: `BackwardPass` is one worker's part of it.
+"""`BackwardPass`: one worker's part of a backward pass over all workers of a context.
 
-A message makes a worker run what it can (`graph`) and send messages of its own. It replies to the
-message that woke it when all of its own have been replied to, and to all others at once (Dijkstra
-and Scholten's way to notice the end of a diffusing computation). When the worker that began has its
-replies, everybody is done. Replies carry gradients too, so a call and its backward pass take one
-round trip each.
+A message makes a worker run what it can and send messages of its own (`exchange`). The first
+message that arrives activates the worker. The worker replies to it when all of its own messages
+have been replied to, and to all other messages at once. When the worker that started the pass has
+its replies, all workers are done. This is termination detection by Dijkstra and Scholten. Replies
+carry gradients too, so a call and its backward pass take one round trip each.
 
-State: `_inbox`, `_busy`, `_unreplied` under `_lock`; the thread that set `_busy` alone touches the
-rest. A pass that failed fails everybody who waits for it and takes nothing more.
+State: `_inbox`, `_busy` and `_unreplied` change under `_lock`. Only the thread that set `_busy`
+uses the other attributes. A pass that failed fails all messages that wait for a reply and all that
+arrive later.
 """
 
 from __future__ import annotations
@@ -19,10 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from telegrad.autograd.exchange import GradientExchange
-from telegrad.autograd.gradient_messages import (
-    GradientMessage,
-    GradientReply,
-)
+from telegrad.autograd.gradient_messages import GradientMessage, GradientReply
 from telegrad.autograd.registry import ContextRegistry
 from telegrad.autograd.worker_context import Context
 from telegrad.errors import InternalError, PeerLost, UsageError
@@ -32,35 +30,39 @@ from telegrad.messages.scope import current_scope
 from telegrad.runtime import active_runtime
 from telegrad.server.functions import DeferredReply, trusted
 
-PassId = tuple[str, int]
+PassId = tuple[str, int]  # the incarnation of the worker that started the pass, and its local id
 
 
 class _ReceivedMessage(NamedTuple):
-    peer: str
+    """A message, or the reply to one, in the inbox of a pass."""
+
+    peer: str  # its incarnation
     message: Sequence[Any] | Exception | None  # the fields of a `GradientMessage`
     reply: GradientReply | None  # None: this is itself a reply
 
 
-def run(context: Context, roots: Sequence[Tensor], retain_graph: bool) -> None:
-    """A backward pass that begins here."""
-    agent = context.agent
-    pass_id = (agent.local_member.incarnation, next(context.contexts.passes))
-    this = BackwardPass(context, pass_id, retain_graph, roots)
+def run(context: Context, local_id: int, roots: Sequence[Tensor], retain_graph: bool) -> None:
+    """Run a backward pass that starts on this worker. Return when all workers are done."""
+    pass_id = (context.agent.local_member.incarnation, local_id)
+    backward_pass = BackwardPass(context, pass_id, retain_graph, roots)
     with context.lock:
-        context.passes[pass_id] = this
-    # the messages of a pass do not run under the context themselves
+        context.passes[pass_id] = backward_pass
+    # The messages of the pass must not be recorded under the context.
     token = current_scope.set(None)
     try:
-        this.begin()
+        backward_pass.start()
     finally:
         current_scope.reset(token)
-    if this.unanswered:
+    if backward_pass.unanswered:
         raise InternalError(
-            f"the backward pass ended without the gradients of {this.unanswered} tensors; {this!r}"
+            f"the backward pass ended without the gradients of {backward_pass.unanswered} tensors; "
+            f"{backward_pass!r}"
         )
 
 
 class BackwardPass:
+    """One worker's part of a backward pass: its inbox, and the messages that it sends."""
+
     def __init__(
         self,
         context: Context,
@@ -71,49 +73,51 @@ class BackwardPass:
     ) -> None:
         self._context = context
         self._agent = context.agent
-        self._me = context.agent.local_member.incarnation
+        self._own_incarnation = context.agent.local_member.incarnation
         self._pass_id = pass_id
         self._retain_graph = retain_graph
         self._exchange = GradientExchange(context, retain_graph, roots, activated_by)
-        self._waker: _ReceivedMessage | None = None
+        self._activation: _ReceivedMessage | None = None  # the message that gets the last reply
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._inbox: list[_ReceivedMessage] = []
-        self._busy = False
-        self._unreplied = 0
+        self._busy = False  # a thread processes the inbox
+        self._unreplied = 0  # sent messages without a reply
 
     def __repr__(self) -> str:
         return (
             f"<BackwardPass {self._pass_id} on {self._agent.name!r}: {self._exchange!r}, "
-            f"{self._unreplied} messages under way>"
+            f"{self._unreplied} messages without a reply>"
         )
 
     @property
     def unanswered(self) -> int:
-        """How many tensors went out whose gradients have not come back."""
+        """The number of sent tensors whose gradients have not been received."""
         return self._exchange.unanswered
 
-    def begin(self) -> None:
-        """Start here, and return when all workers are done."""
-        done = GradientReply()
-        self._handle(_ReceivedMessage(self._me, None, done))
-        outcome = done.take()
+    def start(self) -> None:
+        """Start the pass on this worker. Return when all workers are done."""
+        reply = GradientReply()
+        self._handle(_ReceivedMessage(self._own_incarnation, None, reply))
+        outcome = reply.take()
         if isinstance(outcome, Future):
             outcome.wait()
 
     def receive(self, peer: str, message: Sequence[Any]) -> Any:
-        """A message of another worker; returns the reply."""
+        """Process a message of another worker, and return the reply."""
         reply = GradientReply()
         self._handle(_ReceivedMessage(peer, message, reply))
         outcome = reply.take()
         return DeferredReply(outcome) if isinstance(outcome, Future) else outcome
+
+    # The inbox
 
     def _handle(self, received: _ReceivedMessage) -> None:
         if self._enqueue(received):
             self._process_inbox()
 
     def _enqueue(self, received: _ReceivedMessage) -> bool:
-        """True if the calling thread has to deal with it, since nobody else is busy."""
+        """Put a message into the inbox. Return True if the calling thread has to process it."""
         with self._lock:
             self._inbox.append(received)
             if received.reply is None:
@@ -122,130 +126,128 @@ class BackwardPass:
             return not was_busy
 
     def _process_inbox(self) -> None:
-        """Deal with what arrives until nothing is left to do here."""
+        """Process messages until there is nothing to do on this worker."""
         while True:
             with self._lock:
-                received_messages, self._inbox = self._inbox, []
-                if not received_messages and (self._unreplied or self._waker is None):
+                received, self._inbox = self._inbox, []
+                if not received and (self._unreplied or self._activation is None):
                     self._busy = False
                     return
-            if not received_messages:
-                self._reply_to_waker()
+            if not received:
+                self._reply_to_activation()
                 continue
             try:
-                messages = self._step(received_messages)
+                messages = self._step(received)
             except Exception as error:
-                self._fail(error, received_messages)
+                self._fail(error, received)
                 continue
             if not self._send(messages):
                 return
 
-    def _step(self, received_messages: list[_ReceivedMessage]) -> list[tuple[str, GradientMessage]]:
-        """Apply messages, run, reply to those that need not wait; returns the messages to send."""
+    def _step(self, received: list[_ReceivedMessage]) -> list[tuple[str, GradientMessage]]:
+        """Apply messages, run the local graph, reply where possible. Return the messages to send."""
         if self._error is not None:
             raise self._error
-        self._context.check()
-        for received in received_messages:
-            if isinstance(received.message, Exception):
-                raise received.message
-            if received.message is not None:
-                self._exchange.apply(received.peer, GradientMessage(*received.message))
+        self._context.raise_if_broken()
+        for each in received:
+            if isinstance(each.message, Exception):
+                raise each.message
+            if each.message is not None:
+                self._exchange.apply(each.peer, GradientMessage(*each.message))
         self._exchange.run()
-        for received in received_messages:
-            if received.reply is not None:
-                if self._waker is None:
-                    self._waker = received
+        for each in received:
+            if each.reply is not None:
+                if self._activation is None:
+                    self._activation = each
                 else:
-                    received.reply.settle(self._exchange.next_message(received.peer))
-        waker = self._me if self._waker is None else self._waker.peer
-        return self._exchange.messages(waker, self._unreplied > 0)
+                    each.reply.settle(self._exchange.next_message(each.peer))
+        activation = self._activation
+        activator = self._own_incarnation if activation is None else activation.peer
+        return self._exchange.take_messages(activator, self._unreplied > 0)
 
-    def _reply_to_waker(self) -> None:
-        """All is done here, unless somebody died since: what went through it, or ended there, is lost."""
+    def _reply_to_activation(self) -> None:
+        """Reply to the message that activated this worker, since all its messages have replies."""
         try:
-            self._context.check()
+            # Gradients that went through a worker that was lost since are missing.
+            self._context.raise_if_broken()
         except PeerLost as error:
             self._fail(error, [])
             return
-        waker, self._waker = self._waker, None
-        assert waker is not None and waker.reply is not None  # noqa: PT018
-        waker.reply.settle(
-            None if waker.peer == self._me else self._exchange.next_message(waker.peer)
-        )
+        activation, self._activation = self._activation, None
+        assert activation is not None
+        assert activation.reply is not None
+        message = None
+        if activation.peer != self._own_incarnation:
+            message = self._exchange.next_message(activation.peer)
+        activation.reply.settle(message)
 
-    def _fail(self, error: Exception, received_messages: list[_ReceivedMessage]) -> None:
-        """End the pass on this worker: everybody who waits for it learns why."""
-        if self._agent.closing:  # whoever it could not reach is not to blame
+    def _fail(self, error: Exception, received: list[_ReceivedMessage]) -> None:
+        """End the pass on this worker, and reply with the error to all messages."""
+        if self._agent.closing:
+            # The error is a consequence: calls fail because this agent closes.
             name = self._agent.name
             error = PeerLost(f"worker {name!r} left the group during the backward pass", peer=name)
         self._error = error
-        waiting = received_messages if self._waker is None else [self._waker, *received_messages]
-        self._waker = None
-        for received in waiting:
-            if received.reply is not None:
-                received.reply.settle(None, error)
+        waiting = received if self._activation is None else [self._activation, *received]
+        self._activation = None
+        for each in waiting:
+            if each.reply is not None:
+                each.reply.settle(None, error)
+
+    # Calls to peers
 
     def _send(self, messages: list[tuple[str, GradientMessage]]) -> bool:
-        """Send messages. This thread waits for the last reply, if nothing else is to be done.
+        """Send messages, and wait for the last reply if the inbox is empty.
 
-        False: somebody else deals with what arrives from now on.
+        Return False if another thread has taken over the inbox.
         """
         if not messages:
             return True
         with self._lock:
             self._unreplied += len(messages)
         for peer, message in messages[:-1]:
-            self._start(peer, message)
+            self._start_call(peer, message)
         peer, message = messages[-1]
         with self._lock:
-            more = bool(self._inbox)
-            self._busy = more
-        if more:
-            self._start(peer, message)
+            self._busy = bool(self._inbox)
+            has_more = self._busy
+        if has_more:
+            self._start_call(peer, message)
             return True
+        # A synchronous call is faster. Messages that arrive meanwhile are processed by the
+        # threads that bring them.
+        name, arguments = self._exchange.peers[peer], self._arguments(peer, message)
         try:
-            reply = self._agent.invoke(
-                self._exchange.peers[peer],
-                _receive_message,
-                self._arguments(peer, message),
-                None,
-                None,
-            )
+            reply = self._agent.invoke(name, _receive_message, arguments, None, None)
         except Exception as error:
             reply = error
         return self._enqueue(_ReceivedMessage(peer, reply, None))
 
-    def _start(self, peer: str, message: GradientMessage) -> None:
+    def _start_call(self, peer: str, message: GradientMessage) -> None:
+        """Send a message without waiting for the reply."""
+        name, arguments = self._exchange.peers[peer], self._arguments(peer, message)
         try:
-            future = self._agent.start(
-                self._exchange.peers[peer],
-                _receive_message,
-                self._arguments(peer, message),
-                None,
-                None,
-            )
+            future = self._agent.start(name, _receive_message, arguments, None, None)
         except Exception as error:
-            # for the thread that is busy, which is this one
+            # This thread is the one that processes the inbox.
             self._enqueue(_ReceivedMessage(peer, error, None))
             return
 
-        def take() -> None:
+        def handle_reply() -> None:
             error = future.exception()
-            self._handle(
-                _ReceivedMessage(
-                    peer, error if isinstance(error, Exception) else future.wait(), None
-                )
-            )
+            reply = error if isinstance(error, Exception) else future.wait()
+            self._handle(_ReceivedMessage(peer, reply, None))
 
-        future.add_done_callback(lambda _: self._agent.threads.start(take))
+        future.add_done_callback(lambda _: self._agent.threads.start(handle_reply))
 
     def _arguments(self, peer: str, message: GradientMessage) -> tuple[Any, ...]:
+        """Return the arguments of `_receive_message`."""
         return (
             peer,
-            self._context.number,
+            self._context.context_id,
             self._pass_id,
             self._retain_graph,
-            self._me,
+            self._own_incarnation,
             tuple(message),
         )
 
@@ -253,26 +255,34 @@ class BackwardPass:
 @trusted
 @allow_any_device
 def _receive_message(
-    me: str, number: int, pass_id: PassId, retain_graph: bool, sender: str, message: Sequence[Any]
+    receiver: str,
+    context_id: int,
+    pass_id: PassId,
+    retain_graph: bool,
+    sender: str,
+    message: Sequence[Any],
 ) -> Any:
-    """A message of a pass arrives."""
+    """Process a message of a backward pass on the worker with the incarnation `receiver`."""
     agent = active_runtime()
-    if agent is None or agent.local_member.incarnation != me:
+    if agent is None or agent.local_member.incarnation != receiver:
         raise PeerLost(
-            "a worker restarted since tensors were sent to it under this autograd context; start a new one"
+            "a worker restarted since tensors were sent to it under this autograd context; start a "
+            "new context"
         )
-    contexts = ContextRegistry.of(agent)
-    context = contexts.find(number)
+    registry = ContextRegistry.of(agent)
+    context = registry.find(context_id)
     if context is None:
-        if contexts.has_ended(number):
+        if registry.has_ended(context_id):
             raise UsageError(
-                f"autograd context {number} has ended on worker {agent.name!r}, and its graph is gone"
+                f"autograd context {context_id} has ended on worker {agent.name!r}, and its graph "
+                "is gone"
             )
-        return tuple(GradientMessage([], [], []))  # nothing of the context has arrived here
+        # No tensor of the context has arrived here: there is nothing to answer for.
+        return tuple(GradientMessage([], [], []))
     with context.lock:
-        this = context.passes.get(pass_id)
-    if this is None:
-        made = BackwardPass(context, pass_id, retain_graph, activated_by=sender)
+        backward_pass = context.passes.get(pass_id)
+    if backward_pass is None:
+        created = BackwardPass(context, pass_id, retain_graph, activated_by=sender)
         with context.lock:
-            this = context.passes.setdefault(pass_id, made)
-    return this.receive(sender, message)
+            backward_pass = context.passes.setdefault(pass_id, created)
+    return backward_pass.receive(sender, message)

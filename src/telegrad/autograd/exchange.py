@@ -1,19 +1,22 @@
-"""`GradientExchange`: which gradients one worker gets and sends in a backward pass.
+"""`GradientExchange`: which gradients one worker receives and sends in a backward pass.
 
-Gradients go the way the tensors came. In a pass each worker tells each peer that it exchanged
-tensors with, once, which of the tensors that it has from that peer will be answered later. An
-answer is a gradient (None if it is undefined, as after a function whose backward returns None), or
-says that the loss does not depend on the tensor. That is also the answer for whatever is neither
-answered nor announced then. So every tensor that was sent is answered exactly once, unused results
-and dropped replies included, and nobody waits in vain.
+Gradients go back along the tensors. Each worker answers for the tensors that it received from a
+peer. An answer is a gradient (None if it is undefined, as after a function whose backward returns
+None), or says that the loss does not depend on the tensor. The first message to a peer also lists
+the tensors that will be answered later; that the loss does not depend on a tensor is the answer
+for all others. So every sent tensor is answered exactly once, also results that were not used and
+replies that were dropped, and no worker waits for an answer that does not come.
 
-A worker often sends a tensor back to the peer that it came from, as in a chain of calls or an RNN.
-The gradient of what was sent back then goes to that peer again, so the peer can add it itself. A
-`Shortcut` says so. It travels with the first message to the peer, if nothing was heard of the peer
-before and nobody observes the gradient on the way. The peer uses it if it has told nothing yet.
-Otherwise the two first messages crossed, which both sides notice: the peer sends its answers as if
-there were no shortcut, and the worker passes them on. So a chain of calls to one worker takes one
-round trip.
+Shortcuts: a worker often sends a tensor back to the peer that it came from, as in a chain of calls
+or an RNN. The gradient of the tensor that was sent back goes to that peer again, so the peer can
+add it itself. A `Shortcut` informs the peer. It is part of the first message to the peer, if the
+worker has not received a message from the peer before and no hook observes the gradient. The peer
+uses it if it has not sent its first message yet. Otherwise the two first messages crossed, and
+both sides notice (`has_heard`): the peer sends its answers as if there were no shortcut, and the
+worker forwards them. With shortcuts a chain of calls to one worker takes one round trip.
+
+State: belongs to one `BackwardPass`, which lets one thread at a time call it. There are no locks
+and no calls to other workers in here.
 """
 
 from __future__ import annotations
@@ -25,12 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from telegrad.autograd.gradient_messages import (
-    GradientMessage,
-    Gradients,
-    pack,
-    unpack,
-)
+from telegrad.autograd.gradient_messages import GradientMessage, Gradients, pack, unpack
 from telegrad.autograd.gradients import add_gradients
 from telegrad.autograd.local_graph import GradientSource, LocalGraph
 from telegrad.autograd.send_recv import SentTensor, TensorOrigin
@@ -42,7 +40,10 @@ if TYPE_CHECKING:
 
 
 class GradientExchange:
-    """One worker's part of the exchange of gradients in a backward pass."""
+    """One worker's part of the exchange of gradients in a backward pass.
+
+    Workers are identified by their incarnations, tensors by their ids.
+    """
 
     def __init__(
         self,
@@ -52,28 +53,23 @@ class GradientExchange:
         activated_by: str | None = None,
     ) -> None:
         self._context = context
-        self._me = context.agent.local_member.incarnation
+        self._own_incarnation = context.agent.local_member.incarnation
         with context.lock:
-            sends, receives, self.peers = (
-                context.sends.copy(),
-                context.receives.copy(),
-                context.peers.copy(),
-            )
-        self._shortcuts: dict[str, dict[int, int]] = {}  # ours, by peer
-        # by peer, those of its shortcuts that are used here
-        self._used_shortcuts: dict[str, dict[int, int]] = {}
-        # by peer, those of ours that it did not use
-        self._forwarded: dict[str, dict[int, int]] = {}
-        self._unanswered_sends: dict[
-            str, set[int]
-        ] = {}  # by peer, the tickets that it has not answered
+            sends, receives = context.sends.copy(), context.receives.copy()
+            self.peers = context.peers.copy()
+        # Shortcuts by peer, as a map from the first to the second id of each `Shortcut`.
+        self._own_shortcuts: dict[str, dict[int, int]] = {}  # to be sent
+        self._used_shortcuts: dict[str, dict[int, int]] = {}  # of the peer, used on this worker
+        self._forwarded: dict[str, dict[int, int]] = {}  # of this worker, not used by the peer
         sources: dict[Any, GradientSource] = {}
+        # By peer: the ids of tensors that were sent to it and that it has not answered.
+        self._unanswered_sends: dict[str, set[int]] = {}
         for tensor_id, send in sends.items():
             peer = send.peer
             if (
                 send.leaf is None
                 and peer != activated_by
-                and self._is_shortcut(send, tensor_id, receives)
+                and self._add_shortcut(send, tensor_id, receives)
             ):
                 continue
             sources[tensor_id] = send
@@ -81,52 +77,55 @@ class GradientExchange:
                 self._unanswered_sends[peer].add(tensor_id)
             else:
                 self._unanswered_sends[peer] = {tensor_id}
-        self._unanswered_receives: dict[
-            str, set[int]
-        ] = {}  # by peer, the tickets that it has no answer for
+        # By peer: the ids of tensors that were received from it and that have no answer.
+        self._unanswered_receives: dict[str, set[int]] = {}
         for peer, tensor_id in receives.values():
             if peer in self._unanswered_receives:
                 self._unanswered_receives[peer].add(tensor_id)
             else:
                 self._unanswered_receives[peer] = {tensor_id}
-        for number, root in enumerate(roots):
-            sources[number, "root"] = _RootTensor(root)
+        for index, root in enumerate(roots):
+            sources[index, "root"] = _RootTensor(root)
         self._sends = sends
         self._graph = LocalGraph(sources, receives, context.captures, retain_graph)
-        for number, root in enumerate(roots):
-            self._graph.resolve((number, "root"), torch.ones_like(root))
-        # by ticket, how many further gradients the peer will send
+        for index, root in enumerate(roots):
+            self._graph.resolve((index, "root"), torch.ones_like(root))
+        # By tensor id: how many further answers the peer sends, all of which are added up.
         self._extra_answers: dict[int, int] = {}
-        # by ticket, what came of answers to pass on
-        self._partial: dict[int, tuple[bool, Tensor | None]] = {}
-        # messages of peers whose first message has not come
+        # By tensor id: the sum of the answers so far, for tensors in `_forwarded`.
+        self._partial_answers: dict[int, tuple[bool, Tensor | None]] = {}
+        # Messages of peers whose first message has not been received.
         self._early_messages: dict[str, list[GradientMessage]] = {}
-        self._greeted: set[str] = set()
-        self._heard_from: set[str] = set()
-        self._outgoing: dict[str, tuple[list[tuple[int, Tensor | None]], list[int]]] = {}
+        self._informed: set[str] = set()  # peers that the first message was created for
+        self._heard_from: set[str] = set()  # peers whose first message was received
+        # By peer: gradients, and ids of unreached tensors, for the next message.
+        self._outgoing: dict[str, tuple[Gradients, list[int]]] = {}
 
     def __repr__(self) -> str:
         return f"<GradientExchange: {self._graph!r}>"
 
-    def _is_shortcut(
+    def _add_shortcut(
         self, send: SentTensor, tensor_id: int, receives: dict[Node, TensorOrigin]
     ) -> bool:
-        """Note if a tensor was sent back to where it came from, so that the peer can answer for it itself."""
+        """Add a shortcut and return True if a tensor was sent back to where it came from."""
         node = send.edge().node
-        receive = receives.get(node)
-        if receive is None or receive[0] != send.peer or send.peer == self._me:
+        origin = receives.get(node)
+        if origin is None or origin[0] != send.peer or send.peer == self._own_incarnation:
             return False
         if not self._context.captures[node].is_unobserved(node):
             return False
-        self._shortcuts.setdefault(send.peer, {})[tensor_id] = receive[1]
+        self._own_shortcuts.setdefault(send.peer, {})[tensor_id] = origin[1]
         return True
 
     @property
     def unanswered(self) -> int:
-        """How many tensors went out whose gradients have not come back."""
+        """The number of sent tensors whose gradients have not been received."""
         return sum(len(tensor_ids) for tensor_ids in self._unanswered_sends.values())
 
+    # Messages of peers
+
     def apply(self, peer: str, message: GradientMessage) -> None:
+        """Take the answers in a message of a peer."""
         is_first = message.announced is not None and peer not in self._heard_from
         if not is_first and peer not in self._heard_from:
             self._early_messages.setdefault(peer, []).append(message)
@@ -143,85 +142,118 @@ class GradientExchange:
         else:
             self._take_gradients(peer, gradients)
         if is_first:
-            mentioned = {
-                *(message.announced or ()),
-                *message.unreached,
-                *(tensor_id for tensor_id, _ in gradients),
-            }
+            answered = (tensor_id for tensor_id, _ in gradients)
+            mentioned = {*(message.announced or ()), *message.unreached, *answered}
             for tensor_id in self._unanswered_sends.get(peer, set()) - mentioned:
                 self._take_answer(peer, tensor_id, None, reached=False)
             for early in self._early_messages.pop(peer, ()):
                 self.apply(peer, early)
 
     def _agree_on_shortcuts(self, peer: str, message: GradientMessage) -> None:
-        """Find out from the first message of a peer which shortcuts are used, the peer's and ours."""
-        ours = self._shortcuts.pop(peer, None)
-        if ours and not message.has_heard:
-            self._forwarded[peer] = ours
-            self._unanswered_sends.setdefault(peer, set()).update(ours)
-        waiting, owed = (
-            self._unanswered_sends.get(peer, ()),
-            self._unanswered_receives.get(peer, ()),
-        )
-        for sent_back, came in message.shortcuts:
-            if came not in waiting:
-                continue  # it was sent after this pass began
-            if peer in self._greeted:
-                self._extra_answers[came] = self._extra_answers.get(came, 0) + 1
-                if came in self._forwarded.get(peer, ()):
+        """Find out from the first message of a peer which shortcuts are used."""
+        own_shortcuts = self._own_shortcuts.pop(peer, None)
+        if own_shortcuts and not message.has_heard:
+            # The peer had sent its first message before it knew them.
+            self._forwarded[peer] = own_shortcuts
+            self._unanswered_sends.setdefault(peer, set()).update(own_shortcuts)
+        sends = self._unanswered_sends.get(peer, ())
+        receives = self._unanswered_receives.get(peer, ())
+        for sent_back, original in message.shortcuts:
+            if original not in sends:
+                continue  # it was sent after this pass started
+            if peer in self._informed:
+                # The first messages crossed: the peer sends this gradient in addition.
+                self._extra_answers[original] = self._extra_answers.get(original, 0) + 1
+                if original in self._forwarded.get(peer, ()):
                     continue
-            elif sent_back in owed:
-                self._used_shortcuts.setdefault(peer, {})[sent_back] = came
+            elif sent_back in receives:
+                self._used_shortcuts.setdefault(peer, {})[sent_back] = original
             else:
-                continue  # it never arrived
-            self._graph.expect_another(came)
+                continue  # it was never received
+            self._graph.expect_another(original)
 
     def _take_gradients(self, peer: str, gradients: Gradients) -> None:
-        """Take gradients of tensors that nothing is added to and that are not passed on."""
-        waiting, sends = self._unanswered_sends.get(peer, set()), self._sends
+        """Take gradients of tensors that have one answer, which is not forwarded."""
+        unanswered, sends = self._unanswered_sends.get(peer, set()), self._sends
         taken: Gradients = []
         for answer in gradients:
             tensor_id, gradient = answer
-            if tensor_id in waiting:
-                waiting.discard(tensor_id)
-                # a map moved the tensor
+            if tensor_id in unanswered:
+                unanswered.discard(tensor_id)
+                # A device map can have moved the tensor.
                 if gradient is not None and gradient.device != sends[tensor_id].device:
                     answer = (tensor_id, gradient.to(sends[tensor_id].device))
                 taken.append(answer)
-        self._graph.resolve_all(taken, exclusive=peer != self._me)
+        self._graph.resolve_all(taken, exclusive=peer != self._own_incarnation)
 
     def _take_answer(
         self, peer: str, tensor_id: int, gradient: Tensor | None, *, reached: bool = True
     ) -> None:
-        waiting = self._unanswered_sends.get(peer)
-        if waiting is None or tensor_id not in waiting:
+        """Take one answer for a sent tensor."""
+        unanswered = self._unanswered_sends.get(peer)
+        if unanswered is None or tensor_id not in unanswered:
             return
-        additions = self._extra_answers.get(tensor_id)
-        if additions:
-            self._extra_answers[tensor_id] = additions - 1
+        extra_answers = self._extra_answers.get(tensor_id)
+        if extra_answers:
+            self._extra_answers[tensor_id] = extra_answers - 1
         else:
-            waiting.discard(tensor_id)
+            unanswered.discard(tensor_id)
         forwarded = self._forwarded.get(peer)
         if forwarded and tensor_id in forwarded:
-            before_reached, before = self._partial.pop(tensor_id, (False, None))
-            total = (
-                add_gradients(before, gradient)
-                if before is not None and gradient is not None
-                else gradient
-            )
-            answer = (reached or before_reached, before if total is None else total)
-            if additions:
-                self._partial[tensor_id] = answer
+            reached_before, total = self._partial_answers.pop(tensor_id, (False, None))
+            if total is None:
+                total = gradient
+            elif gradient is not None:
+                total = add_gradients(total, gradient)
+            reached = reached or reached_before
+            if extra_answers:
+                self._partial_answers[tensor_id] = reached, total
             else:
-                self._add_outgoing(peer, forwarded[tensor_id], *answer)
+                self._add_outgoing(peer, forwarded[tensor_id], reached, total)
             return
         if gradient is not None and gradient.device != self._sends[tensor_id].device:
             gradient = gradient.to(self._sends[tensor_id].device)
-        self._graph.resolve(tensor_id, gradient, reached=reached, exclusive=peer != self._me)
+        self._graph.resolve(
+            tensor_id, gradient, reached=reached, exclusive=peer != self._own_incarnation
+        )
+
+    # The local graph
+
+    def run(self) -> None:
+        """Run the local graph until it needs answers of other workers.
+
+        Answers for tensors that this worker sent to itself are taken at once.
+        """
+        while True:
+            try:
+                result = self._graph.run()
+            except Exception as error:
+                raise _with_worker(error, self._context.agent) from error
+            if result.leaves:
+                self._context.accumulate(result.leaves)
+            has_resolved = False
+            used = self._used_shortcuts
+            for (peer, tensor_id), reached, gradient in result.receives:
+                self._unanswered_receives[peer].discard(tensor_id)
+                if used and tensor_id in used.get(peer, ()):
+                    self._graph.resolve(used[peer][tensor_id], gradient, reached=reached)
+                    has_resolved = True
+                else:
+                    self._add_outgoing(peer, tensor_id, reached, gradient)
+            message_to_self = None
+            if self._own_incarnation in self.peers:
+                message_to_self = self.next_message(self._own_incarnation)
+            if message_to_self is not None:
+                self.apply(self._own_incarnation, message_to_self)
+            elif not has_resolved:
+                return
+
+    # Messages to peers
 
     def _add_outgoing(
         self, peer: str, tensor_id: int, reached: bool, gradient: Tensor | None
     ) -> None:
+        """Add an answer to the next message to a peer."""
         outgoing = self._outgoing.get(peer)
         if outgoing is None:
             outgoing = self._outgoing[peer] = ([], [])
@@ -230,71 +262,48 @@ class GradientExchange:
         else:
             outgoing[1].append(tensor_id)
 
-    def run(self) -> None:
-        """Run until only others can help. Answers for this worker itself are taken on the spot."""
-        while True:
-            try:
-                outcome = self._graph.run()
-            except Exception as error:
-                raise _with_worker(error, self._context.agent) from error
-            if outcome.leaves:
-                self._context.add(outcome.leaves)
-            go_on = False
-            used = self._used_shortcuts
-            for (peer, tensor_id), reached, gradient in outcome.receives:
-                self._unanswered_receives[peer].discard(tensor_id)
-                if used and tensor_id in used.get(peer, ()):
-                    self._graph.resolve(used[peer][tensor_id], gradient, reached=reached)
-                    go_on = True
-                else:
-                    self._add_outgoing(peer, tensor_id, reached, gradient)
-            to_myself = self.next_message(self._me) if self._me in self.peers else None
-            if to_myself is not None:
-                self.apply(self._me, to_myself)
-            elif not go_on:
-                return
+    def take_messages(self, activator: str, is_waiting: bool) -> list[tuple[str, GradientMessage]]:
+        """Return the messages that have to be sent now, with their peers.
 
-    def messages(self, waker: str, is_waiting: bool) -> list[tuple[str, GradientMessage]]:
-        """What peers have to be told now. The waker can wait for its reply, unless others make that late."""
+        Answers for the activator can wait for the reply to it, unless that has to wait
+        (`is_waiting`, or there are messages to others).
+        """
         messages = []
         for peer in self.peers:
-            if peer not in (waker, self._me):
+            if peer not in (activator, self._own_incarnation):
                 message = self.next_message(peer)
                 if message is not None:
                     messages.append((peer, message))
-        if (messages or is_waiting) and self._outgoing.get(waker):
-            to_waker = self.next_message(waker)
-            assert to_waker is not None
-            messages.append((waker, to_waker))
+        if (messages or is_waiting) and self._outgoing.get(activator):
+            message = self.next_message(activator)
+            assert message is not None
+            messages.append((activator, message))
         return messages
 
     def next_message(self, peer: str) -> GradientMessage | None:
-        """What a peer has not been told yet."""
+        """Return what has to be sent to a peer, or None if there is nothing."""
         gradients, unreached = self._outgoing.pop(peer, ([], []))
-        # it may not be one of the peers: what it sent can have come after the pass began
-        if peer not in self._greeted:
-            self._greeted.add(peer)
+        # The peer may be missing in `peers`, if this worker received tensors after the pass started.
+        if peer not in self._informed:
+            self._informed.add(peer)
             announced = list(self._unanswered_receives.get(peer, ()))
             if peer in self._used_shortcuts:
-                announced = [
-                    tensor_id
-                    for tensor_id in announced
-                    if tensor_id not in self._used_shortcuts[peer]
-                ]
+                used = self._used_shortcuts[peer]
+                announced = [tensor_id for tensor_id in announced if tensor_id not in used]
             forwarded = self._forwarded.get(peer, {})
-            shortcuts = list(self._shortcuts.get(peer, forwarded).items())
-            added_to = set(forwarded.values())  # what is not mentioned of others is unreached
-            unreached = [tensor_id for tensor_id in unreached if tensor_id in added_to]
-            return GradientMessage(
-                pack(gradients), unreached, announced, shortcuts, peer in self._heard_from
-            )
+            shortcuts = list(self._own_shortcuts.get(peer, forwarded).items())
+            # Unreached tensors are not mentioned, except those that get several answers.
+            with_several_answers = set(forwarded.values())
+            unreached = [tensor_id for tensor_id in unreached if tensor_id in with_several_answers]
+            has_heard = peer in self._heard_from
+            return GradientMessage(pack(gradients), unreached, announced, shortcuts, has_heard)
         if not gradients and not unreached:
             return None
         return GradientMessage(pack(gradients), unreached, None)
 
 
 class _RootTensor:
-    """A tensor that a pass begins with."""
+    """A root of the pass as a `GradientSource`."""
 
     leaf: Tensor | None = None
 
@@ -306,14 +315,18 @@ class _RootTensor:
         return GradientEdge(self._root.grad_fn, self._root.output_nr)
 
     def preceding_node(self) -> Node:
-        raise InternalError("a root always has a gradient")
+        raise InternalError("the gradient of a root is always defined")
 
 
 def _with_worker(error: Exception, agent: AgentRuntime) -> Exception:
-    """An error of the user's own graph, with the worker that it happened on; as torch, always a RuntimeError."""
+    """Return an error of the user's graph with the name of the worker.
+
+    It is always a `RuntimeError`, as in torch.
+    """
     if isinstance(error, TelegradError):
         return error
     what = str(error) if isinstance(error, RuntimeError) else f"{error} ({type(error).__name__})"
     return RuntimeError(
-        f"Error on Node {agent.local_member.rank}: {what} [worker {agent.name!r}, in the backward pass]"
+        f"Error on Node {agent.local_member.rank}: {what} "
+        f"[worker {agent.name!r}, in the backward pass]"
     )

@@ -1,4 +1,8 @@
-"""The messages of a backward pass, and how their gradients are packed."""
+"""`GradientMessage`: what two workers send each other in a backward pass, and its packing.
+
+A tensor of its own costs far more than a few bytes do. So many small gradients are packed into one
+tensor. Functions here have no state; a `GradientReply` belongs to one message.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +16,26 @@ from torch import Tensor
 
 from telegrad.futures import Future
 
-_MANY = 8
-_SMALL = 4096  # bytes
+_MIN_TO_PACK = 8  # gradients
+_MAX_SMALL_SIZE = 4096  # bytes
 
-
-Gradients = list[tuple[int, Tensor | None]]  # by ticket
-# Others; tickets by shape; the small ones.
+Gradients = list[tuple[int, Tensor | None]]  # with the ids of their tensors; None: undefined
+# Gradients that are not packed; groups of tensor ids with a shape; the packed values of all groups.
 PackedGradients = tuple[Gradients, list[tuple[list[int], tuple[int, ...]]], Tensor]
+# The id of a tensor that was sent back to the peer it came from, and the peer's id of that tensor.
+Shortcut = tuple[int, int]
 
 
 def pack(gradients: Gradients) -> Gradients | PackedGradients:
-    """Make many small gradients one tensor: a tensor of its own costs far more than its bytes.
+    """Pack small gradients into one tensor if there are many.
 
-    These are CPU tensors of the dtype that the first gradient has, in the order of their shapes.
+    Those are CPU tensors with the dtype of the first gradient. They are grouped by shape.
     """
-    if len(gradients) < _MANY:
-        return [(tensor_id, _without_repetition(gradient)) for tensor_id, gradient in gradients]
+    if len(gradients) < _MIN_TO_PACK:
+        return [(tensor_id, _contiguous_if_small(gradient)) for tensor_id, gradient in gradients]
     dtype = next((gradient.dtype for _, gradient in gradients if gradient is not None), None)
     others: Gradients = []
-    # None: these are not packed
+    # By kind: the ids and gradients of a group. None: gradients of this kind are not packed.
     by_kind: dict[tuple[Any, ...], tuple[list[int], list[Tensor]] | None] = {}
     for tensor_id, gradient in gradients:
         if type(gradient) is not Tensor:
@@ -40,15 +45,14 @@ def pack(gradients: Gradients) -> Gradients | PackedGradients:
         if kind in by_kind:
             group = by_kind[kind]
         else:
-            group = by_kind[kind] = (
-                ([], []) if gradient.dtype == dtype and _is_small(gradient) else None
-            )
+            is_packed = gradient.dtype == dtype and _is_small(gradient)
+            group = by_kind[kind] = ([], []) if is_packed else None
         if group is None:
             others.append((tensor_id, gradient))
         else:
             group[0].append(tensor_id)
             group[1].append(gradient)
-    if len(gradients) - len(others) < _MANY:
+    if len(gradients) - len(others) < _MIN_TO_PACK:
         return gradients
     by_shape = {kind[0]: group for kind, group in by_kind.items() if group is not None}
     parts = [
@@ -60,6 +64,7 @@ def pack(gradients: Gradients) -> Gradients | PackedGradients:
 
 
 def unpack(packed: Gradients | PackedGradients) -> Gradients:
+    """Return the gradients that `pack` was called with, in another order."""
     if isinstance(packed, list):
         return packed
     gradients, groups, flat = packed
@@ -69,14 +74,14 @@ def unpack(packed: Gradients | PackedGradients) -> Gradients:
     return gradients
 
 
-def _without_repetition(gradient: Tensor | None) -> Tensor | None:
-    """Return a small gradient as a tensor without strides of 0, which takes less time to send."""
+def _contiguous_if_small(gradient: Tensor | None) -> Tensor | None:
+    """Return a small gradient without strides of 0, since these take longer to send."""
     if gradient is not None and _is_small(gradient) and 0 in gradient.stride():
         return gradient.contiguous()
     return gradient
 
 
-# all that `_is_small` depends on
+# The attributes that `_is_small` depends on.
 _kind = attrgetter("shape", "dtype", "layout", "is_cpu", "requires_grad")
 
 
@@ -85,27 +90,28 @@ def _is_small(gradient: Tensor) -> bool:
         type(gradient) is Tensor
         and gradient.is_cpu
         and gradient.layout is torch.strided
-        and 0 < gradient.nbytes <= _SMALL
+        and 0 < gradient.nbytes <= _MAX_SMALL_SIZE
         and not gradient.requires_grad
     )
 
 
-# tickets: of a tensor that was sent back, and of the same tensor when it came
-Shortcut = tuple[int, int]
-
-
 class GradientMessage(NamedTuple):
-    """Answers for tensors that came from the peer, by ticket. It travels as a plain tuple, which is faster."""
+    """Answers for tensors that the sender of the message received from its receiver.
+
+    An answer is a gradient, or the information that the loss does not depend on the tensor. The
+    message is sent as a plain tuple, which is faster to pickle.
+    """
 
     gradients: Gradients | PackedGradients
-    unreached: list[int]  # the loss does not depend on these
-    announced: list[int] | None  # to be answered later; None: this is not the first message
+    unreached: list[int]  # ids of tensors that the loss does not depend on
+    # Ids of tensors that are answered later. None: this is not the first message to the receiver.
+    announced: list[int] | None
     shortcuts: Sequence[Shortcut] = ()
-    has_heard: bool = True  # the sender had the first message of the receiver when it wrote this
+    has_heard: bool = True  # the sender had received the first message of the receiver before
 
 
 class GradientReply:
-    """What a message will be answered with. A future is made only if somebody has to wait for it."""
+    """The reply to a `GradientMessage`. It creates a future only if a thread has to wait for it."""
 
     __slots__ = ("_future", "_outcome")
 
@@ -114,15 +120,17 @@ class GradientReply:
         self._future: Future[Any] | None = None
 
     def settle(self, message: GradientMessage | None, error: Exception | None = None) -> None:
+        """Set the message of the reply, or the error that the pass failed with."""
         self._outcome = message and tuple(message), error
         if self._future is not None:
             self._future._settle(*self._outcome)
 
     def take(self) -> Any:
-        """The message if it is there, else a future for it. Raises what the pass failed with."""
+        """Return the message if it is set, or else a future for it. Raise the error if it is set."""
         if self._outcome is None:
             self._future = Future()
-            if self._outcome is None:  # `settle` writes this first and then looks for the future
+            # `settle` sets the outcome first and then looks for a future, so no reply is missed.
+            if self._outcome is None:
                 return self._future
         message, error = self._outcome
         if error is not None:

@@ -1,4 +1,8 @@
-"""`PendingGradients`: gradients of nodes that have not run."""
+"""Gradients in the local graph: `PendingGradients`, and the run of torch's engine that uses them.
+
+State: a `PendingGradients` belongs to one backward pass, which lets one thread in at a time.
+Threads of torch's engine add to it during a run, under `_lock`.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +20,27 @@ _run_backward = torch.autograd.graph._engine_run_backward
 
 
 class NodeGradient(NamedTuple):
+    """A gradient that a node gets."""
+
     tensor: Tensor
-    is_exclusive: bool  # nobody else has it
+    is_exclusive: bool  # there are no other references to the tensor, so it can be written to
 
 
 class RunRoot(NamedTuple):
-    """Where a run of the engine starts."""
+    """An edge where a run of the engine starts, and the gradient there."""
 
     edge: GradientEdge
     gradient: NodeGradient
 
 
 class PendingGradients:
-    """Gradients of nodes that have not run, until these run."""
+    """Gradients for nodes that have not run, until these nodes run."""
 
     def __init__(self) -> None:
+        # By node and by the index of its input.
         self.gradients: dict[Node, dict[int, NodeGradient]] = {}
-        self.undefined: dict[Node, Node] = {}  # reached by undefined gradients; a node behind each
+        # Nodes that get an undefined gradient, with a node that precedes each of them.
+        self.undefined: dict[Node, Node] = {}
         self._lock = threading.Lock()
 
     def __contains__(self, node: Node) -> bool:
@@ -41,29 +49,32 @@ class PendingGradients:
     def __iter__(self) -> Iterator[Node]:
         return iter({**self.gradients, **self.undefined})
 
-    def add(self, node: Node, output: int, gradient: Tensor) -> None:
+    def add(self, node: Node, index: int, gradient: Tensor) -> None:
+        """Add a gradient to what an input of a node gets."""
         pending = self.gradients.setdefault(node, {})
-        known = pending.get(output)
+        known = pending.get(index)
         if known is None:
-            pending[output] = NodeGradient(gradient, False)
+            pending[index] = NodeGradient(gradient, False)
         elif known.is_exclusive and _can_add_in_place(known.tensor, gradient):
             known.tensor.add_(gradient)
         else:
-            pending[output] = NodeGradient(add_gradients(known.tensor, gradient), True)
+            pending[index] = NodeGradient(add_gradients(known.tensor, gradient), True)
 
-    def add_locked(self, node: Node, output: int, gradient: Tensor) -> None:
-        """Add a gradient on a thread of the engine; there is one for each device."""
+    def add_during_run(self, node: Node, index: int, gradient: Tensor) -> None:
+        """Add a gradient on a thread of the engine, which has one thread for each device."""
         with self._lock:
-            self.add(node, output, gradient)
+            self.add(node, index, gradient)
 
     def take_roots(self, nodes: Iterable[Node]) -> list[RunRoot]:
-        """Return edges and gradients to start the engine with, for nodes that are about to run."""
+        """Remove the gradients for nodes that are about to run, and return them as roots."""
         roots = []
         for node in nodes:
-            for output, gradient in self.gradients.pop(node, {}).items():
-                roots.append(RunRoot(GradientEdge(node, output), gradient))
+            for index, gradient in self.gradients.pop(node, {}).items():
+                roots.append(RunRoot(GradientEdge(node, index), gradient))
             preceding = self.undefined.pop(node, None)
             if preceding is not None:
+                # The engine takes no undefined root. So it starts with zeros at the preceding
+                # node, and a hook there replaces them.
                 metadata: Any = preceding._input_metadata[0]
                 zeros = torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
                 hooks.register_own_hook(preceding.register_hook, _return_undefined)
@@ -88,36 +99,35 @@ def _can_add_in_place(total: Tensor, gradient: Tensor) -> bool:
 
 
 def add_gradients(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sum of two gradients. Torch adds a sparse tensor only to a dense one."""
     return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
-def exclusive_gradients(
+def leaf_gradient(gradient: Tensor, leaf: Tensor, is_exclusive: bool) -> Tensor:
+    """Return a gradient that has no other references and the layout of its leaf, as `.grad` has."""
+    is_strided = gradient.layout is torch.strided
+    if is_exclusive and (not is_strided or gradient.stride() == leaf.stride()):
+        return gradient
+    if not is_strided or leaf.layout is not torch.strided:
+        return gradient.clone()
+    return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+
+
+def leaf_gradients(
     leaves: list[Tensor], gradients: Sequence[Tensor | None], roots: list[RunRoot]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return leaves with gradients that belong to nobody else and are laid out like the leaf, as in `.grad`."""
+    """Return leaves with the gradients that a run returned for them, as `leaf_gradient` does.
+
+    A run can return the same tensor for several leaves, or one that was a root.
+    """
     uses = {id(root.gradient.tensor): 1 for root in roots if not root.gradient.is_exclusive}
     for gradient in gradients:
         uses[id(gradient)] = uses.get(id(gradient), 0) + 1
     return [
-        (
-            leaf,
-            gradient
-            if uses[id(gradient)] == 1 and has_layout_of(gradient, leaf)
-            else copy_to_layout(gradient, leaf),
-        )
+        (leaf, leaf_gradient(gradient, leaf, uses[id(gradient)] == 1))
         for leaf, gradient in zip(leaves, gradients, strict=False)
         if gradient is not None
     ]
-
-
-def has_layout_of(gradient: Tensor, leaf: Tensor) -> bool:
-    return gradient.layout is not torch.strided or gradient.stride() == leaf.stride()
-
-
-def copy_to_layout(gradient: Tensor, leaf: Tensor) -> Tensor:
-    if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
-        return gradient.clone()
-    return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
 def run_engine(
@@ -127,6 +137,10 @@ def run_engine(
     *,
     accumulate: bool = False,
 ) -> list[Tensor | None]:
+    """Run torch's engine from the roots, and return the gradients at the ends.
+
+    With `accumulate`, gradients of leaves are added to `.grad`, and nothing is returned.
+    """
     if not ends:
         return []
     gradients: Any = _run_backward(

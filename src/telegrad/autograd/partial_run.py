@@ -1,4 +1,16 @@
-"""Runs a part of the local graph while some sources are not resolved."""
+"""`PartialRunner`: runs a part of the local graph while some sources are not resolved.
+
+Where a part ends, a node that runs has an edge to a node that must not run yet: a blocked node.
+Torch's engine cannot stop there. So a post-hook of the node that runs stores the gradients for
+blocked nodes as pending and returns undefined gradients instead. The engine still visits the
+blocked nodes, with undefined gradients, and can visit nodes behind them. Hooks and functions
+written in Python would notice that, so they are suppressed during the run (`hooks`).
+
+Undefined gradients for blocked nodes are not stored. If a received tensor gets no other gradient,
+its answer is an undefined gradient too (`take_undefined`).
+
+State: belongs to one backward pass, which lets one thread in at a time.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +41,23 @@ class PartialRunner:
         self._pending = pending
         self._captures = captures
         self._retain_graph = retain_graph
-        self._observing_nodes: list[_ObservingNode] | None = None
+        self._observing_nodes: list[_ObservingNode] | None = None  # of those that have not run
 
     def run(self, ends: list[Node]) -> dict[Node, Tensor | None]:
-        """Run the nodes that lead to `ends`, and keep what they give to other nodes."""
+        """Run the nodes that lead to the ends, and return the gradients at the ends."""
         nodes = self.dependencies.take_nodes_before(ends)
-        answers, ends = self.take_undefined(ends, nodes)
+        gradients, ends = self.take_undefined(ends, nodes)
         if ends:
-            answers.update(zip(ends, self._run_nodes(nodes, ends), strict=True))
-        return answers
+            gradients.update(zip(ends, self._run_nodes(nodes, ends), strict=True))
+        return gradients
 
     def take_undefined(
         self, ends: list[Node], nodes: Collection[Node]
     ) -> tuple[dict[Node, Tensor | None], list[Node]]:
-        """Return the answers for ends that the engine does not come by if it runs `nodes`, and the other ends.
+        """Return the gradients of ends that the engine does not reach with `nodes`, and the others.
 
-        Earlier parts had undefined gradients for them. The engine would call their hooks with None.
+        Earlier parts had undefined gradients for those ends. The engine would call their hooks with
+        None, so this calls them too.
         """
         undefined: dict[Node, Tensor | None] = {}
         others = []
@@ -56,20 +69,22 @@ class PartialRunner:
         return undefined, others
 
     def _run_nodes(self, nodes: dict[Node, None], ends: list[Node]) -> list[Tensor | None]:
-        dependencies = self.dependencies
+        """Run nodes, and return the gradients at the ends."""
+        children = self.dependencies.children
         inside = {*nodes, *ends}
-        leaves: dict[Node, None] = {}  # these can be asked for, since nobody sees that they are
-        cuts: dict[Node, list[int]] = {}  # edges to other nodes that must not run now
-        outside: dict[Node, int] = {}  # those nodes
+        # Leaves without hooks: the engine can return their gradients, since nothing observes that.
+        leaves: dict[Node, None] = {}
+        blocked_edges: dict[Node, list[int]] = {}  # by node: the indices of edges to blocked nodes
+        blocked: dict[Node, int] = {}  # blocked nodes, with the index of an input
         for node in nodes:
-            for number, (child, output) in enumerate(dependencies.children[node]):
+            for edge_index, (child, input_index) in enumerate(children[node]):
                 if child is None or child in inside:
                     continue
                 if type(child) is ACCUMULATE_GRAD and not leaf_of(child)._backward_hooks:
                     leaves[child] = None
                 else:
-                    cuts.setdefault(node, []).append(number)
-                    outside[child] = output
+                    blocked_edges.setdefault(node, []).append(edge_index)
+                    blocked[child] = input_index
         if (
             not nodes
             and not self._pending.undefined
@@ -78,15 +93,18 @@ class PartialRunner:
             return [self._pending.gradients.pop(node)[0].tensor for node in ends]
         roots = self._pending.take_roots(inside)
         wanted = [GradientEdge(node, 0) for node in (*ends, *leaves)]
-        wanted += [GradientEdge(node, output) for node, output in outside.items()]
-        # If a node outside leads to another one, or to a leaf, the engine runs it with undefined gradients.
-        is_alone = len(outside) + len(leaves) == 1 or all(
-            not dependencies.children[node] for node in outside
+        wanted += [GradientEdge(node, input_index) for node, input_index in blocked.items()]
+        # If a blocked node leads to another wanted node, the engine runs the blocked one, with
+        # undefined gradients. Then it must not free the graph.
+        none_can_run = len(blocked) + len(leaves) == 1 or all(
+            not children[node] for node in blocked
         )
-        keep_graph = self._retain_graph or not is_alone
-        if cuts:
-            suppressed = self._suppressed_hooks(outside, inside, is_alone)
-            found = self._execute_cut(roots, wanted, cuts, suppressed, keep_graph)
+        keep_graph = self._retain_graph or not none_can_run
+        if blocked_edges:
+            suppressed = self._suppressed_hooks(blocked, inside, none_can_run)
+            found = self._run_with_blocked_edges(
+                roots, wanted, blocked_edges, suppressed, keep_graph
+            )
         else:
             found = run_engine(roots, wanted, keep_graph)
         for leaf, gradient in zip(leaves, found[len(ends) :], strict=False):
@@ -94,19 +112,19 @@ class PartialRunner:
                 self._pending.add(leaf, 0, gradient)
         return found[: len(ends)]
 
-    def _execute_cut(
+    def _run_with_blocked_edges(
         self,
         roots: list[RunRoot],
         wanted: list[GradientEdge],
-        cuts: dict[Node, list[int]],
+        blocked_edges: dict[Node, list[int]],
         suppressed: hooks.SuppressedHooks,
         keep_graph: bool,
     ) -> list[Tensor | None]:
-        """Run, with post-hooks that take off the gradients which go to nodes outside."""
+        """Run the engine with post-hooks that keep the gradients for blocked nodes."""
         handles = []
-        for node, numbers in cuts.items():
-            cut = self._cut(self.dependencies.children[node], numbers, suppressed)
-            handles.append(hooks.register_own_hook(node.register_hook, cut))
+        for node, edge_indices in blocked_edges.items():
+            block = self._blocking_hook(self.dependencies.children[node], edge_indices, suppressed)
+            handles.append(hooks.register_own_hook(node.register_hook, block))
         try:
             with suppressed:
                 return run_engine(roots, wanted, keep_graph)
@@ -114,41 +132,42 @@ class PartialRunner:
             for handle in handles:
                 handle.remove()
 
-    def _cut(
+    def _blocking_hook(
         self,
         edges: Sequence[tuple[Node | None, int]],
-        numbers: list[int],
+        blocked_indices: list[int],
         suppressed: hooks.SuppressedHooks,
     ) -> Any:
-        """Return a post-hook that keeps the gradients for some edges and lets none through."""
+        """Return a post-hook that stores the gradients for blocked edges and passes on None."""
 
-        def cut(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        def block(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
             suppressed.start()
-            through = list(gradients)
-            for number in numbers:
-                child, output = edges[number]
-                gradient, through[number] = gradients[number], None
+            passed_on = list(gradients)
+            for edge_index in blocked_indices:
+                child, input_index = edges[edge_index]
+                gradient, passed_on[edge_index] = gradients[edge_index], None
                 if gradient is not None:
                     assert child is not None
-                    self._pending.add_locked(child, output, gradient)
-            return tuple(through)
+                    self._pending.add_during_run(child, input_index, gradient)
+            return tuple(passed_on)
 
-        return cut
+        return block
 
     def _suppressed_hooks(
-        self, outside: Iterable[Node], inside: set[Node], is_alone: bool
+        self, blocked: Iterable[Node], inside: set[Node], none_can_run: bool
     ) -> hooks.SuppressedHooks:
-        """Return what must not notice that the engine comes by."""
-        if is_alone:
-            return hooks.SuppressedHooks(
-                [each for node in outside for each in hooks.tensor_hooks(node)], []
-            )
+        """Return the hooks and functions that must not notice the visit of the engine."""
+        if none_can_run:
+            # The engine calls the tensor hooks of the blocked nodes and nothing else.
+            tensor_hooks = [each for node in blocked for each in hooks.tensor_hooks(node)]
+            return hooks.SuppressedHooks(tensor_hooks, [])
         if self._observing_nodes is None:
             self._observing_nodes = _find_observing_nodes(self.dependencies.children)
-        self._observing_nodes = [each for each in self._observing_nodes if each.node not in inside]
+        observing = [each for each in self._observing_nodes if each.node not in inside]
+        self._observing_nodes = observing
         return hooks.SuppressedHooks(
-            [found for each in self._observing_nodes for found in each.hooks],
-            [each.node for each in self._observing_nodes if each.is_function],
+            [found for each in observing for found in each.hooks],
+            [each.node for each in observing if each.is_function],
         )
 
 
@@ -157,22 +176,22 @@ class _ObservingNode(NamedTuple):
 
     node: Node
     hooks: list[dict[int, Any]]
-    is_function: bool  # written in Python
+    is_function: bool  # an `autograd.Function` written in Python
 
 
 def _find_observing_nodes(nodes: Iterable[Node]) -> list[_ObservingNode]:
     found = []
-    look_closely = hooks.any_foreign_hook_added()
+    may_have_node_hooks = hooks.any_foreign_hook_added()
     for node in nodes:
-        # nothing but tensor hooks runs
         if type(node) is RECEIVED or type(node) is ACCUMULATE_GRAD:
+            # The run ends at these: only their tensor hooks are called.
             each = _ObservingNode(node, hooks.tensor_hooks(node), False)
         else:
             is_function = isinstance(node, torch._C._FunctionBase)
-            of_node = hooks.tensor_hooks(node)
-            if look_closely:
-                of_node += hooks.node_hooks(node)
-            each = _ObservingNode(node, of_node, is_function)
+            found_hooks = hooks.tensor_hooks(node)
+            if may_have_node_hooks:
+                found_hooks += hooks.node_hooks(node)
+            each = _ObservingNode(node, found_hooks, is_function)
         if each.hooks or each.is_function:
             found.append(each)
     return found

@@ -1,4 +1,14 @@
-"""`ContextRegistry`: all contexts of one agent."""
+"""`ContextRegistry`: all contexts of one agent.
+
+A context is created here when a block of `autograd.context()` starts (`start`), or when the first
+call under a context of another worker arrives (`get_or_create`). When it ends, the workers that
+its calls went to are informed (`ended_contexts`). That information can get lost with a worker, so
+an audit regularly asks the workers where contexts started whether these still exist.
+
+State: `_contexts`, `_ended_ids` and `_running_passes` change under `_lock`. No lock is held while
+another worker is called. `_started_here` maps the ids of contexts that agents of this process
+started to these contexts, so that they can be found without an agent.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +16,13 @@ import itertools
 import logging
 import secrets
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING
 
 from telegrad.autograd import hooks
+from telegrad.autograd.ended_contexts import CALL_TIMEOUT, EndedContexts
 from telegrad.autograd.shared_parameters import SharedParameters
-from telegrad.autograd.worker_context import (
-    CONTEXT_ID_BITS,
-    MAX_ENDED_PER_CALL,
-    Context,
-    decode_ids,
-)
+from telegrad.autograd.worker_context import CONTEXT_ID_BITS, Context, decode_ids
 from telegrad.errors import PeerLost, TelegradError, UsageError
 from telegrad.group.membership import Member
 from telegrad.messages.packing import MessageContext
@@ -27,13 +32,12 @@ from telegrad.server.functions import internal
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
+_MAX_ENDED_IDS = 10_000
+_AUDIT_INTERVAL = 20.0  # seconds
+_LOW_BITS = (1 << CONTEXT_ID_BITS) - 1
 
-_REMEMBERED = 10_000
-_AUDIT_EVERY = 20.0
-_PATIENCE = 30.0
-_TELL_WITHIN = 0.01
 _log = logging.getLogger(__name__)
-_begun: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
+_started_here: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
 
 
 class ContextRegistry:
@@ -41,202 +45,181 @@ class ContextRegistry:
 
     def __init__(self, agent: AgentRuntime) -> None:
         self.agent = agent
-        self.tensor_ids = itertools.count(1)
-        self.passes = itertools.count(1)
-        self._numbers = itertools.count(secrets.randbits(CONTEXT_ID_BITS - 1))
-        self.versions = SharedParameters()
-        self._open: dict[int, Context] = {}
-        self._ended: dict[int, None] = {}
-        # by incarnation: name, numbers it has not been told ended
-        self._untold: dict[str, tuple[str, list[int]]] = {}
-        self._tells_soon = False  # a timer runs until all are told
+        self.pass_ids = itertools.count(1)
+        self.shared_parameters = SharedParameters()
+        self._tensor_ids = itertools.count(1)
+        # A random start: a worker that restarts with the same rank must not reuse ids.
+        self._context_ids = itertools.count(secrets.randbits(CONTEXT_ID_BITS - 1))
+        self._contexts: dict[int, Context] = {}
+        self._ended_ids: dict[int, None] = {}  # the latest `_MAX_ENDED_IDS`, oldest first
+        self._ended_contexts = EndedContexts(agent, _release)
+        self._running_passes = 0  # those that started on this worker
         self._lock = threading.Lock()
-        self._passes_begun_here = 0
         hooks.record_hooks()
-        agent.on_loss(self._lost)
+        agent.on_loss(self._on_worker_lost)
         agent.add_statistics(self.statistics)
-        agent.clock.every(_AUDIT_EVERY, self._tick)
+        agent.clock.every(_AUDIT_INTERVAL, self._start_audit)
 
     @classmethod
     def of(cls, agent: AgentRuntime) -> ContextRegistry:
         return agent.service(cls)
 
     def __repr__(self) -> str:
-        return f"<Contexts of {self.agent.name!r}: {list(self._open)}>"
+        return f"<ContextRegistry of {self.agent.name!r}: {list(self._contexts)}>"
 
-    def begin(self) -> Context:
-        """A new context, which begins here."""
-        number = (max(self.agent.local_member.rank, 0) << CONTEXT_ID_BITS) | (
-            next(self._numbers) & ((1 << CONTEXT_ID_BITS) - 1)
-        )
-        context = Context(number, self)
+    def start(self) -> Context:
+        """Return a new context that starts on this worker."""
+        rank = max(self.agent.local_member.rank, 0)
+        context_id = (rank << CONTEXT_ID_BITS) | (next(self._context_ids) & _LOW_BITS)
+        context = self._new_context(context_id)
         with self._lock:
-            self._open[number] = context
-        _begun[number] = context
+            self._contexts[context_id] = context
+        _started_here[context_id] = context
         return context
 
-    def open(self, number: int) -> Context | None:
-        """This worker's part of a context that a call brought; None if it has ended here."""
-        context = self._open.get(number)
+    def get_or_create(self, context_id: int) -> Context | None:
+        """Return this worker's part of a context, or None if it has ended here."""
+        context = self._contexts.get(context_id)
         if context is None:
             with self._lock:
-                if number in self._ended:
+                if context_id in self._ended_ids:
                     return None
-                context = self._open.setdefault(number, Context(number, self))
+                context = self._contexts.setdefault(context_id, self._new_context(context_id))
         return context
 
-    def find(self, number: int) -> Context | None:
-        return self._open.get(number)
+    def _new_context(self, context_id: int) -> Context:
+        return Context(
+            context_id, self.agent, self._tensor_ids, self._ended_contexts, self.shared_parameters
+        )
 
-    def has_ended(self, number: int) -> bool:
-        """Was a part of this context here? As far back as is remembered."""
-        return number in self._ended
+    def find(self, context_id: int) -> Context | None:
+        """Return this worker's part of a context, or None if it has none."""
+        return self._contexts.get(context_id)
 
-    def end(self, number: int) -> None:
-        """Forget a context, here and wherever it went from here."""
+    def has_ended(self, context_id: int) -> bool:
+        """Return True if the context is one of the latest that ended on this worker."""
+        return context_id in self._ended_ids
+
+    def end(self, context_id: int) -> None:
+        """Release a context on this worker, and on the workers that its calls went to from here."""
         with self._lock:
-            context = self._open.pop(number, None)
-            self._ended[number] = None
-            if len(self._ended) > _REMEMBERED:
-                del self._ended[next(iter(self._ended))]
+            context = self._contexts.pop(context_id, None)
+            self._ended_ids[context_id] = None
+            if len(self._ended_ids) > _MAX_ENDED_IDS:
+                oldest = next(iter(self._ended_ids))
+                del self._ended_ids[oldest]
         if context is not None:
             context.release()
 
-    @property
-    def owes_news(self) -> bool:
-        """Is there a peer that does not know yet of contexts that ended?"""
-        return bool(self._untold)
+    # Counts
 
-    def tell_ended(self, number: int, callees: dict[str, str]) -> None:
-        """Let peers know soon that a context has ended."""
+    def add_running_pass(self, change: int) -> None:
+        """Count a backward pass that starts on this worker (1) or is over (-1)."""
         with self._lock:
-            for incarnation, name in callees.items():
-                if incarnation != self.agent.local_member.incarnation:
-                    self._untold.setdefault(incarnation, (name, []))[1].append(number)
-            if self._tells_soon or not self._untold or self.agent.closing:
-                return
-            self._tells_soon = True
-        self.agent.clock.at(time.monotonic() + _TELL_WITHIN, self._tell_now)
-
-    def take_ended(self, incarnation: str) -> list[int]:
-        """What a call that is about to leave can tell a peer."""
-        with self._lock:
-            _, numbers = self._untold.get(incarnation, ("", []))
-            told, numbers[:] = numbers[:MAX_ENDED_PER_CALL], numbers[MAX_ENDED_PER_CALL:]
-            if not numbers:
-                self._untold.pop(incarnation, None)
-            return told
-
-    def _tell_now(self) -> None:
-        with self._lock:
-            self._tells_soon = False
-            if not self._untold:
-                return  # calls have told everybody
-        self.agent.threads.start(self._tell_all)
-
-    def _tell_all(self) -> None:
-        with self._lock:
-            untold, self._untold = self._untold, {}
-        for incarnation, (name, numbers) in untold.items():
-            if not self.agent.closing:
-                self.agent.start(
-                    name, _release, (incarnation, numbers), None, _PATIENCE, internal=True
-                )
-
-    def count_running(self, change: int) -> None:
-        """Note that a backward pass begins here (1) or is over (-1)."""
-        with self._lock:
-            self._passes_begun_here += change
+            self._running_passes += change
 
     def count_passes(self) -> int:
-        """Count the backward passes that began here, and those of others that this worker waits for gradients of."""
-        me = self.agent.local_member.incarnation
-        waiting = 0
-        for context in list(self._open.values()):
+        """Count the passes that run here.
+
+        These are passes that started on this worker, and passes of other workers that have not
+        sent all gradients that this worker expects.
+        """
+        own_incarnation = self.agent.local_member.incarnation
+        count = self._running_passes
+        for context in list(self._contexts.values()):
             with context.lock:
-                waiting += sum(
-                    1
-                    for (began, _), each in context.passes.items()
-                    if began != me and each.unanswered
-                )
-        return self._passes_begun_here + waiting
+                for (starter, _), each in context.passes.items():
+                    if starter != own_incarnation and each.unanswered:
+                        count += 1
+        return count
 
     def statistics(self) -> dict[str, int]:
-        contexts = list(self._open.values())
+        contexts = list(self._contexts.values())
         return {
             "autograd_contexts": len(contexts),
             "autograd_tensors_sent": sum(len(context.sends) for context in contexts),
             "autograd_tensors_received": sum(len(context.receives) for context in contexts),
         }
 
+    # Contexts whose end was not announced
+
     def audit(self) -> None:
-        """Forget the contexts that have ended where they began, or whose beginning is gone."""
+        """End the contexts that have ended where they started, or that started on a lost worker."""
         by_rank: dict[int, list[int]] = {}
-        for context in list(self._open.values()):
-            if context.number not in _begun or context.rank != self.agent.local_member.rank:
-                by_rank.setdefault(context.rank, []).append(context.number)
-        for rank, numbers in by_rank.items():
+        own_rank = self.agent.local_member.rank
+        for context in list(self._contexts.values()):
+            if context.context_id not in _started_here or context.rank != own_rank:
+                by_rank.setdefault(context.rank, []).append(context.context_id)
+        for rank, context_ids in by_rank.items():
+            arguments = (context_ids, self.agent.local_member)
             try:
-                alive = self.agent.start(
-                    rank, _alive, (numbers, self.agent.local_member), None, _PATIENCE, internal=True
+                are_open = self.agent.start(
+                    rank, _are_open, arguments, None, CALL_TIMEOUT, internal=True
                 ).wait()
             except PeerLost:
-                alive = [False] * len(numbers)
+                are_open = [False] * len(context_ids)
             except TelegradError as error:
-                _log.debug("nothing was heard of contexts of rank %s: %s", rank, error)
+                _log.debug("could not ask rank %s about its autograd contexts: %s", rank, error)
                 continue
-            for number, is_alive in zip(numbers, alive, strict=True):
-                if not is_alive:
-                    self.end(number)
+            for context_id, is_open in zip(context_ids, are_open, strict=True):
+                if not is_open:
+                    self.end(context_id)
 
-    def _tick(self) -> None:
-        if self._open and not self.agent.closing:
+    def _start_audit(self) -> None:
+        if self._contexts and not self.agent.closing:
             self.agent.threads.start(self.audit)
 
-    def _lost(self, name: str, incarnation: str) -> None:
-        contexts = list(self._open.values())
-        for context in contexts:
-            context.lost(name, incarnation)
-        if contexts and not self.agent.closing:
-            self.agent.threads.start(self.audit)
+    def _on_worker_lost(self, name: str, incarnation: str) -> None:
+        for context in list(self._contexts.values()):
+            context.on_worker_lost(name, incarnation)
+        self._start_audit()
 
 
-def open_context(said: bytes, envelope: MessageContext) -> Context | None:
-    """The context that a call came with; those that it says have ended are forgotten."""
-    number, *ended = decode_ids(said)
-    contexts = ContextRegistry.of(envelope.agent)
-    for each in ended:
-        contexts.end(each)
-    return contexts.open(number)
+def open_context(encoded: bytes, message: MessageContext) -> Context | None:
+    """Return the context that a call arrived under, and end those that it says have ended."""
+    context_id, *ended_ids = decode_ids(encoded)
+    registry = ContextRegistry.of(message.agent)
+    for ended_id in ended_ids:
+        registry.end(ended_id)
+    return registry.get_or_create(context_id)
 
 
-def find_context(number: int) -> Context:
-    """This worker's part of a context."""
+def find_context(context_id: int) -> Context:
+    """Return this worker's part of a context. Raise `UsageError` if it has none."""
     agent = active_runtime()
-    context = _begun.get(number) if agent is None else ContextRegistry.of(agent).find(number)
+    if agent is None:
+        context = _started_here.get(context_id)
+    else:
+        context = ContextRegistry.of(agent).find(context_id)
     if context is None or context.released:
         raise UsageError(
-            f"Could not find autograd context with id: {number}. It ended, or nothing of it has come to this worker"
+            f"Could not find autograd context with id: {context_id}. It has ended, or no call "
+            "under it has reached this worker"
         )
     return context
 
 
 @internal
-def _release(incarnation: str, numbers: list[int]) -> None:
+def _release(incarnation: str, context_ids: list[int]) -> None:
+    """End contexts on this worker, if it has not restarted since."""
     agent = active_runtime()
     if agent is not None and agent.local_member.incarnation == incarnation:
-        for number in numbers:
-            ContextRegistry.of(agent).end(number)
+        for context_id in context_ids:
+            ContextRegistry.of(agent).end(context_id)
 
 
 @internal
-def _alive(numbers: list[int], asker: Member) -> list[bool]:
-    """Which contexts that began here go on? Whoever asks will hear of their end, even if those between us are dead."""
+def _are_open(context_ids: list[int], asker: Member) -> list[bool]:
+    """Return which contexts that started on this worker are open.
+
+    The asker becomes a callee of these, so it is informed of their end even if the worker that
+    called it has been lost.
+    """
     agent = active_runtime()
     if agent is None:
-        return [False] * len(numbers)
-    found = [ContextRegistry.of(agent).find(number) for number in numbers]
+        return [False] * len(context_ids)
+    contexts = [ContextRegistry.of(agent).find(context_id) for context_id in context_ids]
     return [
         context is not None and context.add_callee(asker.name, asker.incarnation)
-        for context in found
+        for context in contexts
     ]

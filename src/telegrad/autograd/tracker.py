@@ -1,10 +1,16 @@
-"""Records the tensors of messages that travel under a context."""
+"""`ContextTracker`: records the tensors of messages that are sent and received under a context.
+
+`wire.tensors` calls it for each tensor of a message that requires a gradient. A tensor id travels
+with the tensor. It is positive if the tensor is recorded. 0 stands for a leaf, and
+`_UNTRACKED_RESULT` for a result of operations, that were sent outside of a context.
+
+State: none besides that of the context and of the message (`_SentTensors`), which one thread packs.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,18 +21,14 @@ from telegrad.autograd.worker_context import Context
 from telegrad.messages.packing import MessageContext, current_message, message_resource
 from telegrad.messages.scope import current_scope
 
-if TYPE_CHECKING:
-    pass
-
-
-_OUTSIDE = -1  # in place of a ticket: computed from other tensors, but outside of a context
+_UNTRACKED_RESULT = -1  # instead of a tensor id
 
 
 class _SentTensors:
-    """The tensors of one message that need gradients, as a companion of the message.
+    """The tensors of one message that require gradients, recorded when the message is packed.
 
-    If packing starts again, a tensor gets another ticket, and only that one counts. Tickets and tensors are in two
-    dictionaries, since a tuple for each of many tensors would be more work for the garbage collector.
+    If packing starts again, a tensor gets another id, and only the last one is recorded. There are
+    two dictionaries and not one of tuples, to save the garbage collector work with many tensors.
     """
 
     def __init__(self, context: Context, to: MessageContext) -> None:
@@ -45,58 +47,63 @@ class _SentTensors:
         self._tensors.update(zip(keys, tensors, strict=True))
 
     def finish(self) -> None:
-        self._context.send(
-            zip(self._tensor_ids.values(), self._tensors.values(), strict=True), self._to
-        )
+        sent = zip(self._tensor_ids.values(), self._tensors.values(), strict=True)
+        self._context.record_sent(sent, self._to)
 
 
-def _new_leaving() -> _SentTensors:
-    context, envelope = current_scope.get(), current_message()
+def _new_sent_tensors() -> _SentTensors:
+    context, message = current_scope.get(), current_message()
     assert isinstance(context, Context)
-    assert envelope is not None
-    return _SentTensors(context, envelope)
+    assert message is not None
+    return _SentTensors(context, message)
 
 
 class ContextTracker:
-    """Notes tensors that travel under a context."""
+    """The `GradientTracker` of messages under a context."""
 
     def wants_gradients(self) -> bool:
+        """Return True if tensors of the message that is being packed are recorded."""
         context = current_scope.get()
         if not isinstance(context, Context) or context.released or current_message() is None:
             return False
-        return torch.is_grad_enabled()  # without, the call would not be noted in one process
+        # With gradients disabled, torch would not record the call in one process either.
+        return torch.is_grad_enabled()
 
     def leaving(self, tensor: Tensor) -> int:
+        """Return the id of a tensor that is being packed, and record it under a context."""
         context = current_scope.get()
         if not isinstance(context, Context) or not self.wants_gradients():
-            return _OUTSIDE if is_non_leaf(tensor) else 0
+            return _UNTRACKED_RESULT if is_non_leaf(tensor) else 0
         tensor_id = next(context.tensor_ids)
-        message_resource(_SentTensors, _new_leaving).add(tensor_id, tensor)
+        message_resource(_SentTensors, _new_sent_tensors).add(tensor_id, tensor)
         return tensor_id
 
     def leaving_together(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Do for many tensors what `leaving` does for one."""
         context = current_scope.get()
         if not isinstance(context, Context) or not self.wants_gradients():
             return [self.leaving(tensor) for tensor in tensors]
         tensor_ids = list(itertools.islice(context.tensor_ids, len(tensors)))
-        message_resource(_SentTensors, _new_leaving).add_all(tensor_ids, tensors)
+        message_resource(_SentTensors, _new_sent_tensors).add_all(tensor_ids, tensors)
         return tensor_ids
 
     def arriving(self, data: Tensor, tensor_id: int) -> Tensor:
-        context, envelope = current_scope.get(), current_message()
-        # the callee knew that it ended
-        is_late = tensor_id <= 0 and isinstance(context, Context) and context.released
-        if not isinstance(context, Context) or envelope is None or is_late:
+        """Return the tensor for data that was unpacked with this id."""
+        context, message = current_scope.get(), current_message()
+        # The context ended while the call ran, and the callee had been informed.
+        has_ended = tensor_id <= 0 and isinstance(context, Context) and context.released
+        if not isinstance(context, Context) or message is None or has_ended:
             tensor = data.requires_grad_()
-            if tensor_id == _OUTSIDE:
-                untracked_results.add(tensor, "" if envelope is None else envelope.peer)
+            if tensor_id == _UNTRACKED_RESULT:
+                untracked_results.add(tensor, "" if message is None else message.peer)
             return tensor
         if tensor_id <= 0:
-            return data  # the answer to a call that was made without gradients
-        return context.receive((data,), (tensor_id,), envelope)[0]
+            return data  # the result of a call that was made with gradients disabled
+        return context.record_received((data,), (tensor_id,), message)[0]
 
     def arriving_together(self, data: Sequence[Tensor], tensor_ids: Sequence[int]) -> list[Tensor]:
-        context, envelope = current_scope.get(), current_message()
-        if not isinstance(context, Context) or envelope is None or min(tensor_ids) <= 0:
+        """Do for many tensors what `arriving` does for one."""
+        context, message = current_scope.get(), current_message()
+        if not isinstance(context, Context) or message is None or min(tensor_ids) <= 0:
             return list(map(self.arriving, data, tensor_ids))
-        return context.receive(data, tensor_ids, envelope)
+        return context.record_received(data, tensor_ids, message)

@@ -1,46 +1,47 @@
-"""Results of calls that were made outside of any context."""
+"""`UntrackedResults`: results of calls that were made outside of any context.
+
+State: a table of weak references, one for the whole process. Each operation on it is atomic.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from telegrad.errors import UsageError
 
-if TYPE_CHECKING:
-    pass
-
 
 class UntrackedResults:
-    """Leaves that stand for tensors which another worker computed, and which came outside of any context.
+    """Leaves that represent tensors which another worker computed outside of any context.
 
-    Their gradients would have to go on to that worker, so a pass that reaches one of them is an error.
+    Their gradients would have to continue to that worker. So a pass that reaches one is an error.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        # By the id of a leaf: the leaf, and the name of the worker that computed it.
+        self._leaves: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
     def add(self, leaf: Tensor, peer: str) -> None:
-        key, known = id(leaf), self._known
-        known[key] = weakref.ref(leaf, lambda _: known.pop(key, None)), peer
+        key, leaves = id(leaf), self._leaves
+        leaves[key] = weakref.ref(leaf, lambda _: leaves.pop(key, None)), peer
 
-    def refuse(
-        self, leaves: Iterable[Tensor], with_gradients: Iterable[tuple[Tensor, Tensor]]
+    def raise_if_reached(
+        self, leaves: Iterable[Tensor], gradients: Iterable[tuple[Tensor, Tensor]]
     ) -> None:
-        """Raise if one of these is such a leaf."""
-        if not self._known:
+        """Raise if one of the leaves, or of those in `gradients`, is an untracked result."""
+        if not self._leaves:
             return
-        for leaf in (*leaves, *(leaf for leaf, _ in with_gradients)):
-            found = self._known.get(id(leaf))
+        for leaf in (*leaves, *(leaf for leaf, _ in gradients)):
+            found = self._leaves.get(id(leaf))
             if found is not None and found[0]() is leaf:
                 raise UsageError(
-                    f"the loss depends on a tensor of shape {tuple(leaf.shape)} that worker {found[1]!r} computed in a "
-                    "call outside of this autograd context, so its gradient would be lost. Make the call inside the "
-                    "context; in a thread, with contextvars.copy_context().run(...), since threads do not inherit it. "
-                    "If no gradient is wanted, detach() the tensor"
+                    f"the loss depends on a tensor of shape {tuple(leaf.shape)} that worker "
+                    f"{found[1]!r} computed in a call outside of this autograd context, so its "
+                    "gradient would be lost. Make the call inside the context; in a thread, with "
+                    "contextvars.copy_context().run(...), since threads do not inherit it. If no "
+                    "gradient is wanted, detach() the tensor"
                 )
 
 

@@ -1,27 +1,28 @@
-"""`Context`: one worker's part of a distributed autograd context. `ContextRegistry`: all those of one agent.
+"""`Context`: one worker's part of a distributed autograd context.
 
-A context starts with `autograd.context()` on one worker and follows every call made under it to others, where a part of
-it appears when the first such call arrives. Each part notes the tensors that need gradients as they leave (`sends`) and
-arrive (`receives`); `engine` walks these backwards. When the context ends where it began, each part tells those whom
-its calls went to (with the next call there, or a moment later), and forgets. A part whose beginning is gone finds out
-by asking (`audit`), so none outlives it long.
+A context starts with `autograd.context()` on one worker. Its id travels with every call that is
+made under it (a context is a `messages.scope.CallScope`), and a part of it is created on each
+worker that such a call reaches (`registry`). Each part records the tensors that require gradients
+when they are sent (`sends`) and received (`receives`). A backward pass follows these in reverse
+order (`engine`). Gradients of leaves are stored in the context, not in `.grad`.
 
-State: of a context, `sends`, `receives`, `peers`, `callees` and `gradients` under its lock until `released` is set,
-which clears them; `broken` is set once. Of an agent, `_open`, `_ended` (numbers of contexts that ended here), `_untold`
-and `_tells_soon` under `_lock`. No lock is held while another worker is called.
+State: `sends`, `receives`, `captures`, `peers`, `gradients` and `passes` change under `lock`.
+`callees` is only added to until `released` is set. `release` sets that once and clears the rest.
+`broken` is set once.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from telegrad.autograd.ended_contexts import MAX_IDS_PER_CALL, EndedContexts
 from telegrad.autograd.gradients import add_gradients
 from telegrad.autograd.send_recv import (
     GradientCapture,
@@ -29,77 +30,89 @@ from telegrad.autograd.send_recv import (
     TensorOrigin,
     attach_receive_node,
 )
+from telegrad.autograd.shared_parameters import SharedParameters
 from telegrad.errors import PeerLost
 from telegrad.messages.packing import MessageContext
 from telegrad.messages.scope import current_scope
 
 if TYPE_CHECKING:
-    from telegrad.autograd.registry import ContextRegistry
+    from telegrad.runtime import AgentRuntime
 
-
-CONTEXT_ID_BITS = (
-    48  # of a context's number; above them stands the rank of the worker where it began
-)
-MAX_ENDED_PER_CALL = 7  # ended contexts that a call tells of
-_NUMBER = 8  # bytes
-_NUMBERS = [struct.Struct(f"<{count + 1}Q") for count in range(MAX_ENDED_PER_CALL + 1)]
+# The low bits of an id count the contexts of a worker; the bits above are the worker's rank.
+CONTEXT_ID_BITS = 48
+_ID_SIZE = 8  # bytes
+# By the number of ended contexts: the format of a context's id followed by theirs.
+_ID_FORMATS = [struct.Struct(f"<{count + 1}Q") for count in range(MAX_IDS_PER_CALL + 1)]
 
 
 class Context:
     """One worker's part of a context."""
 
-    def __init__(self, number: int, contexts: ContextRegistry) -> None:
-        self.number = number
-        self.agent = contexts.agent
-        self.tensor_ids = contexts.tensor_ids
-        self.contexts = contexts
+    def __init__(
+        self,
+        context_id: int,
+        agent: AgentRuntime,
+        tensor_ids: Iterator[int],
+        ended_contexts: EndedContexts,
+        shared_parameters: SharedParameters,
+    ) -> None:
+        self.context_id = context_id
+        self.agent = agent
+        self.tensor_ids = tensor_ids  # the source of new ids for sent tensors
+        self._ended_contexts = ended_contexts
+        self._shared_parameters = shared_parameters
         self.lock = threading.Lock()
-        self.sends: dict[int, SentTensor] = {}
+        self.sends: dict[int, SentTensor] = {}  # by tensor id
         self.receives: dict[Node, TensorOrigin] = {}
-        self.captures: dict[Node, GradientCapture] = {}
-        self.peers: dict[str, str] = {}  # incarnation to name: who tensors went to or came from
-        self.callees: dict[str, str] = {}  # who calls under this context went to
-        self.gradients: dict[Tensor, Tensor] = {}
-        self.passes: dict[tuple[str, int], Any] = {}  # see `engine`
+        self.captures: dict[Node, GradientCapture] = {}  # of the nodes in `receives`
+        # Peers that tensors were sent to or received from: incarnation to name.
+        self.peers: dict[str, str] = {}
+        # Peers that calls under this context were sent to: incarnation to name.
+        self.callees: dict[str, str] = {}
+        self.gradients: dict[Tensor, Tensor] = {}  # by leaf
+        self.passes: dict[tuple[str, int], Any] = {}  # by pass id: `engine.BackwardPass`
         self.broken: PeerLost | None = None
         self.released = False
 
     def __repr__(self) -> str:
         state = "released" if self.released else "broken" if self.broken else "open"
         return (
-            f"<Context {self.number} on {self.agent.name!r}: {state}, {len(self.sends)} sends, "
+            f"<Context {self.context_id} on {self.agent.name!r}: {state}, {len(self.sends)} sends, "
             f"{len(self.receives)} receives, {len(self.gradients)} gradients>"
         )
 
     @property
     def rank(self) -> int:
-        """The rank of the worker where it began."""
-        return self.number >> CONTEXT_ID_BITS
+        """The rank of the worker where the context started."""
+        return self.context_id >> CONTEXT_ID_BITS
+
+    # The protocol `CallScope`
 
     def follow(self, to: MessageContext) -> bytes:
-        """A call takes the context to a peer, and the numbers of those that have ended."""
+        """Return what a call carries: the id of this context, and ids of contexts that ended."""
         if not torch.is_grad_enabled() or not self.add_callee(to.peer, to.incarnation):
             return b""
-        ended = self.contexts.take_ended(to.incarnation) if self.contexts.owes_news else ()
-        return _NUMBERS[len(ended)].pack(self.number, *ended)
+        ended = self._ended_contexts.take(to.incarnation) if self._ended_contexts else ()
+        return _ID_FORMATS[len(ended)].pack(self.context_id, *ended)
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Run a call that arrived under this context."""
+        if not self._shared_parameters.active:
+            call()
+            return
+        with self._shared_parameters.call():
+            call()
+
+    # Tensors and gradients
 
     def add_callee(self, name: str, incarnation: str) -> bool:
-        """Somebody has a part of this, and is to hear of its end. False: it has ended."""
+        """Record a worker that has a part of this context. Return False if the context has ended."""
         if not self.released:
             self.callees[incarnation] = name
         return not self.released
 
-    def run(self, call: Callable[[], None]) -> None:
-        """A call that came with the context runs here."""
-        versions = self.contexts.versions
-        if not versions.active:
-            call()
-            return
-        with versions.call():
-            call()
-
-    def send(self, tensors: Iterable[tuple[int, Tensor]], to: MessageContext) -> None:
-        """Note tensors that leave, by ticket."""
+    def record_sent(self, tensors: Iterable[tuple[int, Tensor]], to: MessageContext) -> None:
+        """Record tensors of a message to a peer, with their ids."""
         with self.lock:
             if not self.released:
                 peer = to.incarnation
@@ -107,10 +120,10 @@ class Context:
                     self.sends[tensor_id] = SentTensor(tensor, peer)
                 self.peers[peer] = to.peer
 
-    def receive(
+    def record_received(
         self, data: Sequence[Tensor], tensor_ids: Sequence[int], sender: MessageContext
     ) -> list[Tensor]:
-        """Return tensors that arrived as outputs of nodes, and note these."""
+        """Return received tensors as outputs of new nodes, and record these nodes."""
         captures = [GradientCapture() for _ in tensor_ids]
         if torch.is_grad_enabled():
             tensors = list(map(attach_receive_node, data, captures))
@@ -128,45 +141,62 @@ class Context:
                 self.peers[peer] = sender.peer
         return tensors
 
-    def add(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Further gradients of leaves on this worker."""
+    def accumulate(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Add gradients of leaves on this worker to those that the context has."""
         with self.lock:
             for leaf, gradient in gradients:
                 known = self.gradients.setdefault(leaf, gradient)
                 if known is not gradient:
                     self.gradients[leaf] = add_gradients(known, gradient)
 
-    def replace(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Another gradient in place of what a leaf has."""
+    def replace_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Set the gradient of a leaf."""
         with self.lock:
             self.gradients[leaf] = gradient
 
-    def check(self) -> None:
-        """Raise if a gradient could be missing."""
+    # Failures and the end
+
+    def raise_if_broken(self) -> None:
+        """Raise `PeerLost` if a worker was lost that this context exchanged tensors with."""
         if self.broken is not None:
             raise PeerLost(
                 str(self.broken), peer=self.broken.peer, last_words=self.broken.last_words
             )
 
-    def lost(self, name: str, incarnation: str) -> None:
+    def on_worker_lost(self, name: str, incarnation: str) -> None:
+        """Mark the context as broken if it exchanged tensors with a lost worker."""
         if incarnation in self.peers and self.broken is None:
             self.broken = PeerLost(
-                f"worker {name!r} was lost, and gradients of autograd context {self.number} went through it. "
-                "Start a new context",
+                f"worker {name!r} was lost, and gradients of autograd context {self.context_id} "
+                "went through it. Start a new context",
                 peer=name,
             )
 
-    # What torch.distributed.autograd.DistAutogradContext offers
+    def release(self) -> None:
+        """Drop everything that the context has, and inform the workers that calls went to."""
+        with self.lock:
+            if self.released:
+                return
+            self.released = True
+            callees, self.callees = self.callees, {}
+            dropped = self.sends, self.receives, self.captures, self.gradients, self.passes
+            self.sends, self.receives, self.captures = {}, {}, {}
+            self.gradients, self.passes = {}, {}
+        # Freeing graphs can take long, so it happens outside the lock.
+        del dropped
+        self._ended_contexts.add(self.context_id, callees)
+
+    # The methods of torch.distributed.autograd.DistAutogradContext
 
     def _context_id(self) -> int:
-        return self.number
+        return self.context_id
 
     def _known_worker_ids(self) -> set[int]:
-        """Return the ranks of the workers that calls under this context went to."""
+        """Return the ranks of the workers that calls under this context were sent to."""
         return {self.agent.get_worker_info(name).id for name in list(self.callees.values())}
 
     def _send_functions(self) -> dict[int, SentTensor]:
-        """Return the tensors that left, by an id that the receiver has for them, too."""
+        """Return the sent tensors by an id that the receiver uses too."""
         with self.lock:
             return {
                 _message_id(self.agent.local_member.rank, tensor_id): send
@@ -174,7 +204,7 @@ class Context:
             }
 
     def _recv_functions(self) -> dict[int, Node]:
-        """Return the autograd nodes of the tensors that arrived, by an id that the sender has for them, too."""
+        """Return the nodes of the received tensors by an id that the sender uses too."""
         with self.lock:
             received = [
                 (node, self.peers[sender], tensor_id)
@@ -185,34 +215,17 @@ class Context:
             for node, name, tensor_id in received
         }
 
-    def release(self) -> None:
-        with self.lock:
-            if self.released:
-                return
-            self.released = True
-            callees, self.callees = self.callees, {}
-            kept = self.sends, self.receives, self.captures, self.gradients, self.passes
-            self.sends, self.receives, self.captures, self.gradients, self.passes = (
-                {},
-                {},
-                {},
-                {},
-                {},
-            )
-        del kept  # graphs, which may take long to take down: not under the lock
-        self.contexts.tell_ended(self.number, callees)
-
 
 def _message_id(sender_rank: int, tensor_id: int) -> int:
     return (max(sender_rank, 0) << CONTEXT_ID_BITS) | tensor_id
 
 
 def decode_ids(encoded: bytes) -> tuple[int, ...]:
-    """Return what `Context.follow` encoded: the id of the context, and those of ended ones."""
-    return _NUMBERS[len(encoded) // _NUMBER - 1].unpack(encoded)
+    """Return the ids that `Context.follow` encoded: that of the context, and those of ended ones."""
+    return _ID_FORMATS[len(encoded) // _ID_SIZE - 1].unpack(encoded)
 
 
 def current_context() -> Context | None:
-    """The context that this thread runs under."""
+    """Return the context that the calling thread runs under."""
     context = current_scope.get()
     return context if isinstance(context, Context) else None
