@@ -66,7 +66,7 @@ class _WorkerOptimizer:
         self._groups: list[int] = []
         self._versions = ContextRegistry.of(agent).shared_parameters
         self._optimizer = make([self._take(share) for share in shares])
-        self._versions.share(self._parameters)
+        self._versions.add_optimizer(self._parameters)
 
     def __repr__(self) -> str:
         return f"<WorkerOptimizer of a DistributedOptimizer: parameters {self._numbers}, {self._optimizer!r}>"
@@ -90,7 +90,7 @@ class _WorkerOptimizer:
         with self._turn.lock:
             taken = self._take(share)
             self._optimizer.add_param_group(taken)
-            self._versions.share(taken["params"])
+            self._versions.add_optimizer(taken["params"])
 
     @trusted
     def options(self) -> tuple[Options, dict[int, Options]]:

@@ -185,7 +185,7 @@ def test_a_step_does_not_wait_for_a_call_that_waits_for_others(
     w0: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        shared_parameters, "_LONGEST", 2 * PATIENCE
+        shared_parameters, "_MAX_WAIT", 2 * PATIENCE
     )  # it would hang, rather than go ahead after a while
     network = remote("w1", Network, agent=w0)
     _, two = optimizers(network, 2)

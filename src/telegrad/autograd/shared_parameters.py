@@ -1,20 +1,21 @@
-"""`SharedParameters`: parameters that several trainers update at the same time, each with exact gradients.
+"""`SharedParameters`: parameters that several trainers update, each with exact gradients.
 
-A forward pass saves the parameters that its backward pass will need. If another trainer's step changes them in between,
-torch refuses to go on. So once a second optimizer shares parameters on a worker, calls under a context run there with
-hooks that keep hold of the memory of those that autograd saves, and a step that finds such memory in use leaves it as
-it is and writes to new memory: a backward pass sees the weights that its forward pass saw. What is saved besides
-parameters is checked for changes as always, except results of operations that are changed in place: with hooks, torch
-does not let us see those.
+A forward pass saves the parameters that its backward pass needs. If the step of another trainer
+changes them in between, torch raises an error. So once a second optimizer updates parameters of a
+worker, calls under a context run there with `saved_tensors_hooks`, which record the memory of the
+parameters that autograd saves. A step that finds such memory in use leaves it as it is and gives
+the parameter new memory. So a backward pass uses the weights that its forward pass used. Other
+saved tensors are checked for changes as usual, except results that an operation changed in place,
+which torch does not show to these hooks.
 
-Calls and updates take turns, so that an operation and what is saved for it are of the same weights: an update waits
-until no call reads parameters, and calls that come meanwhile wait for it. A call that waits for other workers reads
-none. If calls and updates wait for each other in a way that we cannot see (a lock of the user's), the update goes ahead
-after `_LONGEST`.
+Calls and updates exclude each other, so that an operation and what it saves have the same weights:
+an update waits until no call reads parameters, and calls that arrive meanwhile wait for the update.
+A call that waits for another worker does not count as reading. If calls and updates wait for each
+other in a way that cannot be detected here, such as a lock of the user, the update proceeds after
+`_MAX_WAIT`.
 
-State: everything under the lock of `_changed`. `_memory` maps the address of a parameter's memory to who has saved it.
-`_reading` has the calls that may be reading; memory that was replaced under their eyes is kept until they have ended.
-`_updates` counts the updates under way.
+State: everything changes under the lock of the condition `_changed`, except that the garbage
+collector removes parameters from `_optimizers`. `active` is read without the lock.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from telegrad import blocking
 
-_OWNERS_TO_SHARE = 2
-_LONGEST = 10.0  # seconds
+_MIN_OPTIMIZERS = 2  # that update a parameter, so that it is shared
+_MAX_WAIT = 10.0  # seconds
 
 
 class _SavedParameter:
-    """A saved parameter, as the memory that it had."""
+    """A parameter that autograd saved, with the memory that it had then."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -45,31 +46,34 @@ class _SavedParameter:
 
 
 class _RunningCallRole:
-    """A call under way, as a role of its thread: see `telegrad.blocking`."""
+    """A running call, as the role of its thread: see `telegrad.blocking`.
 
-    def __init__(self, versions: SharedParameters, outer: blocking.ThreadRole | None) -> None:
-        self._versions = versions
+    It stops reading parameters while the thread blocks, and delegates the rest to the outer role.
+    """
+
+    def __init__(self, parameters: SharedParameters, outer: blocking.ThreadRole | None) -> None:
+        self._parameters = parameters
         self.outer = outer
 
     def pause(self) -> None:
-        self._versions.stop_reading(self)
+        self._parameters.stop_reading(self)
         if self.outer is not None:
             self.outer.pause()
 
     def resume(self) -> None:
         if self.outer is not None:
             self.outer.resume()
-        self._versions.start_reading(self)
+        self._parameters.start_reading(self)
 
     def hold(self) -> None:
-        self._versions.stop_reading(self)
+        self._parameters.stop_reading(self)
         if self.outer is not None:
             self.outer.hold()
 
     def release(self) -> None:
         if self.outer is not None:
             self.outer.release()
-        self._versions.start_reading(self)
+        self._parameters.start_reading(self)
 
     def more(self) -> bool:
         return self.outer is not None and self.outer.more()
@@ -92,36 +96,39 @@ class SharedParameters:
     def __init__(self) -> None:
         self.active = False
         self._changed = threading.Condition()
-        # by id: the parameter, how many optimizers
-        self._users: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._memory: dict[int, weakref.WeakSet[_SavedParameter]] = {}
-        self._reading: set[_RunningCallRole] = set()
-        self._updates = 0
+        # By id: the parameter, and how many optimizers update it.
+        self._optimizers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # By the address of a parameter's memory: what autograd has saved of it.
+        self._saved: dict[int, weakref.WeakSet[_SavedParameter]] = {}
+        self._reading: set[_RunningCallRole] = set()  # calls that can be reading parameters
+        self._updates = 0  # running or waiting
+        # Memory that was replaced while calls could be reading it, kept until they have ended.
         self._replaced: list[tuple[set[_RunningCallRole], list[Tensor]]] = []
         self._local = _ThreadState()
 
     def __repr__(self) -> str:
-        return f"<SharedParameters of {len(self._users)} parameters, {'shared' if self.active else 'not shared'}>"
+        state = "shared" if self.active else "not shared"
+        return f"<SharedParameters of {len(self._optimizers)} parameters, {state}>"
 
-    def share(self, parameters: Iterable[Tensor]) -> None:
-        """One more optimizer updates these."""
+    def add_optimizer(self, parameters: Iterable[Tensor]) -> None:
+        """Record that one more optimizer updates these parameters."""
         with self._changed:
             for parameter in parameters:
                 key = id(parameter)
-                known, users = self._users.get(key, (None, 0))
-                users = users + 1 if known is not None and known() is parameter else 1
+                known, count = self._optimizers.get(key, (None, 0))
+                count = count + 1 if known is not None and known() is parameter else 1
                 forget = functools.partial(self._forget, key)
-                self._users[key] = weakref.ref(parameter, forget), users
-                self._memory.setdefault(_address(parameter), weakref.WeakSet())
-                self.active = self.active or users >= _OWNERS_TO_SHARE
+                self._optimizers[key] = weakref.ref(parameter, forget), count
+                self._saved.setdefault(_address(parameter), weakref.WeakSet())
+                self.active = self.active or count >= _MIN_OPTIMIZERS
 
     def _forget(self, key: int, _: object) -> None:
-        self._users.pop(key, None)
+        self._optimizers.pop(key, None)
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call runs, in this block, under a context."""
-        if self._local.call is not None:  # it runs as part of another, on the same thread
+        """Run a call under a context in this block."""
+        if self._local.call is not None:  # a nested call on the same thread
             with saved_tensors_hooks(self._save, _restore):
                 yield
             return
@@ -138,11 +145,11 @@ class SharedParameters:
             with self._changed:
                 for calls, _ in self._replaced:
                     calls.discard(call)
-                self._replaced = [entry for entry in self._replaced if entry[0]]
+                self._replaced = [each for each in self._replaced if each[0]]
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """This thread updates parameters in this block, and nobody reads them meanwhile."""
+        """Update parameters on this thread in this block, while no call reads them."""
         if not self.active:
             yield
             return
@@ -152,9 +159,8 @@ class SharedParameters:
                 self._reading.discard(call)
             self._updates += 1
             if self._reading:
-                self._wait(
-                    lambda: not self._reading, blocking.role() if call is None else call.outer
-                )
+                role = blocking.role() if call is None else call.outer
+                self._wait(lambda: not self._reading, role)
         try:
             yield
         finally:
@@ -165,67 +171,74 @@ class SharedParameters:
                 self.start_reading(call)
 
     def before_update(self, parameters: Iterable[Tensor]) -> None:
-        """These are about to be written to: give those whose memory somebody still needs new memory first."""
+        """Give parameters that are about to be written to new memory, if theirs is in use."""
         if not self.active:
             return
         with self._changed:
-            others = set(self._reading)  # who did not end in time
+            readers = set(self._reading)  # calls that did not end within `_MAX_WAIT`
             replaced = []
             for parameter in parameters:
                 address = _address(parameter)
-                if others or self._memory.get(address):
+                if readers or self._saved.get(address):
                     replaced.append(parameter.data)
                     parameter.data = parameter.data.clone()
-                    self._memory.pop(address, None)
-                    self._memory[_address(parameter)] = weakref.WeakSet()
-            if replaced and others:
-                self._replaced.append((others, replaced))
+                    self._saved.pop(address, None)
+                    self._saved[_address(parameter)] = weakref.WeakSet()
+            if replaced and readers:
+                self._replaced.append((readers, replaced))
 
-    # Of calls
+    # Calls
 
     def start_reading(self, call: _RunningCallRole) -> None:
+        """Wait until no update runs, and record that a call can be reading parameters."""
         with self._changed:
             if self._updates:
                 self._wait(lambda: not self._updates, call.outer)
             self._reading.add(call)
 
     def stop_reading(self, call: _RunningCallRole) -> None:
+        """Record that a call does not read parameters."""
         with self._changed:
             self._reading.discard(call)
             if self._updates:
                 self._changed.notify_all()
 
     def _wait(self, condition: Callable[[], bool], role: blocking.ThreadRole | None) -> None:
+        """Wait for a condition, at most `_MAX_WAIT`, while the role of the thread is paused."""
         if role is not None:
             role.pause()
         try:
-            self._changed.wait_for(condition, _LONGEST)
+            self._changed.wait_for(condition, _MAX_WAIT)
         finally:
             if role is not None:
                 role.resume()
 
     def _save(self, tensor: Tensor) -> Any:
-        users = self._memory.get(_address(tensor))
-        if users is None:
+        """Return what autograd saves instead of a tensor."""
+        known = self._saved.get(_address(tensor))
+        if known is None:
             return tensor, tensor._version
-        # not the parameter itself, which will have other memory
+        # Not the parameter itself, since a step can give it other memory.
         saved = _SavedParameter(tensor.detach())
-        users.add(saved)
+        known.add(saved)
         return saved
 
 
 def _restore(saved: Any) -> Tensor:
+    """Return the tensor for what `_save` returned. Raise if it was changed in place."""
     if isinstance(saved, _SavedParameter):
         return saved.tensor
     tensor, version = saved
     if tensor._version != version:
         raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(tensor.shape)} is at version {tensor._version}, expected version {version}"
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, "
+            f"expected version {version}"
         )
     result: Tensor = tensor
     return result
 
 
 def _address(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory."""
     return 0 if tensor.is_sparse else tensor.untyped_storage().data_ptr()
