@@ -1,13 +1,16 @@
 """`DistributedOptimizer`: a `torch.optim.Optimizer` whose parameters live on other workers.
 
-Each worker that owns some of the parameters holds a part: an ordinary optimizer over those. What the trainer sets in
-`param_groups` (a learning-rate scheduler, for one) goes to the parts with the next step.
+Each worker that owns some of the parameters has a `_WorkerOptimizer`: an ordinary optimizer over
+those. Options that the trainer changes in `param_groups`, for example with a learning-rate
+scheduler, are sent to the workers with the next step.
 
-Several trainers may train the same parameters, each with an optimizer of its own. Steps on one worker happen one after
-the other, each as a whole; which comes first is not defined. A step between another trainer's forward and backward pass
-does not disturb that: its gradients are those of the weights that it saw (see `autograd.versions`).
+Several trainers can train the same parameters, each with an optimizer of its own. Each worker runs
+one step at a time; the order of steps is not defined. A step between the forward and the backward
+pass of another trainer does not change the gradients of that trainer: they are those of the weights
+that its forward pass used (see `autograd.shared_parameters`).
 
-State: of a part, its optimizer and the `.grad` of its parameters, under one lock per worker.
+State: the optimizer of a worker, and `.grad` of its parameters, change under one lock per worker.
+A `DistributedOptimizer` belongs to the thread that uses it, like any optimizer of torch.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ from torch.optim import Optimizer
 
 from telegrad import autograd, param_groups
 from telegrad.autograd.registry import ContextRegistry, find_context
-from telegrad.autograd.worker_context import Context
 from telegrad.errors import InternalError, UsageError, WorkersFailed
 from telegrad.futures import Future
 from telegrad.param_groups import Options
@@ -37,174 +39,185 @@ __all__ = ["DistributedOptimizer"]
 
 
 class _StepLock:
-    """One per agent: whose step it is."""
+    """The lock that is held while an optimizer on one agent steps."""
 
     def __init__(self, agent: AgentRuntime) -> None:
         self.lock = threading.Lock()
 
 
-class _WorkerParameters(NamedTuple):
+class _OwnedParameters(NamedTuple):
     """The parameters of one group that live on one worker."""
 
-    group: int
+    group_index: int
     options: Options
-    numbers: list[int]  # among all parameters of the optimizer
+    indices: list[int]  # among all parameters of the distributed optimizer
     parameters: list[RRef[Tensor]]
 
 
 class _WorkerOptimizer:
-    """The optimizer of those parameters that live on this worker."""
+    """The optimizer of those parameters that live on this worker.
+
+    Groups and parameters are identified by their indices in the distributed optimizer.
+    """
 
     def __init__(
         self,
         agent: AgentRuntime,
-        make: Callable[[list[dict[str, Any]]], Optimizer],
-        shares: list[_WorkerParameters],
+        create: Callable[[list[dict[str, Any]]], Optimizer],
+        owned: list[_OwnedParameters],
     ) -> None:
-        self._turn = agent.service(_StepLock)
-        self._numbers: list[int] = []
-        self._groups: list[int] = []
-        self._versions = ContextRegistry.of(agent).shared_parameters
-        self._optimizer = make([self._take(share) for share in shares])
-        self._versions.add_optimizer(self._parameters)
+        self._lock = agent.service(_StepLock).lock
+        self._indices: list[int] = []  # of the parameters, in the order of the local optimizer
+        self._group_indices: list[int] = []
+        self._shared_parameters = ContextRegistry.of(agent).shared_parameters
+        self._optimizer = create([self._local_group(each) for each in owned])
+        self._shared_parameters.add_optimizer(self._parameters)
 
     def __repr__(self) -> str:
-        return f"<WorkerOptimizer of a DistributedOptimizer: parameters {self._numbers}, {self._optimizer!r}>"
+        return f"<_WorkerOptimizer of parameters {self._indices}: {self._optimizer!r}>"
 
-    def _take(self, share: _WorkerParameters) -> dict[str, Any]:
-        self._numbers += share.numbers
-        self._groups.append(share.group)
+    def _local_group(self, owned: _OwnedParameters) -> dict[str, Any]:
+        """Record the indices of parameters, and return these as a group for the local optimizer."""
+        self._indices += owned.indices
+        self._group_indices.append(owned.group_index)
         return {
-            **share.options,
-            "params": [parameter.local_value() for parameter in share.parameters],
+            **owned.options,
+            "params": [parameter.local_value() for parameter in owned.parameters],
         }
 
     @property
     def _parameters(self) -> list[Tensor]:
-        return [
-            parameter for group in self._optimizer.param_groups for parameter in group["params"]
-        ]
+        groups = self._optimizer.param_groups
+        return [parameter for group in groups for parameter in group["params"]]
 
     @trusted
-    def add(self, share: _WorkerParameters) -> None:
-        with self._turn.lock:
-            taken = self._take(share)
-            self._optimizer.add_param_group(taken)
-            self._versions.add_optimizer(taken["params"])
+    def add(self, owned: _OwnedParameters) -> None:
+        """Add a group of parameters."""
+        with self._lock:
+            group = self._local_group(owned)
+            self._optimizer.add_param_group(group)
+            self._shared_parameters.add_optimizer(group["params"])
 
     @trusted
     def options(self) -> tuple[Options, dict[int, Options]]:
-        """The defaults of the optimizer, and the options of its groups by number."""
-        numbered = zip(self._groups, self._optimizer.param_groups, strict=True)
-        return self._optimizer.defaults, {
-            number: param_groups.options(group) for number, group in numbered
-        }
+        """Return the defaults of the optimizer, and the options of its groups by index."""
+        indexed = zip(self._group_indices, self._optimizer.param_groups, strict=True)
+        by_index = {index: param_groups.options(group) for index, group in indexed}
+        return self._optimizer.defaults, by_index
 
     @trusted
     def step(self, context_id: int | None, changed: dict[int, Options]) -> None:
-        with self._versions.updating(), self._turn.lock:
-            self._set(changed)
+        """Set changed options, and step with the gradients of a context or those in `.grad`."""
+        with self._shared_parameters.updating(), self._lock:
+            for index, group in zip(self._group_indices, self._optimizer.param_groups, strict=True):
+                group.update(changed.get(index, {}))
             parameters = self._parameters
-            self._versions.before_update(parameters)
+            self._shared_parameters.before_update(parameters)
             if context_id is None:
                 self._optimizer.step()
                 return
             gradients = _gradients(context_id)
-            kept = [parameter.grad for parameter in parameters]
+            accumulated = [parameter.grad for parameter in parameters]
             try:
                 for parameter in parameters:
                     parameter.grad = gradients.get(parameter)
                 self._optimizer.step()
             finally:
-                for parameter, gradient in zip(parameters, kept, strict=True):
+                for parameter, gradient in zip(parameters, accumulated, strict=True):
                     parameter.grad = gradient
 
     @trusted
     def accumulate(self, context_id: int) -> None:
-        with self._turn.lock:
+        """Add the gradients of a context to `.grad`."""
+        with self._lock:
             gradients = _gradients(context_id)
             for parameter in self._parameters:
                 if parameter in gradients:
                     known, new = parameter.grad, gradients[parameter]
-                    # the context keeps its own
+                    # A clone, since the context keeps its own gradient.
                     parameter.grad = new.clone() if known is None else known + new
 
     @trusted
     def zero_grad(self, set_to_none: bool) -> None:
-        with self._turn.lock:
+        with self._lock:
             self._optimizer.zero_grad(set_to_none)
 
     @trusted
     def norms(self, context_id: int | None, norm_type: float) -> list[float]:
-        """The norm of each gradient."""
-        with self._turn.lock:
-            found = [gradient for _, gradient in self._found(context_id)]
-        values = [
-            gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found
-        ]
-        return [float(torch.linalg.vector_norm(value, norm_type)) for value in values]
+        """Return the norm of each gradient."""
+        with self._lock:
+            gradients = [gradient for _, gradient in self._with_gradients(context_id)]
+        norms = []
+        for gradient in gradients:
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            norms.append(float(torch.linalg.vector_norm(values, norm_type)))
+        return norms
 
     @trusted
     def scale(self, context_id: int | None, factor: float) -> None:
-        with self._turn.lock:
-            for parameter, gradient in self._found(context_id):
+        """Multiply each gradient with a factor."""
+        with self._lock:
+            for parameter, gradient in self._with_gradients(context_id):
                 if context_id is None:
                     parameter.grad = gradient * factor
                 else:
                     find_context(context_id).replace_gradient(parameter, gradient * factor)
 
-    def _found(self, context_id: int | None) -> list[tuple[Tensor, Tensor]]:
+    def _with_gradients(self, context_id: int | None) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters that have a gradient, with it."""
         gradients = {} if context_id is None else _gradients(context_id)
-        found = [
-            (each, each.grad if context_id is None else gradients.get(each))
-            for each in self._parameters
-        ]
-        return [(parameter, gradient) for parameter, gradient in found if gradient is not None]
+        found = []
+        for parameter in self._parameters:
+            gradient = parameter.grad if context_id is None else gradients.get(parameter)
+            if gradient is not None:
+                found.append((parameter, gradient))
+        return found
 
     @trusted
     def state(self) -> dict[int, Any]:
-        """The state of each parameter, by number."""
-        with self._turn.lock:
+        """Return the state of each parameter, by index."""
+        with self._lock:
             state = self._optimizer.state_dict()["state"]
-            return {self._numbers[place]: value for place, value in state.items()}
+            return {self._indices[position]: value for position, value in state.items()}
 
     @trusted
     def load(self, state: dict[int, Any], options: dict[int, Options]) -> None:
-        with self._turn.lock:
-            places = {number: place for place, number in enumerate(self._numbers)}
-            mine = self._optimizer.state_dict()["param_groups"]
-            for number, group in zip(self._groups, mine, strict=True):
-                group.update(options[number])
-            local = {places[number]: value for number, value in state.items() if number in places}
-            self._optimizer.load_state_dict({"state": local, "param_groups": mine})
-
-    def _set(self, changed: dict[int, Options]) -> None:
-        for number, group in zip(self._groups, self._optimizer.param_groups, strict=True):
-            group.update(changed.get(number, {}))
+        """Load the state of parameters and the options of groups, both by index."""
+        with self._lock:
+            local_groups = self._optimizer.state_dict()["param_groups"]
+            for index, group in zip(self._group_indices, local_groups, strict=True):
+                group.update(options[index])
+            local_state = {
+                position: state[index]
+                for position, index in enumerate(self._indices)
+                if index in state
+            }
+            self._optimizer.load_state_dict({"state": local_state, "param_groups": local_groups})
 
 
 @trusted
-def _make_part(
+def _create_worker_optimizer(
     optimizer_class: Callable[..., Optimizer],
-    shares: list[_WorkerParameters],
+    owned: list[_OwnedParameters],
     args: tuple[Any, ...],
     kwargs: Options,
 ) -> RRef[_WorkerOptimizer]:
     agent = active_runtime()
     if agent is None:
-        raise InternalError("a part of an optimizer was to be made outside a worker")
-    return RRef(
-        _WorkerOptimizer(agent, lambda shared: optimizer_class(shared, *args, **kwargs), shares),
-        agent=agent.agent,
+        raise InternalError("an optimizer for a worker was to be created outside of a worker")
+    optimizer = _WorkerOptimizer(
+        agent, lambda groups: optimizer_class(groups, *args, **kwargs), owned
     )
+    return RRef(optimizer, agent=agent.agent)
 
 
 class DistributedOptimizer(Optimizer):
     """`optimizer_class(parameters, *args, **kwargs)`, run where the parameters are.
 
-    `params_rref` holds references to parameters, or groups of them as `torch.optim` takes them. Use it like any
-    optimizer; `step(context_id)` takes the gradients from an autograd context. To step on gradients of several
-    contexts, `accumulate(context_id)` them, `step()`, and `zero_grad()`.
+    `params_rref` has references to parameters, or groups of them as in `torch.optim`. Use it like
+    any optimizer; `step(context_id)` takes the gradients from an autograd context. To step with the
+    gradients of several contexts, call `accumulate(context_id)` for each of them, then `step()` and
+    `zero_grad()`.
 
     >>> import torch
     >>> from telegrad import autograd
@@ -228,45 +241,46 @@ class DistributedOptimizer(Optimizer):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        self._make = optimizer_class, args, kwargs
-        self._parts: dict[str, RRef[_WorkerOptimizer]] = {}  # by owner
-        self._count = 0
-        self._known: list[Options] = []  # what the parts know of each group's options
+        self._optimizer_class, self._args, self._kwargs = optimizer_class, args, kwargs
+        self._worker_optimizers: dict[str, RRef[_WorkerOptimizer]] = {}  # by owner
+        self._parameter_count = 0
+        self._sent_options: list[Options] = []  # by group: the options that the workers have
         given: list[Any] = list(params_rref)
         if not given:
             raise UsageError("optimizer got an empty parameter list")
         if not isinstance(given[0], dict):
             given = [{"params": given}]
-        self._new_groups = [self._group(group) for group in given]
+        # `Optimizer.__init__` adds these groups, with `add_param_group`.
+        self._new_groups = [self._check_group(group) for group in given]
         self._agent: AgentRuntime = self._new_groups[0]["params"][0]._agent
         self._distribute(range(len(self._new_groups)), self._new_groups)
-        super().__init__(self._new_groups, self._defaults)  # type: ignore[arg-type]  # which adds the groups
+        super().__init__(self._new_groups, self._defaults)  # type: ignore[arg-type]
         del self._new_groups
 
     def __repr__(self) -> str:
-        owners = ", ".join(part.owner_name() for part in self._parts.values())
-        return (
-            f"{type(self).__name__} of {self._make[0].__name__} on {owners}: {super().__repr__()}"  # type: ignore[attr-defined]
-        )
+        owners = ", ".join(rref.owner_name() for rref in self._worker_optimizers.values())
+        name = self._optimizer_class.__name__  # type: ignore[attr-defined]
+        return f"{type(self).__name__} of {name} on {owners}: {super().__repr__()}"
 
     @property
     def remote_optimizers(self) -> list[RRef[_WorkerOptimizer]]:
-        """References to the parts, one per worker that owns parameters."""
-        return list(self._parts.values())
+        """References to the optimizers of the workers that own parameters, one per worker."""
+        return list(self._worker_optimizers.values())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One more group; its parameters may live on workers that had none so far."""
+        """Add a group. Its parameters can live on workers that own no other parameters."""
         if param_group not in getattr(self, "_new_groups", ()):
-            param_group = self._group(param_group)
+            param_group = self._check_group(param_group)
             self._distribute([len(self.param_groups)], [param_group])
-        number = len(self.param_groups)
-        self.param_groups.append({**self._options[number], "params": param_group["params"]})
-        self._known.append(param_groups.options(self.param_groups[-1]))
+        options = self._options[len(self.param_groups)]
+        self.param_groups.append({**options, "params": param_group["params"]})
+        self._sent_options.append(param_groups.options(self.param_groups[-1]))
 
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
-        """Step on every worker with the gradients of a context, or with those that were accumulated.
+        """Step on every worker with the gradients of a context, or with accumulated gradients.
 
-        Returns when all have. If some fail, the others have stepped all the same; the error names every failure.
+        Return when all workers have stepped. If some fail, the others have stepped nevertheless;
+        the error names every failure.
         """
         if context_id is not None:
             if callable(context_id):
@@ -274,16 +288,17 @@ class DistributedOptimizer(Optimizer):
                     "a distributed step takes the id of an autograd context, not a closure"
                 )
             find_context(context_id)
-        self._everywhere("step", context_id, param_groups.changes(self.param_groups, self._known))
+        changed = param_groups.changes(self.param_groups, self._sent_options)
+        self._call_all("step", context_id, changed)
 
     def accumulate(self, context_id: int) -> None:
-        """Add the gradients of a context to the `.grad` of the parameters, for a later `step()`."""
+        """Add the gradients of a context to `.grad` of the parameters, for a later `step()`."""
         find_context(context_id)
-        self._everywhere("accumulate", context_id)
+        self._call_all("accumulate", context_id)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop accumulated gradients. Those of a context end with it and need no zeroing."""
-        self._everywhere("zero_grad", set_to_none)
+        """Drop accumulated gradients. Gradients of a context are released with it."""
+        self._call_all("zero_grad", set_to_none)
 
     def clip_grad_norm_(
         self,
@@ -292,118 +307,108 @@ class DistributedOptimizer(Optimizer):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Scale all gradients, on all workers, so that their norm taken together is at most `max_norm`.
+        """Scale the gradients on all workers so that their total norm is at most `max_norm`.
 
-        Returns what it was, like `torch.nn.utils.clip_grad_norm_`.
+        Return the norm before, like `torch.nn.utils.clip_grad_norm_`.
         """
-        norms = [
-            norm
-            for part in self._everywhere("norms", context_id, norm_type).values()
-            for norm in part
-        ]
+        norms: list[float] = []
+        for norms_of_worker in self._call_all("norms", context_id, norm_type).values():
+            norms += norms_of_worker
         total: Tensor = torch.linalg.vector_norm(
             torch.tensor(norms, dtype=torch.float64), norm_type
         ).float()
         if error_if_nonfinite and not bool(total.isfinite()):
             raise UsageError(
-                f"the norm of order {norm_type} of the gradients is {total.item()}: it cannot be clipped"
+                f"the norm of order {norm_type} of the gradients is {total.item()}: it cannot be "
+                "clipped"
             )
         factor = max_norm / (float(total) + 1e-6)
         if not factor >= 1.0:
-            self._everywhere("scale", context_id, factor)
+            self._call_all("scale", context_id, factor)
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all parts, fetched here, in the form that `optimizer_class` itself would give."""
-        state = {
-            number: value
-            for part in self._everywhere("state").values()
-            for number, value in part.items()
-        }
+        """Return the state of all workers in the form that `optimizer_class` uses."""
+        state: dict[int, Any] = {}
+        for state_of_worker in self._call_all("state").values():
+            state.update(state_of_worker)
         return {
             "state": dict(sorted(state.items())),
             "param_groups": param_groups.packed(self.param_groups),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give every part its share of a state that `state_dict` returned, here or by `optimizer_class` itself."""
+        """Load a state that `state_dict` returned, of this class or of `optimizer_class`."""
         state = param_groups.state_by_number(state_dict, self.param_groups)
         options = {
-            number: param_groups.options(group)
-            for number, group in enumerate(state_dict["param_groups"])
+            index: param_groups.options(group)
+            for index, group in enumerate(state_dict["param_groups"])
         }
-        self._everywhere("load", state, options)
-        for number, group in enumerate(self.param_groups):
-            group.update(options[number])
-            self._known[number] = param_groups.options(group)
+        self._call_all("load", state, options)
+        for index, group in enumerate(self.param_groups):
+            group.update(options[index])
+            self._sent_options[index] = param_groups.options(group)
 
-    # Inside
-
-    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _check_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a group whose parameters are a list. Raise if they are not references."""
         parameters = group["params"]
         parameters = [parameters] if isinstance(parameters, RRef) else list(parameters)
-        for number, parameter in enumerate(parameters):
+        for index, parameter in enumerate(parameters):
             if not isinstance(parameter, RRef):
                 raise UsageError(
-                    f"parameter {number} is a {type(parameter).__name__}; a DistributedOptimizer takes references "
-                    "(RRef) to parameters"
+                    f"parameter {index} is a {type(parameter).__name__}; a DistributedOptimizer "
+                    "takes references (RRef) to parameters"
                 )
         if not parameters:
             raise UsageError("optimizer got a group without parameters")
         return {**group, "params": parameters}
 
-    def _distribute(self, numbers: Iterable[int], new: list[dict[str, Any]]) -> None:
-        """Give the workers that own parameters of new groups their parts of them."""
-        shares: dict[str, list[_WorkerParameters]] = {}
-        for number, group in zip(numbers, new, strict=True):
+    def _distribute(self, group_indices: Iterable[int], groups: list[dict[str, Any]]) -> None:
+        """Pass the parameters of new groups to the optimizers of the workers that own them."""
+        by_owner: dict[str, list[_OwnedParameters]] = {}
+        for group_index, group in zip(group_indices, groups, strict=True):
             for parameter in group["params"]:
-                owned = shares.setdefault(parameter.owner_name(), [])
-                if not owned or owned[-1].group != number:
-                    owned.append(_WorkerParameters(number, param_groups.options(group), [], []))
-                owned[-1].numbers.append(self._count)
+                owned = by_owner.setdefault(parameter.owner_name(), [])
+                if not owned or owned[-1].group_index != group_index:
+                    options = param_groups.options(group)
+                    owned.append(_OwnedParameters(group_index, options, [], []))
+                owned[-1].indices.append(self._parameter_count)
                 owned[-1].parameters.append(parameter)
-                self._count += 1
-        made: dict[str, Future[Any]] = {}
-        optimizer_class, args, kwargs = self._make
-        for owner, owned in shares.items():
-            if owner in self._parts:
-                for share in owned:
-                    self._parts[owner].rpc_sync().add(share)
+                self._parameter_count += 1
+        created: dict[str, Future[Any]] = {}
+        for owner, owned in by_owner.items():
+            if owner in self._worker_optimizers:
+                for each in owned:
+                    self._worker_optimizers[owner].rpc_sync().add(each)
             else:
-                made[owner] = self._agent.start(
-                    owner, _make_part, (optimizer_class, owned, args, kwargs)
-                )
-        self._parts.update(_gather(made))
-        self._options: dict[int, Options] = {}
-        for defaults, options in self._everywhere("options").values():
+                arguments = (self._optimizer_class, owned, self._args, self._kwargs)
+                created[owner] = self._agent.start(owner, _create_worker_optimizer, arguments)
+        self._worker_optimizers.update(_gather_results(created))
+        self._options: dict[int, Options] = {}  # by group
+        for defaults, options in self._call_all("options").values():
             self._defaults: Options = defaults
             self._options.update(options)
 
-    def _everywhere(self, method: str, *args: Any) -> dict[str, Any]:
-        """Call a method of every part at the same time; all results, or all errors."""
-        *others, (last, part) = self._parts.items()
-        calls = {owner: getattr(each.rpc_async(timeout=0), method)(*args) for owner, each in others}
-        calls[last] = _done(
-            getattr(part.rpc_sync(timeout=0), method), *args
-        )  # a call that is waited for is the fastest
-        return _gather(calls)
+    def _call_all(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call a method of every worker's optimizer at the same time. Return results by owner."""
+        *others, (last_owner, last) = self._worker_optimizers.items()
+        calls = {owner: getattr(rref.rpc_async(timeout=0), method)(*args) for owner, rref in others}
+        # The last call is synchronous, which is faster.
+        calls[last_owner] = _completed(getattr(last.rpc_sync(timeout=0), method), *args)
+        return _gather_results(calls)
 
 
 def _gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """What a context holds here; nothing, if its calls never came to this worker."""
-    context = _find(context_id)
-    return {} if context is None else autograd.get_gradients(context_id)
-
-
-def _find(context_id: int) -> Context | None:
+    """Return the gradients of a context on this worker: none, if no call under it came here."""
     try:
-        return find_context(context_id)
+        find_context(context_id)
     except UsageError:
-        return None
+        return {}
+    return autograd.get_gradients(context_id)
 
 
-def _done(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """The outcome of a call that has been made."""
+def _completed(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Call a function, and return a future with its result or exception."""
     future: Future[Any] = Future()
     try:
         future.set_result(function(*args))
@@ -412,12 +417,13 @@ def _done(function: Callable[..., Any], *args: Any) -> Future[Any]:
     return future
 
 
-def _gather(calls: dict[str, Future[Any]]) -> dict[str, Any]:
-    failures = {
-        owner: error
-        for owner, error in ((owner, call.exception()) for owner, call in calls.items())
-        if error
-    }
+def _gather_results(calls: dict[str, Future[Any]]) -> dict[str, Any]:
+    """Return the results of calls by owner. Raise all their errors if there are any."""
+    failures: dict[str, BaseException] = {}
+    for owner, call in calls.items():
+        error = call.exception()
+        if error:
+            failures[owner] = error
     if len(failures) == 1:
         raise next(iter(failures.values()))
     if failures:
