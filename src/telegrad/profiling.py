@@ -1,19 +1,22 @@
-"""What a call did on its callee, in the profile of its caller.
+"""Remote events in the profile of a caller: what its calls did on their callees.
 
-While `torch.autograd.profiler_legacy.profile` is on in a thread, the calls of that thread go through a
-`_ProfilerSession` (`current.thread_state.interceptor`). It has the callee run each function under a profiler with the
-same options; the answer brings along what that saw. In the profile, a call is an event named `rpc_sync#f(w0 -> w1)`,
-and what happened on the callee follows under `rpc_sync#f(w0 -> w1)#remote_op: aten::add`, with `is_remote` set and the
-rank as `node_id`. Calls that the callee made in turn are there in the same way. With no profiler on, this costs a call
-one look at a thread-local.
+While `torch.autograd.profiler_legacy.profile` is enabled in a thread, a `_ProfilerSession` makes
+the calls of that thread (`current.thread_state.interceptor`). It lets the callee run each function
+under a profiler with the same options. The reply carries the events of that profiler. In the
+profile of the caller, a call is an event named `rpc_sync#f(w0 -> w1)`. Events of the callee have
+names such as `rpc_sync#f(w0 -> w1)#remote_op: aten::add`, with `is_remote` set and the rank as
+`node_id`. Calls that the callee made are shown in the same way. If no profiler is enabled, a call
+reads one thread-local variable more.
 
-torch's profiler has no place for events of others, so `watch` wraps two of its functions: the one that starts a profile
-and the one that makes its list of events. Its other profiler, `torch.profiler.profile`, stays as it is: torch does not
-show remote events there either.
+The profiler of torch has no interface for events of other processes. So `watch` wraps two of its
+functions: the one that starts a profile, and the one that creates the list of events. The other
+profiler, `torch.profiler.profile`, is unchanged; torch does not show remote events there either.
 
-State: a session belongs to the thread that its profile is on in; whoever completes a call appends to `_events`.
-Clocks: all times are microseconds of the wall clock, as the profiler's. Those of a callee are moved so that its part
-lies in the middle of the call.
+Times are microseconds of the wall clock, as in torch's profiler. Times of a callee are shifted so
+that the middle of its part is the middle of the call.
+
+State: a session belongs to the thread whose profile it is. Any thread that completes a call appends
+to `_events`, a deque whose operations are atomic. `_lock` guards the wrapping.
 """
 
 from __future__ import annotations
@@ -43,26 +46,32 @@ if TYPE_CHECKING:
 __all__ = ["profiling_key", "watch"]
 
 _OPTIONS = ("record_shapes", "with_flops", "profile_memory", "with_stack", "with_modules")
-_FIELDS = (  # of a FunctionEvent: attributes and parameters of the same name
-    *(
-        "id",
-        "name",
-        "trace_name",
-        "thread",
-        "node_id",
-        "fwd_thread",
-        "input_shapes",
-        "stack",
-        "scope",
-        "use_device",
-    ),
-    *("cpu_memory_usage", "device_memory_usage", "is_async", "sequence_nr", "is_legacy", "flops"),
+# Attributes of a FunctionEvent that are also parameters of its constructor.
+_FIELDS = (
+    "id",
+    "name",
+    "trace_name",
+    "thread",
+    "node_id",
+    "fwd_thread",
+    "input_shapes",
+    "stack",
+    "scope",
+    "use_device",
+    "cpu_memory_usage",
+    "device_memory_usage",
+    "is_async",
+    "sequence_nr",
+    "is_legacy",
+    "flops",
 )
-_REMOTE = "#remote_op: "
+_REMOTE_OP = "#remote_op: "
+_START_RECORD = "__start_profile"  # the name of the first record of a profile
+_lock = threading.Lock()
 
 
 class _RemoteEvent(NamedTuple):
-    """An event as it travels: when it was, and the fields of a FunctionEvent."""
+    """An event in a reply: its times, and the fields and kernels of a FunctionEvent."""
 
     start: float
     end: float
@@ -71,7 +80,7 @@ class _RemoteEvent(NamedTuple):
 
 
 class _RemoteProfile(NamedTuple):
-    """What a callee answers to a call that is profiled."""
+    """The reply to a profiled call: the result of the function, and the events on the callee."""
 
     value: Any
     start: float
@@ -80,30 +89,32 @@ class _RemoteProfile(NamedTuple):
 
 
 class _ProfiledCall(NamedTuple):
+    """A call that has started, with its name in the profile."""
+
     key: str
     start: float
 
 
 def watch() -> None:
-    """From now on, profiles of this process show remote events. `init_rpc` calls this; more than once does no harm."""
+    """Show remote events in profiles of this process from now on. `init_rpc` calls this."""
     with _lock:
         if getattr(profiler_legacy._parse_legacy_records, "shows_remote_events", False):
             return
         legacy: Any = profiler_legacy
-        legacy.profile.__enter__ = _starting(legacy.profile.__enter__)
-        legacy._parse_legacy_records = _merging(legacy._parse_legacy_records)
+        legacy.profile.__enter__ = _with_session(legacy.profile.__enter__)
+        legacy._parse_legacy_records = _with_remote_events(legacy._parse_legacy_records)
 
 
 def profiling_key(mode: str, function: str, source: str, target: str) -> str:
-    """The name of a call in a profile; `mode` is sync, async or remote."""
+    """Return the name of a call in a profile. `mode` is sync, async or remote."""
     return f"rpc_{mode}#{function}({source} -> {target})"
 
 
 class _ProfilerSession:
-    """A profile that is on in a thread, and what its calls brought."""
+    """An enabled profile of a thread, and the events of its calls."""
 
     def __init__(self, profile: Any) -> None:
-        self.origin = 0.0  # when the profile began
+        self.origin = 0.0  # the time when the profile started
         self.rank = -1
         self._options = {name: getattr(profile, name) for name in _OPTIONS}
         self._use_cuda = bool(profile.use_cuda)
@@ -112,7 +123,7 @@ class _ProfilerSession:
     def __repr__(self) -> str:
         return f"<ProfilerSession of rank {self.rank}, {len(self._events)} events>"
 
-    # What `AgentRuntime` hands over
+    # The protocol `CallInterceptor`
 
     def invoke(
         self,
@@ -123,14 +134,15 @@ class _ProfilerSession:
         kwargs: dict[str, Any] | None,
         timeout: Any,
     ) -> Any:
-        with self._aside():
-            call = self._begin(agent, to, function, "sync")
+        with self._not_intercepting():
+            call = self._start_call(agent, to, function, "sync")
+            arguments = self._remote_arguments(function, args, kwargs)
             try:
-                report = agent.invoke(to, _run, self._order(function, args, kwargs), None, timeout)
+                remote_profile = agent.invoke(to, _run, arguments, None, timeout)
             except BaseException:
-                self._end(call, _now())
+                self._add_call_event(call, _now())
                 raise
-        return self._finish(call, report)
+        return self._finish_call(call, remote_profile)
 
     def start(
         self,
@@ -142,87 +154,95 @@ class _ProfilerSession:
         timeout: Any,
         keep: object,
     ) -> Future[Any]:
-        with self._aside():
-            call = self._begin(agent, to, function, "async")
-            reported = agent.start(
-                to, _run, self._order(function, args, kwargs), None, timeout, keep=keep
-            )
+        with self._not_intercepting():
+            call = self._start_call(agent, to, function, "async")
+            arguments = self._remote_arguments(function, args, kwargs)
+            reply = agent.start(to, _run, arguments, None, timeout, keep=keep)
         future: Future[Any] = Future()
 
         def cancel() -> None:
-            reported.cancel()
+            reply.cancel()
 
-        def arrived(done: torch.futures.Future[_RemoteProfile]) -> None:
+        def on_reply(done: torch.futures.Future[_RemoteProfile]) -> None:
             try:
-                future._settle(self._finish(call, done.value()), None)
+                future._settle(self._finish_call(call, done.value()), None)
             except BaseException as error:
-                self._end(call, _now())
+                self._add_call_event(call, _now())
                 future._settle(None, as_exception(error))
 
         future._on_cancel = cancel
-        reported.add_done_callback(arrived)
+        reply.add_done_callback(on_reply)
         return future
 
-    # What profiles take
+    # Events
 
-    def collect(self) -> list[_RemoteEvent]:
-        """The events that have arrived since this was last asked."""
+    def take_events(self) -> list[_RemoteEvent]:
+        """Remove and return the events of calls that have completed."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
-    def report(self, value: Any, profile: Any) -> _RemoteProfile:
-        """The answer of a callee: its own events, and those of its calls that ended after the function returned."""
-        own = [_pack(event, self.origin) for event in profile.function_events]
-        return _RemoteProfile(value, self.origin, _now(), own + self.collect())
+    def remote_profile(self, value: Any, profile: Any) -> _RemoteProfile:
+        """Return the reply of a callee.
 
-    # Inside
+        It has the events of the profile, and those of calls that completed after the profile ended.
+        """
+        events = [_pack(event, self.origin) for event in profile.function_events]
+        return _RemoteProfile(value, self.origin, _now(), events + self.take_events())
+
+    # Calls
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Calls in this block are made by the agent itself."""
+    def _not_intercepting(self) -> Iterator[None]:
+        """Let the agent itself make the calls in this block."""
         thread_state.interceptor = None
         try:
             yield
         finally:
             thread_state.interceptor = self
 
-    def _order(
+    def _remote_arguments(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None
     ) -> Any:
+        """Return the arguments of `_run`."""
         return function, tuple(args), kwargs or {}, self._use_cuda, self._options
 
-    def _begin(
+    def _start_call(
         self, agent: AgentRuntime, to: WorkerAddress, function: Callable[..., Any], mode: str
     ) -> _ProfiledCall:
         self.rank = agent.local_member.rank
+        # The function of `refs.remote` has the user's function as an attribute.
         created = getattr(function, "creates", None)
-        name = _name(function) if created is None else _name(created)
+        if created is not None:
+            mode, function = "remote", created
         target = agent.get_worker_info(to).name
-        return _ProfiledCall(
-            profiling_key(mode if created is None else "remote", name, agent.name, target), _now()
-        )
+        return _ProfiledCall(profiling_key(mode, _name(function), agent.name, target), _now())
 
-    def _end(self, call: _ProfiledCall, end: float) -> None:
+    def _add_call_event(self, call: _ProfiledCall, end: float) -> None:
+        """Add the event of a call that has completed on this worker."""
         fields = {
             "id": 0,
             "name": call.key,
+            "trace_name": call.key,
             "thread": threading.get_native_id(),
             "node_id": self.rank,
+            "is_async": True,
+            "is_legacy": True,
+            "stack": [],
         }
-        fields |= {"trace_name": call.key, "is_async": True, "is_legacy": True, "stack": []}
         self._events.append(_RemoteEvent(call.start, end, fields, []))
 
-    def _finish(self, call: _ProfiledCall, report: _RemoteProfile) -> Any:
+    def _finish_call(self, call: _ProfiledCall, remote_profile: _RemoteProfile) -> Any:
+        """Add the events of a call and of its callee, and return the result of the call."""
         end = _now()
-        self._end(call, end)
-        shift = (call.start + end - report.start - report.end) / 2
-        for event in report.events:
+        self._add_call_event(call, end)
+        shift = (call.start + end - remote_profile.start - remote_profile.end) / 2
+        for event in remote_profile.events:
             fields = {**event.fields, "is_remote": True}
             for name in ("name", "trace_name"):
-                fields[name] = f"{call.key}{_REMOTE}{fields[name]}"
+                fields[name] = f"{call.key}{_REMOTE_OP}{fields[name]}"
             self._events.append(
                 _RemoteEvent(event.start + shift, event.end + shift, fields, event.kernels)
             )
-        return report.value
+        return remote_profile.value
 
 
 @trusted
@@ -233,7 +253,7 @@ def _run(
     use_cuda: bool,
     options: dict[str, bool],
 ) -> Any:
-    """At the callee: run the function under a profiler; what that saw goes with the answer."""
+    """Run a function on the callee under a profiler, and reply with its events."""
     agent = thread_state.runtime
     if agent is None or not agent.allowed(function):
         where = "this worker" if agent is None else f"worker {agent.name!r}"
@@ -241,8 +261,8 @@ def _run(
             f"{where} serves only registered functions; {describe(function)} is not one"
         )
     watch()
-    make: Any = profiler_legacy.profile
-    with make(use_cuda=use_cuda and torch.cuda.is_available(), **options) as profile:
+    legacy_profile: Any = profiler_legacy.profile
+    with legacy_profile(use_cuda=use_cuda and torch.cuda.is_available(), **options) as profile:
         session = thread_state.interceptor
         assert isinstance(session, _ProfilerSession)
         session.rank = agent.local_member.rank
@@ -250,34 +270,38 @@ def _run(
     if type(value) is DeferredReply:
         value = value.future
     elif getattr(function, ASYNC_MARK, None) is None:
-        return session.report(value, profile)
-    return DeferredReply(_report_later(session, profile, function, value))
+        return session.remote_profile(value, profile)
+    return DeferredReply(_remote_profile_later(session, profile, function, value))
 
 
-_run.must_run = True  # type: ignore[attr-defined]  # it may be for `remote`, whose object others may refer to
+# `_run` can be a call of `remote`, and other workers can have references to its object already.
+_run.must_run = True  # type: ignore[attr-defined]
 
 
-def _report_later(
+def _remote_profile_later(
     session: _ProfilerSession, profile: Any, function: Callable[..., Any], value: Any
 ) -> Future[_RemoteProfile]:
+    """Return a future for the reply of a function that returned a future."""
     if not isinstance(value, torch._C.Future):
         raise UsageError(
-            f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
-            f"but {describe(function)} returned {type(value).__name__}"
+            "Functions decorated with @rpc.async_function must return a torch.futures.Future "
+            f"object, but {describe(function)} returned {type(value).__name__}"
         )
-    reported: Future[_RemoteProfile] = Future()
+    future: Future[_RemoteProfile] = Future()
 
-    def arrived(done: torch.futures.Future[Any]) -> None:
+    def on_done(done: torch.futures.Future[Any]) -> None:
         try:
-            reported._settle(session.report(done.value(), profile), None)
+            future._settle(session.remote_profile(done.value(), profile), None)
         except BaseException as error:
-            reported._settle(None, as_exception(error))
+            future._settle(None, as_exception(error))
 
-    value.add_done_callback(arrived)  # type: ignore[attr-defined]
-    return reported
+    value.add_done_callback(on_done)  # type: ignore[attr-defined]
+    return future
 
 
-def _starting(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _with_session(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap `profile.__enter__` so that an enabled profile has a session."""
+
     @functools.wraps(enter)
     def start(profile: Any) -> Any:
         entered = enter(profile)
@@ -288,19 +312,21 @@ def _starting(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return start
 
 
-def _merging(parse: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+def _with_remote_events(parse: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+    """Wrap the function that creates the events of a profile so that it adds remote events."""
+
     @functools.wraps(parse)
     def merge(records: Any) -> list[Any]:
         events = parse(records)
         session, thread_state.interceptor = thread_state.interceptor, None
         if not isinstance(session, _ProfilerSession):
-            return events  # the profile began before `watch`
+            return events  # the profile started before `watch` was called
         session.origin = next(
-            each.start_us() for thread in records for each in thread if each.name() == _FIRST
+            each.start_us() for thread in records for each in thread if each.name() == _START_RECORD
         )
         for event in events:
             event.node_id = session.rank if event.node_id == -1 else event.node_id
-        events += [_unpack(event, session.origin) for event in session.collect()]
+        events += [_unpack(event, session.origin) for event in session.take_events()]
         return sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end))
 
     merge.shows_remote_events = True  # type: ignore[attr-defined]
@@ -308,6 +334,7 @@ def _merging(parse: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
 
 
 def _pack(event: Any, origin: float) -> _RemoteEvent:
+    """Return a FunctionEvent, whose times start at `origin`, as an event for a reply."""
     fields = {name: getattr(event, name) for name in _FIELDS}
     kernels = [(kernel.name, kernel.device, kernel.duration) for kernel in event.kernels]
     return _RemoteEvent(
@@ -316,25 +343,23 @@ def _pack(event: Any, origin: float) -> _RemoteEvent:
 
 
 def _unpack(event: _RemoteEvent, origin: float) -> Any:
-    made: Any = FunctionEvent(
+    """Return an event of a reply as a FunctionEvent whose times start at `origin`."""
+    function_event: Any = FunctionEvent(
         start_us=event.start - origin, end_us=event.end - origin, **event.fields
     )  # type: ignore[no-untyped-call]
     for kernel in event.kernels:
-        made.append_kernel(*kernel)
-    return made
+        function_event.append_kernel(*kernel)
+    return function_event
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """An operator as torch's profiler calls it, anything else as people do."""
+    """Return the name of an operator in torch's profiler, or a description of another function."""
     name = getattr(function, "__name__", "")
-    return (
-        f"aten::{name}" if name and getattr(torch, name, None) is function else describe(function)
-    )
+    if name and getattr(torch, name, None) is function:
+        return f"aten::{name}"
+    return describe(function)
 
 
 def _now() -> float:
+    """Return the wall clock in microseconds."""
     return time.time_ns() / 1e3
-
-
-_FIRST = "__start_profile"  # the record that a profile begins with
-_lock = threading.Lock()

@@ -145,7 +145,7 @@ class BackwardPass:
                 return
 
     def _step(self, received: list[_ReceivedMessage]) -> list[tuple[str, GradientMessage]]:
-        """Apply messages, run the local graph, reply where possible. Return the messages to send."""
+        """Apply messages, run the local graph and reply. Return the messages to send."""
         if self._error is not None:
             raise self._error
         self._context.raise_if_broken()

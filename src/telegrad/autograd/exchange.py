@@ -283,7 +283,7 @@ class GradientExchange:
     def next_message(self, peer: str) -> GradientMessage | None:
         """Return what has to be sent to a peer, or None if there is nothing."""
         gradients, unreached = self._outgoing.pop(peer, ([], []))
-        # The peer may be missing in `peers`, if this worker received tensors after the pass started.
+        # The peer can be missing in `peers`, if its tensors arrived after the pass started.
         if peer not in self._informed:
             self._informed.add(peer)
             announced = list(self._unanswered_receives.get(peer, ()))

@@ -126,7 +126,7 @@ class GradientReply:
             self._future._settle(*self._outcome)
 
     def take(self) -> Any:
-        """Return the message if it is set, or else a future for it. Raise the error if it is set."""
+        """Return the message, or a future if it is not set yet. Raise the error if it is set."""
         if self._outcome is None:
             self._future = Future()
             # `settle` sets the outcome first and then looks for a future, so no reply is missed.

@@ -64,8 +64,8 @@ class SentTensor:
 class GradientCapture:
     """Stores the gradient of a received tensor when torch's engine reaches its node.
 
-    `is_active` is set during runs in which the engine returns no gradients, since those of leaves go
-    to `.grad`. The node does not run in other runs of ours, only in the user's `loss.backward()`.
+    `is_active` is set during runs in which the engine returns no gradients, since those of leaves
+    go to `.grad`. Otherwise the node runs only in the user's own `loss.backward()`.
     """
 
     __slots__ = ("_tensor", "gradient", "is_active")

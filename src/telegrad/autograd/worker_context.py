@@ -106,7 +106,7 @@ class Context:
     # Tensors and gradients
 
     def add_callee(self, name: str, incarnation: str) -> bool:
-        """Record a worker that has a part of this context. Return False if the context has ended."""
+        """Record a worker that has a part of this context. Return False if it has ended."""
         if not self.released:
             self.callees[incarnation] = name
         return not self.released
@@ -221,7 +221,7 @@ def _message_id(sender_rank: int, tensor_id: int) -> int:
 
 
 def decode_ids(encoded: bytes) -> tuple[int, ...]:
-    """Return the ids that `Context.follow` encoded: that of the context, and those of ended ones."""
+    """Return the ids that `Context.follow` encoded: of the context, then of ended ones."""
     return _ID_FORMATS[len(encoded) // _ID_SIZE - 1].unpack(encoded)
 
 
