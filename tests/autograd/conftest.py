@@ -16,7 +16,7 @@ __all__ = ["fresh_weights", "gate", "in_background", "log", "workers"]
 
 @pytest.fixture(autouse=True)
 def fresh_weights() -> Iterator[None]:
-    """Every worker has its own weight, the same in each test."""
+    """Give every worker its own weight, the same in each test."""
     functions.reset()
     yield
     functions.reset()

@@ -1,4 +1,7 @@
-"""What the tests of autograd have their workers do. Each worker has one weight, and keeps tensors between calls."""
+"""Functions that workers run in the tests of autograd.
+
+Each worker has one weight, and can keep tensors between calls.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,12 @@ def new_leaf(*numbers: float) -> Tensor:
 
 
 def weigh(x: Tensor) -> Tensor:
-    """Use this worker's weight."""
+    """Multiply with this worker's weight."""
     return (x * weights[here().name]).tanh()
 
 
 def weigh_along(path: list[str], x: Tensor) -> Tensor:
-    """Use the weight of this worker, and of all those of `path` in turn."""
+    """Multiply with the weight of this worker, and then of each worker in `path`."""
     y = weigh(x)
     return here().call(path[0], weigh_along, path[1:], y) if path else y
 
@@ -51,12 +54,12 @@ def weigh_both(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weigh_and_return_to(back: str, x: Tensor) -> Tensor:
-    """Has another worker use its weight, and this one its own on what comes back."""
+    """Call `weigh` on another worker, and apply this worker's weight to the result."""
     return weigh(here().call(back, weigh, x) + x)
 
 
 def weigh_in_passing(third: str, x: Tensor) -> Tensor:
-    """Has another worker compute something that nobody uses."""
+    """Let another worker compute a result that is not used."""
     here().call(third, weigh, x)
     return 2 * x
 
@@ -95,7 +98,7 @@ def product(parts: Iterable[Tensor]) -> Tensor:
 
 
 def gradient_of_weight(context_id: int) -> Tensor | None:
-    """What the context has for this worker's weight; it may have nothing else here."""
+    """Return the gradient of this worker's weight. Fail if the context has others here."""
     gradients = autograd.get_gradients(context_id)
     found = gradients.pop(weights[here().name], None)
     assert not gradients
@@ -111,7 +114,10 @@ def is_there(context_id: int) -> bool:
 
 
 def everything(agents: Iterable[Agent], context_id: int, *leaves: Tensor) -> dict[str, Tensor]:
-    """The gradients of all weights, and of leaves on the first worker by their number. There may be no others."""
+    """Return the gradients of all weights, and of leaves on the first worker by their index.
+
+    Fail if there are other gradients.
+    """
     first, *others = agents
     found: dict[str, Tensor] = {}
     mine = autograd.get_gradients(context_id)
@@ -132,7 +138,7 @@ def everything(agents: Iterable[Agent], context_id: int, *leaves: Tensor) -> dic
 
 
 def alone(loss: Tensor, *leaves: Tensor) -> dict[str, Tensor]:
-    """What `everything` finds if the same loss is computed in one process, with torch alone."""
+    """Return what `everything` returns, for a loss that was computed in one process."""
     loss.backward()  # type: ignore[no-untyped-call]
     named = {**weights, **{str(number): leaf for number, leaf in enumerate(leaves)}}
     found = {name: leaf.grad for name, leaf in named.items() if leaf.grad is not None}
@@ -142,7 +148,7 @@ def alone(loss: Tensor, *leaves: Tensor) -> dict[str, Tensor]:
 
 
 def weight(name: str, x: Tensor) -> Tensor:
-    """What `weigh` does on a worker, for `alone`."""
+    """Compute what `weigh` computes on a worker, for `alone`."""
     return (x * weights[name]).tanh()
 
 
@@ -153,7 +159,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def assert_released(agents: Iterable[Agent]) -> None:
-    """Wait until no context is left: those who took part are told, and that takes a moment."""
+    """Wait until no agent has a context."""
     for agent in agents:
         until(lambda agent=agent: agent.statistics().get("autograd_contexts", 0) == 0)  # type: ignore[misc]
 

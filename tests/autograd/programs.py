@@ -1,10 +1,12 @@
-"""Random programs for autograd: what they consist of, and how one is made up.
+"""Random programs for autograd: their parts, and their generator.
 
-A program is a tree of blocks. A block runs on one worker, computes with tensors there, and has other workers run blocks
-of their own. The same description is run by many workers and by one process (`running`), which must agree.
+A program is a tree of blocks. A block runs on one worker, computes with tensors there, and calls
+blocks on other workers. `running` runs the same program on many workers and in one process, and
+compares the results.
 
-All values are 3 x 3, or tables of 5 x 3 for embeddings, so that anything can be combined with anything. Operations in
-place are chosen such that torch allows them: on values that no operation has saved for its backward pass.
+All values are 3 x 3, or tables of 5 x 3 for embeddings, so that all can be combined. Operations in
+place are used only where torch allows them: on values that no operation has saved for its backward
+pass.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# What a program consists of. Values are numbered within their block; `ins` and `outs` are such numbers.
+# The parts of a program. `ins` and `outs` are indices of values within a block.
 
 
 class Compute(NamedTuple):
@@ -40,7 +42,7 @@ class Hook(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Leave a value on this worker, for blocks that run here later."""
+    """Store a value on this worker, for blocks that run there later."""
 
     value: int
     name: str
@@ -62,13 +64,13 @@ class Call(NamedTuple):
 
 
 class Together(NamedTuple):
-    """Calls that are under way at the same time."""
+    """Calls that run at the same time."""
 
     calls: list[Call]
 
 
 class Make(NamedTuple):
-    """Make values on a worker and keep a reference to them; `ref` is its number."""
+    """Create values on a worker and keep a reference to them; `ref` is its index."""
 
     to: str
     block: Block
@@ -77,7 +79,7 @@ class Make(NamedTuple):
 
 
 class Here(NamedTuple):
-    """Fetch what a reference refers to."""
+    """Fetch the values of a reference."""
 
     ref: int
     outs: list[int]
@@ -94,7 +96,10 @@ class Block:
 
 
 class Roots(NamedTuple):
-    """Roots of one backward pass: values of the main block, or values kept on a worker, where the pass then begins."""
+    """The roots of one backward pass.
+
+    They are values of the main block, or values stored on a worker, where the pass then starts.
+    """
 
     worker: str
     values: list[int]
@@ -113,7 +118,7 @@ class Program:
 
 
 class Pair(torch.autograd.Function):
-    """Two outputs, and saved tensors."""
+    """A function with two outputs and saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +133,7 @@ class Pair(torch.autograd.Function):
 
 
 class Stop(torch.autograd.Function):
-    """Gives no gradient back, though its input is used."""
+    """A function whose backward returns None."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -140,7 +145,7 @@ class Stop(torch.autograd.Function):
 
 
 def _top(x: Tensor) -> tuple[Tensor, Tensor]:
-    """One output needs gradients, the other cannot have any."""
+    """A function of whose outputs only one is differentiable."""
     values, places = x.topk(3, dim=1)
     return values, places.double() / 3
 
@@ -190,25 +195,25 @@ ON_TABLES = {
 }
 ALL_OPERATIONS = {**OPERATIONS, **IN_PLACE, **ON_TABLES}
 
-# None: of an output that nothing used
+# None: the gradient of an output that is not used
 HOOKS: dict[str, Callable[[Tensor | None], Tensor | None]] = {
     "double": lambda gradient: None if gradient is None else gradient * 2,
     "clamp": lambda gradient: None if gradient is None else gradient.clamp(-0.5, 0.5),
 }
 
 
-# Making programs up
+# The generator
 
 
 class _Memory:
-    """What values that are views of each other share: whether some operation has saved it."""
+    """The memory that views share, and whether an operation has saved it."""
 
     def __init__(self, writable: bool) -> None:
         self.writable = writable
 
 
 class _Value:
-    """One tensor, in all the blocks that see it."""
+    """One tensor, in all blocks that use it."""
 
     def __init__(
         self, kind: str = "square", memory: _Memory | None = None, writable: bool = True
@@ -223,12 +228,12 @@ class _Reference(NamedTuple):
 
 
 class _Scene:
-    """A block that is being written: where it runs, and what its numbers stand for."""
+    """A block that is being generated: its worker, and its values by index."""
 
     def __init__(self, worker: str, depth: int, shares_memory: bool) -> None:
         self.worker = worker
         self.depth = depth
-        # may it use what is kept on the worker, or do others run at the same time?
+        # False if other blocks run at the same time, so that it must not use stored values.
         self.shares_memory = shares_memory
         self.block = Block()
         self.values: list[_Value] = []
@@ -243,7 +248,7 @@ class _Scene:
 
 
 class Author:
-    """Writes one program."""
+    """Generates one program."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -363,7 +368,7 @@ class Author:
         scene.block.steps.append(self._a_call(scene, ins, scene.shares_memory, scene.refs))
 
     def _recurrence(self, scene: _Scene) -> None:
-        """A chain of calls, each with a result of the one before, and a sum over all of them."""
+        """Add a chain of calls, each with a result of the call before, and a sum of all."""
         squares = scene.of_kind("square")
         if not squares:
             return
@@ -402,7 +407,7 @@ class Author:
         self._body(scene, inner, ins, raises=False)
         made = [inner.values[number] for number in inner.block.results]
         for value in made:
-            # on their worker, whoever has a reference has these very tensors
+            # On its owner, a reference gives these tensors themselves and not copies.
             value.memory.writable = False
         scene.refs.append(_Reference(to, made))
         scene.block.steps.append(Make(to, inner.block, ins, len(scene.refs) - 1))
@@ -422,7 +427,7 @@ class Author:
         ]
 
     def _body(self, outer: _Scene, inner: _Scene, ins: list[int], raises: bool) -> list[_Value]:
-        """Write the block of a call; returns its results as the caller sees them."""
+        """Generate the block of a call, and return its results as values of the caller."""
         inner.values = _copies([outer.values[number] for number in ins])
         self._fill(inner, self._random.randint(1, 5))
         self._compute(inner, "constant" if not inner.of_kind("square") else "")
@@ -436,7 +441,7 @@ class Author:
 
 
 def _copies(values: list[_Value]) -> list[_Value]:
-    """What arrives at the other end of a message: one new tensor for each, however often it is in there."""
+    """Return the values that the receiver of a message gets: one new tensor for each value."""
     copies = {id(value): _Value(value.kind) for value in values}
     return [copies[id(value)] for value in values]
 

@@ -1,8 +1,8 @@
-"""Runs the programs of `programs`, with many workers or in one process, and compares what came out.
+"""Run the programs of `programs` on many workers and in one process, and compare the results.
 
-Both ways share the interpreter of blocks. They differ in how tensors get from one worker to another: through real
-calls, or by being cloned, once per message. All state of one run is in a `World`, which called functions find by its
-number.
+Both ways use the same interpreter of blocks. Tensors get from one worker to another through calls,
+or in one process as clones, one per message. All state of one run is in a `World`, which called
+functions find by its number.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _numbers = itertools.count()
 
 
 class BlockRaised(RuntimeError):
-    """What a block raises that the program says should."""
+    """The error of a block that the program wants to fail."""
 
 
 @dataclass
 class World:
-    """What the workers of one run have: leaves, kept tensors, and what their hooks saw."""
+    """The leaves and stored tensors of all workers of one run, and what hooks saw."""
 
     leaves: dict[str, Tensor]
-    # of the leaves: torch can deadlock when threads use a leaf for the first time at once
+    # Of the leaves: torch can deadlock if several threads use a leaf for the first time.
     uses: list[Tensor]
     kept: dict[str, Tensor] = field(default_factory=dict)
     seen: dict[str, list[Tensor | None]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class World:
 
 @dataclass
 class Outcome:
-    """What a run computed. Everything here must be the same however the program was run."""
+    """The results of a run. They must be equal in both ways of running a program."""
 
     values: list[Tensor]
     gradients: dict[str, Tensor]
@@ -76,7 +76,7 @@ class Outcome:
 
 
 class Runner(Protocol):
-    """How a block calls other workers. `refs` are what `make` returned."""
+    """How a block calls other workers. `refs` are results of `make`."""
 
     def call(self, step: Call, ins: Sequence[Tensor], refs: list[Any]) -> list[Tensor]: ...
     def together(self, steps: list[Call], ins: list[list[Tensor]]) -> list[list[Tensor]]: ...
@@ -87,7 +87,7 @@ class Runner(Protocol):
 def run_block(
     block: Block, world: World, runner: Runner, ins: Sequence[Tensor], refs: list[Any]
 ) -> list[Tensor]:
-    """Run one block; returns all its values."""
+    """Run one block, and return all its values."""
     values: dict[int, Tensor] = dict(enumerate(ins))
     refs = list(refs)
     for step in block.steps:
@@ -135,7 +135,7 @@ def _answer(step: Call, answer: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
 
 def _add_hook(step: Hook, value: Tensor, world: World) -> None:
     if not value.requires_grad or value.is_leaf:
-        return  # leaves have theirs from the start: these would add up from use to use
+        return  # leaves have their hooks already; each use would add another
     if step.kind in HOOKS:
         value.register_hook(HOOKS[step.kind])
     else:
@@ -211,13 +211,16 @@ class Alone:
 
 
 def _cross(values: Sequence[Tensor]) -> list[Tensor]:
-    """What a message does: every tensor arrives as a new one, once."""
+    """Return copies as a message creates them: one for each tensor."""
     copies = {id(value): _copy(value) for value in values}
     return [copies[id(value)] for value in values]
 
 
 class _CopiedParameter(torch.autograd.Function):
-    """A copy that is a `Parameter` but no view: hooks on a view are lost when it is changed in place."""
+    """Return a copy that is a `Parameter` but no view.
+
+    Hooks on a view are lost when it is changed in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -307,7 +310,7 @@ def here() -> Agent:
 
 
 def serve(number: int, block: Block, ins: list[Tensor], refs: list[Any]) -> list[Tensor]:
-    """What a block is to the worker that runs it."""
+    """Run a block on the worker that was called."""
     world = _worlds[number]
     return results_of(block, run_block(block, world, Worker(here(), world), ins, refs))
 
@@ -316,7 +319,7 @@ def serve(number: int, block: Block, ins: list[Tensor], refs: list[Any]) -> list
 def relay(
     to: str, number: int, block: Block, ins: list[Tensor], refs: list[Any]
 ) -> Future[list[Tensor]]:
-    """A worker that has another one do it, and goes on when that has answered."""
+    """Run a block on another worker, and return its results when they are there."""
     return here().submit(to, serve, number, block, ins, refs).then(lambda done: halved(done.wait()))
 
 
@@ -327,11 +330,11 @@ def serve_backward(context_id: int, number: int, names: list[str], retain_graph:
 
 
 def gradients_here(context_id: int, number: int) -> dict[str, Tensor]:
-    """What this worker has in the context, by the name of the leaf."""
+    """Return the gradients on this worker, by the name of the leaf."""
     try:
         found = autograd.get_gradients(context_id)
     except UsageError:
-        return {}  # nothing of the context came here
+        return {}  # no call under the context reached this worker
     names = {id(leaf): name for name, leaf in _worlds[number].leaves.items()}
     return {
         names.get(id(leaf), f"a stray leaf on {here().name}"): gradient
@@ -413,5 +416,5 @@ def assert_same_tensors(found: dict[Any, Any], expected: dict[Any, Any]) -> None
 
 
 def _coalesced(tensor: Tensor) -> Tensor:
-    """The parts of a sparse gradient may come in another order."""
+    """Return a tensor whose values have a defined order if it is sparse."""
     return tensor.coalesce() if tensor.is_sparse else tensor

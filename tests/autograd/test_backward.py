@@ -1,4 +1,4 @@
-"""Gradients through remote calls are those of the same computation in one process, always."""
+"""Gradients through remote calls equal those of the same computation in one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def w0(workers: LocalCluster) -> Agent:
     return workers["w0"]
 
 
-# The ways that tensors go
+# Routes of tensors between workers
 
 
 def test_a_chain_that_comes_back_to_its_beginning(workers: LocalCluster, w0: Agent) -> None:
@@ -116,7 +116,7 @@ def test_a_worker_touched_only_in_passing(workers: LocalCluster, w0: Agent) -> N
 
 
 def call_and_drop(third: str) -> Tensor:
-    """The third worker's answer needs gradients and goes nowhere; this one's weight does."""
+    """Drop the result of a third worker, which requires gradients, and use this worker's weight."""
     here().submit(third, functions.weigh_both, weights[here().name]).wait()
     return 2 * weights[here().name]
 
@@ -185,7 +185,7 @@ def test_a_call_that_was_given_up(
 
 
 def send_on(gate: Gate, to: str, arrived: Gate) -> None:
-    """Once the gate opens, send what was kept here to another worker."""
+    """Wait for the gate, and send a tensor that was stored here to another worker."""
     gate.hold()
     here().call(to, note, arrived, kept["late"])
 
@@ -203,7 +203,7 @@ def weigh_and_send_on_when_the_gradient_comes(
         gate.open()
         arrived.hold()
 
-    y.register_hook(let_go)  # before the others hear of the pass
+    y.register_hook(let_go)  # before the other workers take part in the pass
     return 1 * y
 
 
@@ -219,7 +219,7 @@ def weigh_and_keep(x: Tensor) -> Tensor:
 def test_tensors_that_travel_while_the_pass_is_under_way(
     workers: LocalCluster, w0: Agent, gate: Gate
 ) -> None:
-    """A call that nobody waits for sends tensors to a worker that has already taken stock of what it has."""
+    """A call sends tensors to a worker that has already started its part of the pass."""
     x, arrived = new_leaf(), Gate()
     with autograd.context(agent=w0) as context_id:
         y = w0.call("w1", weigh_and_send_on_when_the_gradient_comes, "w2", gate, arrived, x)
@@ -230,7 +230,7 @@ def test_tensors_that_travel_while_the_pass_is_under_way(
     assert_equal(found, alone(weight("w3", weight("w2", weight("w1", x))).sum(), x))
 
 
-# What is sent
+# Arguments and results
 
 
 def scaled(parts: dict[str, Any], factor: float) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def test_leaves_and_parameters_as_arguments_get_their_gradients(
 
 
 def scale_each(values: list[Tensor]) -> list[Tensor]:
-    """Scale all but the last, by their numbers, and change what was received in place."""
+    """Scale all but the last tensor by their indices, and change a received one in place."""
     assert values[0] is values[-1]
     return [value.mul_(number) for number, value in enumerate(values[:-1], 1)]
 
@@ -454,7 +454,7 @@ def test_nothing_flows_through_a_call_made_without_gradients(
 
 
 def fetch_from(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Hands on what another worker gave, and keeps nothing of it."""
+    """Return the result of another worker unchanged."""
     agent = current_agent()
     assert agent is not None
     return agent.call(name, weigh, x)
@@ -471,7 +471,7 @@ def test_what_is_only_handed_on_keeps_its_way_back(workers: LocalCluster, w0: Ag
 
 
 class Stop(torch.autograd.Function):
-    """Gives no gradient back, though its input is used."""
+    """A function whose backward returns None."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -506,7 +506,7 @@ def stop(x: Tensor) -> Tensor:
 def test_no_gradient_reaches_a_function_that_takes_it_for_zeros(
     workers: LocalCluster, w0: Agent
 ) -> None:
-    """In one process `Square` runs on with zeros, so the leaf has a gradient, of zeros."""
+    """In one process `Square` continues with zeros, so the leaf has a gradient of zeros."""
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
         autograd.backward(context_id, [w0.call("w1", stop, square(x)).sum()])
@@ -562,7 +562,7 @@ def backward_from_kept(context_id: int, name: str) -> None:
 
 
 def test_gradients_are_tensors_of_their_own(workers: LocalCluster, w0: Agent) -> None:
-    """Whoever clips or scales one in place changes no other."""
+    """Changing a gradient in place changes no other gradient."""
     x, y = new_leaf(), new_leaf(1, 2, 3)
     with autograd.context(agent=w0) as context_id:
         autograd.backward(context_id, [w0.call("w1", torch.sum, x + y)])

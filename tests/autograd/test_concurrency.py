@@ -1,4 +1,4 @@
-"""Many contexts and many passes at once, on the same parameters."""
+"""Several contexts and passes use the same parameters at the same time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def w0(workers: LocalCluster) -> Agent:
 
 
 def test_many_contexts_from_many_threads(workers: LocalCluster) -> None:
-    """Each thread has its own context, on one of the workers; all of them use the same weights."""
+    """Each thread has its own context on one of the workers; all use the same weights."""
 
     def train(number: int) -> dict[str, Tensor]:
         agents = [
@@ -80,7 +80,7 @@ def test_passes_of_one_context_at_once(workers: LocalCluster, w0: Agent) -> None
 
 
 def test_calls_of_one_context_from_many_threads(workers: LocalCluster, w0: Agent) -> None:
-    """Futures under way at once, some of them calling on."""
+    """Several calls run at the same time, and some of them make further calls."""
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
         futures = [
@@ -98,7 +98,10 @@ def test_calls_of_one_context_from_many_threads(workers: LocalCluster, w0: Agent
 
 
 def test_leaves_are_used_and_sent_by_many_threads() -> None:
-    """Torch takes a lock of a leaf and then the GIL, so nothing of ours may wait for the lock with the GIL held."""
+    """Torch takes a lock of a leaf and then the GIL.
+
+    So Telegrad must not wait for that lock while it holds the GIL.
+    """
     leaf, view = torch.zeros(3, 3, requires_grad=True), torch.zeros(9).view(3, 3).requires_grad_()
     stop, interval = threading.Event(), sys.getswitchinterval()
 
@@ -126,7 +129,7 @@ def test_leaves_are_used_and_sent_by_many_threads() -> None:
 
 
 def new_pass(w0: Agent) -> tuple[engine.BackwardPass, str]:
-    """A pass on w0 that has something to tell w1, as the thread that is busy with it sees it."""
+    """Return a pass on w0 that has a message for w1, as if this thread processed its inbox."""
     context = ContextRegistry.of(w0._runtime).start()
     token = current_scope.set(context)
     y = w0.call("w1", weigh, new_leaf())
@@ -137,7 +140,7 @@ def new_pass(w0: Agent) -> tuple[engine.BackwardPass, str]:
 
 
 class Interrupted:
-    """A lock behind which something happens, once, as soon as nobody is busy with the pass any more."""
+    """A lock that adds a message once, when it is released and no thread processes the inbox."""
 
     def __init__(self, this: engine.BackwardPass) -> None:
         self._lock, self._this, self._happened = this._lock, this, False
@@ -154,7 +157,10 @@ class Interrupted:
 
 @pytest.mark.parametrize("transport", ["memory"])
 def test_one_thread_at_a_time_deals_with_a_pass(w0: Agent) -> None:
-    """A message arrives between letting go and sending: whoever brought it deals with the pass from then on."""
+    """A message arrives after the thread has left the inbox and before it has sent.
+
+    The thread that added the message processes the inbox from then on.
+    """
     this, peer = new_pass(w0)
     this._lock = Interrupted(this)  # type: ignore[assignment]
     assert not this._send([(peer, GradientMessage([], [], []))])

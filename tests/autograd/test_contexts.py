@@ -1,4 +1,4 @@
-"""The life of contexts: how they begin, follow calls, and end everywhere."""
+"""Contexts start, follow calls, and end on all workers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_called_function_that_outlives_the_context_leaves_nothing(
     with autograd.context(agent=w0):
         future = w0.submit("w1", hold_and_weigh_along, gate, new_leaf())
         gate.wait_for()
-    if is_known:  # to the callee, before it answers
+    if is_known:  # the callee is informed before it replies
         until(lambda: not workers["w1"].statistics()["autograd_contexts"])
     gate.open()
     assert future.wait().requires_grad
@@ -141,7 +141,7 @@ def weigh_and_watch(x: Tensor) -> Tensor:
 def test_a_part_whose_beginning_does_not_know_it_is_forgotten(
     workers: LocalCluster, w0: Agent
 ) -> None:
-    """As if the word that the context ended had been lost."""
+    """The message that the context has ended was lost."""
     orphan = ContextRegistry.of(workers["w1"]._runtime).get_or_create(12345)
     assert orphan is not None
     with autograd.context(agent=w0) as context_id:
@@ -152,7 +152,7 @@ def test_a_part_whose_beginning_does_not_know_it_is_forgotten(
 
 
 def test_a_pass_over_a_part_that_has_ended_fails(workers: LocalCluster, w0: Agent) -> None:
-    """Whatever made a worker forget its part: the gradients that are missing are not missing silently."""
+    """A worker has released its part: the missing gradients are an error."""
     with autograd.context(agent=w0) as context_id:
         y = w0.call("w1", weigh, new_leaf())
         ContextRegistry.of(workers["w1"]._runtime).end(context_id)

@@ -1,4 +1,4 @@
-"""Gradients are right, or an error says that they would be missing."""
+"""Gradients are exact, or an error says that they would be missing."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_leaf_that_was_fetched_outside_of_the_context_is_a_leaf(w0: Agent) -> 
         assert autograd.get_gradients(context_id)[parameter].tolist() == [3, 3, 3]
 
 
-# Smaller things
+# Other cases
 
 
 def multiply_by_i(x: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def test_accumulated_gradients_are_not_those_of_the_context(w0: Agent) -> None:
         assert optimizer.clip_grad_norm_(1e9, context_id) == before > 0
 
 
-# What a callee has of the caller's modes: nothing
+# Modes of the caller do not travel to the callee
 
 
 def modes() -> tuple[bool, bool, torch.dtype, bool]:
@@ -265,7 +265,7 @@ def modes() -> tuple[bool, bool, torch.dtype, bool]:
 
 
 def test_modes_of_the_caller_stay_with_the_caller(w0: Agent) -> None:
-    """In a context, what a call made without gradients returns does not require one, as in one process."""
+    """The result of a call with gradients disabled does not require one, as in one process."""
     x = new_leaf()
     outside = w0.call("w1", modes)
     with autograd.context(agent=w0), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Workers die at planned points. Every participant hears of it, nothing is left, and the next context works."""
+"""Workers die at planned points: all others get an error, and the next context works."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def survivors(workers: LocalCluster, dead: str) -> list[Agent]:
 
 
 def check_the_next_context(workers: LocalCluster, dead: str, path: list[str]) -> None:
-    """Nothing is left of the one before, and the next has the right gradients."""
+    """Check that no context is left, and that the next one has the right gradients."""
     alive = survivors(workers, dead)
     assert_released(alive)
     x, first = new_leaf(), alive[0]
@@ -96,7 +96,10 @@ def test_a_worker_dies_between_forward_and_backward(
 
 
 def weigh_and_kill_in_backward(victim: str, rest: list[str], x: Tensor) -> Tensor:
-    """When its gradient comes back, another worker dies. If this one knows it, it has noticed before it goes on."""
+    """Kill another worker when the gradient arrives.
+
+    If this worker is connected to it, wait until the loss is noticed.
+    """
     y, agent, noticed = weigh(x), here(), threading.Event()
 
     def kill(_: Tensor) -> None:
@@ -123,7 +126,7 @@ def weigh_and_kill_in_backward(victim: str, rest: list[str], x: Tensor) -> Tenso
 def test_a_worker_dies_in_the_middle_of_backward(
     workers: LocalCluster, w0: Agent, before: list[str], after: list[str]
 ) -> None:
-    """The victim's turn in the pass is still to come, over already, or both."""
+    """The victim takes part in the pass later, has done so before, or both."""
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
         y = w0.call(before[0], weigh_along, before[1:], x) if before else x
@@ -135,7 +138,7 @@ def test_a_worker_dies_in_the_middle_of_backward(
 
 
 def keep_working(name: str, x: Tensor) -> Tensor:
-    """Two workers' answers are needed; the one that dies is not the one that is waited for."""
+    """The replies of two workers are needed. The calling thread waits for the other one."""
     left, right = here().submit("w1", weigh, x), here().submit(name, weigh, x)
     return left.wait() * right.wait()
 
@@ -169,7 +172,7 @@ def test_a_worker_that_had_no_tensors_may_die(workers: LocalCluster, w0: Agent) 
 def test_the_worker_where_the_context_began_dies(
     workers: LocalCluster, w0: Agent, in_background: Background, point: str
 ) -> None:
-    """Here that is w3; w1 has no connection to it."""
+    """The lost worker is w3, and w1 has no connection to it."""
     w3 = workers["w3"]
 
     def train() -> None:

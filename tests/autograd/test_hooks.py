@@ -1,4 +1,4 @@
-"""Hooks on tensors, modules and nodes of the graph see and change what they would in one process."""
+"""Hooks on tensors, modules and nodes see and change the same values as in one process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def w0(workers: LocalCluster) -> Agent:
 
 
 def weigh_with_hooks(log: Log, x: Tensor) -> Tensor:
-    """Hooks on what arrived, on what is in between, and on what leaves."""
+    """Register hooks on the received tensor, on an inner one, and on the result."""
     x.register_hook(lambda gradient: log.note(("arrived", gradient.tolist())))
     x.register_hook(lambda gradient: gradient * 2)
     y = weigh(x)
@@ -87,7 +87,7 @@ def use_twice(third: str, x: Tensor) -> Tensor:
 def test_a_hook_on_a_leaf_sees_the_whole_gradient_once(
     workers: LocalCluster, w0: Agent, log: Log
 ) -> None:
-    """It comes in parts, from several workers, and as a chain that passes the leaf again."""
+    """Parts of it come from several workers, and from a chain that uses the leaf again."""
     for leaf in weights.values():
         leaf.register_hook(lambda gradient: log.note(1) or gradient.clamp(-0.1, 0.1))  # type: ignore[func-returns-value]
     with autograd.context(agent=w0) as context_id:
@@ -106,7 +106,7 @@ def test_a_hook_on_a_leaf_sees_the_whole_gradient_once(
 
 
 def test_a_hook_never_sees_part_of_a_gradient() -> None:
-    """Something unrelated can be answered while one of two gradients of a tensor is there: its hooks must wait."""
+    """Hooks wait until both gradients of a tensor are there, while other tensors are answered."""
     seen: list[list[float]] = []
     leaf, capture = new_leaf(), GradientCapture()
     arrived = ReceivedTensor.apply(DUMMY_LEAF, (torch.ones(3),), capture)  # type: ignore[no-untyped-call]
@@ -125,7 +125,7 @@ def test_a_hook_never_sees_part_of_a_gradient() -> None:
 
 
 def test_a_hook_between_two_ends_runs_once(workers: LocalCluster, w0: Agent, log: Log) -> None:
-    """The sum leads to a received tensor, which is ready at once, and to a leaf, which waits for that one's answer."""
+    """The sum leads to a received tensor, which is ready at once, and to a leaf, which is not."""
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
         total = w0.call("w1", weigh, x) + x
@@ -196,7 +196,7 @@ def test_a_hook_after_accumulation_finds_the_gradient_in_its_place(
     with autograd.context(agent=w0) as context_id:
         autograd.backward(context_id, [w0.call("w1", weigh, x * w0.call("w1", weigh, x)).sum()])
         found = everything(workers, context_id, x)
-    assert leaf.grad.tolist() == [7, 7, 7], "what was there is there again"
+    assert leaf.grad.tolist() == [7, 7, 7], "the value before the pass is restored"
     handle.remove()
     leaf.grad = None
     expected = alone(weight("w1", x * weight("w1", x)).sum(), x)

@@ -38,7 +38,7 @@ def fresh_runs() -> None:
 
 
 class Counted(torch.autograd.Function):
-    """The identity, which counts how often its backward runs, and refuses a gradient of zeros."""
+    """The identity. It counts the runs of its backward, and fails with a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
@@ -53,7 +53,7 @@ class Counted(torch.autograd.Function):
 
 
 def counted(name: str, x: Tensor) -> Tensor:
-    """Count how often a tensor hook, the hooks of a node, and a function of Python run."""
+    """Count the runs of a tensor hook, of the hooks of a node, and of a Python function."""
     y: Tensor = Counted.apply(x * 1, name)  # type: ignore[no-untyped-call]
     y.retain_grad()
     y.register_hook(lambda gradient: runs.update([f"{name}: tensor hook {gradient is None}"]))
@@ -72,7 +72,7 @@ def step(x: Tensor, number: int) -> Tensor:
 
 
 class Shape:
-    """A program, with the calls that it makes as an argument, and the functions in it that count."""
+    """A program that takes the function for its calls, and the names that it counts."""
 
     def __init__(
         self, run: Callable[[Any, Tensor, int], Tensor], names: Callable[[int], list[str]]
@@ -92,7 +92,7 @@ def chain(call: Any, x: Tensor, count: int) -> Tensor:
 
 
 def alternate(call: Any, x: Tensor, count: int) -> Tensor:
-    """Calls, with operations of this worker between them, and a weight that all of these share."""
+    """Calls with local operations between them, and a weight that all of these share."""
     scale = counted("scale", x.cos())
     for number in range(count):
         x = counted(f"between {number}", call(number, x).sin() * scale)
@@ -115,7 +115,7 @@ def fan_in(call: Any, x: Tensor, count: int) -> Tensor:
 
 
 def skips(call: Any, x: Tensor, count: int) -> Tensor:
-    """Every state is sent, used here, and leads to states that were sent before."""
+    """Every state is sent, used locally, and depends on states that were sent before."""
     total = x
     for number in range(count):
         x = counted(f"state {number}", x + counted(f"before {number}", x))
@@ -204,7 +204,7 @@ def run_module(x: Tensor) -> Tensor:
 
 
 def test_hooks_of_modules_beside_what_was_sent(w0: Agent) -> None:
-    """Their nodes lie behind a tensor that was sent, and lead to a parameter that is ready for a part."""
+    """Their nodes follow a tensor that was sent, and lead to a parameter in a partial run."""
     x, seen = new_leaf(), []
     first, second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
     for module in (first, second):
@@ -229,7 +229,7 @@ def test_hooks_of_modules_beside_what_was_sent(w0: Agent) -> None:
 
 
 def test_hooks_on_a_leaf_that_is_ready_for_a_part(workers: LocalCluster, w0: Agent) -> None:
-    """Another pass that runs at the same time still finds them."""
+    """A partial run does not remove the hooks."""
     x, w = new_leaf(), new_leaf(1, 2, 3)
     seen: list[list[float]] = []
     w.register_hook(lambda gradient: seen.append(gradient.tolist()) or gradient * 2)  # type: ignore[func-returns-value]
@@ -246,7 +246,7 @@ def test_hooks_on_a_leaf_that_is_ready_for_a_part(workers: LocalCluster, w0: Age
 def test_a_node_before_a_leaf_waits_for_all_that_lead_to_it(
     workers: LocalCluster, w0: Agent
 ) -> None:
-    """It lies next to a part that runs, but the loss leads to it by another way, too."""
+    """It follows nodes of a partial run, but the loss also leads to it in another way."""
     x, w = new_leaf(), new_leaf(1, 2, 3)
 
     def compute(call: Callable[[Tensor], Tensor]) -> Tensor:
@@ -260,7 +260,7 @@ def test_a_node_before_a_leaf_waits_for_all_that_lead_to_it(
 
 
 class OfFirst(torch.autograd.Function):
-    """A sum that gives a gradient to its first argument only."""
+    """A sum whose second argument gets an undefined gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ class OfFirst(torch.autograd.Function):
 def test_an_undefined_gradient_that_a_part_ends_with(
     workers: LocalCluster, w0: Agent, observed: bool
 ) -> None:
-    """The part runs before it is known that nothing else leads to what was received."""
+    """The partial run happens before all edges to the received tensor are decided."""
     x, y = new_leaf(), new_leaf(1, 2, 3)
     seen: list[Tensor | None] = []
 
@@ -283,7 +283,7 @@ def test_an_undefined_gradient_that_a_part_ends_with(
         arrived = call("w1", x)
         if observed:
             arrived.register_hook(seen.append)
-        call("w2", arrived.sin())  # nobody uses the result
+        call("w2", arrived.sin())  # the result is not used
         total: Tensor = OfFirst.apply(call("w3", y), arrived)  # type: ignore[no-untyped-call]
         return total.sum()
 
@@ -291,7 +291,7 @@ def test_an_undefined_gradient_that_a_part_ends_with(
         autograd.backward(context_id, [compute(lambda worker, x: w0.call(worker, weigh, x))])
         found = everything(workers, context_id, x, y)
     assert_equal(found, alone(compute(weight), x, y))
-    assert seen == ([None, None] if observed else [])  # once in each of the two ways
+    assert seen == ([None, None] if observed else [])  # once on the workers, once in one process
 
 
 def test_a_long_chain_with_local_operations_between_calls(workers: LocalCluster, w0: Agent) -> None:
@@ -320,7 +320,7 @@ def head(states: list[Tensor], _: Tensor, leaf: Tensor) -> Tensor:
 
 
 def last_of_a_chain(states: list[Tensor], sent: Tensor, _: Tensor) -> Tensor:
-    """Return what was sent last: a chain of calls that has one operation between any two of them."""
+    """Return the tensor that was sent last: a chain of calls with operations between them."""
     return sent
 
 
@@ -329,7 +329,7 @@ def last_and_weight(states: list[Tensor], sent: Tensor, leaf: Tensor) -> Tensor:
 
 
 def calls_for(count: int, loss_of: Callable[[list[Tensor], Tensor, Tensor], Tensor]) -> int:
-    """Count the calls of Python that a graph of `count` steps takes, whose sources are resolved one by one."""
+    """Count the Python calls for a graph of `count` steps whose sources are resolved one by one."""
     leaf = new_leaf()
     shared = leaf.exp().sin()
     sources: dict[Any, SentTensor] = {}

@@ -1,4 +1,4 @@
-"""Random programs over several workers have the gradients that they have in one process, every one of them.
+"""Random programs have the same gradients on several workers as in one process.
 
 `TELEGRAD_RANDOM_GRAPHS=5000` runs that many per transport, starting at `TELEGRAD_RANDOM_SEED`.
 """

@@ -1,4 +1,4 @@
-"""A tensor that goes back to the worker that it came from: its gradient takes a shortcut there."""
+"""Shortcuts: a tensor that is sent back to the worker that it came from."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def w0(workers: LocalCluster) -> Agent:
 
 
 class Delivered:
-    """The messages of passes that workers got."""
+    """Records the messages of passes that workers receive."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.messages: list[GradientMessage] = []
@@ -102,7 +102,7 @@ def identity(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_first_messages_that_cross(workers: LocalCluster, w0: Agent, first: int) -> None:
-    """Both workers have shortcuts for each other, and tell before they hear."""
+    """Both workers have shortcuts, and send their first message before they receive one."""
     w1 = workers["w1"]
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:

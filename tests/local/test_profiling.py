@@ -1,4 +1,4 @@
-"""A profile of the caller shows what its calls did on their callees, and costs nothing where there is none."""
+"""A profile of the caller shows what its calls did on their callees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` does what the same optimizer does in one process, for every use of one."""
+"""`DistributedOptimizer` does what the same optimizer does in one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def workers(cluster: Callable[..., LocalCluster]) -> LocalCluster:
 
 
 class Model:
-    """The same four parameters twice: here, and on workers."""
+    """The same four parameters twice: in this process, and on workers."""
 
     def __init__(self, agent: Agent) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -204,7 +204,7 @@ def test_gradients_of_several_contexts_add_up(model: Model) -> None:
     local.step()
     model.check()
     optimizer.zero_grad()
-    optimizer.step()  # nothing is left to step on
+    optimizer.step()  # there are no gradients
     model.check()
 
 

@@ -1,4 +1,4 @@
-"""Several trainers update one model: each has the gradients of the weights that it saw."""
+"""Several trainers update one model: each gets the gradients of the weights that it used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def transport() -> str:
 
 
 class Network(nn.Module):
-    """With layers that save their weights: as they are, as a view, and in the middle of a graph."""
+    """A model that saves weights for backward: as they are, as a view, and inside the graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class Network(nn.Module):
         return [found[parameter] for parameter in self.parameters()]
 
     def forward_in_two_parts(self, x: Tensor) -> Tensor:
-        """With something in between that we cannot see."""
+        """Use a weight before and after a wait that Telegrad cannot detect."""
         first = x @ self.first
         inside.set()
         assert go_on.wait(PATIENCE)
         return first - x @ self.first
 
     def forward_through(self, other: str, x: Tensor) -> Tensor:
-        """With a call to another worker in between."""
+        """Use a weight before and after a call to another worker."""
         agent = current_agent()
         assert agent is not None
         first = x @ self.first
@@ -87,7 +87,7 @@ def optimizers(network: RRef[Network], count: int) -> list[DistributedOptimizer]
 
 
 def train(network: RRef[Network], x: Tensor, between: Callable[[], None]) -> list[Tensor]:
-    """The gradients of a trainer that is interrupted between its forward and its backward pass."""
+    """Return the gradients of a trainer that is interrupted between forward and backward."""
     with autograd.context(agent=network._agent.agent) as context_id:
         loss = network.rpc_sync().forward(x).sum()
         between()
@@ -97,7 +97,7 @@ def train(network: RRef[Network], x: Tensor, between: Callable[[], None]) -> lis
 
 
 def step(network: RRef[Network], optimizer: DistributedOptimizer, x: Tensor) -> None:
-    token = current_scope.set(None)  # this thread plays another trainer for a moment
+    token = current_scope.set(None)  # this thread acts as another trainer
     try:
         with autograd.context(agent=network._agent.agent) as context_id:
             autograd.backward(context_id, [network.rpc_sync().forward(x).sum()])
@@ -124,7 +124,7 @@ def test_a_step_between_forward_and_backward_changes_no_gradient(w0: Agent) -> N
             for parameter, gradient in zip(local.parameters(), gradients, strict=True):
                 parameter -= 0.5 * gradient
     for mine, expected in zip(network.to_here().parameters(), local.parameters(), strict=True):
-        torch.testing.assert_close(mine, expected)  # all three steps happened, one after the other
+        torch.testing.assert_close(mine, expected)  # three steps, one after the other
 
 
 def test_one_trainer_pays_nothing(w0: Agent) -> None:
@@ -135,7 +135,7 @@ def test_one_trainer_pays_nothing(w0: Agent) -> None:
     addresses = [w0.call("w1", address, each) for each in before]
     step(network, alone, torch.ones(1, 4, dtype=torch.float64))
     assert addresses == [w0.call("w1", address, each) for each in before]
-    assert not w0.call("w1", versions_are_active)
+    assert not w0.call("w1", sharing_is_active)
 
 
 def test_memory_is_replaced_only_while_somebody_needs_it(w0: Agent) -> None:
@@ -184,9 +184,8 @@ def test_a_step_does_not_change_what_a_call_computes_with(
 def test_a_step_does_not_wait_for_a_call_that_waits_for_others(
     w0: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        shared_parameters, "_MAX_WAIT", 2 * PATIENCE
-    )  # it would hang, rather than go ahead after a while
+    # With this limit the test fails if the step waits for the call.
+    monkeypatch.setattr(shared_parameters, "_MAX_WAIT", 2 * PATIENCE)
     network = remote("w1", Network, agent=w0)
     _, two = optimizers(network, 2)
     x = torch.ones(1, 4, dtype=torch.float64)
@@ -226,7 +225,7 @@ def address(parameter: RRef[Tensor]) -> int:
     return parameter.local_value().data_ptr()
 
 
-def versions_are_active() -> bool:
+def sharing_is_active() -> bool:
     agent = current_agent()
     assert agent is not None
     return ContextRegistry.of(agent._runtime).shared_parameters.active
