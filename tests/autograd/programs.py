@@ -41,14 +41,14 @@ class Hook(NamedTuple):
     name: str
 
 
-class Keep(NamedTuple):
+class StoreValue(NamedTuple):
     """Store a value on this worker, for blocks that run there later."""
 
     value: int
     name: str
 
 
-class Recall(NamedTuple):
+class LoadValue(NamedTuple):
     name: str
     out: int
 
@@ -63,13 +63,13 @@ class Call(NamedTuple):
     outs: list[int]
 
 
-class Together(NamedTuple):
+class ConcurrentCalls(NamedTuple):
     """Calls that run at the same time."""
 
     calls: list[Call]
 
 
-class Make(NamedTuple):
+class CreateReference(NamedTuple):
     """Create values on a worker and keep a reference to them; `ref` is its index."""
 
     to: str
@@ -78,14 +78,24 @@ class Make(NamedTuple):
     ref: int
 
 
-class Here(NamedTuple):
+class FetchReference(NamedTuple):
     """Fetch the values of a reference."""
 
     ref: int
     outs: list[int]
 
 
-Step = Compute | Leaf | Hook | Keep | Recall | Call | Together | Make | Here
+Step = (
+    Compute
+    | Leaf
+    | Hook
+    | StoreValue
+    | LoadValue
+    | Call
+    | ConcurrentCalls
+    | CreateReference
+    | FetchReference
+)
 
 
 @dataclass
@@ -227,7 +237,7 @@ class _Reference(NamedTuple):
     values: list[_Value]
 
 
-class _Scene:
+class _BlockBuilder:
     """A block that is being generated: its worker, and its values by index."""
 
     def __init__(self, worker: str, depth: int, shares_memory: bool) -> None:
@@ -247,7 +257,7 @@ class _Scene:
         return [number for number, value in enumerate(self.values) if value.kind == kind]
 
 
-class Author:
+class ProgramGenerator:
     """Generates one program."""
 
     def __init__(self, random: Random) -> None:
@@ -264,13 +274,13 @@ class Author:
                 self._leaves[f"{worker} {next(self._names)}"] = worker, kind, hook
 
     def write(self) -> Program:
-        scene = _Scene("w0", 0, shares_memory=True)
-        self._fill(scene, self._random.randint(3, 9))
-        self._compute(scene, "add")
-        passes = [self._roots(scene) for _ in range(self._random.choice([1, 1, 2, 3]))]
-        return Program(self._random.randrange(1 << 30), self._leaves, scene.block, passes)
+        builder = _BlockBuilder("w0", 0, shares_memory=True)
+        self._fill(builder, self._random.randint(3, 9))
+        self._compute(builder, "add")
+        passes = [self._roots(builder) for _ in range(self._random.choice([1, 1, 2, 3]))]
+        return Program(self._random.randrange(1 << 30), self._leaves, builder.block, passes)
 
-    def _roots(self, scene: _Scene) -> Roots:
+    def _roots(self, builder: _BlockBuilder) -> Roots:
         there = self._random.choice(self._workers)
         names = [
             name
@@ -279,41 +289,43 @@ class Author:
         ]
         if names and self._random.random() < 0.3:
             return Roots(there, [], self._some(names, 2))
-        squares = scene.of_kind("square")
+        squares = builder.of_kind("square")
         return Roots("w0", [squares[-1], *self._some(squares, 2)], [])
 
-    def _fill(self, scene: _Scene, length: int) -> None:
-        self._leaf(scene)
-        actions: list[Callable[[_Scene], None]] = [
+    def _fill(self, builder: _BlockBuilder, length: int) -> None:
+        self._leaf(builder)
+        actions: list[Callable[[_BlockBuilder], None]] = [
             self._leaf,
             self._compute,
             self._compute,
             self._in_place,
             self._hook,
         ]
-        if scene.shares_memory:
+        if builder.shares_memory:
             actions += [self._keep, self._recall]
-        if scene.depth < 3:
+        if builder.depth < 3:
             actions += [self._call, self._call, self._together, self._make, self._here]
-        if scene.depth < 2:
+        if builder.depth < 2:
             actions.append(self._recurrence)
         for _ in range(length):
-            self._random.choice(actions)(scene)
+            self._random.choice(actions)(builder)
 
-    def _leaf(self, scene: _Scene) -> None:
-        mine = [name for name, (worker, _, _) in self._leaves.items() if worker == scene.worker]
+    def _leaf(self, builder: _BlockBuilder) -> None:
+        mine = [name for name, (worker, _, _) in self._leaves.items() if worker == builder.worker]
         name = self._random.choice(mine)
         kind = "table" if self._leaves[name][1] == "table" else "square"
         value = self._values.setdefault(name, _Value(kind, writable=False))
-        scene.block.steps.append(Leaf(name, scene.number(value)))
+        builder.block.steps.append(Leaf(name, builder.number(value)))
 
-    def _compute(self, scene: _Scene, op: str = "") -> None:
-        tables = scene.of_kind("table")
+    def _compute(self, builder: _BlockBuilder, op: str = "") -> None:
+        tables = builder.of_kind("table")
         if not op and tables and self._random.random() < 0.3:
             op, table = self._random.choice(list(ON_TABLES)), self._random.choice(tables)
-            scene.block.steps.append(Compute(op, [table], [scene.number(_Value(writable=False))]))
+            builder.block.steps.append(
+                Compute(op, [table], [builder.number(_Value(writable=False))])
+            )
             return
-        squares = scene.of_kind("square")
+        squares = builder.of_kind("square")
         op = op or self._random.choice(list(OPERATIONS))
         operation = OPERATIONS[op]
         if operation.ins and not squares:
@@ -321,112 +333,116 @@ class Author:
         ins = [self._random.choice(squares) for _ in range(operation.ins)]
         if operation.saves:
             for number in ins:
-                scene.values[number].memory.writable = False
+                builder.values[number].memory.writable = False
         outs = []
         for _ in range(operation.outs):
-            memory = scene.values[ins[0]].memory if operation.is_view else None
-            outs.append(scene.number(_Value(memory=memory, writable=not operation.saves)))
-        scene.block.steps.append(Compute(op, ins, outs))
+            memory = builder.values[ins[0]].memory if operation.is_view else None
+            outs.append(builder.number(_Value(memory=memory, writable=not operation.saves)))
+        builder.block.steps.append(Compute(op, ins, outs))
 
-    def _in_place(self, scene: _Scene) -> None:
-        squares = scene.of_kind("square")
-        writable = [number for number in squares if scene.values[number].memory.writable]
+    def _in_place(self, builder: _BlockBuilder) -> None:
+        squares = builder.of_kind("square")
+        writable = [number for number in squares if builder.values[number].memory.writable]
         if not writable:
             return
         target = self._random.choice(writable)
-        memory = scene.values[target].memory
+        memory = builder.values[target].memory
         op = self._random.choice(list(IN_PLACE))
-        others = [number for number in squares if scene.values[number].memory is not memory]
+        others = [number for number in squares if builder.values[number].memory is not memory]
         if op == "add_" and not others:
             return
         ins = [target, self._random.choice(others)] if op == "add_" else [target]
         memory.writable = not IN_PLACE[op].saves
-        scene.block.steps.append(Compute(op, ins, [target]))
+        builder.block.steps.append(Compute(op, ins, [target]))
 
-    def _hook(self, scene: _Scene) -> None:
-        squares = scene.of_kind("square")
+    def _hook(self, builder: _BlockBuilder) -> None:
+        squares = builder.of_kind("square")
         if squares:
             kind = self._random.choice([*HOOKS, "look"])
-            scene.block.steps.append(
+            builder.block.steps.append(
                 Hook(kind, self._random.choice(squares), f"hook {next(self._names)}")
             )
 
-    def _keep(self, scene: _Scene) -> None:
-        number = self._random.randrange(len(scene.values))
-        name = f"{scene.worker} kept {next(self._names)}"
-        self._kept[name] = scene.worker, scene.values[number]
-        scene.block.steps.append(Keep(number, name))
+    def _keep(self, builder: _BlockBuilder) -> None:
+        number = self._random.randrange(len(builder.values))
+        name = f"{builder.worker} kept {next(self._names)}"
+        self._kept[name] = builder.worker, builder.values[number]
+        builder.block.steps.append(StoreValue(number, name))
 
-    def _recall(self, scene: _Scene) -> None:
-        names = [name for name, (worker, _) in self._kept.items() if worker == scene.worker]
+    def _recall(self, builder: _BlockBuilder) -> None:
+        names = [name for name, (worker, _) in self._kept.items() if worker == builder.worker]
         if names:
             name = self._random.choice(names)
-            scene.block.steps.append(Recall(name, scene.number(self._kept[name][1])))
+            builder.block.steps.append(LoadValue(name, builder.number(self._kept[name][1])))
 
-    def _call(self, scene: _Scene) -> None:
-        ins = self._arguments(scene)
-        scene.block.steps.append(self._a_call(scene, ins, scene.shares_memory, scene.refs))
+    def _call(self, builder: _BlockBuilder) -> None:
+        ins = self._arguments(builder)
+        builder.block.steps.append(self._a_call(builder, ins, builder.shares_memory, builder.refs))
 
-    def _recurrence(self, scene: _Scene) -> None:
+    def _recurrence(self, builder: _BlockBuilder) -> None:
         """Add a chain of calls, each with a result of the call before, and a sum of all."""
-        squares = scene.of_kind("square")
+        squares = builder.of_kind("square")
         if not squares:
             return
         total = state = self._random.choice(squares)
         for _ in range(self._random.randint(2, 5)):
-            call = self._a_call(scene, [state, *self._some(squares, 1)], False, [])
-            scene.block.steps.append(call)
+            call = self._a_call(builder, [state, *self._some(squares, 1)], False, [])
+            builder.block.steps.append(call)
             if call.outs:
                 state = call.outs[0]
-                ins, total = [total, state], scene.number(_Value())
-                scene.block.steps.append(Compute("add", ins, [total]))
+                ins, total = [total, state], builder.number(_Value())
+                builder.block.steps.append(Compute("add", ins, [total]))
 
-    def _together(self, scene: _Scene) -> None:
-        arguments = [self._arguments(scene) for _ in range(self._random.randint(2, 3))]
-        calls = [self._a_call(scene, ins, False, []) for ins in arguments]
-        scene.block.steps.append(Together(calls))
+    def _together(self, builder: _BlockBuilder) -> None:
+        arguments = [self._arguments(builder) for _ in range(self._random.randint(2, 3))]
+        calls = [self._a_call(builder, ins, False, []) for ins in arguments]
+        builder.block.steps.append(ConcurrentCalls(calls))
 
     def _a_call(
-        self, scene: _Scene, ins: list[int], shares_memory: bool, refs: list[_Reference]
+        self, builder: _BlockBuilder, ins: list[int], shares_memory: bool, refs: list[_Reference]
     ) -> Call:
         how = self._random.choice(["call", "call", "submit", "then", "relay"])
         to, via = self._random.choice(self._workers), self._random.choice(self._workers)
         given = self._some(list(range(len(refs))), 2)
-        inner = _Scene(to, scene.depth + 1, shares_memory)
+        inner = _BlockBuilder(to, builder.depth + 1, shares_memory)
         inner.refs = [refs[number] for number in given]
         raises = self._random.random() < 0.1
-        outs = self._body(scene, inner, ins, raises)
+        outs = self._body(builder, inner, ins, raises)
         if how in ("then", "relay"):
             outs = [_Value() for _ in outs]
-        numbers = [] if raises else [scene.number(value) for value in outs]
+        numbers = [] if raises else [builder.number(value) for value in outs]
         return Call(how, to, via, inner.block, ins, given, numbers)
 
-    def _make(self, scene: _Scene) -> None:
-        to, ins = self._random.choice(self._workers), self._arguments(scene)
-        inner = _Scene(to, 3, shares_memory=False)
-        self._body(scene, inner, ins, raises=False)
+    def _make(self, builder: _BlockBuilder) -> None:
+        to, ins = self._random.choice(self._workers), self._arguments(builder)
+        inner = _BlockBuilder(to, 3, shares_memory=False)
+        self._body(builder, inner, ins, raises=False)
         made = [inner.values[number] for number in inner.block.results]
         for value in made:
             # On its owner, a reference gives these tensors themselves and not copies.
             value.memory.writable = False
-        scene.refs.append(_Reference(to, made))
-        scene.block.steps.append(Make(to, inner.block, ins, len(scene.refs) - 1))
+        builder.refs.append(_Reference(to, made))
+        builder.block.steps.append(CreateReference(to, inner.block, ins, len(builder.refs) - 1))
 
-    def _here(self, scene: _Scene) -> None:
-        if scene.refs:
-            number = self._random.randrange(len(scene.refs))
-            reference = scene.refs[number]
+    def _here(self, builder: _BlockBuilder) -> None:
+        if builder.refs:
+            number = self._random.randrange(len(builder.refs))
+            reference = builder.refs[number]
             values = (
-                reference.values if reference.owner == scene.worker else _copies(reference.values)
+                reference.values if reference.owner == builder.worker else _copies(reference.values)
             )
-            scene.block.steps.append(Here(number, [scene.number(value) for value in values]))
+            builder.block.steps.append(
+                FetchReference(number, [builder.number(value) for value in values])
+            )
 
-    def _arguments(self, scene: _Scene) -> list[int]:
+    def _arguments(self, builder: _BlockBuilder) -> list[int]:
         return [
-            self._random.randrange(len(scene.values)) for _ in range(self._random.randint(0, 3))
+            self._random.randrange(len(builder.values)) for _ in range(self._random.randint(0, 3))
         ]
 
-    def _body(self, outer: _Scene, inner: _Scene, ins: list[int], raises: bool) -> list[_Value]:
+    def _body(
+        self, outer: _BlockBuilder, inner: _BlockBuilder, ins: list[int], raises: bool
+    ) -> list[_Value]:
         """Generate the block of a call, and return its results as values of the caller."""
         inner.values = _copies([outer.values[number] for number in ins])
         self._fill(inner, self._random.randint(1, 5))
@@ -454,4 +470,4 @@ def _numbered() -> Iterator[int]:
 
 
 def random_program(random: Random) -> Program:
-    return Author(random).write()
+    return ProgramGenerator(random).write()

@@ -1,7 +1,7 @@
 """Run the programs of `programs` on many workers and in one process, and compare the results.
 
 Both ways use the same interpreter of blocks. Tensors get from one worker to another through calls,
-or in one process as clones, one per message. All state of one run is in a `World`, which called
+or in one process as clones, one per message. All state of one run is in a `RunState`, which called
 functions find by its number.
 """
 
@@ -30,20 +30,20 @@ from tests.autograd.programs import (
     Block,
     Call,
     Compute,
-    Here,
+    ConcurrentCalls,
+    CreateReference,
+    FetchReference,
     Hook,
-    Keep,
     Leaf,
-    Make,
+    LoadValue,
     Program,
-    Recall,
     Roots,
-    Together,
+    StoreValue,
 )
 
 PATIENCE = 20.0
 
-_worlds: dict[int, World] = {}
+_run_states: dict[int, RunState] = {}
 _numbers = itertools.count()
 
 
@@ -52,7 +52,7 @@ class BlockRaised(RuntimeError):
 
 
 @dataclass
-class World:
+class RunState:
     """The leaves and stored tensors of all workers of one run, and what hooks saw."""
 
     leaves: dict[str, Tensor]
@@ -67,7 +67,7 @@ class World:
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """The results of a run. They must be equal in both ways of running a program."""
 
     values: list[Tensor]
@@ -80,12 +80,12 @@ class Runner(Protocol):
 
     def call(self, step: Call, ins: Sequence[Tensor], refs: list[Any]) -> list[Tensor]: ...
     def together(self, steps: list[Call], ins: list[list[Tensor]]) -> list[list[Tensor]]: ...
-    def make(self, step: Make, ins: Sequence[Tensor]) -> Any: ...
+    def make(self, step: CreateReference, ins: Sequence[Tensor]) -> Any: ...
     def here(self, ref: Any) -> list[Tensor]: ...
 
 
 def run_block(
-    block: Block, world: World, runner: Runner, ins: Sequence[Tensor], refs: list[Any]
+    block: Block, run_state: RunState, runner: Runner, ins: Sequence[Tensor], refs: list[Any]
 ) -> list[Tensor]:
     """Run one block, and return all its values."""
     values: dict[int, Tensor] = dict(enumerate(ins))
@@ -98,27 +98,27 @@ def run_block(
                     zip(step.outs, [made] if isinstance(made, Tensor) else made, strict=True)
                 )
             case Leaf():
-                values[step.out] = world.leaves[step.name]
+                values[step.out] = run_state.leaves[step.name]
             case Hook():
-                _add_hook(step, values[step.value], world)
-            case Keep():
-                world.kept[step.name] = values[step.value]
-            case Recall():
-                values[step.out] = world.kept[step.name]
+                _add_hook(step, values[step.value], run_state)
+            case StoreValue():
+                run_state.kept[step.name] = values[step.value]
+            case LoadValue():
+                values[step.out] = run_state.kept[step.name]
             case Call():
                 given = [refs[number] for number in step.refs]
                 values.update(
                     _answer(step, runner.call(step, [values[number] for number in step.ins], given))
                 )
-            case Together():
+            case ConcurrentCalls():
                 arguments = [[values[number] for number in call.ins] for call in step.calls]
                 for call, answer in zip(
                     step.calls, runner.together(step.calls, arguments), strict=True
                 ):
                     values.update(_answer(call, answer))
-            case Make():
+            case CreateReference():
                 refs.append(runner.make(step, [values[number] for number in step.ins]))
-            case Here():
+            case FetchReference():
                 values.update(zip(step.outs, runner.here(refs[step.ref]), strict=True))
     if block.raises:
         raise BlockRaised
@@ -133,20 +133,20 @@ def _answer(step: Call, answer: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
     return zip(step.outs, answer, strict=True)
 
 
-def _add_hook(step: Hook, value: Tensor, world: World) -> None:
+def _add_hook(step: Hook, value: Tensor, run_state: RunState) -> None:
     if not value.requires_grad or value.is_leaf:
         return  # leaves have their hooks already; each use would add another
     if step.kind in HOOKS:
         value.register_hook(HOOKS[step.kind])
     else:
-        value.register_hook(lambda gradient: world.see(step.name, gradient))
+        value.register_hook(lambda gradient: run_state.see(step.name, gradient))
 
 
 def halved(values: list[Tensor]) -> list[Tensor]:
     return [value * 0.5 for value in values]
 
 
-def new_world(program: Program) -> World:
+def new_world(program: Program) -> RunState:
     random = Random(program.seed)
     leaves = {}
     for name, (_, kind, hook) in program.leaves.items():
@@ -158,7 +158,7 @@ def new_world(program: Program) -> World:
         if hook and leaf.requires_grad:
             leaf.register_hook(HOOKS[hook])
         leaves[name] = leaf
-    return World(leaves, [leaf.view_as(leaf) for leaf in leaves.values()])
+    return RunState(leaves, [leaf.view_as(leaf) for leaf in leaves.values()])
 
 
 def loss_of(value: Tensor) -> Tensor:
@@ -181,16 +181,16 @@ class LocalReference:
 class Alone:
     """One worker of a run in one process."""
 
-    def __init__(self, worker: str, world: World) -> None:
+    def __init__(self, worker: str, run_state: RunState) -> None:
         self._worker = worker
-        self._world = world
+        self._run_state = run_state
 
     def call(self, step: Call, ins: Sequence[Tensor], refs: list[Any]) -> list[Tensor]:
         if step.how == "relay":
             ins = _cross(ins)
         try:
             values = run_block(
-                step.block, self._world, Alone(step.to, self._world), _cross(ins), refs
+                step.block, self._run_state, Alone(step.to, self._run_state), _cross(ins), refs
             )
         except BlockRaised:
             return []
@@ -202,8 +202,10 @@ class Alone:
     def together(self, steps: list[Call], ins: list[list[Tensor]]) -> list[list[Tensor]]:
         return [self.call(step, arguments, []) for step, arguments in zip(steps, ins, strict=True)]
 
-    def make(self, step: Make, ins: Sequence[Tensor]) -> LocalReference:
-        values = run_block(step.block, self._world, Alone(step.to, self._world), _cross(ins), [])
+    def make(self, step: CreateReference, ins: Sequence[Tensor]) -> LocalReference:
+        values = run_block(
+            step.block, self._run_state, Alone(step.to, self._run_state), _cross(ins), []
+        )
         return LocalReference(step.to, results_of(step.block, values))
 
     def here(self, ref: LocalReference) -> list[Tensor]:
@@ -240,17 +242,20 @@ def _copy(value: Tensor) -> Tensor:
     return value.clone()
 
 
-def run_alone(program: Program) -> Outcome:
-    world = new_world(program)
-    values = run_block(program.main, world, Alone("w0", world), [], [])
+def run_alone(program: Program) -> RunOutcome:
+    run_state = new_world(program)
+    values = run_block(program.main, run_state, Alone("w0", run_state), [], [])
     for number, roots in enumerate(program.passes, 1):
         losses = losses_of(
-            [values[number] for number in roots.values] + [world.kept[name] for name in roots.names]
+            [values[number] for number in roots.values]
+            + [run_state.kept[name] for name in roots.names]
         )
         if losses:
             torch.autograd.backward(losses, retain_graph=number < len(program.passes))
-    gradients = {name: leaf.grad for name, leaf in world.leaves.items() if leaf.grad is not None}
-    return _outcome(world, values, gradients)
+    gradients = {
+        name: leaf.grad for name, leaf in run_state.leaves.items() if leaf.grad is not None
+    }
+    return _outcome(run_state, values, gradients)
 
 
 # With many workers
@@ -259,12 +264,12 @@ def run_alone(program: Program) -> Outcome:
 class Worker:
     """One worker of a distributed run."""
 
-    def __init__(self, agent: Agent, world: World) -> None:
+    def __init__(self, agent: Agent, run_state: RunState) -> None:
         self._agent = agent
-        self._world = world
+        self._run_state = run_state
 
     def call(self, step: Call, ins: Sequence[Tensor], refs: list[Any]) -> list[Tensor]:
-        arguments = (self._world.number, step.block, list(ins), refs)
+        arguments = (self._run_state.number, step.block, list(ins), refs)
         try:
             if step.how == "call":
                 return self._agent.call(step.to, serve, *arguments)
@@ -274,14 +279,14 @@ class Worker:
 
     def together(self, steps: list[Call], ins: list[list[Tensor]]) -> list[list[Tensor]]:
         futures = [
-            self._start(step, (self._world.number, step.block, arguments, []))
+            self._start(step, (self._run_state.number, step.block, arguments, []))
             for step, arguments in zip(steps, ins, strict=True)
         ]
         return [_answer_of(future) for future in futures]
 
-    def make(self, step: Make, ins: Sequence[Tensor]) -> RRef[list[Tensor]]:
+    def make(self, step: CreateReference, ins: Sequence[Tensor]) -> RRef[list[Tensor]]:
         return remote(
-            step.to, serve, (self._world.number, step.block, list(ins), []), agent=self._agent
+            step.to, serve, (self._run_state.number, step.block, list(ins), []), agent=self._agent
         )
 
     def here(self, ref: RRef[list[Tensor]]) -> list[Tensor]:
@@ -311,8 +316,8 @@ def here() -> Agent:
 
 def serve(number: int, block: Block, ins: list[Tensor], refs: list[Any]) -> list[Tensor]:
     """Run a block on the worker that was called."""
-    world = _worlds[number]
-    return results_of(block, run_block(block, world, Worker(here(), world), ins, refs))
+    run_state = _run_states[number]
+    return results_of(block, run_block(block, run_state, Worker(here(), run_state), ins, refs))
 
 
 @rpc.functions.async_execution
@@ -324,7 +329,7 @@ def relay(
 
 
 def serve_backward(context_id: int, number: int, names: list[str], retain_graph: bool) -> None:
-    losses = losses_of([_worlds[number].kept[name] for name in names])
+    losses = losses_of([_run_states[number].kept[name] for name in names])
     if losses:
         autograd.backward(context_id, losses, retain_graph)
 
@@ -335,7 +340,7 @@ def gradients_here(context_id: int, number: int) -> dict[str, Tensor]:
         found = autograd.get_gradients(context_id)
     except UsageError:
         return {}  # no call under the context reached this worker
-    names = {id(leaf): name for name, leaf in _worlds[number].leaves.items()}
+    names = {id(leaf): name for name, leaf in _run_states[number].leaves.items()}
     return {
         names.get(id(leaf), f"a stray leaf on {here().name}"): gradient
         for leaf, gradient in found.items()
@@ -343,37 +348,37 @@ def gradients_here(context_id: int, number: int) -> dict[str, Tensor]:
 
 
 @contextmanager
-def registered(world: World) -> Iterator[World]:
-    _worlds[world.number] = world
+def registered(run_state: RunState) -> Iterator[RunState]:
+    _run_states[run_state.number] = run_state
     try:
-        yield world
+        yield run_state
     finally:
-        del _worlds[world.number]
+        del _run_states[run_state.number]
 
 
-def run_distributed(program: Program, cluster: LocalCluster) -> Outcome:
+def run_distributed(program: Program, cluster: LocalCluster) -> RunOutcome:
     w0 = cluster["w0"]
-    with registered(new_world(program)) as world, autograd.context(agent=w0) as context_id:
-        values = run_block(program.main, world, Worker(w0, world), [], [])
+    with registered(new_world(program)) as run_state, autograd.context(agent=w0) as context_id:
+        values = run_block(program.main, run_state, Worker(w0, run_state), [], [])
         for number, roots in enumerate(program.passes, 1):
-            _backward(w0, context_id, world, roots, values, number < len(program.passes))
+            _backward(w0, context_id, run_state, roots, values, number < len(program.passes))
         gradients: dict[str, Tensor] = {}
         for agent in cluster:
-            gradients.update(w0.call(agent.name, gradients_here, context_id, world.number))
-        return _outcome(world, values, gradients)
+            gradients.update(w0.call(agent.name, gradients_here, context_id, run_state.number))
+        return _outcome(run_state, values, gradients)
 
 
 def _backward(
     agent: Agent,
     context_id: int,
-    world: World,
+    run_state: RunState,
     roots: Roots,
     values: list[Tensor],
     retain_graph: bool,
 ) -> None:
     if roots.names:
         agent.call(
-            roots.worker, serve_backward, context_id, world.number, roots.names, retain_graph
+            roots.worker, serve_backward, context_id, run_state.number, roots.names, retain_graph
         )
         return
     losses = losses_of([values[number] for number in roots.values])
@@ -384,11 +389,11 @@ def _backward(
 # Comparing
 
 
-def _outcome(world: World, values: list[Tensor], gradients: dict[str, Tensor]) -> Outcome:
-    return Outcome(values, gradients, world.seen)
+def _outcome(run_state: RunState, values: list[Tensor], gradients: dict[str, Tensor]) -> RunOutcome:
+    return RunOutcome(values, gradients, run_state.seen)
 
 
-def assert_same(distributed: Outcome, alone: Outcome) -> None:
+def assert_same(distributed: RunOutcome, alone: RunOutcome) -> None:
     assert [value.requires_grad for value in distributed.values] == [
         value.requires_grad for value in alone.values
     ]

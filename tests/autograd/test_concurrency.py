@@ -139,7 +139,7 @@ def new_pass(w0: Agent) -> tuple[engine.BackwardPass, str]:
     return this, w0._runtime.member("w1").incarnation
 
 
-class Interrupted:
+class AddingLock:
     """A lock that adds a message once, when it is released and no thread processes the inbox."""
 
     def __init__(self, this: engine.BackwardPass) -> None:
@@ -162,7 +162,7 @@ def test_one_thread_at_a_time_deals_with_a_pass(w0: Agent) -> None:
     The thread that added the message processes the inbox from then on.
     """
     this, peer = new_pass(w0)
-    this._lock = Interrupted(this)  # type: ignore[assignment]
+    this._lock = AddingLock(this)  # type: ignore[assignment]
     assert not this._send([(peer, GradientMessage([], [], []))])
     assert len(this._inbox) == 2
 

@@ -34,7 +34,7 @@ def w0(workers: LocalCluster) -> Agent:
     return workers["w0"]
 
 
-class Delivered:
+class DeliveredMessages:
     """Records the messages of passes that workers receive."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +49,8 @@ class Delivered:
 
 
 @pytest.fixture
-def delivered(monkeypatch: pytest.MonkeyPatch) -> Delivered:
-    return Delivered(monkeypatch)
+def delivered(monkeypatch: pytest.MonkeyPatch) -> DeliveredMessages:
+    return DeliveredMessages(monkeypatch)
 
 
 def states_of(call: Any, x: Tensor) -> list[Tensor]:
@@ -60,7 +60,9 @@ def states_of(call: Any, x: Tensor) -> list[Tensor]:
     return states[1:]
 
 
-def test_a_chain_of_calls_to_one_worker_takes_one_message(w0: Agent, delivered: Delivered) -> None:
+def test_a_chain_of_calls_to_one_worker_takes_one_message(
+    w0: Agent, delivered: DeliveredMessages
+) -> None:
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
         states = states_of(lambda state: w0.call("w1", tripled, state), x)
@@ -75,7 +77,7 @@ def test_a_chain_of_calls_to_one_worker_takes_one_message(w0: Agent, delivered: 
 
 @pytest.mark.parametrize("kind", ["hook", "retain_grad"])
 def test_a_gradient_that_is_observed_takes_no_shortcut(
-    w0: Agent, delivered: Delivered, kind: str
+    w0: Agent, delivered: DeliveredMessages, kind: str
 ) -> None:
     x = new_leaf()
     seen = []
