@@ -31,7 +31,8 @@ from telegrad.wire.stacking import (
     holds_many,
     unstack,
 )
-from telegrad.wire.tensors import REDUCERS, all_plain, reducer_for
+from telegrad.wire.tensor_subclasses import reducer_for
+from telegrad.wire.tensors import REDUCERS, all_plain
 
 OUT_OF_BAND = 1 << 15  # up to here a copy into the pickle costs less than a buffer of its own
 Encoded = tuple[bytes, list[memoryview]]

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from telegrad.wire.tensors import arrive_tracked, dtype_of, leave_tracked, stackable_code
+from telegrad.wire.dtypes import dtype_of, stackable_code
+from telegrad.wire.tensor_gradients import arrive_tracked, leave_tracked
 
 MANY = 16  # below, stacks cost more than they save
 _LARGEST = 4096  # bytes of one tensor or array
