@@ -23,10 +23,11 @@ from typing import Any, Protocol, TypeVar
 import torch.futures
 
 from telegrad import blocking
-from telegrad.errors import CallCancelled, CallTimeout, text_of
+from telegrad.errors import CallCancelled, CallTimeout, as_exception, text_of
 
 T = TypeVar("T")
 S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)
 
 
 class CompletionListener(Protocol):
@@ -39,6 +40,13 @@ class CompletionListener(Protocol):
     def _callbacks(self) -> tuple[Hashable, ...]: ...
     def done(self) -> bool: ...
     def _settle(self, value: Any, error: Exception | None) -> bool: ...
+
+
+class CompletedSource(Protocol[S_co]):
+    """A future or the like that is complete."""
+
+    def value(self) -> S_co:
+        """Return the result, or raise the exception."""
 
 
 class Future(torch.futures.Future[T]):
@@ -153,6 +161,52 @@ class Future(torch.futures.Future[T]):
         if self.done() and not chained.done():
             run(self)
         return chained
+
+    def follow(
+        self,
+        source: torch.futures.Future[S],
+        transform: Callable[[S], T] | None = None,
+        *,
+        cancels_source: bool = False,
+    ) -> None:
+        """Complete this future when `source` completes: with its value, or with its exception.
+
+        If `transform` is given, the result is `transform(value)`, or the exception that it raises.
+        It is not called if the source failed. If this future is complete before, it stays as it is.
+        With `cancels_source`, cancelling this future cancels the source.
+
+        >>> source: Future[int] = Future()
+        >>> doubled: Future[int] = Future()
+        >>> doubled.follow(source, lambda value: 2 * value)
+        >>> source.set_result(2)
+        >>> doubled.wait()
+        4
+        """
+
+        def complete(done: torch.futures.Future[S]) -> None:
+            self._complete_from(done, transform)
+
+        if cancels_source:
+            self._on_cancel = functools.partial(_cancel, source)
+        if isinstance(source, Future):
+            source._add_callback(complete, _code_of(transform or complete))
+        else:
+            source.add_done_callback(complete)
+
+    def _complete_from(
+        self, source: CompletedSource[S], transform: Callable[[S], T] | None = None
+    ) -> bool:
+        """Complete this future with the outcome of a completed source, as `follow` describes."""
+        if isinstance(source, Future) and source._error is not None:
+            # Raising the error here would tie it to this frame, which refers to this future.
+            return self._settle(None, source._error)
+        try:
+            outcome: Any = source.value()
+            if transform is not None:
+                outcome = transform(outcome)
+        except BaseException as error:
+            return self._settle(None, as_exception(error))
+        return self._settle(outcome, None)
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Call `callback(self)` when the result is there, in the order in which callbacks were added."""
@@ -316,6 +370,12 @@ def _code_of(callback: Callable[..., Any]) -> Hashable:
     function = getattr(callback, "func", callback)  # of a `functools.partial`
     code: Hashable = getattr(function, "__code__", None)
     return code or type(function).__qualname__
+
+
+def _cancel(future: torch.futures.Future[Any]) -> None:
+    """Cancel a future of Telegrad; torch's own futures cannot be cancelled."""
+    if isinstance(future, Future):
+        future.cancel()
 
 
 def _raise(error: Exception) -> None:

@@ -8,6 +8,7 @@ import contextvars
 import gc
 import operator
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch
 
 from telegrad import Future
 from telegrad.agent import Agent
-from telegrad.errors import CallCancelled, CallTimeout, RemoteTraceback
+from telegrad.errors import CallCancelled, CallTimeout, RemoteError, RemoteTraceback
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Log, hold_at, until
@@ -211,6 +212,96 @@ def test_an_error_of_the_call_goes_through_then_that_waits(w0: Agent) -> None:
 def test_then_wants_a_callable(w0: Agent) -> None:
     with pytest.raises(TypeError, match="callable"):
         w0.submit("w1", abs, -1).then(3)  # type: ignore[arg-type]
+
+
+def test_a_future_follows_the_value_of_another(w0: Agent, gate: Gate) -> None:
+    follower: Future[str] = Future()
+    follower.follow(w0.submit("w1", hold_at, gate), lambda _: "done")
+    gate.wait_for()
+    assert not follower.done()
+    gate.open()
+    assert follower.result(PATIENCE) == "done"
+
+
+@pytest.mark.parametrize("make", [Future, torch.futures.Future], ids=["telegrad", "torch"])
+@pytest.mark.parametrize("is_complete", [False, True], ids=["pending", "complete"])
+def test_a_future_follows_futures_of_either_kind(make: Any, is_complete: bool) -> None:
+    source, failing = make(), make()
+    follower: Future[int] = Future()
+    failed: Future[int] = Future()
+    if not is_complete:
+        follower.follow(source)
+        failed.follow(failing, int)
+    source.set_result(3)
+    failing.set_exception(Odd("source"))
+    if is_complete:
+        follower.follow(source)
+        failed.follow(failing, int)
+    assert follower.wait() == 3
+    with pytest.raises(Odd, match="source"):
+        failed.wait()
+
+
+def test_an_error_that_is_followed_is_not_tied_to_frames() -> None:
+    source: Future[int] = Future()
+    follower: Future[int] = Future()
+    follower.follow(source)
+    error = Odd("source")
+    source.set_exception(error)
+    assert follower.exception() is error
+    assert error.__traceback__ is None
+
+
+def test_a_transform_that_raises_fails_the_follower_alone() -> None:
+    source: Future[str] = Future()
+    follower: Future[None] = Future()
+    ended: Future[None] = Future()
+    follower.follow(source, fail)
+    ended.follow(source, sys.exit)
+    source.set_result("transform")
+    with pytest.raises(Odd, match="transform"):
+        follower.wait()
+    with pytest.raises(RemoteError, match="SystemExit: transform"):
+        ended.wait()
+    assert source.wait() == "transform"
+
+
+def test_a_follower_that_is_complete_ignores_its_source() -> None:
+    source: Future[int] = Future()
+    follower: Future[int] = Future()
+    follower.follow(source)
+    assert not follower.is_call
+    assert follower.cancel()
+    source.set_result(1)
+    assert follower.cancelled()
+    assert source.wait() == 1
+
+
+def test_cancelling_a_follower_can_cancel_its_source(w0: Agent, gate: Gate) -> None:
+    source = w0.submit("w1", hold_at, gate)
+    follower: Future[Any] = Future()
+    follower.follow(source, cancels_source=True)
+    gate.wait_for()
+    assert follower.is_call
+    assert follower.cancel()
+    assert source.cancelled()
+    gate.open()
+
+    torchs: torch.futures.Future[int] = torch.futures.Future()
+    other: Future[int] = Future()
+    other.follow(torchs, cancels_source=True)
+    assert other.cancel()
+    assert not torchs.done()
+
+
+def test_the_code_of_a_transform_stands_for_its_follower() -> None:
+    """Slow callbacks are recognized by their code: those of `follow` must not all look the same."""
+    source: Future[int] = Future()
+    for transform in (fail, None, None):
+        Future[Any]().follow(source, transform)  # type: ignore[arg-type]
+    first, second, third = source._callbacks
+    assert first is fail.__code__
+    assert second is third is not first
 
 
 def test_callbacks_run_once_each_in_order(w0: Agent, gate: Gate) -> None:
