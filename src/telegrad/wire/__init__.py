@@ -1,1 +1,7 @@
-"""Bytes to messages and back: no I/O, no threads, no clock."""
+"""Messages as bytes: frames, the pickle codec, tensors, exceptions, function ids, the handshake.
+
+Nothing here does I/O, starts threads or reads a clock. Nothing here imports from the packages
+above (`transport`, `messages`, `client`, `server`, `autograd`, `cuda`, ...). Where autograd or CUDA
+must take part in packing a tensor, they implement a protocol of this package and register the
+implementation: see `wire/tensor_gradients.py` and `wire/tensors.py`.
+"""

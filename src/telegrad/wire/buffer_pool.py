@@ -1,11 +1,13 @@
-"""Warm memory for large buffers that arrive through a socket.
+"""A pool of memory for large buffers that are received through a socket.
 
-Fresh memory costs a page fault every 4 KB, which is slower than the copy itself. The pool keeps memory that was used
-before and hands it out again when nobody uses it any more. Each time it hands out a new array over the memory; the
-tensor on the memory keeps that array alive, and the pool refers to it weakly.
+Writing to newly allocated memory costs a page fault every 4 KB, which is slower than the copy
+itself. The pool keeps memory that has been used and lends it again when nobody uses it any more.
+Each time, it makes a new array over the memory. The received tensor keeps this array alive, and the
+pool refers to it weakly.
 
-State: `_kept`, by size, under `_lock`. Memory is free exactly when its last array is dead. Reference counts are not
-asked: in a free-threaded Python, a count may be too low while a reference passes from one thread to another.
+State: `_buffers` by size, and `nbytes`, both under `_lock`. Memory is free exactly when the last
+array made over it is dead. The pool does not look at reference counts: in a free-threaded Python, a
+count may be too low while a reference passes from one thread to another.
 """
 
 from __future__ import annotations
@@ -20,32 +22,33 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class _PooledBuffer:
-    """Memory that the pool keeps, and the array that was last handed out over it."""
+    """Memory of the pool, and the array that was last made over it."""
 
-    __slots__ = ("_bytes", "_user", "nbytes")
+    __slots__ = ("_bytes", "_lent", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self._bytes: Bytes = np.empty(nbytes, np.uint8)
-        self._user: weakref.ref[Bytes] | None = None
+        self._lent: weakref.ref[Bytes] | None = None
         self.nbytes = nbytes
 
     def is_free(self) -> bool:
-        return self._user is None or self._user() is None
+        return self._lent is None or self._lent() is None
 
-    def hand_out(self) -> memoryview:
-        # Over a memoryview: an array over an array passes the original on to its slices, and is not kept by them.
+    def lend(self) -> memoryview:
+        # Made over a memoryview: the slices of an array over an array refer to the inner array,
+        # and would not keep the outer one alive.
         array: Bytes = np.frombuffer(memoryview(self._bytes), np.uint8)
-        self._user = weakref.ref(array)
+        self._lent = weakref.ref(array)
         return memoryview(array)
 
 
 class BufferPool:
-    """Reusable byte arrays of at least `floor` bytes, `limit` bytes in all."""
+    """Reusable buffers of at least `floor` bytes, with at most `limit` bytes in total."""
 
     def __init__(self, floor: int = 1 << 18, limit: int = 1 << 29) -> None:
         self._floor = floor
         self._limit = limit
-        self._kept: dict[int, list[_PooledBuffer]] = {}
+        self._buffers: dict[int, list[_PooledBuffer]] = {}
         self._lock = threading.Lock()
         self.nbytes = 0
 
@@ -53,28 +56,29 @@ class BufferPool:
         return f"<BufferPool {self.nbytes} of {self._limit} bytes kept>"
 
     def reserve(self, nbytes: int) -> memoryview:
-        """Writable memory that belongs to the caller until the last reference to it is gone."""
+        """Return writable memory. It belongs to the caller until the last reference is gone."""
         if nbytes < self._floor:
             return memoryview(np.empty(nbytes, np.uint8))
         with self._lock:
-            for memory in self._kept.get(nbytes, ()):
-                if memory.is_free():
-                    return memory.hand_out()
-            memory = _PooledBuffer(nbytes)
-            self._keep(memory)
-            return memory.hand_out()
+            for buffer in self._buffers.get(nbytes, ()):
+                if buffer.is_free():
+                    return buffer.lend()
+            buffer = _PooledBuffer(nbytes)
+            self._add(buffer)
+            return buffer.lend()
 
-    def _keep(self, memory: _PooledBuffer) -> None:
-        if memory.nbytes > self._limit:
+    def _add(self, buffer: _PooledBuffer) -> None:
+        if buffer.nbytes > self._limit:
             return
-        while self.nbytes + memory.nbytes > self._limit:
-            self._forget_one()
-        self._kept.setdefault(memory.nbytes, []).append(memory)
-        self.nbytes += memory.nbytes
+        while self.nbytes + buffer.nbytes > self._limit:
+            self._remove_one()
+        self._buffers.setdefault(buffer.nbytes, []).append(buffer)
+        self.nbytes += buffer.nbytes
 
-    def _forget_one(self) -> None:
-        size = next(iter(self._kept))
-        kept = self._kept[size]
-        self.nbytes -= kept.pop().nbytes
-        if not kept:
-            del self._kept[size]
+    def _remove_one(self) -> None:
+        """Remove a buffer of the size that was added first. If it is lent, its user keeps it."""
+        size = next(iter(self._buffers))
+        buffers = self._buffers[size]
+        self.nbytes -= buffers.pop().nbytes
+        if not buffers:
+            del self._buffers[size]

@@ -1,9 +1,12 @@
-"""Which functions a connection may call by number.
+"""Function ids: a function that is called often is sent once per connection and named by its id.
 
-A function that pickles by reference is sent once per connection with a number of the sender's choosing, and by that
-number from then on. What pickles by value (lambdas, closures, bound methods) may change between two calls, so it is
-never numbered. The sender's numbers are one table per agent; which of them a connection has heard is that
-connection's own set. Both tables only grow, up to `MAX_FUNCTIONS`.
+A function that is pickled by reference is sent with an id that the sender chooses. Later calls on
+this connection send only the id. What is pickled by value (lambdas, closures, bound methods) may
+change between two calls, so it never gets an id.
+
+State: one `FunctionTable` for each sending agent. It only grows, up to `MAX_FUNCTIONS`. Additions
+are made under `_lock`; lookups need none. Which ids a connection has already sent is state of that
+connection.
 """
 
 from __future__ import annotations
@@ -15,27 +18,27 @@ from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, Modul
 from typing import Any
 
 MAX_FUNCTIONS = 1 << 14
-# a class with this attribute makes hashable callables that never change
+# A class with this attribute has instances that are callable, hashable and never change.
 BY_REFERENCE = "pickles_by_reference"
 Function = Callable[..., Any]
 
 
 class FunctionTable:
-    """The sender's table: function -> (number, definition)."""
+    """The functions of a sender: function -> (function id, pickled function)."""
 
     def __init__(self) -> None:
-        self._known: dict[Function, tuple[int, bytes]] = {}
+        self._entries: dict[Function, tuple[int, bytes]] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<FunctionTable {len(self._known)} functions>"
+        return f"<FunctionTable {len(self._entries)} functions>"
 
     def find(self, function: Function) -> tuple[int, bytes] | None:
-        """Number and definition of a function that may be numbered, else None."""
+        """Return the id and the pickle of a function; None if it cannot have an id."""
         try:
-            return self._known[function]
+            return self._entries[function]
         except KeyError:
-            return self._add(function) if _by_reference(function) else None
+            return self._add(function) if _is_pickled_by_reference(function) else None
         except TypeError:
             return None  # not hashable
 
@@ -43,14 +46,14 @@ class FunctionTable:
         try:
             definition = pickle.dumps(function, 5)
         except Exception:
-            return None  # not importable under its name: the codec sends it by value
+            return None  # it cannot be imported by its name: the codec sends it by value
         with self._lock:
-            if len(self._known) >= MAX_FUNCTIONS:
+            if len(self._entries) >= MAX_FUNCTIONS:
                 return None
-            return self._known.setdefault(function, (len(self._known) + 1, definition))
+            return self._entries.setdefault(function, (len(self._entries) + 1, definition))
 
 
-def _by_reference(function: Function) -> bool:
+def _is_pickled_by_reference(function: Function) -> bool:
     if isinstance(function, BuiltinFunctionType):
         return isinstance(function.__self__, ModuleType | type | None)
     return isinstance(function, FunctionType | MethodDescriptorType | type) or hasattr(
@@ -59,10 +62,11 @@ def _by_reference(function: Function) -> bool:
 
 
 def defined_in_main(function: Function) -> bool:
+    """Return whether a function is defined in `__main__`, which other processes cannot import."""
     return getattr(function, "__module__", None) == "__main__"
 
 
 def describe(function: Function) -> str:
-    """The name of a function for people."""
+    """Return the name of a function for messages and logs."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     return str(name) if name else repr(function)

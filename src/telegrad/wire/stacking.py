@@ -1,14 +1,18 @@
-"""Containers of many small tensors or numpy arrays: one block of bytes for all of one dtype and shape.
+"""Containers of many small tensors or numpy arrays: one block of bytes for each dtype and shape.
 
-A reducer call, a buffer and a constructor call for each tensor cost far more than its few bytes. A
-pickler with `StackingPicklerMixin` takes small plain tensors and arrays out of the pickle: it puts a number in
-their place (pickle's persistent ids) and copies their values into one stack for each dtype and shape.
-The receiver splits the stacks before it unpickles the rest.
+For a small tensor, a reducer call, a buffer and a constructor call cost far more than copying its
+bytes. A pickler with `StackingPicklerMixin` therefore keeps small plain tensors and arrays out of
+the pickle. It writes an index in their place (a persistent id of pickle) and appends them to the
+stack of their dtype and shape. The receiver splits the stacks before it unpickles the rest.
 
-Rules: an object that occurs several times has one number, so it arrives as one object. Every tensor
-and array arrives with memory of its own. The tickets of tensors that require gradients travel with
-their stack. Whatever is not plain (attributes, gaps, other devices, read-only arrays) stays in the
-pickle and travels as `wire/tensors.py` says.
+Rules:
+- An object that occurs several times has one index, so it arrives as one object.
+- Each tensor and array arrives with memory of its own.
+- The ids of tensors that require gradients (`wire/tensor_gradients.py`) are sent with their stack.
+- What is not plain (attributes, gaps, other devices, read-only arrays) stays in the pickle and is
+  reduced as `wire/tensors.py` describes.
+
+State: none in this module. A `TensorStacks` belongs to one message.
 """
 
 from __future__ import annotations
@@ -26,68 +30,70 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.wire.dtypes import dtype_of, stackable_code
-from telegrad.wire.tensor_gradients import arrive_tracked, leave_tracked
+from telegrad.wire.tensor_gradients import restore_gradients, tensor_ids_for
 
-MANY = 16  # below, stacks cost more than they save
-_LARGEST = 4096  # bytes of one tensor or array
-_NUMBERS = 1 << 24  # in each stack; a number must fit pickle's 4-byte integers
-_STACKS = 127
-_DEPTH = 3  # of nested containers in which `holds_many` looks
+MANY = 16  # with fewer items, stacks cost more than they save
+_MAX_ITEM_BYTES = 4096  # of one tensor or array
+_MAX_ITEMS = 1 << 24  # in each stack
+_MAX_STACKS = 127  # with `_MAX_ITEMS`: an index fits the 4-byte integers of pickle
+_MAX_DEPTH = 3  # of nested containers that `holds_many` looks into
 
 _SCALARS = frozenset((int, float, str, bool, bytes, complex, type(None)))
-_SMALL_THINGS = frozenset((Tensor, nn.Parameter, np.ndarray))
+_STACKABLE_TYPES = frozenset((Tensor, nn.Parameter, np.ndarray))
 CONTAINERS = frozenset((tuple, list, dict, OrderedDict, defaultdict))
 _tensor_key = attrgetter("dtype", "shape", "layout", "is_cpu", "requires_grad")
 _array_key = attrgetter("dtype", "shape")
 
 
-# A stack as it travels: dtype (a code of `wire/tensors.py`, or the name of an array's dtype), shape,
-# bytes; for tensors that require gradients also their tickets, and whether they are parameters.
+# A stack in a message: the dtype (a code of `wire/dtypes.py`, or the name of an array's dtype), the
+# shape and the bytes. For tensors that require gradients also their ids, and whether they are
+# parameters.
 StackedBlock = tuple[int | str, tuple[int, ...], Any, list[int] | None, bool]
 
 
 class _Stack:
-    """The things of one dtype and shape. Their numbers begin at `base`."""
+    """The tensors or arrays of one dtype and shape. Their indices begin at `base`."""
 
-    __slots__ = ("base", "dtype", "is_parameter", "kind", "requires_grad", "shape", "things")
+    __slots__ = ("base", "dtype", "dtype_key", "is_parameter", "items", "requires_grad", "shape")
 
     def __init__(
         self,
         base: int,
-        kind: int | str,
+        dtype_key: int | str,
         dtype: Any,
         shape: tuple[int, ...],
         requires_grad: bool = False,
         is_parameter: bool = False,
     ) -> None:
         self.base = base
-        self.kind = kind
+        self.dtype_key = dtype_key
         self.dtype = dtype
         self.shape = shape
         self.requires_grad = requires_grad
         self.is_parameter = is_parameter
-        self.things: list[Any] = []
+        self.items: list[Any] = []
 
     def block(self) -> StackedBlock:
         data: Any
-        if isinstance(self.kind, str):
-            data = b"".join(self.things)
+        if isinstance(self.dtype_key, str):
+            data = b"".join(self.items)
         else:
             with torch.no_grad():
-                stacked = torch.stack(self.things).resolve_conj().resolve_neg()
+                stacked = torch.stack(self.items).resolve_conj().resolve_neg()
             data = stacked.view(-1).view(torch.uint8).numpy()
-        tickets = leave_tracked(self.things) if self.requires_grad else None
-        return self.kind, self.shape, pickle.PickleBuffer(data), tickets, self.is_parameter
+        tensor_ids = tensor_ids_for(self.items) if self.requires_grad else None
+        buffer = pickle.PickleBuffer(data)
+        return self.dtype_key, self.shape, buffer, tensor_ids, self.is_parameter
 
 
 class TensorStacks(dict[tuple[Any, ...], "_Stack | None"]):
-    """The stacks of a message by dtype and shape; None: things like that are not stacked."""
+    """The stacks of a message by dtype and shape; None for what cannot be stacked."""
 
-    def __init__(self, arrays: bool = True) -> None:
-        """Make stacks of tensors and, unless somebody registered how they travel, `arrays`."""
+    def __init__(self, stacks_arrays: bool = True) -> None:
+        """Make stacks of tensors, and with `stacks_arrays` also of numpy arrays."""
         super().__init__()
-        self.numbers: dict[int, int] = {}  # by id; the stacks keep the things alive
-        self.array_type = np.ndarray if arrays else None
+        self.indices: dict[int, int] = {}  # by `id()`; the stacks keep the objects alive
+        self.array_type = np.ndarray if stacks_arrays else None
 
     def __missing__(self, key: tuple[Any, ...]) -> _Stack | None:
         stack = self[key] = self._make(*key)
@@ -103,97 +109,102 @@ class TensorStacks(dict[tuple[Any, ...], "_Stack | None"]):
         is_parameter: bool = False,
     ) -> _Stack | None:
         size = dtype.itemsize * math.prod(shape)
-        plain = layout is torch.strided and is_cpu and requires_grad >= is_parameter
-        if not plain or not 0 < size <= _LARGEST or len(self) >= _STACKS:
+        # A parameter that requires no gradient stays in the pickle.
+        is_plain = layout is torch.strided and is_cpu and requires_grad >= is_parameter
+        if not is_plain or not 0 < size <= _MAX_ITEM_BYTES or len(self) >= _MAX_STACKS:
             return None
-        kind: int | str | None
+        dtype_key: int | str | None
         if isinstance(dtype, np.dtype):
-            kind = dtype.str if dtype.kind in "biufc" and dtype.isnative else None
+            dtype_key = dtype.str if dtype.kind in "biufc" and dtype.isnative else None
         else:
-            kind = stackable_code(dtype)
-        if kind is None:
+            dtype_key = stackable_code(dtype)
+        if dtype_key is None:
             return None
-        return _Stack(len(self) * _NUMBERS, kind, dtype, tuple(shape), requires_grad, is_parameter)
+        base = len(self) * _MAX_ITEMS
+        return _Stack(base, dtype_key, dtype, tuple(shape), requires_grad, is_parameter)
 
     def blocks(self) -> dict[int, StackedBlock]:
-        """Return what `unstack` needs: the stacks, each by its first number."""
-        stacks = [stack for stack in self.values() if stack is not None and stack.things]
+        """Return the stacks for `unstack`, each by its first index."""
+        stacks = [stack for stack in self.values() if stack is not None and stack.items]
         return {stack.base: stack.block() for stack in stacks}
 
 
 class StackingPicklerMixin:
-    """Mixin for picklers that put small tensors and arrays on `stacks` and their numbers into the pickle."""
+    """Pickler mixin that moves small tensors and arrays to `stacks` and pickles their indices."""
 
     def __init__(self, stacks: TensorStacks, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stacks = stacks
 
-    def persistent_id(self, thing: Any) -> int | None:
-        kind = type(thing)
+    def persistent_id(self, item: Any) -> int | None:
+        """Return the index of a tensor or array that is stacked; None to pickle the object."""
+        cls = type(item)
         stacks = self._stacks
-        if kind is Tensor:
-            stack = stacks[_tensor_key(thing)]
-            if stack is None or thing.__dict__ or not thing.is_contiguous():
+        if cls is Tensor:
+            stack = stacks[_tensor_key(item)]
+            if stack is None or item.__dict__ or not item.is_contiguous():
                 return None
-        elif kind is nn.Parameter:
-            stack = stacks[(*_tensor_key(thing), True)]
-            if stack is None or thing.__dict__ or not thing.is_contiguous():
+        elif cls is nn.Parameter:
+            stack = stacks[(*_tensor_key(item), True)]
+            if stack is None or item.__dict__ or not item.is_contiguous():
                 return None
-        elif kind is stacks.array_type:
-            key = _array_key(thing)
+        elif cls is stacks.array_type:
+            key = _array_key(item)
             stack = stacks[key]
-            # `is`: dtypes may be equal and differ in their metadata.
-            if stack is None or stack.dtype is not key[0] or not thing.flags.carray:
+            # Compared by identity: equal dtypes may have different metadata.
+            if stack is None or stack.dtype is not key[0] or not item.flags.carray:
                 return None
         else:
             return None
-        number = stacks.numbers.get(id(thing))
-        if number is None:
-            things = stack.things
-            if len(things) == _NUMBERS:
+        index = stacks.indices.get(id(item))
+        if index is None:
+            items = stack.items
+            if len(items) == _MAX_ITEMS:
                 return None
-            number = stacks.numbers[id(thing)] = stack.base + len(things)
-            things.append(thing)
-        return number
+            index = stacks.indices[id(item)] = stack.base + len(items)
+            items.append(item)
+        return index
 
 
 def unstack(blocks: dict[int, StackedBlock]) -> Callable[[int], Any]:
-    """Return what finds a tensor or array by its number."""
-    things: dict[int, Any] = {}
-    for base, (dtype, shape, data, tickets, is_parameter) in blocks.items():
-        rows = _split(dtype, shape, data)
-        if tickets is not None:
-            rows = arrive_tracked(rows, tickets, is_parameter)
-        things.update(zip(range(base, base + len(rows)), rows, strict=True))
-    return things.__getitem__
+    """Return a function that returns the tensor or array with a given index."""
+    items: dict[int, Any] = {}
+    for base, (dtype_key, shape, data, tensor_ids, is_parameter) in blocks.items():
+        rows = _split(dtype_key, shape, data)
+        if tensor_ids is not None:
+            rows = restore_gradients(rows, tensor_ids, is_parameter)
+        items.update(zip(range(base, base + len(rows)), rows, strict=True))
+    return items.__getitem__
 
 
-def _split(dtype: int | str, shape: tuple[int, ...], data: Any) -> list[Any]:
-    if isinstance(dtype, str):
-        return _rows(np.frombuffer(data, dtype), shape)
-    torch_dtype = dtype_of(dtype)
-    if torch_dtype is torch.bfloat16:  # numpy does not know it
-        halves = _rows(np.frombuffer(data, np.int16), shape)
-        return [torch.from_numpy(half).view(torch.bfloat16) for half in halves]
-    flat = torch.frombuffer(data, dtype=torch_dtype).numpy()
-    return list(map(torch.from_numpy, _rows(flat, shape)))
+def _split(dtype_key: int | str, shape: tuple[int, ...], data: Any) -> list[Any]:
+    """Return the tensors or arrays of a stack."""
+    if isinstance(dtype_key, str):
+        return _copy_rows(np.frombuffer(data, dtype_key), shape)
+    dtype = dtype_of(dtype_key)
+    if dtype is torch.bfloat16:  # numpy does not have it
+        integers = _copy_rows(np.frombuffer(data, np.int16), shape)
+        return [torch.from_numpy(row).view(torch.bfloat16) for row in integers]
+    flat = torch.frombuffer(data, dtype=dtype).numpy()
+    return list(map(torch.from_numpy, _copy_rows(flat, shape)))
 
 
-def _rows(flat: np.ndarray[Any, Any], shape: tuple[int, ...]) -> list[np.ndarray[Any, Any]]:
+def _copy_rows(flat: np.ndarray[Any, Any], shape: tuple[int, ...]) -> list[np.ndarray[Any, Any]]:
     if not shape:
         return [np.array(scalar) for scalar in flat]
     return [row.copy() for row in flat.reshape(-1, *shape)]
 
 
-def holds_many(value: Any, depth: int = _DEPTH) -> bool:
+def holds_many(value: Any, depth: int = _MAX_DEPTH) -> bool:
     """Return whether a container seems to contain many small tensors or arrays.
 
-    This is a guess that costs little: of a large container, only the first part is looked at.
+    This is a cheap guess: it looks only at the first items of a large container.
     """
+    # Called for every message. `torch.utils._pytree` would visit all items and take far longer.
     parts = value.values() if isinstance(value, dict) else value
     if len(parts) >= MANY:
         return _holds_some(next(iter(parts)), depth)
-    for part in parts:  # noqa: SIM110  # every message comes here, and a generator takes twice as long
+    for part in parts:  # noqa: SIM110  # a generator takes twice as long
         if type(part) in CONTAINERS and depth and holds_many(part, depth - 1):
             return True
     return False
@@ -201,7 +212,7 @@ def holds_many(value: Any, depth: int = _DEPTH) -> bool:
 
 def _holds_some(value: Any, depth: int) -> bool:
     """Return whether `value` is a small tensor or array or contains one."""
-    if type(value) in _SMALL_THINGS:
+    if type(value) in _STACKABLE_TYPES:
         return True
     if type(value) in _SCALARS or not depth:
         return False

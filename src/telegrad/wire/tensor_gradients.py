@@ -1,4 +1,21 @@
-"""Gradients of tensors that travel."""
+"""Gradients of tensors in messages: the hook through which distributed autograd tracks them.
+
+A tensor that requires a gradient is sent with a *tensor id*, which the `GradientTracker` assigns
+while the message is packed. The receiver passes the id and the data to its own tracker, which
+returns the tensor that the user gets. The ids mean:
+
+    None         the tensor does not require a gradient
+    positive     the tracker records the tensor, and its gradient will be sent back
+    0            nobody tracks the tensor: it arrives as a leaf that requires a gradient
+    negative     like 0, but the tensor was computed from others, which would need gradients too
+
+Forward-mode tangents cannot be sent. `refuse_tangent` raises an error for them.
+
+State: `_Hook.tracker`, one for each process, set once when `telegrad.autograd` is imported. It is
+a module global because pickle calls reducers and constructors with the object alone: nothing else
+can be passed to them. The tracker finds the context of the current message by itself. If there is
+no tracker, tensors that require gradients arrive as leaves.
+"""
 
 from __future__ import annotations
 
@@ -15,90 +32,95 @@ _UNTRACKED = 0
 
 
 class GradientTracker(Protocol):
-    """Who wants to know of tensors that need gradients and travel."""
+    """Records the tensors that require gradients and are sent or received."""
 
     def wants_gradients(self) -> bool:
-        """Is the message that is being packed under way for a computation whose gradients somebody wants?"""
+        """Return whether the message that is being packed belongs to a distributed backward pass.
 
-    def leaving(self, tensor: Tensor) -> int:
-        """A ticket for a tensor that is being packed, which travels with it; at most 0: nobody tracks it.
-
-        It is negative if the tensor was computed from others, so that its gradient would go on to them.
+        If so, a tensor whose gradient cannot be tracked must not be sent.
         """
 
+    def leaving(self, tensor: Tensor) -> int:
+        """Return the id of a tensor that is being packed; 0 or less if it is not tracked."""
+
     def leaving_together(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the tickets of many tensors, as `leaving` does of one."""
+        """Return the ids of many tensors, as `leaving` does for one."""
 
-    def arriving(self, data: Tensor, ticket: int) -> Tensor:
-        """What a tensor that needed a gradient where it left is at the other end."""
+    def arriving(self, data: Tensor, tensor_id: int) -> Tensor:
+        """Return the tensor for the user: `data` as part of the receiver's graph."""
 
-    def arriving_together(self, data: Sequence[Tensor], tickets: Sequence[int]) -> list[Tensor]:
-        """Return what many tensors are at the other end, as `arriving` does of one."""
+    def arriving_together(self, data: Sequence[Tensor], tensor_ids: Sequence[int]) -> list[Tensor]:
+        """Return the tensors for the user, as `arriving` does for one."""
 
 
-class _Hooks:
+class _Hook:
     tracker: GradientTracker | None = None
 
 
 def set_gradient_tracker(tracker: GradientTracker) -> None:
-    _Hooks.tracker = tracker
-
-
-def ticket_for(tensor: Tensor) -> int | None:
-    """What travels with a tensor for autograd. None: it needs no gradient."""
-    if not tensor.requires_grad:
-        return None
-    return _UNTRACKED if _Hooks.tracker is None else _Hooks.tracker.leaving(tensor)
-
-
-def restore_gradient(data: Tensor, ticket: int | None) -> Tensor:
-    if ticket is None:
-        return data
-    if _Hooks.tracker is None:
-        return data.requires_grad_()
-    return _Hooks.tracker.arriving(data, ticket)
-
-
-def build_parameter(data: Tensor, ticket: int | None, state: dict[str, Any] | None) -> Tensor:
-    if ticket and ticket > 0:
-        tensor = restore_gradient(data, ticket)
-        if type(tensor) is Tensor:
-            tensor.__class__ = nn.Parameter  # `as_subclass` would add a node to the graph
-    else:
-        tensor = nn.Parameter(data, ticket is not None)
-    if state:
-        tensor.__dict__.update(state)
-    return tensor
+    """Let `tracker` track the gradients of all messages of this process."""
+    _Hook.tracker = tracker
 
 
 def wants_gradients() -> bool:
-    return _Hooks.tracker is not None and _Hooks.tracker.wants_gradients()
+    """Return whether the message that is being packed belongs to a distributed backward pass."""
+    return _Hook.tracker is not None and _Hook.tracker.wants_gradients()
 
 
-def leave_tracked(tensors: Sequence[Tensor]) -> list[int]:
-    """Return what travels with tensors for autograd, all of which require gradients."""
-    if _Hooks.tracker is None:
+def tensor_id_for(tensor: Tensor) -> int | None:
+    """Return the id that is sent with a tensor; None if it does not require a gradient."""
+    if not tensor.requires_grad:
+        return None
+    return _UNTRACKED if _Hook.tracker is None else _Hook.tracker.leaving(tensor)
+
+
+def tensor_ids_for(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the ids that are sent with tensors, all of which require gradients."""
+    if _Hook.tracker is None:
         return [_UNTRACKED] * len(tensors)
-    return _Hooks.tracker.leaving_together(tensors)
+    return _Hook.tracker.leaving_together(tensors)
 
 
-def arrive_tracked(
-    data: Sequence[Tensor], tickets: Sequence[int], are_parameters: bool
+def restore_gradient(data: Tensor, tensor_id: int | None) -> Tensor:
+    """Return a received tensor for the user: `data` as part of this worker's graph."""
+    if tensor_id is None:
+        return data
+    if _Hook.tracker is None:
+        return data.requires_grad_()
+    return _Hook.tracker.arriving(data, tensor_id)
+
+
+def restore_gradients(
+    data: Sequence[Tensor], tensor_ids: Sequence[int], are_parameters: bool
 ) -> list[Tensor]:
-    """Return the tensors that left with these tickets."""
-    if _Hooks.tracker is None or (are_parameters and min(tickets) <= 0):
-        arrive = partial(build_parameter, state=None) if are_parameters else restore_gradient
-        return list(map(arrive, data, tickets))
-    tensors = _Hooks.tracker.arriving_together(data, tickets)
+    """Return received tensors for the user, as `restore_gradient` does for one."""
+    if _Hook.tracker is None or (are_parameters and min(tensor_ids) <= 0):
+        build = partial(build_parameter, state=None) if are_parameters else restore_gradient
+        return list(map(build, data, tensor_ids))
+    tensors = _Hook.tracker.arriving_together(data, tensor_ids)
     if are_parameters:
         for tensor in tensors:
             tensor.__class__ = nn.Parameter  # `as_subclass` would add a node to the graph
     return tensors
 
 
+def build_parameter(data: Tensor, tensor_id: int | None, state: dict[str, Any] | None) -> Tensor:
+    """Build an `nn.Parameter` with these attributes."""
+    if tensor_id and tensor_id > 0:
+        tensor = restore_gradient(data, tensor_id)
+        if type(tensor) is Tensor:
+            tensor.__class__ = nn.Parameter  # `as_subclass` would add a node to the graph
+    else:
+        tensor = nn.Parameter(data, tensor_id is not None)
+    if state:
+        tensor.__dict__.update(state)
+    return tensor
+
+
 def refuse_tangent(tensor: Tensor) -> None:
+    """Raise `UsageError` if the tensor has a forward-mode tangent."""
     if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
         raise UsageError(
-            "it has a forward-mode tangent (torch.autograd.forward_ad), and tangents do not travel. Send the "
-            "primal and the tangent as two tensors: unpack_dual(tensor)"
+            "it has a forward-mode tangent (torch.autograd.forward_ad), which cannot be sent. "
+            "Send the primal and the tangent as two tensors: unpack_dual(tensor)"
         )

@@ -1,4 +1,7 @@
-"""Tensors of sparse layouts and quantized dtypes."""
+"""Reducers and constructors for sparse and quantized tensors.
+
+Each is sent as the dense tensors that it consists of.
+"""
 
 from __future__ import annotations
 
@@ -14,62 +17,54 @@ SPARSE_LAYOUTS = (
     torch.sparse_bsr,
     torch.sparse_bsc,
 )
+_PER_TENSOR_SCHEMES = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 
 
 def reduce_sparse(tensor: Tensor) -> Reduced:
+    """Reduce a tensor of one of the `SPARSE_LAYOUTS`."""
+    shape = tuple(tensor.shape)
     if tensor.layout is torch.sparse_coo:
-        return _coo, (
-            tensor._indices(),
-            tensor._values(),
-            tuple(tensor.shape),
-            tensor.is_coalesced(),
-        )
+        return _build_coo, (tensor._indices(), tensor._values(), shape, tensor.is_coalesced())
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         compressed, plain = tensor.crow_indices(), tensor.col_indices()
     else:
         compressed, plain = tensor.ccol_indices(), tensor.row_indices()
-    return _compressed, (
-        compressed,
-        plain,
-        tensor.values(),
-        tuple(tensor.shape),
-        str(tensor.layout),
-    )
+    return _build_compressed, (compressed, plain, tensor.values(), shape, str(tensor.layout))
 
 
 def reduce_quantized(tensor: Tensor) -> Reduced:
+    """Reduce a tensor of a dtype that has no code."""
     if tensor.is_quantized and tensor.dtype in (torch.quint8, torch.qint8, torch.qint32):
-        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            return _quantized, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
-        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-        return _quantized_by_channel, (
-            tensor.int_repr(),
-            scales,
-            zeros,
-            tensor.q_per_channel_axis(),
-        )
+        integers = tensor.int_repr()
+        if tensor.qscheme() in _PER_TENSOR_SCHEMES:
+            return _build_quantized, (integers, tensor.q_scale(), tensor.q_zero_point())
+        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        axis = tensor.q_per_channel_axis()
+        return _build_quantized_by_channel, (integers, scales, zero_points, axis)
     reduced = tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
     return reduced[0], reduced[1]
 
 
-def _coo(indices: Tensor, values: Tensor, shape: tuple[int, ...], coalesced: bool) -> Tensor:
+def _build_coo(indices: Tensor, values: Tensor, shape: tuple[int, ...], coalesced: bool) -> Tensor:
     return torch.sparse_coo_tensor(
         indices, values, shape, is_coalesced=coalesced, check_invariants=False
     )
 
 
-def _compressed(
-    compressed: Tensor, plain: Tensor, values: Tensor, shape: tuple[int, ...], layout: str
+def _build_compressed(
+    compressed: Tensor, plain: Tensor, values: Tensor, shape: tuple[int, ...], layout_name: str
 ) -> Tensor:
-    kind = getattr(torch, layout.removeprefix("torch."))
+    layout = getattr(torch, layout_name.removeprefix("torch."))
     return torch.sparse_compressed_tensor(
-        compressed, plain, values, shape, layout=kind, check_invariants=False
+        compressed, plain, values, shape, layout=layout, check_invariants=False
     )
 
 
-def _quantized(data: Tensor, scale: float, zero: int) -> Tensor:
-    return torch._make_per_tensor_quantized_tensor(data, scale, zero)
+def _build_quantized(integers: Tensor, scale: float, zero_point: int) -> Tensor:
+    return torch._make_per_tensor_quantized_tensor(integers, scale, zero_point)
 
 
-def _quantized_by_channel(data: Tensor, scales: Tensor, zeros: Tensor, axis: int) -> Tensor:
-    return torch._make_per_channel_quantized_tensor(data, scales, zeros, axis)
+def _build_quantized_by_channel(
+    integers: Tensor, scales: Tensor, zero_points: Tensor, axis: int
+) -> Tensor:
+    return torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)

@@ -1,15 +1,24 @@
-"""How tensors become picklable parts: a small description plus their bytes as a `PickleBuffer`.
+"""Reducers for tensors: each becomes a small description and its bytes as a `PickleBuffer`.
 
-Only the bytes a tensor uses travel. A dense tensor keeps its strides: as it is if it fills its memory without gaps
-(transposed, channels-last), packed for the way if it has gaps; only a view of a small part of its memory arrives
-contiguous. An expanded tensor travels unexpanded. The receiver builds the tensor on the memory that the bytes arrived
-in, so nothing is copied again and the tensor is the receiver's own. It is not a view: autograd refuses some operations
-in place on views. Memory of another device leaves as its `DeviceCarrier` says. `REDUCERS` is what the codec gives its
-pickler; `reducer_for` knows subclasses of `Tensor`.
+How a tensor is sent:
+- Only the bytes that it uses are sent, not the whole storage of a view.
+- Strides are kept. A tensor that fills its memory without gaps (transposed, channels-last) is sent
+  as it is. One with gaps is packed for the transfer. A view of a small part of its memory arrives
+  contiguous.
+- An expanded tensor is sent unexpanded.
+- The receiver builds the tensor on the memory that the bytes arrived in, without a copy. It owns
+  this memory, and it is not a view. See `wire/tensor_builders.py`.
+- A tensor that requires a gradient is sent with an id. See `wire/tensor_gradients.py`.
+- Sparse and quantized tensors are in `wire/tensor_layouts.py`, subclasses of `Tensor` in
+  `wire/tensor_subclasses.py`.
+- Memory of another device than the CPU is sent as the `DeviceCarrier` decides.
 
-No gradient is lost on the way: a tensor that requires one gets a ticket from the `GradientTracker`, or, if its type
-pickles itself in a way that we do not know, it is refused while the tracker wants gradients. So are forward-mode
-tangents.
+The codec's pickler uses `REDUCERS` for `Tensor` and `nn.Parameter`.
+
+State: `_Hooks`, one for each process. `carrier` is set once, when `telegrad.cuda.transfers` is
+imported. `maps_cpu` is set when a device map sends CPU tensors to another device, and is never
+reset. They are module globals because pickle calls a reducer with the object alone. The carrier
+finds the route of the current message by itself.
 """
 
 from __future__ import annotations
@@ -42,7 +51,7 @@ from telegrad.wire.tensor_gradients import (
     build_parameter,
     refuse_tangent,
     set_gradient_tracker,
-    ticket_for,
+    tensor_id_for,
 )
 from telegrad.wire.tensor_layouts import SPARSE_LAYOUTS, reduce_quantized, reduce_sparse
 
@@ -51,7 +60,7 @@ __all__ = [
     "REDUCERS",
     "DeviceCarrier",
     "Reduced",
-    "all_plain",
+    "can_stack_tensors",
     "code_of",
     "empty",
     "move_host",
@@ -61,84 +70,99 @@ __all__ = [
     "shaped",
 ]
 
-# a view keeps its strides if its memory, gaps included, is at most so many times what it uses
-_GAPS_KEPT = 4
-_FEW_BYTES = 1024
+# A view keeps its strides if its memory with the gaps is at most this many times what it uses.
+_MAX_SPAN_RATIO = 4
+# Copying so few bytes into the pickle is cheaper than a buffer and its callback in the codec.
+_MAX_COPIED_BYTES = 1024
 _strided = torch.strided
 
 
 class DeviceCarrier(Protocol):
-    """Who knows how tensors get from device to device."""
+    """Sends tensors from device to device."""
 
     def leaving(self, tensor: Tensor, code: int) -> Reduced | None:
-        """A contiguous tensor of another device than the CPU that is being packed; None: through host memory."""
+        """Reduce a contiguous tensor of a device other than the CPU.
+
+        Return None to send it through host memory.
+        """
 
     def leaving_host(self, tensor: Tensor) -> str | None:
-        """Where else than on the CPU a CPU tensor that is being packed should arrive. Asked once `moves_host`."""
+        """Return the device on which a CPU tensor should arrive; None for the CPU.
+
+        Called only after `move_host`.
+        """
 
 
 class _Hooks:
     carrier: DeviceCarrier | None = None
-    moves_host = False
-
-
-def all_plain() -> bool:
-    """Return whether CPU tensors arrive on the CPU, and there are no forward-mode tangents."""
-    return not _Hooks.moves_host and forward_ad._current_level < 0
+    maps_cpu = False
 
 
 def set_device_carrier(carrier: DeviceCarrier) -> None:
+    """Let `carrier` send the tensors of other devices in all messages of this process."""
     _Hooks.carrier = carrier
 
 
 def move_host() -> None:
-    """Some peer wants CPU tensors elsewhere: from now on the carrier is asked about each of them."""
-    _Hooks.moves_host = True
+    """Ask the carrier about each CPU tensor from now on: some device map moves them."""
+    _Hooks.maps_cpu = True
+
+
+def can_stack_tensors() -> bool:
+    """Return whether small tensors may be stacked instead of being reduced one by one.
+
+    They may not if each must be checked for its target device or for a forward-mode tangent.
+    """
+    return not _Hooks.maps_cpu and forward_ad._current_level < 0
 
 
 def reduce_tensor(tensor: Tensor) -> Reduced:
-    """A plain `torch.Tensor` of any dtype, layout and device."""
+    """Reduce a plain `torch.Tensor` of any dtype, layout and device."""
     if forward_ad._current_level >= 0:
         refuse_tangent(tensor)
-    if _Hooks.moves_host and tensor.is_cpu:
-        return _reduce_host(tensor)
+    if _Hooks.maps_cpu and tensor.is_cpu:
+        return _reduce_mapped(tensor)
     return reduce_as_it_is(tensor)
 
 
-def _reduce_host(tensor: Tensor) -> Reduced:
-    """A CPU tensor that may have to arrive on another device."""
+def _reduce_mapped(tensor: Tensor) -> Reduced:
+    """Reduce a CPU tensor that may have to arrive on another device."""
     assert _Hooks.carrier is not None
-    device = (
-        None if tensor.requires_grad or tensor.__dict__ else _Hooks.carrier.leaving_host(tensor)
-    )
-    return reduce_as_it_is(tensor) if device is None else reduce_for(tensor, device)
+    device = None
+    # Others are reduced to their data, which comes here again, and what is added to it.
+    if not tensor.requires_grad and not tensor.__dict__:
+        device = _Hooks.carrier.leaving_host(tensor)
+    return reduce_as_it_is(tensor) if device is None else _reduce_for_device(tensor, device)
 
 
-def reduce_for(tensor: Tensor, device: str) -> Reduced:
-    """A CPU tensor that is to arrive on another device."""
+def _reduce_for_device(tensor: Tensor, device: str) -> Reduced:
+    """Reduce a CPU tensor that the receiver moves to another device."""
     return build_moved, (*reduce_as_it_is(tensor), device)
 
 
 def reduce_as_it_is(tensor: Tensor) -> Reduced:
-    """Like `reduce_tensor`, but a CPU tensor arrives on the CPU."""
+    """Reduce a tensor like `reduce_tensor`, but let a CPU tensor arrive on the CPU."""
     code = CODES.get(tensor.dtype)
-    plain = (
+    is_plain = (
         code in NUMPY_CODES and tensor.is_cpu and tensor.layout is _strided and not tensor.__dict__
     )
-    if plain and tensor.is_contiguous():
+    if is_plain and tensor.is_contiguous():
         if not tensor.requires_grad:
             data = _as_array(tensor)
             if data is not None:
                 size = data.nbytes
-                # A copy of few bytes costs less than a buffer that the codec has to ask about.
-                content = PickleBuffer(data) if size > _FEW_BYTES else bytearray(data.tobytes())
+                if size > _MAX_COPIED_BYTES:
+                    content: Any = PickleBuffer(data)
+                else:
+                    content = bytearray(data.tobytes())
                 if data.ndim == 1 and size:
                     return build_flat, (code, content)
                 return shaped, (code, data.shape, content)
-        elif not _Hooks.moves_host and not tensor.is_neg() and not tensor.is_conj():
+        elif not _Hooks.maps_cpu and not tensor.is_neg() and not tensor.is_conj():
             return _reduce_tracked(tensor, code, False)
     if tensor.requires_grad or tensor.__dict__:
-        return build_with_attributes, (tensor.detach(), ticket_for(tensor), tensor.__dict__ or None)
+        attributes = tensor.__dict__ or None
+        return build_with_attributes, (tensor.detach(), tensor_id_for(tensor), attributes)
     if code is None:
         return reduce_quantized(tensor)
     if tensor.is_meta:
@@ -146,7 +170,7 @@ def reduce_as_it_is(tensor: Tensor) -> Reduced:
     if tensor.layout is not _strided:
         if tensor.layout in SPARSE_LAYOUTS:
             return reduce_sparse(tensor)
-        # mkldnn and other private layouts travel as dense tensors
+        # mkldnn and other private layouts are sent as dense tensors.
         return _reduce_dense(tensor.to_dense(), code)
     if (
         not tensor.is_cpu
@@ -154,13 +178,16 @@ def reduce_as_it_is(tensor: Tensor) -> Reduced:
         and not tensor.is_neg()
         and not tensor.is_conj()
     ):
-        carried = None if _Hooks.carrier is None else _Hooks.carrier.leaving(tensor, code)
-        return carried or reduce_for(tensor.cpu(), str(tensor.device))
+        reduced = None if _Hooks.carrier is None else _Hooks.carrier.leaving(tensor, code)
+        return reduced or _reduce_for_device(tensor.cpu(), str(tensor.device))
     return _reduce_dense(tensor, code)
 
 
 def _as_array(tensor: Tensor) -> Any:
-    """Return a plain tensor's memory as an array; None if it waits for its sign or its conjugation."""
+    """Return the memory of a plain tensor as an array.
+
+    Return None if its negation or conjugation is lazy, so that the memory is not its value.
+    """
     try:
         return tensor.numpy()
     except RuntimeError:
@@ -170,49 +197,59 @@ def _as_array(tensor: Tensor) -> Any:
 
 
 def reduce_parameter(parameter: nn.Parameter) -> Reduced:
+    """Reduce an `nn.Parameter`."""
     if forward_ad._current_level >= 0:
         refuse_tangent(parameter)
     code = CODES.get(parameter.dtype)
-    plain = (
+    is_plain = (
         code in NUMPY_CODES
         and parameter.is_cpu
         and parameter.layout is _strided
         and not parameter.__dict__
     )
-    if plain and parameter.requires_grad and parameter.is_contiguous() and not _Hooks.moves_host:
+    if is_plain and parameter.requires_grad and parameter.is_contiguous() and not _Hooks.maps_cpu:
         return _reduce_tracked(parameter, code, True)
-    return build_parameter, (parameter.detach(), ticket_for(parameter), parameter.__dict__ or None)
+    attributes = parameter.__dict__ or None
+    return build_parameter, (parameter.detach(), tensor_id_for(parameter), attributes)
 
 
 def _reduce_tracked(tensor: Tensor, code: int | None, is_parameter: bool) -> Reduced:
-    """A contiguous CPU tensor that requires a gradient, in one piece: descriptions of two tensors would take longer."""
+    """Reduce a contiguous CPU tensor that requires a gradient.
+
+    Its data is part of the description: a nested description of the data would take longer.
+    """
     data = tensor.detach().numpy()
     buffer = PickleBuffer(data) if data.nbytes else b""
-    return build_tracked, (code, tuple(tensor.shape), buffer, ticket_for(tensor), is_parameter)
+    return build_tracked, (code, tuple(tensor.shape), buffer, tensor_id_for(tensor), is_parameter)
 
 
 def _reduce_dense(tensor: Tensor, code: int) -> Reduced:
+    """Reduce a strided tensor with any strides."""
     tensor = tensor.resolve_conj().resolve_neg()
     shape, stride, numel = tuple(tensor.shape), tensor.stride(), tensor.numel()
     if numel == 0:
         return shaped, (code, shape, b"" if tensor.is_cpu else tensor.contiguous().view(-1))
     if not tensor.is_contiguous():
-        if any(size > 1 and step == 0 for size, step in zip(shape, stride, strict=True)):
-            seed = [size if step else 1 for size, step in zip(shape, stride, strict=True)]
-            return build_expanded, (tensor.as_strided(seed, stride), shape)
-        span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        if span <= numel:  # no gaps, in whatever order of dimensions; or windows that overlap
-            return build_restrided, (code, shape, stride, _bytes(tensor.as_strided((span,), (1,))))
-        # torch cannot copy tensors of most of these dtypes
+        dimensions = list(zip(shape, stride, strict=True))
+        if any(size > 1 and step == 0 for size, step in dimensions):
+            unexpanded_shape = [size if step else 1 for size, step in dimensions]
+            return build_expanded, (tensor.as_strided(unexpanded_shape, stride), shape)
+        # Elements of memory from the first to the last one that the tensor uses.
+        span = 1 + sum((size - 1) * step for size, step in dimensions)
+        if span <= numel:  # no gaps, in any order of dimensions, or overlapping windows
+            memory = _raw_bytes(tensor.as_strided((span,), (1,)))
+            return build_restrided, (code, shape, stride, memory)
+        # Torch cannot make tensors of most of these dtypes contiguous.
         if tensor.itemsize == 1 and code not in NUMPY_CODES:
             return build_reinterpreted, (code, tensor.view(torch.uint8))
-        if span <= _GAPS_KEPT * numel:
+        if span <= _MAX_SPAN_RATIO * numel:
             return build_with_gaps, (tensor.contiguous(), stride)
         tensor = tensor.contiguous()
-    return shaped, (code, shape, _bytes(tensor.as_strided((numel,), (1,))))
+    return shaped, (code, shape, _raw_bytes(tensor.as_strided((numel,), (1,))))
 
 
-def _bytes(flat: Tensor) -> PickleBuffer | Tensor:
+def _raw_bytes(flat: Tensor) -> PickleBuffer | Tensor:
+    """Return the bytes of a flat tensor: as a buffer on the CPU, else as a tensor."""
     raw = flat.view(torch.uint8)
     return PickleBuffer(raw.numpy()) if raw.is_cpu else raw
 
