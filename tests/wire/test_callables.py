@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import math
 import operator
 import pickle
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,6 +182,21 @@ def test_what_may_change_between_two_calls_gets_none(function: Any) -> None:
     assert numbers.find(function) is None
     assert numbers.find(function) is None
     assert repr(numbers) == "<FunctionTable 0 functions>"
+
+
+def test_threads_that_add_a_function_at_once_get_one_entry() -> None:
+    table = FunctionTable()
+    functions = [abs, plain, math.sqrt, math.cos, math.sin, Model.run]
+    start = threading.Barrier(4)
+
+    def find_all() -> list[Any]:
+        start.wait()
+        return [table.find(function) for function in functions]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as executor:
+        results = [future.result() for future in [executor.submit(find_all) for _ in range(4)]]
+    assert all(entries == results[0] for entries in results)
+    assert len({function_id for function_id, _ in results[0]}) == len(functions)
 
 
 def test_a_full_table_still_knows_what_it_has_and_takes_nothing_new(

@@ -1,19 +1,22 @@
-"""The frame: how one message looks on a connection, and a decoder that never does I/O.
+"""Frames: the format of one message on a connection, and a decoder that does no I/O.
 
-    header (32 bytes)   body length u64, call id u64, function u32, milliseconds left u32, buffers u32, kind u8,
-                        flags u8, zero u16
-    buffer table        per buffer: length u64, offset u64, segment u32, slot u32 (segment 0: its bytes follow the body)
-    body                pickle, or whatever the kind says
-    buffers             the bytes of every buffer that is not in shared memory
+    header (32 bytes)   body length u64, call id u64, function id u32, milliseconds left u32,
+                        number of buffers u32, kind u8, flags u8, zero u16
+    buffer table        for each buffer: length u64, offset u64, segment u32, slot u32;
+                        if the segment is 0, the bytes of the buffer follow the body
+    body                a pickle, or what the kind defines
+    buffers             the bytes of each buffer that is not in shared memory
 
-Rules of the decoder (`FrameDecoder`), which holds the only state here and belongs to one reading thread:
-- The reader asks `space()` for memory, puts bytes there, says `fill(n)`, and takes frames with `next()`.
-- Small frames gather in one scratch buffer, so a single receive may bring many. Large bodies and buffers are received
-  straight into their own memory, which is only reserved, not touched, until bytes arrive: a peer that claims much and
-  sends little costs nothing.
-- Sizes are checked against the limits before anything is reserved; what breaks a rule raises `ProtocolError`.
-- If there is no memory for a frame, or a buffer in shared memory cannot be found, the frame is *damaged*: its bytes are
-  skipped, and `Frame.damage` says why. The stream stays in order, and only this message fails.
+State: only in a `FrameDecoder`, which belongs to one reading thread. Its rules:
+- The reader calls `space()` for memory, writes received bytes to it, calls `fill(n)`, and takes
+  complete frames with `next()`.
+- Small frames are received into one scratch buffer, so one receive may bring many of them. Large
+  bodies and buffers are received directly into their own memory. This memory is reserved but not
+  touched before bytes arrive, so a peer that announces much and sends little costs nothing.
+- Sizes are checked against the limits before memory is reserved. Violations raise `ProtocolError`.
+- If there is no memory for a frame, or a buffer in shared memory cannot be found, the frame is
+  *damaged*: its bytes are skipped, and `Frame.damage` holds the exception. The stream stays in
+  sync, and only this message fails.
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ from telegrad.errors import ProtocolError
 HEADER = struct.Struct("<QQIIIBBH")
 PLACE = struct.Struct("<QQII")
 SCRATCH = 1 << 16
-# header and table of a frame must fit the scratch buffer
+# The header and the buffer table of a frame must fit into the scratch buffer.
 MAX_BUFFERS = (SCRATCH - HEADER.size) // PLACE.size
-# bodies and buffers of at least this size are received straight into their own memory
+# Bodies and buffers of at least this size are received directly into their own memory.
 _DIRECT = 1 << 14
 
 _pack = HEADER.pack
@@ -40,28 +43,28 @@ _new = tuple.__new__
 
 
 class Kind(enum.IntEnum):
-    """What a frame is for."""
+    """The purpose of a frame."""
 
     CALL = 1
     REPLY = 2
     FAILURE = 3
     CANCEL = 4
     ALIVE = 5
-    BYE = 6  # the sender leaves, or gives the receiver up: the body says why
-    END = 7  # the sender ends this connection alone: the body says why
+    BYE = 6  # the sender leaves the group or drops the receiver; the body is the reason
+    END = 7  # the sender closes only this connection; the body is the reason
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
 
 # Flags of a CALL.
-DEFINES = 1  # the body starts with the definition of the function that the header numbers
-KEYWORDS = 2  # the pickle holds (args, kwargs), not args alone
-INLINE_FUNCTION = 4  # the pickle holds (function, args, kwargs): a function that is not interned
-SCOPED = 8  # the body ends with what the scope that the call runs under says of itself
+DEFINES = 1  # the body starts with the pickled function that gets the function id of the header
+KEYWORDS = 2  # the pickle is (args, kwargs) instead of args
+INLINE_FUNCTION = 4  # the pickle is (function, args, kwargs): the function has no id
+SCOPED = 8  # the body ends with the description of the scope that the call runs under
 
 
 class BufferPlace(NamedTuple):
-    """Where a buffer of a message lies: inside the stream when `segment` is 0, else in a shared-memory segment."""
+    """Where a buffer of a message is: in the stream if `segment` is 0, else in shared memory."""
 
     nbytes: int
     offset: int = 0
@@ -70,6 +73,8 @@ class BufferPlace(NamedTuple):
 
 
 class Frame(NamedTuple):
+    """One message."""
+
     kind: int
     flags: int
     call: int
@@ -77,7 +82,7 @@ class Frame(NamedTuple):
     left_ms: int
     body: Any  # bytes-like
     buffers: Sequence[Any]
-    # why the buffers, and the body if that is empty, could not be received
+    # Why the buffers could not be received. If the body is empty, it was not received either.
     damage: BaseException | None = None
 
 
@@ -91,15 +96,19 @@ def head(
     flags: int = 0,
     places: Sequence[BufferPlace] = (),
 ) -> bytes:
-    """Header and buffer table of a frame; the body and the in-stream buffers follow it on the wire."""
-    start = _pack(len(body), call, function, left_ms, len(places), kind, flags, 0)
-    return start if not places else start + b"".join([PLACE.pack(*place) for place in places])
+    """Return the header and the buffer table of a frame.
+
+    The body and the buffers that are in the stream follow them on the wire.
+    """
+    header = _pack(len(body), call, function, left_ms, len(places), kind, flags, 0)
+    return header if not places else header + b"".join([PLACE.pack(*place) for place in places])
 
 
 class FrameDecoder:
-    """Turns received bytes into frames.
+    """Makes frames of received bytes.
 
-    `reserve(n)` gives writable memory for a buffer of n bytes, `locate(place)` the memory of a buffer in shared memory.
+    `reserve(n)` must return writable memory for a buffer of n bytes, `locate(place)` the memory of
+    a buffer in shared memory.
     """
 
     def __init__(
@@ -112,70 +121,72 @@ class FrameDecoder:
         self._locate = locate
         self._max_frame = max_frame
         self._scratch = memoryview(bytearray(SCRATCH))
-        self._lo = self._hi = 0
+        # The bytes of the scratch buffer that were received but not decoded: from start to end.
+        self._start = self._end = 0
+        # The frame that is being received; `_header` is None between frames.
         self._header: tuple[int, ...] | None = None
-        # of the frame under way: its body, then its in-stream buffers
-        self._parts: list[memoryview] = []
-        self._found: list[Any] = []
         self._body = memoryview(b"")
-        self._part = 0
-        self._filled = 0
-        self._direct = False  # the last `space()` was memory of a part, not of the scratch buffer
+        self._buffers: list[Any] = []
+        self._parts: list[memoryview] = []  # the body and the buffers that are in the stream
+        self._part = 0  # the part that is being received
+        self._filled = 0  # how many of its bytes have been received
+        self._direct = False  # whether the last `space()` was memory of a part
         self._damage: BaseException | None = None
-        self._skip = 0  # bytes of a damaged frame that are still to come
+        self._skip = 0  # bytes of a damaged frame that have not been received
 
     def __repr__(self) -> str:
         state = "inside a frame" if self._header else "between frames"
-        return f"<FrameDecoder {self._hi - self._lo} bytes waiting, {state}>"
+        return f"<FrameDecoder {self._end - self._start} bytes waiting, {state}>"
 
     @property
     def between_frames(self) -> bool:
-        """True when no part of a frame has been received."""
-        return self._lo == self._hi and self._header is None
+        """Whether all bytes that were received belong to frames that have been taken."""
+        return self._start == self._end and self._header is None
 
     def space(self) -> memoryview:
-        """Memory to receive into. At least one byte of it must be filled before the next call of `next`."""
+        """Return memory to receive into. Write at least one byte to it before `next` is called."""
         self._direct = False
-        if self._lo == self._hi:
-            self._lo = self._hi = 0
+        if self._start == self._end:
+            self._start = self._end = 0
             if self._header is not None and self._part < len(self._parts):
                 rest = self._parts[self._part][self._filled :]
                 self._direct = len(rest) >= _DIRECT
                 if self._direct:
                     return rest
-        elif self._hi == SCRATCH:
-            kept = self._hi - self._lo
-            self._scratch[:kept] = bytes(self._scratch[self._lo : self._hi])
-            self._lo, self._hi = 0, kept
-        return self._scratch[self._hi :]
+        elif self._end == SCRATCH:
+            kept = self._end - self._start
+            self._scratch[:kept] = bytes(self._scratch[self._start : self._end])
+            self._start, self._end = 0, kept
+        return self._scratch[self._end :]
 
     def fill(self, count: int) -> None:
-        """`count` bytes were put at the start of `space()`."""
+        """Accept the `count` bytes that were written to the start of `space()`."""
         if self._direct:
             self._advance(count)
         else:
-            self._hi += count
+            self._end += count
 
     def next(self) -> Frame | None:
-        """The next whole frame, or None if more bytes are needed."""
+        """Return the next complete frame, or None if more bytes are needed."""
         if self._header is None:
-            lo = self._lo
-            if self._hi - lo < _SIZE:
+            start = self._start
+            if self._end - start < _SIZE:
                 return None
             length, call, function, left_ms, count, kind, flags, zero = _unpack_from(
-                self._scratch, lo
+                self._scratch, start
             )
+            # The fast path: a frame without buffers that is completely in the scratch buffer.
             if (
                 count == 0
-                and length <= self._hi - lo - _SIZE
+                and length <= self._end - start - _SIZE
                 and kind in _KINDS
                 and not zero
                 and length <= self._max_frame
             ):
-                start = lo + _SIZE
-                self._lo = end = start + length
-                body = bytes(self._scratch[start:end])
-                # half of the usual time
+                body_start = start + _SIZE
+                self._start = body_end = body_start + length
+                body = bytes(self._scratch[body_start:body_end])
+                # `tuple.__new__` takes half of the time of `Frame(...)`.
                 return _new(Frame, (kind, flags, call, function, left_ms, body, (), None))
             if not self._begin(length, count, kind, zero):
                 return None
@@ -183,64 +194,74 @@ class FrameDecoder:
 
     @property
     def expected(self) -> int:
-        """Bytes of the frame under way that have not been received."""
+        """The number of bytes of the current frame that have not been received."""
         if self._header is None:
             return 0
         return sum(len(part) for part in self._parts[self._part :]) - self._filled + self._skip
 
     def has_frame(self) -> bool:
-        """Is a whole frame without buffers already here?"""
-        waiting = self._hi - self._lo
+        """Return whether a complete frame without buffers has been received."""
+        waiting = self._end - self._start
         if self._header is not None or waiting < _SIZE:
             return False
-        start = _unpack_from(self._scratch, self._lo)
-        return bool(start[4] == 0 and start[0] <= waiting - _SIZE)
+        header = _unpack_from(self._scratch, self._start)
+        length, buffer_count = header[0], header[4]
+        return bool(buffer_count == 0 and length <= waiting - _SIZE)
 
     def _begin(self, length: int, count: int, kind: int, zero: int) -> bool:
-        """Check the header, read the buffer table and reserve memory. False if the table is not all here."""
+        """Check the header, read the buffer table and reserve memory.
+
+        Return False if the table has not been received completely.
+        """
         if kind not in _KINDS or zero:
-            raise ProtocolError(f"a frame of unknown kind {kind}")
+            raise ProtocolError(f"received a frame of unknown kind {kind}")
         if count > MAX_BUFFERS or length > self._max_frame:
             raise ProtocolError(
-                f"a frame of {length} bytes with {count} buffers exceeds the limit {self._max_frame}"
+                f"received a frame of {length} bytes with {count} buffers; the limits are "
+                f"{self._max_frame} bytes (Config.max_frame) and {MAX_BUFFERS} buffers"
             )
-        table = count * PLACE.size
-        if self._hi - self._lo < _SIZE + table:
+        table_start = self._start + _SIZE
+        table_end = table_start + count * PLACE.size
+        if self._end < table_end:
             return False
-        start = self._lo + _SIZE
-        places = [
-            BufferPlace(*entry) for entry in PLACE.iter_unpack(self._scratch[start : start + table])
-        ]
+        table = self._scratch[table_start:table_end]
+        places = [BufferPlace(*entry) for entry in PLACE.iter_unpack(table)]
         total = length + sum(place.nbytes for place in places)
         if total > self._max_frame:
-            raise ProtocolError(f"a frame of {total} bytes exceeds the limit of {self._max_frame}")
+            raise ProtocolError(
+                f"received a frame of {total} bytes; the limit is {self._max_frame} "
+                "(Config.max_frame)"
+            )
         try:
             body = memoryview(bytearray(length)) if length < _DIRECT else self._reserve(length)
         except BaseException as error:
             self._damage = error
             body = memoryview(b"")
-        found = self._find(places)
-        inside = [
-            each
-            for each, place in zip(found, places, strict=False)
-            if not place.segment and place.nbytes
-        ]
-        self._found = found
+        buffers = self._find_buffers(places)
+        in_stream: list[memoryview] = []
         self._skip = 0
-        if self._damage is not None:
-            self._found, inside = [], []
-            self._skip = (
-                sum(place.nbytes for place in places if not place.segment) + length - len(body)
-            )
-        self._parts = [body, *inside] if body else inside
+        if self._damage is None:
+            for buffer, place in zip(buffers, places, strict=True):
+                if not place.segment and place.nbytes:
+                    in_stream.append(buffer)
+        else:
+            buffers = []
+            in_stream_bytes = sum(place.nbytes for place in places if not place.segment)
+            self._skip = in_stream_bytes + length - len(body)
+        self._buffers = buffers
+        self._parts = [body, *in_stream] if body else in_stream
         self._body = body
         self._part = self._filled = 0
-        self._header = _unpack_from(self._scratch, self._lo)
-        self._lo = start + table
+        self._header = _unpack_from(self._scratch, self._start)
+        self._start = table_end
         return True
 
-    def _find(self, places: Sequence[BufferPlace]) -> list[memoryview]:
-        """Return the memory of each buffer. After a failure, which is noted, blocks of shared memory are let go."""
+    def _find_buffers(self, places: Sequence[BufferPlace]) -> list[memoryview]:
+        """Return the memory of each buffer. Store the first exception in `_damage`.
+
+        After an exception, blocks of shared memory are still located, so that they are freed when
+        the memory that was found is dropped.
+        """
         found: list[memoryview] = []
         for place in places:
             try:
@@ -255,19 +276,21 @@ class FrameDecoder:
         return found
 
     def _continue(self) -> Frame | None:
-        """Move bytes from the scratch buffer into the parts; the frame if it is complete."""
+        """Move bytes from the scratch buffer to the parts. Return the frame if it is complete."""
         while self._part < len(self._parts):
-            waiting = self._hi - self._lo
+            waiting = self._end - self._start
             if not waiting:
                 return None
             part = self._parts[self._part]
             count = min(waiting, len(part) - self._filled)
-            part[self._filled : self._filled + count] = self._scratch[self._lo : self._lo + count]
-            self._lo += count
+            part[self._filled : self._filled + count] = self._scratch[
+                self._start : self._start + count
+            ]
+            self._start += count
             self._advance(count)
         if self._skip:
-            count = min(self._hi - self._lo, self._skip)
-            self._lo += count
+            count = min(self._end - self._start, self._skip)
+            self._start += count
             self._skip -= count
             if self._skip:
                 return None
@@ -282,7 +305,7 @@ class FrameDecoder:
     def _finish(self) -> Frame:
         assert self._header is not None
         _, call, function, left_ms, _, kind, flags, _ = self._header
-        frame = Frame(kind, flags, call, function, left_ms, self._body, self._found, self._damage)
+        frame = Frame(kind, flags, call, function, left_ms, self._body, self._buffers, self._damage)
         self._header, self._damage = None, None
-        self._parts, self._found, self._body = [], [], memoryview(b"")
+        self._parts, self._buffers, self._body = [], [], memoryview(b"")
         return frame

@@ -4,15 +4,16 @@ A function that is pickled by reference is sent with an id that the sender choos
 this connection send only the id. What is pickled by value (lambdas, closures, bound methods) may
 change between two calls, so it never gets an id.
 
-State: one `FunctionTable` for each sending agent. It only grows, up to `MAX_FUNCTIONS`. Additions
-are made under `_lock`; lookups need none. Which ids a connection has already sent is state of that
-connection.
+State: one `FunctionTable` for each sending agent. It only grows, up to `MAX_FUNCTIONS`. It needs
+no lock, because `dict.setdefault` and `next` of an `itertools.count` are atomic: if two threads add
+a function at the same time, both get the entry of the first, and one id stays unused. Which ids a
+connection has already sent is state of that connection.
 """
 
 from __future__ import annotations
 
+import itertools
 import pickle
-import threading
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ class FunctionTable:
 
     def __init__(self) -> None:
         self._entries: dict[Function, tuple[int, bytes]] = {}
-        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
 
     def __repr__(self) -> str:
         return f"<FunctionTable {len(self._entries)} functions>"
@@ -47,10 +48,10 @@ class FunctionTable:
             definition = pickle.dumps(function, 5)
         except Exception:
             return None  # it cannot be imported by its name: the codec sends it by value
-        with self._lock:
-            if len(self._entries) >= MAX_FUNCTIONS:
-                return None
-            return self._entries.setdefault(function, (len(self._entries) + 1, definition))
+        function_id = next(self._ids)
+        if function_id > MAX_FUNCTIONS:
+            return None
+        return self._entries.setdefault(function, (function_id, definition))
 
 
 def _is_pickled_by_reference(function: Function) -> bool:

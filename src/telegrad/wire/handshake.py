@@ -1,13 +1,18 @@
-"""Who is there? A mutual proof that both ends know the secret, before one byte is unpickled.
+"""The handshake: both peers prove that they know the secret before any byte is unpickled.
 
     client -> server   MAGIC, version, client nonce
-    server -> client   MAGIC, version, server nonce, proof that the server knows the secret for these two nonces
-    client -> server   length, introduction (JSON), proof that the client knows it, over the introduction too
-    server -> client   1, length, introduction (JSON), proof   or   0, length, reason
+    server -> client   MAGIC, version, server nonce, proof over both nonces
+    client -> server   length, introduction (JSON), proof over both nonces and the introduction
+    server -> client   1, length, introduction (JSON), proof over both nonces and the introduction
+                   or  0, length, reason for the refusal
 
-Proofs are HMAC-SHA256 over a label, both nonces and the introduction, so nothing that was recorded can be replayed.
-Everything before a valid proof has a fixed or bounded size. No I/O here: `client` and `server` are generators that
-yield `(bytes to send, number of bytes to read next)`, are resumed with those bytes, and return the peer's introduction.
+A proof is the HMAC-SHA256 of a label, both nonces and the introduction, with the secret as its key,
+so a recorded handshake cannot be replayed. All data before a valid proof has a fixed or bounded
+size. An introduction is what a peer tells about itself: its name, its process and so on.
+
+There is no I/O here. `client` and `server` are generators. They yield `(bytes to send, number of
+bytes to read next)`, are resumed with the bytes that were read, and return the introduction of the
+peer.
 """
 
 from __future__ import annotations
@@ -31,84 +36,86 @@ MAX_INTRODUCTION = 8192
 
 _HELLO = struct.Struct("<4sH32s")
 _LENGTH = struct.Struct("<H")
-_ANSWER = struct.Struct("<BH")
-_PROOF = hashlib.sha256().digest_size
+_REPLY = struct.Struct("<BH")
+_PROOF_SIZE = hashlib.sha256().digest_size
+_SERVER = "the worker that was called"
 
 
 def client(secret: bytes, introduction: Introduction) -> Steps:
-    """The connecting side."""
-    mine = os.urandom(32)
-    reply = yield _HELLO.pack(MAGIC, VERSION, mine), _HELLO.size + _PROOF
-    theirs = _open_hello(reply[: _HELLO.size])
-    _verify(secret, b"server", mine + theirs, reply[_HELLO.size :], "the worker that was called")
+    """Return the steps of the side that connects."""
+    client_nonce = os.urandom(32)
+    hello = yield _HELLO.pack(MAGIC, VERSION, client_nonce), _HELLO.size + _PROOF_SIZE
+    nonces = client_nonce + _parse_hello(hello[: _HELLO.size])
+    _verify(secret, b"server", nonces, hello[_HELLO.size :], _SERVER)
     text = _pack_json(introduction)
-    answer = yield (
-        _LENGTH.pack(len(text)) + text + _proof(secret, b"client", mine + theirs + text),
-        _ANSWER.size,
-    )
-    accepted, length = _ANSWER.unpack(answer)
+    proof = _proof(secret, b"client", nonces + text)
+    reply = yield _LENGTH.pack(len(text)) + text + proof, _REPLY.size
+    accepted, length = _REPLY.unpack(reply)
     if accepted > 1:
-        raise ProtocolError(f"an answer that is neither yes nor no: {accepted}")
+        raise ProtocolError(f"received {accepted} in a handshake where 0 or 1 was expected")
     if not accepted:
         reason = yield b"", min(length, MAX_INTRODUCTION)
         raise ProtocolError(f"the connection was refused: {reason.decode('utf-8', 'replace')}")
-    rest = yield b"", _bounded(length) + _PROOF
-    _verify(
-        secret,
-        b"welcome",
-        mine + theirs + rest[:-_PROOF],
-        rest[-_PROOF:],
-        "the worker that was called",
-    )
-    return _parse_json(rest[:-_PROOF])
+    rest = yield b"", _checked_length(length) + _PROOF_SIZE
+    text, proof = rest[:-_PROOF_SIZE], rest[-_PROOF_SIZE:]
+    _verify(secret, b"welcome", nonces + text, proof, _SERVER)
+    return _parse_json(text)
 
 
 def server(
     secret: bytes, introduction: Introduction, refuse: Callable[[Introduction], str | None]
 ) -> Steps:
-    """The accepting side. `refuse(introduction)` says why a proven peer is not welcome, or None."""
+    """Return the steps of the side that accepts.
+
+    `refuse(introduction)` returns the reason why a peer that knows the secret is refused, or None.
+    """
     hello = yield b"", _HELLO.size
     if hello[:4] != MAGIC:
         raise ProtocolError("not a Telegrad connection")
-    mine = os.urandom(32)
-    theirs = hello[6:]
-    proof = _proof(secret, b"server", theirs + mine)
-    head = yield _HELLO.pack(MAGIC, VERSION, mine) + proof, _LENGTH.size
-    _open_hello(hello)
-    rest = yield b"", _bounded(*_LENGTH.unpack(head)) + _PROOF
-    text = rest[:-_PROOF]
-    _verify(secret, b"client", theirs + mine + text, rest[-_PROOF:], "a stranger")
+    server_nonce = os.urandom(32)
+    nonces = hello[6:] + server_nonce
+    proof = _proof(secret, b"server", nonces)
+    header = yield _HELLO.pack(MAGIC, VERSION, server_nonce) + proof, _LENGTH.size
+    # Checked only now: a client of another version has received ours and can name it in its error.
+    _parse_hello(hello)
+    rest = yield b"", _checked_length(*_LENGTH.unpack(header)) + _PROOF_SIZE
+    text, proof = rest[:-_PROOF_SIZE], rest[-_PROOF_SIZE:]
+    _verify(secret, b"client", nonces + text, proof, "a peer that connected")
     peer = _parse_json(text)
     reason = refuse(peer)
     if reason is not None:
         data = reason.encode()[:MAX_INTRODUCTION]
-        yield _ANSWER.pack(0, len(data)) + data, 0
+        yield _REPLY.pack(0, len(data)) + data, 0
         raise ProtocolError(f"refused {peer.get('name')!r}: {reason}")
     text = _pack_json(introduction)
-    yield _ANSWER.pack(1, len(text)) + text + _proof(secret, b"welcome", theirs + mine + text), 0
+    yield _REPLY.pack(1, len(text)) + text + _proof(secret, b"welcome", nonces + text), 0
     return peer
 
 
 def converse(near: Steps, far: Steps) -> tuple[Introduction, Introduction]:
-    """Run both sides of a handshake against each other; what the far and the near side said of themselves."""
+    """Run both sides of a handshake in this thread.
+
+    Return what each of them returned: the introduction of the far side, then of the near side.
+    """
     results: dict[int, Introduction] = {}
-    inbox = {0: b"", 1: b""}
-    wants = {0: 0, 1: 0}
+    received = {0: b"", 1: b""}
+    wanted = {0: 0, 1: 0}
     sides = (near, far)
 
     def step(side: int, advance: Callable[[], tuple[bytes, int]]) -> None:
         try:
-            sent, wants[side] = advance()
-            inbox[1 - side] += sent
-        except StopIteration as done:
-            results[side] = done.value
+            sent, wanted[side] = advance()
+            received[1 - side] += sent
+        except StopIteration as end:
+            results[side] = end.value
 
     step(0, lambda: next(near))
     step(1, lambda: next(far))
     while len(results) < 2:
         for side in (0, 1):
-            while side not in results and len(inbox[side]) >= wants[side]:
-                data, inbox[side] = inbox[side][: wants[side]], inbox[side][wants[side] :]
+            while side not in results and len(received[side]) >= wanted[side]:
+                data = received[side][: wanted[side]]
+                received[side] = received[side][wanted[side] :]
                 step(side, lambda side=side, data=data: sides[side].send(data))  # type: ignore[misc]
     return results[0], results[1]
 
@@ -120,31 +127,35 @@ def _proof(secret: bytes, label: bytes, data: bytes) -> bytes:
 def _verify(secret: bytes, label: bytes, data: bytes, proof: bytes, who: str) -> None:
     if not hmac.compare_digest(_proof(secret, label, data), proof):
         raise AuthenticationError(
-            f"{who} does not know this group's secret; set the same TELEGRAD_SECRET (or Config.secret) on every worker"
+            f"{who} does not know this group's secret; set the same TELEGRAD_SECRET (or "
+            "Config.secret) on every worker"
         )
 
 
-def _open_hello(data: bytes) -> bytes:
+def _parse_hello(data: bytes) -> bytes:
+    """Return the nonce of the peer. Raise `ProtocolError` if it has another protocol version."""
     magic, version, nonce = _HELLO.unpack(data)
     if magic != MAGIC:
         raise ProtocolError("not a Telegrad connection")
     if version != VERSION:
         raise ProtocolError(
-            f"the peer speaks version {version} of the protocol, this worker version {VERSION}: "
+            f"the peer uses version {version} of the protocol, this worker version {VERSION}: "
             "install the same version of telegrad on both"
         )
     return bytes(nonce)
 
 
-def _bounded(length: int) -> int:
+def _checked_length(length: int) -> int:
     if length > MAX_INTRODUCTION:
-        raise ProtocolError(f"an introduction of {length} bytes")
+        raise ProtocolError(
+            f"an introduction of {length} bytes exceeds the limit of {MAX_INTRODUCTION}"
+        )
     return length
 
 
 def _pack_json(introduction: Introduction) -> bytes:
     text = json.dumps(introduction).encode()
-    _bounded(len(text))
+    _checked_length(len(text))
     return text
 
 
@@ -152,7 +163,7 @@ def _parse_json(text: bytes) -> Introduction:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"an introduction that is not JSON: {error}") from None
+        raise ProtocolError(f"received an introduction that is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ProtocolError("an introduction that is not an object")
+        raise ProtocolError("received an introduction that is not a JSON object")
     return value
