@@ -1,19 +1,34 @@
-"""What a thread of ours does before it blocks, so that nothing is ever serialised behind it.
+"""Thread roles: what a thread of Telegrad must do before and after it blocks.
 
-A thread that reads a connection and runs calls where it read them, or that occupies a place in the pool, puts a
-`ThreadRole` here. Every wait that Telegrad knows of (a nested call, `Future.wait`) brackets itself with `pause` and
-`resume`:
+Some threads have a duty that others depend on. The thread that runs the event loop reads all
+connections, and also runs short calls itself. A thread of the executor occupies one of a limited
+number of places. If such a thread blocks in user code, for example in a nested call, another thread
+must take over its duty. The thread therefore sets a `ThreadRole`, and each function of Telegrad
+that blocks calls the role:
 
-    role = waiting.pause()
-    try: ...block...
-    finally: waiting.resume(role)
+    role = blocking.pause()      # the role hands its duty over to another thread
+    try:
+        ...block...
+    finally:
+        blocking.resume(role)    # the wait is over; the other thread may keep the duty
 
-A wait that is meant to hold up those behind (back-pressure) uses `hold` and `release` in the same way.
+The protocol of a role:
 
-A thread that reads knows whether more has arrived already (`more`); what is better done once for all of it can be left
-until then (`afterwards`). If it reads many connections, it can also watch the time (`at`).
+    pause, resume        Around a wait. While the thread waits, its duty is done by another thread.
+    hold, release        Around a wait that applies back-pressure to one peer. The event loop goes
+                         on in another thread, but does not read the connection that this thread
+                         was serving. A thread of the executor keeps its place.
+    more                 Whether the thread has received further messages that it will handle next.
+                         A batch can wait for these at no cost.
+    afterwards           Run a job once `more` is false. Each key has at most one job.
+    at                   Run a job at a time of `time.monotonic`. Each key has at most one job; a
+                         new one replaces it. Return False if this role cannot run timers.
 
-State: one role per thread, changed only by that thread. No locks. Threads of the user have no role and pay nothing.
+Roles are nested: code that sets a role for a while remembers the role that `take` returned, passes
+the calls that it does not handle on to it, and sets it again at the end.
+
+State: for each thread its role and the time that it has waited. Only the thread itself changes
+them, so there is no lock. A thread without a role, such as one of the user, skips all of this.
 """
 
 from __future__ import annotations
@@ -26,6 +41,8 @@ from typing import Protocol
 
 
 class ThreadRole(Protocol):
+    """The duty of a thread. The module docstring describes the methods."""
+
     def pause(self) -> None: ...
     def resume(self) -> None: ...
     def hold(self) -> None: ...
@@ -36,11 +53,12 @@ class ThreadRole(Protocol):
 
 
 class OneShotEvent:
-    """A flag that threads wait for and that is set once.
+    """An event that is set once (`open`) and that threads wait for.
 
-    It has no lock of its own, unlike `threading.Event`: a signal handler that raises inside `Event.wait` may leave the
-    lock of the event locked, and then the thread that sets it waits for ever. Each waiter brings a lock; whoever opens
-    the gate takes every waiter from the list, with one atomic operation each, and releases its lock.
+    Unlike `threading.Event`, it has no lock that all threads share. If a signal handler raises
+    inside `Event.wait`, that lock may stay locked, and the thread that sets the event would wait
+    forever. Here, each waiting thread adds a lock of its own to a list. `open` takes the locks from
+    the list, with one atomic operation each, and releases them.
     """
 
     __slots__ = ("_waiters", "is_open")
@@ -55,7 +73,7 @@ class OneShotEvent:
         )
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until the gate is open; False after `timeout` seconds."""
+        """Block until the event is open. Return False if it is not after `timeout` seconds."""
         waiter = _thread.allocate_lock()
         waiter.acquire()
         self._waiters.append(waiter)
@@ -63,10 +81,11 @@ class OneShotEvent:
             try:
                 self._waiters.remove(waiter)
             except ValueError:
-                pass  # it has been opened at this moment
+                pass  # `open` has just taken it
         return self.is_open
 
     def open(self) -> None:
+        """Let all threads that wait go on, now and later."""
         self.is_open = True
         while True:
             try:
@@ -77,76 +96,87 @@ class OneShotEvent:
 
 
 def _lock_timeout(timeout: float | None) -> float:
-    """Return a time limit as `Lock.acquire` takes it."""
+    """Return a timeout in the form that `Lock.acquire` accepts."""
     return -1 if timeout is None else min(max(timeout, 0.0), _thread.TIMEOUT_MAX)
 
 
-class _Local(threading.local):
+class _ThreadState(threading.local):
     role: ThreadRole | None = None
-    since = 0.0
-    waited = 0.0
+    paused_at = 0.0  # when `pause` was called last
+    waited = 0.0  # seconds between `pause` and `resume`, in total
 
 
-_local = _Local()
+_thread_state = _ThreadState()
 
 
 def take(role: ThreadRole | None) -> ThreadRole | None:
-    """From now on, this thread plays `role`. Returns the one that it played before."""
-    before, _local.role = _local.role, role
-    return before
+    """Set the role of this thread. Return its previous role."""
+    previous, _thread_state.role = _thread_state.role, role
+    return previous
 
 
 def role() -> ThreadRole | None:
-    """What this thread plays."""
-    return _local.role
+    """Return the role of this thread; None if it has none."""
+    return _thread_state.role
 
 
 def pause() -> ThreadRole | None:
-    """Call before blocking; give what it returns to `resume` afterwards."""
-    role = _local.role
+    """Hand over the duty of this thread before it blocks. Pass the result to `resume`."""
+    role = _thread_state.role
     if role is not None:
-        _local.since = time.perf_counter()
+        _thread_state.paused_at = time.perf_counter()
         role.pause()
     return role
 
 
 def resume(role: ThreadRole | None) -> None:
+    """End the wait that began with `pause`."""
     if role is not None:
         role.resume()
-        _local.waited += time.perf_counter() - _local.since
+        _thread_state.waited += time.perf_counter() - _thread_state.paused_at
 
 
 def waited() -> float:
     """Return the seconds that this thread has spent between `pause` and `resume`."""
-    return _local.waited
+    return _thread_state.waited
 
 
 def hold() -> ThreadRole | None:
-    """Call before blocking on purpose: nobody takes over what this thread does. Ended by `release`."""
-    role = _local.role
+    """Apply back-pressure to the current peer while this thread blocks.
+
+    Pass the result to `release`.
+    """
+    role = _thread_state.role
     if role is not None:
         role.hold()
     return role
 
 
 def release(role: ThreadRole | None) -> None:
+    """End the wait that began with `hold`."""
     if role is not None:
         role.release()
 
 
 def more() -> bool:
-    """Has this thread something else to read at once, so that waiting for it costs nothing?"""
-    role = _local.role
+    """Return whether this thread has received further messages that it will handle next."""
+    role = _thread_state.role
     return role is not None and role.more()
 
 
 def afterwards(key: Hashable, job: Callable[[], None]) -> None:
-    """Do this on this thread, of which `more` was true, when it no longer is; once for each key."""
-    assert _local.role is not None
-    _local.role.afterwards(key, job)
+    """Run `job` on this thread as soon as `more` is false, once for each key.
+
+    Call it only if `more` is true.
+    """
+    assert _thread_state.role is not None
+    _thread_state.role.afterwards(key, job)
 
 
 def at(key: Hashable, moment: float, job: Callable[[], None]) -> bool:
-    """Do this on this thread at a moment of `time.monotonic`, instead of what was set for the key. False: it cannot."""
-    role = _local.role
+    """Run `job` on this thread at a time of `time.monotonic`, in place of the key's previous job.
+
+    Return False if this thread cannot run timers.
+    """
+    role = _thread_state.role
     return role is not None and role.at(key, moment, job)
