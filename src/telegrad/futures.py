@@ -1,12 +1,17 @@
-"""`Future`: a `torch.futures.Future` that can also be awaited, cancelled and waited for with a time limit.
+"""`Future`: a `torch.futures.Future` with `await`, cancellation and a timeout for waiting.
 
-The value lives in torch's own future, so `torch.futures.wait_all`, `collect_all` and isinstance checks work. Waiting is
-done here, not in C++: it can be interrupted by Ctrl-C, and a thread of ours hands its work over before it blocks.
+The value is stored in torch's own future, so `torch.futures.wait_all`, `collect_all` and isinstance
+checks work. `wait` blocks here and not in C++, so Ctrl-C can interrupt it, and a thread of Telegrad
+can hand over its duty before it blocks (`blocking.py`).
 
-State: completed at most once; whoever completes it runs the callbacks. `_settle` decides races between a reply,
-a deadline, a cancellation and a lost peer: the first wins, the others are told so by its return value. What a call
-raised is kept in `_error`: raising it ties it to the frames it passes, which often hold the future, and that knot only
-Python's garbage collector can undo. torch, into which it cannot look, gets a copy.
+State: a future is completed at most once. The thread that completes it runs the callbacks. A reply,
+a deadline, a cancellation and a lost peer may try to complete it at the same time: the first call
+of `_settle` wins, and the others return False. `_settled`, `_cancelled`, `_error`, `_completed` and
+`_callers` are changed under `_lock`, one lock for all futures, which is held only for assignments.
+
+The exception of a call is stored in `_error`. Raising it adds a traceback, whose frames often refer
+to the future: a reference cycle, which the garbage collector of Python can free. It cannot see
+references inside torch's future, so that one gets a copy of the exception without the traceback.
 """
 
 from __future__ import annotations
@@ -31,7 +36,12 @@ S_co = TypeVar("S_co", covariant=True)
 
 
 class CompletionListener(Protocol):
-    """What is told how a call ended. The first who tells is believed."""
+    """An object that is told the outcome of a call: a `Future`, or a smaller one without waiting.
+
+    `_settle` stores the first outcome and returns False for later ones. The connection that sends
+    the call sets `_on_cancel`, and `_arrivals`, the copies between devices that the result needs.
+    `_callbacks` identifies the code that runs when the call is complete.
+    """
 
     _arrivals: Sequence[Any]
     _on_cancel: Callable[[], None] | None
@@ -43,14 +53,14 @@ class CompletionListener(Protocol):
 
 
 class CompletedSource(Protocol[S_co]):
-    """A future or the like that is complete."""
+    """A future, or another object with an outcome, that is complete."""
 
     def value(self) -> S_co:
         """Return the result, or raise the exception."""
 
 
 class Future(torch.futures.Future[T]):
-    """The result of a call that is under way.
+    """The result of a call that may not be complete.
 
     >>> future: Future[int] = Future()
     >>> future.set_result(2)
@@ -60,22 +70,29 @@ class Future(torch.futures.Future[T]):
 
     _settled = False
     _cancelled = False
-    _on_cancel: Callable[[], None] | None = None
-    _gate: blocking.OneShotEvent | None = None
-    _callers = 0
+    _on_cancel: Callable[[], None] | None = None  # tells the callee
+    _completed: blocking.OneShotEvent | None = None  # made by the first thread that waits
+    _callers = 0  # how many remote callers wait for this future
     _error: Exception | None = None
-    _arrivals: Sequence[Any] = ()  # copies between devices that bring tensors of the result
+    _arrivals: Sequence[Any] = ()  # copies between devices that write tensors of the result
     _on_devices = False
-    _callbacks: tuple[Hashable, ...] = ()  # the code that runs when the result is there
+    _callbacks: tuple[Hashable, ...] = ()  # identifies the code of the callbacks
 
     def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
-        """`devices`: CUDA devices that the result may lie on. Whoever waits, and callbacks, use it in stream order."""
+        """Make a future that is not complete.
+
+        `devices` are the CUDA devices that the result may be on. As with torch's futures, the
+        streams of those who wait and of callbacks are synchronized with the result.
+        """
         torch._C.Future.__init__(self, [torch.device(device) for device in devices or ()])
         if devices:
             self._on_devices = True
 
     def wait(self) -> T:
-        """Block until the result is there; raises what the call raised. CUDA tensors in it are ready for use."""
+        """Block until the call is complete. Return its result, or raise its exception.
+
+        CUDA tensors in the result are ready for use.
+        """
         if not self.done():
             self._block(None)
         if self._on_devices and self._error is None:
@@ -84,7 +101,7 @@ class Future(torch.futures.Future[T]):
         return self.value()
 
     def value(self) -> T:
-        """The result, which must be there; raises what the call raised."""
+        """Return the result of a complete call, or raise its exception."""
         if self._error is not None:
             raise self._error
         for arrival in self._arrivals:
@@ -92,19 +109,22 @@ class Future(torch.futures.Future[T]):
         return super().value()
 
     def result(self, timeout: float | None = None) -> T:
-        """Like `wait`, but raises `TimeoutError` after `timeout` seconds. The call itself goes on."""
+        """Like `wait`, but raise `TimeoutError` after `timeout` seconds. The call goes on."""
         if not self.done() and not self._block(timeout):
             raise CallTimeout(f"no result after {timeout} s; the call is still under way")
         return self.wait()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the call raised, or None if it returned; waits like `result`."""
+        """Return the exception of the call; None if it returned. Block like `result`."""
         if not self.done() and not self._block(timeout):
             raise CallTimeout(f"no result after {timeout} s; the call is still under way")
         return self._error
 
     def cancel(self) -> bool:
-        """Stop waiting for the result and tell the callee that nobody wants it. False if it is already there."""
+        """Complete the future with `CallCancelled` and cancel the call at the callee.
+
+        Return False if the future is already complete.
+        """
         if not self._settle(None, CallCancelled("the call was cancelled")):
             return False
         if self._on_cancel is not None:
@@ -113,40 +133,42 @@ class Future(torch.futures.Future[T]):
 
     @property
     def is_call(self) -> bool:
-        """Is this the result of a call, which cancelling stops?"""
+        """Whether this is the result of a remote call, which `cancel` cancels."""
         return self._on_cancel is not None
 
     def join(self) -> None:
-        """One more caller waits for this future, which a function answered with."""
-        with _settling:
+        """Count a remote caller that waits for this future, which a served function returned."""
+        with _lock:
             self._callers += 1
 
     def leave(self) -> bool:
-        """A caller gave up. True if it was the last, so that nobody waits any more."""
-        with _settling:
+        """Stop counting a remote caller. Return True if no other one waits."""
+        with _lock:
             self._callers -= 1
             return self._callers == 0
 
     def cancelled(self) -> bool:
+        """Return whether the call was cancelled."""
         return self._cancelled
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
-        """A future for what `callback` makes of this one. It runs in the context of the caller of `then`.
+        """Return a future for the result of `callback(self)`, which runs when this one is complete.
 
-        What it raises arrives as a `RuntimeError`, as with torch; the original is its cause.
+        The callback runs with the context variables of the caller of `then`. As with torch, an
+        exception that it raises becomes a `RuntimeError`; the original is its cause.
         """
         if not callable(callback):
             raise TypeError(
-                f"incompatible function arguments: then() takes a callable, not {type(callback).__name__}"
+                "incompatible function arguments: then() takes a callable, not "
+                f"{type(callback).__name__}"
             )
         chained: Future[S] = Future()
         context = contextvars.copy_context()
-
-        turns = itertools.count()  # whose `next` is atomic
+        runs = itertools.count()  # its `next` is atomic
 
         def run(done: torch.futures.Future[T]) -> None:
             try:
-                if next(turns):
+                if next(runs):
                     return
                 value = context.run(callback, done)
             except RuntimeError as error:
@@ -157,7 +179,7 @@ class Future(torch.futures.Future[T]):
                 chained._settle(value, None)
 
         self._add_callback(run, _code_of(callback))
-        # see `_block`: torch may have swallowed what a signal handler raised
+        # As in `_block`: torch may have discarded an exception that a signal handler raised.
         if self.done() and not chained.done():
             run(self)
         return chained
@@ -209,7 +231,7 @@ class Future(torch.futures.Future[T]):
         return self._settle(outcome, None)
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """Call `callback(self)` when the result is there, in the order in which callbacks were added."""
+        """Call `callback(self)` when the future is complete. Callbacks run in order of addition."""
         self._add_callback(callback, _code_of(callback))
 
     def _add_callback(
@@ -224,6 +246,7 @@ class Future(torch.futures.Future[T]):
         return self.wait()
 
     def _as_asyncio(self) -> asyncio.Future[None]:
+        """Return a future of the running asyncio loop that completes with this one."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
 
@@ -231,23 +254,24 @@ class Future(torch.futures.Future[T]):
             if not waiter.done():
                 waiter.set_result(None)
 
-        def settled(_: Any) -> None:
+        def wake_in_loop(_: Any) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(wake)
 
-        def cancelled(done: asyncio.Future[None]) -> None:
+        def cancel_call(done: asyncio.Future[None]) -> None:
             if done.cancelled():
                 self.cancel()
 
-        waiter.add_done_callback(cancelled)
-        super().add_done_callback(settled)
+        waiter.add_done_callback(cancel_call)
+        super().add_done_callback(wake_in_loop)
         return waiter
 
     def set_result(self, result: T) -> None:
-        """Complete the future. If everybody who waited has given up and it was cancelled, nothing happens."""
+        """Complete the future with a result. If it was cancelled, do nothing."""
         self._complete(result, None)
 
     def set_exception(self, result: Exception) -> None:  # type: ignore[override]
+        """Complete the future with an exception. If it was cancelled, do nothing."""
         if not isinstance(result, Exception):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
         self._complete(None, result)
@@ -260,8 +284,11 @@ class Future(torch.futures.Future[T]):
             )
 
     def _settle(self, value: Any, error: Exception | None) -> bool:
-        """Complete once; True if this was the completion. The flag is set before the value: races have one winner."""
-        with _settling:
+        """Complete the future. Return False if it was already complete.
+
+        The flag is set before the value, so that exactly one of several threads completes it.
+        """
+        with _lock:
             if self._settled:
                 return False
             self._settled = True
@@ -270,34 +297,35 @@ class Future(torch.futures.Future[T]):
         try:
             if error is not None:
                 self._set_unwrap_func(_raise)  # as torch's own `set_exception` does
-                value = _twin(error)
-        finally:  # whatever was raised meanwhile: whoever waits must be woken
+                value = _copy_without_traceback(error)
+        finally:  # even if a signal handler raised: threads that wait must be woken
             torch._C.Future.set_result(self, value)
         return True
 
-    def _completion(self) -> blocking.OneShotEvent:
-        """Return a gate that opens when the result is there; made once, however often somebody waits."""
-        with _settling:
-            gate = self._gate
-            if gate is not None:
-                return gate
-            gate = self._gate = blocking.OneShotEvent()
-        super().add_done_callback(lambda _: gate.open())
-        return gate
+    def _completion_event(self) -> blocking.OneShotEvent:
+        """Return the event that is set when the future completes. There is one for all waits."""
+        with _lock:
+            event = self._completed
+            if event is not None:
+                return event
+            event = self._completed = blocking.OneShotEvent()
+        super().add_done_callback(lambda _: event.open())
+        return event
 
     def _block(self, timeout: float | None) -> bool:
+        """Block until the future is complete. Return False if it is not after `timeout` seconds."""
         role = blocking.pause()
         try:
-            gate = self._completion()
-            # If the result came meanwhile, this thread has opened the gate itself, inside torch, where an exception of
-            # a signal handler is swallowed: so ask.
-            return self.done() or gate.wait(timeout)
+            event = self._completion_event()
+            # If the future has just completed, torch called `event.open` in this thread and would
+            # have discarded an exception of a signal handler there. So do not rely on the event.
+            return self.done() or event.wait(timeout)
         finally:
             blocking.resume(role)
 
 
 def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
-    """The values of all of them. As soon as one fails, its error is raised, and the others are not waited for.
+    """Return the values of all futures. Raise the first exception without waiting for the others.
 
     `torch.futures.wait_all` does the same with futures of Telegrad after `end_collect_all_early`.
 
@@ -311,19 +339,20 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
 
 
 def end_collect_all_early() -> None:
-    """Let `torch.futures.wait_all` and `collect_all` end with the first error of a future of Telegrad.
+    """Let `torch.futures.wait_all` and `collect_all` end at the first error of a Telegrad future.
 
-    Torch's promise that and keep it for errors that its C++ code has set. No function of torch lets Python set such an
-    error on a future, and its type would be lost. So the function beneath both is wrapped; lists without a future of
-    Telegrad go on to torch. `init_rpc` calls this; more than once does no harm.
+    Torch documents this, but does it only for errors that its C++ code has set. Python code cannot
+    set such an error on a future, and the type of the exception would be lost. So this wraps the
+    function that both of them call. Lists without a Telegrad future are passed on to torch.
+    `init_rpc` calls this. Further calls do nothing.
     """
-    with _settling:
-        engine: Any = torch._C
-        if not hasattr(engine._collect_all, "ends_early"):
-            engine._collect_all = _ending_early(engine._collect_all)
+    with _lock:
+        torch_c: Any = torch._C
+        if not hasattr(torch_c._collect_all, "ends_early"):
+            torch_c._collect_all = _wrap_collect_all(torch_c._collect_all)
 
 
-def _ending_early(collect_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _wrap_collect_all(collect_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(collect_all)
     def collect(futures: Any) -> Any:
         if isinstance(futures, list | tuple) and any(
@@ -339,35 +368,41 @@ def _ending_early(collect_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _collect(
     futures: Sequence[torch.futures.Future[Any]],
 ) -> Future[list[torch.futures.Future[Any]]]:
-    """Return a future for the list of them. It completes when all have, or fails when the first one fails."""
+    """Return a future for the list of futures.
+
+    It completes when all are complete, or fails as soon as one fails.
+    """
     collected = list(futures)
     for future in collected:
         if not isinstance(future, torch._C.Future):
             raise TypeError(
                 f"wait_all() and collect_all() take futures, not {type(future).__name__}"
             )
-    decided: Future[list[torch.futures.Future[Any]]] = Future()
-    arrivals = itertools.count(1)  # whose `next` is atomic
+    result: Future[list[torch.futures.Future[Any]]] = Future()
+    completed = itertools.count(1)  # its `next` is atomic
 
-    def arrived(future: torch.futures.Future[Any]) -> None:
+    def complete(future: torch.futures.Future[Any]) -> None:
         try:
             future.value()
         except Exception as error:
-            decided._settle(None, error)
+            result._settle(None, error)
         else:
-            if next(arrivals) == len(collected):
-                decided._settle(collected, None)
+            if next(completed) == len(collected):
+                result._settle(collected, None)
 
     for future in collected:
-        future.add_done_callback(arrived)
+        future.add_done_callback(complete)
     if not collected:
-        decided._settle(collected, None)
-    return decided
+        result._settle(collected, None)
+    return result
 
 
 def _code_of(callback: Callable[..., Any]) -> Hashable:
-    """Return what all callbacks have in common that were made by one piece of code."""
-    function = getattr(callback, "func", callback)  # of a `functools.partial`
+    """Return a key that is equal for all callbacks made from the same code.
+
+    Code that was slow before is run on another thread, see `client/multiplexed.py`.
+    """
+    function = getattr(callback, "func", callback)  # the function of a `functools.partial`
     code: Hashable = getattr(function, "__code__", None)
     return code or type(function).__qualname__
 
@@ -382,19 +417,19 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _twin(error: Exception) -> Exception:
-    """The same error without the frames that it passed."""
+def _copy_without_traceback(error: Exception) -> Exception:
+    """Return a copy of an exception without its traceback; the exception if it cannot be copied."""
     try:
-        twin: Exception = copy.copy(error)
-        if type(twin) is not type(error):
+        copied: Exception = copy.copy(error)
+        if type(copied) is not type(error):
             return error
-    except BaseException:  # its class defines how it is copied, and that may raise anything
+    except BaseException:  # code of the user copies it, which may raise anything
         return error
     cause = error.__cause__
-    # one with frames would never be freed from within torch
+    # A cause with a traceback could be part of a cycle through torch, which is never freed.
     if cause is not None and cause.__traceback__ is None:
-        twin.__cause__ = cause
-    return twin
+        copied.__cause__ = cause
+    return copied
 
 
 def _as_runtime_error(error: BaseException) -> RuntimeError:
@@ -403,4 +438,4 @@ def _as_runtime_error(error: BaseException) -> RuntimeError:
     return wrapped
 
 
-_settling = threading.Lock()
+_lock = threading.Lock()
