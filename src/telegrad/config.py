@@ -1,4 +1,4 @@
-"""The settings of an agent: one frozen, validated value."""
+"""`Config`: the settings of an agent, as a frozen dataclass that is validated when it is made."""
 
 from __future__ import annotations
 
@@ -15,59 +15,64 @@ TRANSPORTS = ("memory", "unix", "tcp")
 
 @dataclass(frozen=True)
 class Config:
-    """How an agent behaves. Every field has a default that is safe and fits one machine.
+    """The settings of an agent. Every field has a default that is safe and fits one machine.
 
-    Environment variables named ``TELEGRAD_<FIELD>`` (such as ``TELEGRAD_SECRET``, ``TELEGRAD_LISTEN``) fill fields
-    that the program leaves alone; see `Config.from_environment`.
+    `Config.from_environment` reads fields from environment variables named ``TELEGRAD_<FIELD>``,
+    such as ``TELEGRAD_SECRET`` and ``TELEGRAD_LISTEN``.
     """
 
     timeout: float | None = 60.0
-    """Seconds a call may take unless it says otherwise; None for no limit."""
+    """Seconds that a call may take if it has no timeout of its own; None for no limit."""
     join_timeout: float = 300.0
-    """Seconds to wait for the other workers of a group at start."""
+    """Seconds to wait for the other workers of a group when an agent starts."""
     connect_timeout: float = 10.0
-    """Seconds for opening one connection, its handshake included."""
+    """Seconds to open one connection, including its handshake."""
     heartbeat_interval: float = 5.0
-    """Seconds between two signs of life to each connected peer."""
+    """Seconds between two heartbeats to each connected peer."""
     heartbeat_timeout: float = 30.0
-    """A peer that is silent for so many seconds is lost."""
+    """Seconds without a message after which a peer is considered lost."""
     secret: str | None = field(default=None, repr=False)
-    """Shared by all workers of a group. None: a key file that only this user can read."""
+    """The secret of the group, the same for all its workers. None: a key in a file that only this
+    user can read."""
     listen: str = "127.0.0.1"
-    """Address for TCP. Loopback unless you say otherwise, such as ``0.0.0.0``."""
+    """Address to listen on for TCP. The default is loopback; ``0.0.0.0`` is all interfaces."""
     advertise: str | None = None
-    """Address that others use to reach this worker by TCP; None: what `listen` says, or this host's name."""
+    """Address that peers use to connect to this worker by TCP. None: the address in `listen`, or
+    the name of this host."""
     transports: tuple[str, ...] = TRANSPORTS
-    """Ways to connect, best first; the first that works with a peer is used."""
+    """Transports in order of preference. The first that works with a peer is used."""
     threads: int = 16
-    """Calls that run at once on threads of the pool before it waits to see whether they are blocked."""
+    """Threads of the executor. It adds threads beyond this number only if calls are blocked."""
     max_threads: int = 2048
-    """The pool never grows beyond this; further calls wait and their callers feel back-pressure."""
+    """Largest number of threads of the executor. Further calls wait, and back-pressure applies to
+    their callers."""
     event_loops: int | None = None
-    """Threads that read connections at the same time. None: one, or half as many as there are cores, up to four,
-    where Python has no interpreter lock (free-threaded builds)."""
+    """Threads that read connections at the same time. None: one, or in a free-threaded Python half
+    the number of cores, up to four."""
     max_frame: int = 1 << 40
     """Largest message in bytes that is accepted from a peer."""
     shared_memory_floor: int = 256 * 1024
-    """Buffers of at least so many bytes go through shared memory on one host."""
+    """Smallest buffer in bytes that is sent through shared memory on one host."""
     shared_memory_limit: int = 8 << 30
-    """Bytes of shared memory an agent may hold; beyond that, buffers go through the socket."""
+    """Bytes of shared memory that an agent may use. Further buffers are sent through the socket."""
     idle_lanes: int = 16
-    """Connections to one peer that are kept open between calls."""
+    """Largest number of idle connections to one peer that are kept open for further calls."""
     only_registered: bool = False
-    """Serve only functions that were marked with `telegrad.expose`."""
+    """Serve only functions that are registered with `telegrad.expose`."""
     device_maps: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By worker: where tensors on a device of this worker arrive there, as in ``{"ps": {"cuda:0": "cpu"}}``.
-    Results come back the same way."""
+    """For each worker, the device there for tensors on a device here, as in
+    ``{"ps": {"cuda:0": "cpu"}}``. For results, the map is reversed."""
     unmapped_devices: str = "same"
-    """Where CUDA tensors arrive that no map mentions: ``same`` (the same index), ``cpu`` (the same, or the CPU if the
-    worker has no such device) or ``refuse`` (torch's rule: an error)."""
+    """The target of CUDA tensors whose device is in no map: ``same`` (the device with the same
+    index), ``cpu`` (the same, or the CPU if the worker has no such device) or ``refuse`` (an error,
+    as in torch)."""
     cuda_ipc: bool = True
-    """Send CUDA tensors between processes of one host from device to device; False: through host memory."""
+    """Send CUDA tensors between processes of one host directly (CUDA IPC). False: send them through
+    host memory."""
 
     def __post_init__(self) -> None:
-        def require(good: bool, message: str) -> None:
-            if not good:
+        def require(condition: bool, message: str) -> None:
+            if not condition:
                 raise UsageError(f"Config: {message}")
 
         require(
@@ -87,14 +92,15 @@ class Config:
             )
         require(
             self.heartbeat_timeout > self.heartbeat_interval,
-            f"heartbeat_timeout ({self.heartbeat_timeout}) must exceed heartbeat_interval ({self.heartbeat_interval})",
+            f"heartbeat_timeout ({self.heartbeat_timeout}) must exceed heartbeat_interval "
+            f"({self.heartbeat_interval})",
         )
         unknown = set(self.transports) - set(TRANSPORTS)
         require(not unknown, f"unknown transports {sorted(unknown)}; choose from {TRANSPORTS}")
         require(bool(self.transports), "transports must not be empty")
         require(
             1 <= self.threads <= self.max_threads,
-            f"need 1 <= threads <= max_threads, not {self.threads}",
+            f"threads must be from 1 to max_threads ({self.max_threads}), not {self.threads}",
         )
         require(
             self.event_loops is None or self.event_loops >= 1,
@@ -110,29 +116,31 @@ class Config:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Config:
-        """The defaults, overridden by ``TELEGRAD_*`` variables."""
-        env = os.environ if environment is None else environment
-        given: dict[str, object] = {}
-        for entry in fields(cls):
-            text = env.get("TELEGRAD_" + entry.name.upper())
+        """Return the defaults, overridden by ``TELEGRAD_*`` variables of the environment."""
+        if environment is None:
+            environment = os.environ
+        values: dict[str, object] = {}
+        for setting in fields(cls):
+            text = environment.get("TELEGRAD_" + setting.name.upper())
             if text:
-                given[entry.name] = _parse(entry.name, str(entry.type), text)
-        return replace(cls(), **given)  # type: ignore[arg-type]
+                values[setting.name] = _parse(setting.name, str(setting.type), text)
+        return replace(cls(), **values)  # type: ignore[arg-type]
 
 
-def _parse(name: str, kind: str, text: str) -> object:
+def _parse(name: str, type_name: str, text: str) -> object:
+    """Return the value of a field from the text of its environment variable."""
     try:
         if name == "transports":
             return tuple(part.strip() for part in text.split(","))
         if name == "device_maps":
             maps: dict[str, dict[str, str]] = json.loads(text)
             return {worker: dict(devices) for worker, devices in maps.items()}
-        if kind.startswith(("float", "int")):
-            if text.lower() == "none" and kind.endswith("None"):
+        if type_name.startswith(("float", "int")):
+            if text.lower() == "none" and type_name.endswith("None"):
                 return None
-            return float(text) if kind.startswith("float") else int(text)
-        if kind == "bool":
+            return float(text) if type_name.startswith("float") else int(text)
+        if type_name == "bool":
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
         return text
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UsageError(f"TELEGRAD_{name.upper()}={text!r} is not a valid {kind}") from None
+        raise UsageError(f"TELEGRAD_{name.upper()}={text!r} is not a valid {type_name}") from None

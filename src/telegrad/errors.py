@@ -1,24 +1,28 @@
-"""Everything Telegrad raises, split by whose fault it is.
+"""The exceptions that Telegrad raises.
 
     TelegradError
-    ├── UsageError           you broke a rule of the API                 (also RuntimeError and ValueError)
-    ├── RemoteError          the remote function raised and its exception cannot be rebuilt here
-    ├── WorkersFailed        several workers failed at one thing; `failures` holds all their errors, by name
-    ├── CallTimeout          the deadline of a call passed               (also TimeoutError)
-    ├── CallCancelled        somebody cancelled the call                 (also concurrent.futures.CancelledError)
-    ├── QueueFull            too many calls of a batched function wait already
-    ├── PeerLost             the worker died, left or cannot be reached  (also ConnectionError)
-    │   └── GroupBroken      a barrier or gather could not be completed; `missing` names who was not there
+    ├── UsageError           the API was used in a way that it does not allow
+    │                        (also a ValueError)
+    ├── RemoteError          the remote function raised an exception that cannot be rebuilt here
+    ├── WorkersFailed        several workers failed; `failures` has their errors by worker
+    ├── CallTimeout          the deadline of a call passed
+    │                        (also a TimeoutError)
+    ├── CallCancelled        the call was cancelled
+    │                        (also a concurrent.futures.CancelledError)
+    ├── QueueFull            the queue of a batched function is full
+    ├── PeerLost             the worker died, left or cannot be reached
+    │   │                    (also a ConnectionError)
+    │   └── GroupBroken      a barrier or gather failed; `missing` has the names of absent workers
     ├── JoinError            a worker could not join its group
-    ├── ProtocolError        a peer sent bytes that break the protocol
+    ├── ProtocolError        a peer sent bytes that violate the protocol
     │   └── AuthenticationError   a peer does not know the secret
-    ├── SerializationError   a value cannot travel; says which one, by its path
-    ├── StaleReference       a reference to an object that is gone, or to an earlier life of its owner
-    └── InternalError        this should never happen: please report it
+    ├── SerializationError   a value cannot be sent; `path` says which part of it
+    ├── StaleReference       the object of a reference is gone, or its owner was restarted
+    └── InternalError        a bug in Telegrad: please report it
 
-Where `torch.distributed.rpc` raises `RuntimeError`, ours is a `RuntimeError` too, so all of them are.
-A remote exception that can be rebuilt arrives as its own type; its `__cause__` is a `RemoteTraceback`.
-All errors pickle with their attributes.
+`torch.distributed.rpc` raises `RuntimeError` in these cases, so each of these is a `RuntimeError`.
+A remote exception that can be rebuilt is raised as its own type. Its `__cause__` is a
+`RemoteTraceback`. All these errors can be pickled with their attributes.
 """
 
 from __future__ import annotations
@@ -29,7 +33,10 @@ from typing import Any
 
 
 class TelegradError(RuntimeError):
-    """Root of all errors. `peer` is the worker concerned, `call` what was being called there."""
+    """Base class of all errors of Telegrad.
+
+    `peer` is the name of the worker that the error is about, `call` the function called there.
+    """
 
     def __init__(
         self, message: str = "", *, peer: str | None = None, call: str | None = None
@@ -45,7 +52,7 @@ class TelegradError(RuntimeError):
 def _rebuild(
     cls: type[TelegradError], args: tuple[Any, ...], state: dict[str, Any]
 ) -> TelegradError:
-    # RuntimeError comes first in the MRO, but its __new__ refuses classes that are laid out as an OSError.
+    # `RuntimeError.__new__`, the first in the MRO, rejects classes with the layout of an OSError.
     error: TelegradError = OSError.__new__(cls) if issubclass(cls, OSError) else cls.__new__(cls)
     error.args = args
     error.__dict__.update(state)
@@ -53,11 +60,11 @@ def _rebuild(
 
 
 class UsageError(TelegradError, ValueError):
-    """The API was used in a way it does not allow."""
+    """The API was used in a way that it does not allow."""
 
 
 class RemoteError(TelegradError):
-    """The remote function raised something that cannot be rebuilt here.
+    """The remote function raised an exception that cannot be rebuilt here.
 
     `type_name` is the qualified name of its type, `traceback_text` the remote traceback.
     """
@@ -76,7 +83,7 @@ class RemoteError(TelegradError):
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception that came from another worker: where it was raised, as text."""
+    """The cause of an exception from another worker. It shows the remote traceback."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -87,7 +94,7 @@ class RemoteTraceback(Exception):
 
 
 class WorkersFailed(TelegradError):
-    """Several workers failed at what was asked of all. `failures` holds their errors, by the workers' names."""
+    """Several workers failed at the same operation. `failures` has their errors by worker."""
 
     def __init__(
         self, message: str = "", *, failures: Mapping[str, BaseException] | None = None
@@ -97,12 +104,16 @@ class WorkersFailed(TelegradError):
 
     @classmethod
     def of(cls, failures: Mapping[str, BaseException]) -> WorkersFailed:
+        """Return an error whose message lists these errors."""
         lines = [f"\n  {name}: {type(error).__name__}: {error}" for name, error in failures.items()]
         return cls(f"{len(failures)} workers failed:{''.join(lines)}", failures=failures)
 
 
 class CallTimeout(TelegradError, TimeoutError):
-    """The deadline of a call passed before its reply arrived. `sent` is False if the callee never heard of the call."""
+    """The deadline of a call passed before its reply arrived.
+
+    `sent` is False if the call was not sent to the callee.
+    """
 
     def __init__(
         self,
@@ -121,13 +132,14 @@ class CallCancelled(TelegradError, concurrent.futures.CancelledError):
 
 
 class QueueFull(TelegradError):
-    """Too many calls wait already, and the function was told to refuse more."""
+    """The queue of a batched function is full, and the function refuses further calls."""
 
 
 class PeerLost(TelegradError, ConnectionError):
-    """The other worker died, left, or cannot be reached. `last_words` is what it said before it went, if anything.
+    """The other worker died, left, or cannot be reached.
 
-    `sent` is False if the callee never heard of the call.
+    `last_words` is the reason that it sent before it left, if any. `sent` is False if the call was
+    not sent to the callee.
     """
 
     def __init__(
@@ -145,7 +157,7 @@ class PeerLost(TelegradError, ConnectionError):
 
 
 class GroupBroken(PeerLost):
-    """A barrier or gather ended without everybody. `missing` holds their names."""
+    """A barrier or gather ended before all workers took part. `missing` has their names."""
 
     def __init__(self, message: str = "", *, missing: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -157,15 +169,15 @@ class JoinError(TelegradError):
 
 
 class ProtocolError(TelegradError):
-    """Bytes from a peer break the protocol; the connection is closed."""
+    """A peer sent bytes that violate the protocol. The connection is closed."""
 
 
 class AuthenticationError(ProtocolError):
-    """A peer could not prove that it knows the group's secret."""
+    """A peer did not prove that it knows the secret of the group."""
 
 
 class SerializationError(TelegradError, TypeError):
-    """A value cannot be sent. `path` says where it stands, such as `args[0]['model'].lock`."""
+    """A value cannot be sent. `path` is the path to it, such as `args[0]['model'].lock`."""
 
     def __init__(
         self, message: str = "", *, path: str = "", peer: str | None = None, call: str | None = None
@@ -175,24 +187,30 @@ class SerializationError(TelegradError, TypeError):
 
 
 class StaleReference(TelegradError, LookupError):
-    """A reference whose object no longer exists."""
+    """The object of a reference no longer exists."""
 
 
 class InternalError(TelegradError):
-    """A state that should be impossible. Please report it."""
+    """Telegrad is in a state that should be impossible. Please report it."""
 
 
 def text_of(error: BaseException) -> str:
-    """Return `str(error)`, or a text that says that it raised. Never raises: `__str__` may be the user's."""
+    """Return `str(error)`. If that raises, return a text that says so.
+
+    This function never raises, although `__str__` may be code of the user.
+    """
     try:
-        return "".join(str(error))  # exactly a str, whatever `__str__` returned
+        return "".join(str(error))  # a plain str, even if `__str__` returned a subclass
     except BaseException as failure:
-        words = ", ".join(arg for arg in failure.args if type(arg) is str)
-        return f"<str() of the {type(error).__name__} raised {type(failure).__name__}({words})>"
+        message = ", ".join(arg for arg in failure.args if type(arg) is str)
+        return f"<str() of the {type(error).__name__} raised {type(failure).__name__}({message})>"
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return `error`, or a `RemoteError` that stands for a SystemExit or the like, which a future cannot hold."""
+    """Return `error` if it is an `Exception`, else a `RemoteError` that names it.
+
+    A future cannot hold a `SystemExit` or `KeyboardInterrupt`.
+    """
     if isinstance(error, Exception):
         return error
     name = type(error).__qualname__
