@@ -7,7 +7,8 @@
 ...     trainer.call("server", sum, [1, 2, 3])
 6
 
-Names are imported when they are first used, so that the command line starts without torch.
+The names of `__all__` are imported when they are first used, so that the command line starts
+without importing torch.
 """
 
 import importlib as _importlib

@@ -1,13 +1,13 @@
-"""Whether this interpreter runs threads in parallel (free-threaded Python), and what then no longer holds.
+"""Support for free-threaded Python, whose threads run in parallel without the interpreter lock.
 
-With the interpreter lock, only one thread runs Python code at a time. Without it, single operations of `dict`, `set`,
-`list` and `deque` and `next` of an `itertools.count` are still atomic, so code that relies on them needs no change.
-These do not hold any more, and code of this package must not rely on them:
+Without the lock, single operations of `dict`, `set`, `list` and `deque`, and `next` of an
+`itertools.count`, are still atomic. This package relies on that. It must not rely on the following,
+which is true only with the lock:
 
-- `list(deque)` raises if another thread appends meanwhile: use `snapshot`.
-- `defaultdict[key]` may make two values for one key: use `setdefault` where the value must be the same for all.
-- `sys.getrefcount` may be too low while a reference passes from one thread to another.
-- A callback of a weak reference runs on any thread, some time after the reference is dead.
+- `list(deque)` succeeds while another thread appends. Use `snapshot`.
+- `defaultdict[key]` makes one value for a key. Use `setdefault` where all threads need the same.
+- `sys.getrefcount` is exact. It may be too low while a reference passes between threads.
+- The callback of a weak reference runs at once, in the thread that dropped the last reference.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ T = TypeVar("T")
 
 
 def has_lock() -> bool:
-    """Return False if threads run in parallel. An extension module may switch the lock on at any import."""
+    """Return whether the interpreter lock is enabled, so that threads do not run in parallel.
+
+    In a free-threaded Python, the import of an extension module may enable the lock at any time.
+    """
     is_enabled = getattr(sys, "_is_gil_enabled", None)
     return is_enabled is None or bool(is_enabled())
 
 
 def snapshot(queue: collections.deque[T]) -> list[T]:
-    """Return what is in a deque that other threads append to. Nobody may remove anything meanwhile."""
+    """Return the items of a deque to which other threads append. No thread may remove items."""
     return list(map(queue.__getitem__, range(len(queue))))

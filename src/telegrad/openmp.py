@@ -1,22 +1,26 @@
-"""How long torch's OpenMP threads stay awake when they have nothing to do.
+"""The time that torch's OpenMP threads spin before they sleep.
 
-After each parallel operation, GNU OpenMP's threads spin, by default for many milliseconds, in case another follows. If
-the process then waits for a worker on the same machine, they spin on the cores that this worker needs to answer: a
-network trained on a callee, on 16 cores, took three times as long. A thirtieth of the default still spans the gaps
-between the operations of a network.
+After each parallel operation, the threads of GNU OpenMP spin, by default for many milliseconds, in
+case another operation follows. If the process then waits for a worker on the same machine, they
+occupy the cores that this worker needs. On 16 cores, this tripled the time to train a network on a
+callee. A thirtieth of the default is still longer than the gaps between operations of a network.
 
-The library reads the variable when it is loaded. `telegrad run` and `telegrad train` set it before they import
-torch, and the processes that they start inherit it. A program that starts by itself can set it in its environment.
+OpenMP reads the environment variable when it is loaded. `telegrad run` and `telegrad train` set it
+before they import torch, and the processes that they start inherit it. Programs that are started in
+another way can set it in their environment.
 """
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-_SPINS = "10000"
+_SPIN_COUNT = "10000"
 
 
 def limit_spinning(environment: MutableMapping[str, str]) -> None:
-    """Let OpenMP threads of processes with this environment sleep sooner, unless it is set already."""
+    """Let the OpenMP threads of processes with this environment sleep sooner.
+
+    If the environment already says how they wait, it does not change.
+    """
     if "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault("GOMP_SPINCOUNT", _SPINS)
+        environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)

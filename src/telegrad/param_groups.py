@@ -1,4 +1,8 @@
-"""Parameter groups in the form of `torch.optim`, for optimizers that work elsewhere than their groups are kept."""
+"""Parameter groups in the format of `torch.optim`, for optimizers whose steps are made elsewhere.
+
+A `DistributedOptimizer` or a parameter server client has the groups; the optimizers on other
+workers need the options of these groups and their changes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ Options = dict[str, Any]
 
 
 def options(group: dict[str, Any]) -> Options:
-    """What a group says besides its parameters, as values of its own."""
+    """Return the options of a group without its parameters. Tensors are copied."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in group.items()
@@ -23,45 +27,52 @@ def options(group: dict[str, Any]) -> Options:
 
 
 def changes(groups: Sequence[dict[str, Any]], known: Sequence[Options]) -> dict[int, Options]:
-    """By group, the options that differ from what is known; known from now on."""
-    found: dict[int, Options] = {}
-    for number, (group, before) in enumerate(zip(groups, known, strict=True)):
-        changed = {
-            name: value for name, value in options(group).items() if not _same(before, name, value)
-        }
+    """Return the options that differ from the known ones, by index of the group.
+
+    Update `known` with them.
+    """
+    changes_by_group: dict[int, Options] = {}
+    for index, (group, known_options) in enumerate(zip(groups, known, strict=True)):
+        changed = {}
+        for name, value in options(group).items():
+            if not _is_known(known_options, name, value):
+                changed[name] = value
         if changed:
-            found[number] = changed
-            before.update(changed)
-    return found
+            changes_by_group[index] = changed
+            known_options.update(changed)
+    return changes_by_group
 
 
 def packed(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups of a `state_dict`, with numbers in place of parameters."""
-    found, first = [], 0
+    """Return the groups as in a `state_dict`: with indices in place of parameters."""
+    packed_groups, first = [], 0
     for group in groups:
-        count = len(group["params"])
-        found.append({**options(group), "params": list(range(first, first + count))})
-        first += count
-    return found
+        end = first + len(group["params"])
+        packed_groups.append({**options(group), "params": list(range(first, end))})
+        first = end
+    return packed_groups
 
 
 def state_by_number(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[int, Any]:
-    """The state of each parameter in a `state_dict` that is meant for these groups."""
-    theirs = [len(group["params"]) for group in state_dict["param_groups"]]
-    ours = [len(group["params"]) for group in groups]
-    if theirs != ours:
+    """Return the state of each parameter in a `state_dict`, by index of the parameter.
+
+    Raise `UsageError` if the `state_dict` is of groups of other sizes.
+    """
+    state_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    group_sizes = [len(group["params"]) for group in groups]
+    if state_sizes != group_sizes:
         raise UsageError(
-            f"the state is of parameter groups of sizes {theirs}, this optimizer's are {ours}"
+            f"the state_dict has parameter groups of sizes {state_sizes}, but this optimizer has "
+            f"groups of sizes {group_sizes}; load a state_dict of the same model"
         )
-    places = [place for group in state_dict["param_groups"] for place in group["params"]]
-    return {places.index(place): value for place, value in state_dict["state"].items()}
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    return {keys.index(key): value for key, value in state_dict["state"].items()}
 
 
-def _same(known: Options, name: str, value: Any) -> bool:
+def _is_known(known: Options, name: str, value: Any) -> bool:
+    """Return whether an option has the known value."""
     if name not in known:
         return False
-    return (
-        bool(torch.equal(known[name], value))
-        if isinstance(value, Tensor)
-        else bool(known[name] == value)
-    )
+    if isinstance(value, Tensor):
+        return bool(torch.equal(known[name], value))
+    return bool(known[name] == value)

@@ -1,4 +1,4 @@
-"""Many workers in one process, for tests: fast, deterministic, with real transports between them."""
+"""`LocalCluster`: several workers in one process, for tests. They use the real transports."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SECRET = "only for tests in this process"
 
 
 class LocalCluster:
-    """`size` agents named w0, w1, ... that are one group.
+    """A group of `size` agents named w0, w1, ...
 
-    Settings are fields of `Config`; `fixed_size=False` makes a group that workers may join and leave.
+    Settings are fields of `Config`. With `fixed_size=False`, workers may join and leave the group.
 
     >>> with LocalCluster(2, transports=("unix",)) as cluster:
     ...     cluster["w0"].call("w1", abs, -3)
@@ -31,18 +31,20 @@ class LocalCluster:
     ) -> None:
         self.store = dist.HashStore() if store is None else store
         self.config = replace(Config(secret=_SECRET), **settings)
-        self._fixed = size if fixed_size else None
+        self._world_size = size if fixed_size else None
         self.agents = [self.agent(f"w{rank}", rank) for rank in range(size)]
 
     def __repr__(self) -> str:
         return "\n".join(repr(agent) for agent in self.agents)
 
     def agent(self, name: str, rank: int | None = None) -> Agent:
-        """One more agent for this group, not yet open."""
-        return Agent(name, store=self.store, rank=rank, world_size=self._fixed, config=self.config)
+        """Return a further agent of this group that is not open."""
+        return Agent(
+            name, store=self.store, rank=rank, world_size=self._world_size, config=self.config
+        )
 
     def join(self, name: str, rank: int | None = None) -> Agent:
-        """One more agent, or one that comes back: opened, and closed with the cluster."""
+        """Open a further agent, or one that rejoins. The cluster closes it."""
         agent = self.agent(name, rank)
         self.agents.append(agent)
         agent.open()
@@ -63,16 +65,17 @@ class LocalCluster:
         self.close()
 
     def close(self) -> None:
+        """Close all agents."""
         for agent in self.agents:
             agent.close()
 
     def __getitem__(self, name: str) -> Agent:
-        """The newest agent with this name."""
+        """Return the newest agent with this name."""
         return next(agent for agent in reversed(self.agents) if agent.name == name)
 
     def __iter__(self) -> Iterator[Agent]:
         return iter(self.agents)
 
     def kill(self, name: str) -> None:
-        """End a worker the way a killed process ends: its connections break, and it says nothing."""
+        """End a worker like a killed process: its connections break without a message."""
         self[name]._runtime.abort()
