@@ -335,7 +335,7 @@ def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
     Traceback (most recent call last):
     ValueError: not today
     """
-    return [future.wait() for future in _collect(futures).wait()]
+    return [future.wait() for future in collect(futures).wait()]
 
 
 def end_collect_all_early() -> None:
@@ -354,23 +354,23 @@ def end_collect_all_early() -> None:
 
 def _wrap_collect_all(collect_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(collect_all)
-    def collect(futures: Any) -> Any:
+    def wrapper(futures: Any) -> Any:
         if isinstance(futures, list | tuple) and any(
             isinstance(future, Future) for future in futures
         ):
-            return _collect(futures)
+            return collect(futures)
         return collect_all(futures)
 
-    collect.ends_early = True  # type: ignore[attr-defined]
-    return collect
+    wrapper.ends_early = True  # type: ignore[attr-defined]
+    return wrapper
 
 
-def _collect(
+def collect(
     futures: Sequence[torch.futures.Future[Any]],
 ) -> Future[list[torch.futures.Future[Any]]]:
     """Return a future for the list of futures.
 
-    It completes when all are complete, or fails as soon as one fails.
+    It completes when all of them are complete, or fails as soon as one of them fails.
     """
     collected = list(futures)
     for future in collected:

@@ -1,7 +1,7 @@
 """A pool of memory for large buffers that are received through a socket.
 
 Writing to newly allocated memory costs a page fault every 4 KB, which is slower than the copy
-itself. The pool keeps memory that has been used and lends it again when nobody uses it any more.
+itself. The pool keeps memory that has been used and lends it again when it is no longer used.
 Each time, it makes a new array over the memory. The received tensor keeps this array alive, and the
 pool refers to it weakly.
 

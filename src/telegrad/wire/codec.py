@@ -161,7 +161,7 @@ def _dump(pickler: Any, value: Any, max_buffers: int = MAX_BUFFERS) -> Encoded:
 
 
 def _dump_stacked(pickler: Any, value: Any) -> Encoded:
-    # A reducer that somebody registered for arrays must be called for each of them.
+    # A reducer that the user registered for arrays must be called for each of them.
     stacks_arrays = np.ndarray not in _reducers and np.ndarray not in copyreg.dispatch_table
     stacks = TensorStacks(stacks_arrays)
     body, buffers = _dump(partial(pickler, stacks), value)

@@ -76,7 +76,8 @@ def server(
     nonces = hello[6:] + server_nonce
     proof = _proof(secret, b"server", nonces)
     header = yield _HELLO.pack(MAGIC, VERSION, server_nonce) + proof, _LENGTH.size
-    # Checked only now: a client of another version has received ours and can name it in its error.
+    # Checked after the reply, so that a client of another version receives the version of this
+    # worker and can name it in its error.
     _parse_hello(hello)
     rest = yield b"", _checked_length(*_LENGTH.unpack(header)) + _PROOF_SIZE
     text, proof = rest[:-_PROOF_SIZE], rest[-_PROOF_SIZE:]

@@ -6,7 +6,7 @@ returns the tensor that the user gets. The ids mean:
 
     None         the tensor does not require a gradient
     positive     the tracker records the tensor, and its gradient will be sent back
-    0            nobody tracks the tensor: it arrives as a leaf that requires a gradient
+    0            the tensor is not tracked: it arrives as a leaf that requires a gradient
     negative     like 0, but the tensor was computed from others, which would need gradients too
 
 Forward-mode tangents cannot be sent. `refuse_tangent` raises an error for them.
