@@ -13,8 +13,9 @@ from telegrad.errors import SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.messages.packing import current_message
 from telegrad.refs import RRef, remote
-from telegrad.refs.counts import ObjectKey
-from telegrad.refs.manager import ReferenceManager, with_object
+from telegrad.refs.manager import ReferenceManager
+from telegrad.refs.owned_objects import ObjectKey
+from telegrad.refs.owner_calls import with_object
 from telegrad.server.functions import trusted
 
 __all__ = ["RemoteModule"]

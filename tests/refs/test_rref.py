@@ -23,8 +23,8 @@ from telegrad.errors import (
     UsageError,
 )
 from telegrad.refs import RRef, remote
-from telegrad.refs.counts import ObjectKey
 from telegrad.refs.manager import ReferenceManager
+from telegrad.refs.owned_objects import ObjectKey
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE
@@ -365,8 +365,8 @@ def test_an_object_that_is_asked_for_after_its_owner_has_left_never_comes(
     cluster: Clusters,
 ) -> None:
     agent = cluster(2)["w0"]
-    books = ReferenceManager.of(agent._runtime).books
+    owned_objects = ReferenceManager.of(agent._runtime).owned
     agent.close()
-    entry = books.find(ObjectKey("an incarnation that has created nothing yet", 1))
+    entry = owned_objects.find(ObjectKey("an incarnation that has created nothing yet", 1))
     with pytest.raises(PeerLost, match="left the group"):
         entry.value(PATIENCE)

@@ -1,9 +1,4 @@
-"""What `remote` asks an owner to do: run a function and keep the result.
-
-`create_call(f)` is `f` as the owner runs it for `remote`. There is one per function, so it is numbered per connection
-and its cost is learned just as `f` itself would be. It is never dropped from a queue, even if its creator no longer
-waits: others may hold references to what it makes.
-"""
+"""`Creation`: a creation by `remote`, as its creator sees it."""
 
 from __future__ import annotations
 
@@ -12,17 +7,13 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from telegrad.errors import CallCancelled, UsageError, as_exception
+from telegrad.errors import CallCancelled
 from telegrad.futures import Future
-from telegrad.refs.counts import ObjectKey, OwnedObject
-from telegrad.refs.manager import ReferenceManager, owner_manager
-from telegrad.server.functions import ASYNC_MARK, DeferredReply, served_form, trusted
-from telegrad.wire.function_table import MAX_FUNCTIONS, describe
+from telegrad.refs.manager import ReferenceManager
+from telegrad.refs.owned_objects import ObjectKey
 
 _settling = threading.Lock()
 _log = logging.getLogger(__name__)
-_known: dict[Callable[..., Any], CreateObject] = {}
-_lock = threading.Lock()
 
 
 class Creation:
@@ -106,95 +97,3 @@ class Creation:
             if self._done and self._future is not None:
                 self._future._settle(None, self.error)
         return first
-
-
-@trusted
-class CreateObject:
-    """Runs a function at the owner of a new object."""
-
-    pickles_by_reference = True
-    must_run = True
-    # the creator knows the object already; it waits for what it does with it
-    answer_may_wait = True
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.creates = function
-        self.__qualname__ = f"remote {describe(function)}"
-
-    def __call__(self, owner: str, key: tuple[str, int], /, *args: Any, **kwargs: Any) -> Any:
-        return create(self.creates, owner, ObjectKey(*key), args, kwargs)
-
-    def __reduce__(self) -> tuple[type[CreateObject], tuple[Callable[..., Any]]]:
-        return CreateObject, (self.creates,)
-
-
-def create_call(function: Callable[..., Any]) -> CreateObject:
-    """The one `CreateObject` of a function that lives as long as the program; for others, a new one."""
-    try:
-        return _known[function]
-    except (KeyError, TypeError):
-        made = CreateObject(function)
-    if (
-        hasattr(function, "__qualname__")
-        and "<" not in function.__qualname__
-        and not hasattr(function, "__self__")
-    ):
-        with _lock:
-            if len(_known) < MAX_FUNCTIONS:
-                return _known.setdefault(function, made)
-    return made
-
-
-def create(
-    function: Callable[..., Any],
-    owner: str,
-    key: ObjectKey,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """At the owner: run what `remote` asked for and keep the result. Its creator hears only that it is there."""
-    keeper = owner_manager(owner)
-    if not keeper.agent.allowed(function):
-        raise UsageError(
-            f"worker {keeper.agent.name!r} serves only registered functions; {describe(function)} is not one"
-        )
-    books = keeper.books
-    entry = books.find(key) if key.creator == owner else books.create(key)
-    try:
-        run = served_form(function)
-        value = run(*args, **kwargs)
-        if type(value) is DeferredReply:
-            value = value.future
-        elif getattr(run, ASYNC_MARK, None) is None:
-            entry.settle(value, None)
-            books.settle(entry)
-            return None
-        return DeferredReply(_store_later(keeper, entry, value))
-    except BaseException as error:
-        entry.settle(None, as_exception(error))
-        books.settle(entry)
-        raise
-
-
-def _store_later(keeper: ReferenceManager, entry: OwnedObject, value: Any) -> Future[None]:
-    """Store what a future will hold; the future returned completes when it is stored."""
-    if not hasattr(value, "add_done_callback"):
-        raise UsageError(
-            "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
-            f"but got {type(value).__name__}"
-        )
-    stored: Future[None] = Future()
-
-    def store(done: Any) -> None:
-        failure: Exception | None = None
-        try:
-            entry.settle(done.value(), None)
-        except BaseException as error:
-            failure = as_exception(error)
-            entry.settle(None, failure)
-        finally:
-            stored._settle(None, failure)
-            keeper.books.settle(entry)
-
-    value.add_done_callback(store)
-    return stored

@@ -7,19 +7,17 @@ other workers call.
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from telegrad.errors import InternalError, StaleReference, TelegradError, as_exception, text_of
-from telegrad.futures import Future
-from telegrad.refs.counts import ObjectKey, ReferenceCounts
+from telegrad.errors import InternalError, StaleReference, TelegradError, text_of
+from telegrad.refs.held_references import HeldReferences
 from telegrad.refs.messages import MessageInbox, MessageOutbox, ReferenceMessage
+from telegrad.refs.owned_objects import ObjectKey, OwnedObjects
 from telegrad.runtime import active_runtime
-from telegrad.server.functions import DeferredReply, internal, trusted
+from telegrad.server.functions import internal
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
@@ -35,7 +33,12 @@ _log = logging.getLogger(__name__)
 class ReferenceManager:
     def __init__(self, agent: AgentRuntime) -> None:
         self.agent = agent
-        self.books = ReferenceCounts(agent)
+        me = agent.local_member.incarnation
+        # One lock for both sides: the garbage collector may run a destructor while one of them is
+        # locked, and that may use the other.
+        lock = threading.RLock()
+        self.owned = OwnedObjects(me, lock)
+        self.held = HeldReferences(me, lock)
         self.inbox = MessageInbox(self._apply)
         self._outboxes: dict[str, MessageOutbox] = {}
         self._lock = threading.Lock()
@@ -44,7 +47,7 @@ class ReferenceManager:
         self.pending: set[ObjectKey] = set()  # creations that their owners have not confirmed
         agent.on_loss(self._lost)
         agent.on_close(self._report_leftovers)
-        agent.on_end(self.books.close)
+        agent.on_end(self.owned.close)
         agent.add_statistics(self.statistics)
         agent.clock.every(_SWEEP_EVERY, self._tick)
         agent.clock.every(_AUDIT_EVERY, lambda: agent.threads.start(self.audit))
@@ -58,8 +61,8 @@ class ReferenceManager:
 
     def __repr__(self) -> str:
         return (
-            f"<ReferenceManager of {self.agent.name}: {self.books!r}, {self.inbox!r}, "
-            f"{list(self._outboxes.values())}>"
+            f"<ReferenceManager of {self.agent.name}: {self.owned!r}, {self.held!r}, "
+            f"{self.inbox!r}, {list(self._outboxes.values())}>"
         )
 
     def note(self, owner_name: str, owner: str, *notes: ReferenceMessage) -> None:
@@ -84,14 +87,16 @@ class ReferenceManager:
         """Give back what died here since the last time."""
         me = self.agent.local_member.incarnation
         by_owner: dict[str, list[ReferenceMessage]] = {}
-        for owner, key, count in self.books.sweep():
+        released, own = self.held.sweep()
+        self.owned.drop(own)
+        for owner, key, count in released:
             by_owner.setdefault(owner, []).append(("release", key, me, count))
         for owner, notes in by_owner.items():
             self.note(self._name_of(owner), owner, *notes)
 
     def sweep_if_many(self) -> None:
         """Let the clock sweep at once if many references have died: a loop that makes and drops them is faster."""
-        if self.books.dropped > _SWEEP_AT and not self._sweeping:
+        if self.held.dropped > _SWEEP_AT and not self._sweeping:
             self._sweeping = True
             self.agent.clock.at(time.monotonic(), self._sweep_now)
 
@@ -116,13 +121,13 @@ class ReferenceManager:
         if self.agent.closing:
             return
         suspected: dict[tuple[str, ObjectKey], float] = {}
-        for holder, keys in self.books.suspects(time.monotonic()).items():
+        for holder, keys in self.owned.suspects(time.monotonic()).items():
             known = self._ask(holder, [key for key, _ in keys])
             for (key, moved), is_known in zip(keys, known, strict=True):
                 if is_known:
                     continue
                 if self._suspected.get((holder, key)) == moved:
-                    self.books.write_off(key, holder, moved)
+                    self.owned.write_off(key, holder, moved)
                 else:
                     suspected[holder, key] = moved
         self._suspected = suspected
@@ -130,13 +135,15 @@ class ReferenceManager:
     def statistics(self) -> dict[str, int]:
         unacknowledged = sum(outbox.unacknowledged for outbox in list(self._outboxes.values()))
         return {
-            **self.books.statistics(),
+            **self.owned.statistics(),
+            **self.held.statistics(),
             "unconfirmed_creations": len(self.pending),
             "unacknowledged_reference_messages": unacknowledged,
         }
 
     def _report_leftovers(self) -> None:
-        left = {name: count for name, count in self.books.statistics().items() if count}
+        counts = {**self.owned.statistics(), **self.held.statistics()}
+        left = {name: count for name, count in counts.items() if count}
         if left:
             _log.info("worker %r leaves while references are alive: %s", self.agent.name, left)
 
@@ -158,13 +165,14 @@ class ReferenceManager:
         return self.agent.directory.name_of(incarnation)
 
     def _tick(self) -> None:
-        if self.books.dropped:
+        if self.held.dropped:
             self.agent.threads.start(self.sweep)
 
     def _lost(self, name: str, incarnation: str) -> None:
         self._outboxes.pop(incarnation, None)
         self.inbox.forget(incarnation)
-        self.books.lost(incarnation)
+        self.owned.lost(incarnation)
+        self.held.lost(incarnation)
 
     def _watch(self, holder: str) -> None:
         """Somebody else gave this worker a reference to an object of ours: its death must not go unnoticed."""
@@ -175,12 +183,12 @@ class ReferenceManager:
     def _apply(self, note: ReferenceMessage) -> None:
         kind, key, *rest = note
         if kind == "lend":
-            self.books.lend(key, *rest)
+            self.owned.lend(key, *rest)
             self._watch(rest[0])
         elif kind == "release":
-            self.books.release(key, *rest)
+            self.owned.release(key, *rest)
         elif kind == "void":
-            self.books.void(key, *rest)
+            self.owned.void(key, *rest)
         else:
             raise InternalError(f"an unknown note {note}")
 
@@ -203,51 +211,4 @@ def _deliver(owner: str, sender: str, number: int, notes: list[ReferenceMessage]
 
 @internal
 def _known(owner: str, keys: list[ObjectKey]) -> list[bool]:
-    return ReferenceManager.of(active_runtime()).books.known(owner, keys)
-
-
-@trusted
-def fetch(owner: str, key: tuple[str, int]) -> Any:
-    """The value of an object, as soon as there is one."""
-    entry = owner_manager(owner).books.find(ObjectKey(*key))
-    return entry.value() if entry.done else DeferredReply(entry.future)
-
-
-def with_object(
-    owner: str, key: tuple[str, int], run: Callable[[ReferenceManager, Any], Any]
-) -> Any:
-    """At the owner: run something with an object. If it is still being made, later, and no thread waits for that.
-
-    The key comes as a plain tuple: a class of its own takes a third of the time to pack and unpack a call.
-    """
-    keeper = owner_manager(owner)
-    entry = keeper.books.find(ObjectKey(*key))
-    if entry.done:
-        return run(keeper, entry.value())
-    result: Future[Any] = Future()
-    later = DeferredReply(result)
-
-    def complete(done: Any) -> None:
-        try:
-            result._settle(done.value(), None)
-        except BaseException as error:
-            result._settle(None, as_exception(error))
-
-    def run_now() -> None:
-        try:
-            outcome = run(keeper, entry.value())
-        except BaseException as error:
-            result._settle(None, as_exception(error))
-            return
-        if type(outcome) is DeferredReply:
-            later.given_up = outcome.given_up
-            outcome.future.add_done_callback(complete)
-        else:
-            result._settle(outcome, None)
-
-    context = contextvars.copy_context()  # of the call: its scope, for one
-    threads, clock = keeper.agent.threads, keeper.agent.clock
-    entry.future.add_done_callback(
-        lambda _: threads.start_when_possible(lambda: context.run(run_now), clock)
-    )
-    return later
+    return ReferenceManager.of(active_runtime()).held.known(owner, keys)

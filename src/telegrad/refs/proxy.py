@@ -6,60 +6,17 @@ by name. At the owner it finds the object (waiting, without a thread, for one th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import UsageError
 from telegrad.futures import Future
-from telegrad.refs.manager import ReferenceManager, with_object
-from telegrad.server.functions import ASYNC_MARK, DeferredReply, served_form, trusted
+from telegrad.refs.owner_calls import method, pull
 
 if TYPE_CHECKING:
     from telegrad.refs.rref import RRef
 
 Send = Callable[[Any, float, tuple[Any, ...], dict[str, Any]], Any]
-
-
-@trusted
-class MethodCall:
-    """Calls the method of this name on an object of the worker that it runs on."""
-
-    pickles_by_reference = True
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.__qualname__ = f"method {name}"
-
-    def __call__(self, owner: str, key: tuple[str, int], /, *args: Any, **kwargs: Any) -> Any:
-        return with_object(
-            owner, key, lambda keeper, target: self._invoke(keeper, target, args, kwargs)
-        )
-
-    def _invoke(
-        self, keeper: ReferenceManager, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        function = getattr(target, self._name)
-        if not keeper.agent.allowed(getattr(function, "__func__", function)):
-            raise UsageError(
-                f"worker {keeper.agent.name!r} serves only registered functions; {self._name} is not one"
-            )
-        served = served_form(function)
-        outcome = served(*args, **kwargs)
-        if served is not function:
-            return outcome  # it says itself whether it answers later
-        return (
-            DeferredReply(outcome) if getattr(function, ASYNC_MARK, None) is not None else outcome
-        )
-
-    def __reduce__(self) -> tuple[Callable[[str], MethodCall], tuple[str]]:
-        return method, (self._name,)
-
-
-@functools.lru_cache(maxsize=4096)
-def method(name: str) -> MethodCall:
-    """The one `MethodCall` of this name."""
-    return MethodCall(name)
 
 
 class Proxy:
@@ -135,21 +92,6 @@ class RemoteStream:
 
     def _pull(self) -> Future[tuple[list[Any], bool]]:
         future: Future[tuple[list[Any], bool]] = self._generator._start(
-            _pull, self._timeout, (self._chunk,), {}
+            pull, self._timeout, (self._chunk,), {}
         )
         return future
-
-
-@trusted
-def _pull(owner: str, key: tuple[str, int], count: int) -> Any:
-    """At the owner: the next items, and whether they are the last."""
-    return with_object(owner, key, lambda _, generator: _next_items(generator, count))
-
-
-def _next_items(generator: Any, count: int) -> tuple[list[Any], bool]:
-    items: list[Any] = []
-    for item in generator:
-        items.append(item)
-        if len(items) == count:
-            return items, False
-    return items, True

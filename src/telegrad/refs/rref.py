@@ -29,9 +29,10 @@ from telegrad.messages.packing import (
     keep_until_answered,
 )
 from telegrad.refs import proxy
-from telegrad.refs.counts import ObjectKey, OwnedObject
-from telegrad.refs.creation import Creation, create_call
-from telegrad.refs.manager import ReferenceManager, fetch, with_object
+from telegrad.refs.creation import Creation
+from telegrad.refs.manager import ReferenceManager
+from telegrad.refs.owned_objects import ObjectKey, OwnedObject
+from telegrad.refs.owner_calls import create_call, fetch, with_object
 from telegrad.runtime import DEFAULT
 from telegrad.server.functions import trusted
 from telegrad.wire import codec
@@ -67,7 +68,7 @@ class RRef(Generic[T]):
             keeper,
             runtime.local_member.info,
             runtime.local_member.incarnation,
-            keeper.books.own(value),
+            keeper.owned.own(value),
             None,
         )
 
@@ -84,7 +85,7 @@ class RRef(Generic[T]):
         self._owner = owner
         self._key = key
         self._creation = creation
-        keeper.books.watch(self, owner, key)
+        keeper.held.watch(self, owner, key)
         return self
 
     def __repr__(self) -> str:
@@ -188,7 +189,7 @@ class RRef(Generic[T]):
         return self._keeper.agent
 
     def _entry(self) -> OwnedObject:
-        return self._keeper.books.find(self._key)
+        return self._keeper.owned.find(self._key)
 
     def _raise_failed_creation(self) -> None:
         if self._creation is not None and self._creation.done():
@@ -287,16 +288,16 @@ def remote(
     keeper.sweep_if_many()
     member = runtime.member(to)
     owner, here = member.incarnation, member.incarnation == runtime.local_member.incarnation
-    key = keeper.books.next_key(owner)
+    key = keeper.owned.next_key() if here else keeper.held.next_key(owner)
     # The reference exists before it is counted: if this is interrupted, its end gives back what was
     # counted.
     rref: RRef[T] = RRef.__new__(RRef)
     rref._fill(keeper, member.info, owner, key, None)
     try:
         if here:
-            keeper.books.create(key)
+            keeper.owned.create(key)
         else:
-            keeper.books.receive(owner, key)
+            keeper.held.receive(owner, key)
         keeper.pending.add(key)
         rref._creation = creation = Creation(keeper, member.name, owner, key)
         run, args = create_call(function), (owner, tuple(key), *args)
@@ -307,7 +308,10 @@ def remote(
     except BaseException as error:
         keeper.pending.discard(key)
         if isinstance(error, Exception):  # it was not sent; an interrupt may have come after it was
-            keeper.books.cancel(owner, key)
+            if here:
+                keeper.owned.cancel(key)
+            else:
+                keeper.held.cancel(owner, key)
         keeper.void(member.name, owner, key, error)
         raise
     return rref
@@ -341,7 +345,10 @@ def _rebuild(name: str, rank: int, owner: str, creator: str, number: int) -> RRe
     keeper, key = ReferenceManager.of(envelope.agent), ObjectKey(creator, number)
     rref: RRef[Any] = RRef.__new__(RRef)
     rref._fill(keeper, WorkerInfo(name, rank), owner, key, None)
-    keeper.books.receive(owner, key)
+    if owner == envelope.agent.local_member.incarnation:
+        keeper.owned.receive(key)
+    else:
+        keeper.held.receive(owner, key)
     return rref
 
 
@@ -352,7 +359,7 @@ def _rebuild_at_home(creator: str, number: int) -> RRef[Any]:
         raise SerializationError("a reference arrived outside a call")
     agent, key = envelope.agent, ObjectKey(creator, number)
     keeper = ReferenceManager.of(agent)
-    keeper.books.come_home(key)
+    keeper.owned.come_home(key)
     rref: RRef[Any] = RRef.__new__(RRef)
     return rref._fill(keeper, agent.local_member.info, agent.local_member.incarnation, key, None)
 

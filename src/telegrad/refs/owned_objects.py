@@ -25,17 +25,12 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
-from collections import defaultdict, deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from telegrad.errors import PeerLost, StaleReference
 from telegrad.futures import Future
-from telegrad.interpreter import snapshot
-
-if TYPE_CHECKING:
-    from telegrad.runtime import AgentRuntime
 
 AUDIT_AFTER = 10.0
 _settling = threading.Lock()
@@ -151,47 +146,26 @@ class OwnedObject:
         )
 
 
-class ReferenceWatch(weakref.ref[Any]):
-    """Watches a reference. Its callback is a C function, so no signal handler can interrupt it."""
+class OwnedObjects:
+    """The objects that one agent owns."""
 
-    __slots__ = ("key", "owner")
-
-    owner: str
-    key: ObjectKey
-
-
-@dataclass(eq=False)
-class UserCount:
-    """References of this worker to an object of another."""
-
-    received: int = 0
-    alive: int = 0
-
-
-class ReferenceCounts:
-    """The books of one agent: objects it owns, and objects of others that it refers to."""
-
-    def __init__(self, agent: AgentRuntime) -> None:
-        self._me = agent.local_member.incarnation
-        self._lock = threading.RLock()
+    def __init__(self, me: str, lock: threading.RLock) -> None:
+        self._me = me
+        self._lock = lock
         self._entries: dict[ObjectKey, OwnedObject] = {}
         self._closed = False  # what has not arrived will not come
         self._arrivals: defaultdict[str, SequenceSet] = defaultdict(SequenceSet)
-        self._holdings: dict[tuple[str, ObjectKey], UserCount] = {}
         self._lost: set[str] = set()
-        # the `ReferenceWatch` of each reference that died
-        self._dropped: deque[weakref.ref[Any]] = deque()
-        self._watching: dict[int, ReferenceWatch] = {}
         self._next = 0
-        self._next_for: defaultdict[str, int] = defaultdict(int)
 
     def __repr__(self) -> str:
-        return (
-            f"<ReferenceCounts: {len(self._entries)} owned, {len(self._holdings)} held, "
-            f"{len(self._dropped)} to sweep>"
-        )
+        return f"<OwnedObjects: {len(self._entries)}>"
 
-    # The owner's side
+    def next_key(self) -> ObjectKey:
+        """A name for an object that this worker is about to create."""
+        with self._lock:
+            self._next += 1
+            return ObjectKey(self._me, self._next)
 
     def own(self, value: Any) -> ObjectKey:
         """A new object of this worker, with one reference here."""
@@ -259,6 +233,33 @@ class ReferenceCounts:
                 entry.settle(None, PeerLost(_LEFT))
         return entry
 
+    def receive(self, key: ObjectKey) -> None:
+        """A reference has arrived here."""
+        with self._lock:
+            entry = self.find(key)
+            entry.here += 1
+            entry.count(self._me, -1)
+
+    def come_home(self, key: ObjectKey) -> None:
+        """A reference to an object of this worker has arrived, from one who holds another meanwhile."""
+        with self._lock:
+            self.find(key).here += 1
+
+    def cancel(self, key: ObjectKey) -> None:
+        """Undo the making of a reference that `remote` could not send."""
+        with self._lock:
+            self._entries.pop(key, None)
+            self._arrivals[self._me].add(key.number)
+
+    def drop(self, keys: Iterable[ObjectKey]) -> None:
+        """References of this worker have died, one per key."""
+        with self._lock:
+            for key in keys:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    entry.here -= 1
+                    self._discard_unwanted(entry)
+
     def lend(self, key: ObjectKey, holder: str) -> None:
         """A reference is on its way to `holder`."""
         with self._lock:
@@ -286,9 +287,6 @@ class ReferenceCounts:
                     continue
                 entry.balance.pop(holder, None)
                 self._discard_unwanted(entry)
-            for owned_by, key in list(self._holdings):
-                if owned_by == holder:
-                    del self._holdings[owned_by, key]
         for entry in orphans:
             entry.settle(None, PeerLost("the worker that was creating this object died"))
 
@@ -319,99 +317,14 @@ class ReferenceCounts:
                 entry.balance.pop(holder, None)
                 self._discard_unwanted(entry)
 
-    def _discard_unwanted(self, entry: OwnedObject) -> None:
-        if not entry.wanted and entry.done:
-            self._entries.pop(entry.key, None)
-
-    # The user's side
-
-    def next_key(self, owner: str) -> ObjectKey:
-        """A name for an object that this worker is about to create at `owner`."""
-        with self._lock:
-            if owner == self._me:
-                self._next += 1
-                return ObjectKey(self._me, self._next)
-            self._next_for[owner] += 1
-            return ObjectKey(self._me, self._next_for[owner])
-
-    def receive(self, owner: str, key: ObjectKey) -> None:
-        """A reference has arrived here (or was made here by `remote`)."""
-        with self._lock:
-            if owner == self._me:
-                entry = self.find(key)
-                entry.here += 1
-                entry.count(self._me, -1)
-                return
-            holding = self._holdings.setdefault((owner, key), UserCount())
-            holding.received += 1
-            holding.alive += 1
-
-    def come_home(self, key: ObjectKey) -> None:
-        """A reference to an object of this worker has arrived, from one who holds another meanwhile."""
-        with self._lock:
-            self.find(key).here += 1
-
-    def cancel(self, owner: str, key: ObjectKey) -> None:
-        """Undo the making of a reference that `remote` could not send."""
-        with self._lock:
-            self._holdings.pop((owner, key), None)
-            if owner == self._me:
-                self._entries.pop(key, None)
-                self._arrivals[self._me].add(key.number)
-
-    def watch(self, rref: Any, owner: str, key: ObjectKey) -> None:
-        """Notice when a reference dies. The garbage collector tells, at any moment, in any thread: it takes no lock."""
-        lifetime = ReferenceWatch(rref, self._dropped.append)
-        lifetime.owner = owner
-        lifetime.key = key
-        self._watching[id(lifetime)] = lifetime
-
-    @property
-    def dropped(self) -> int:
-        """References that died and are not counted yet."""
-        return len(self._dropped)
-
-    def sweep(self) -> list[tuple[str, ObjectKey, int]]:
-        """Count the references that died since the last time. What is to be given back, and to whom."""
-        released: list[tuple[str, ObjectKey, int]] = []
-        with self._lock:
-            for _ in range(len(self._dropped)):
-                lifetime = self._dropped.popleft()
-                assert isinstance(lifetime, ReferenceWatch)
-                self._watching.pop(id(lifetime), None)
-                owner, key = lifetime.owner, lifetime.key
-                if owner == self._me:
-                    entry = self._entries.get(key)
-                    if entry is not None:
-                        entry.here -= 1
-                        self._discard_unwanted(entry)
-                    continue
-                holding = self._holdings.get((owner, key))
-                if holding is None:
-                    continue  # its owner was lost
-                holding.alive -= 1
-                if holding.alive <= 0:  # less if `receive` was interrupted
-                    del self._holdings[owner, key]
-                    released.append((owner, key, holding.received))
-        return released
-
-    def known(self, owner: str, keys: list[ObjectKey]) -> list[bool]:
-        """Which of these objects of `owner` this worker refers to, or is about to give back."""
-        with self._lock:
-            dropped = {
-                (each.owner, each.key)
-                for each in snapshot(self._dropped)
-                if isinstance(each, ReferenceWatch)
-            }
-            return [(owner, key) in self._holdings or (owner, key) in dropped for key in keys]
-
-    # For people and tests
-
     def statistics(self) -> dict[str, int]:
         with self._lock:
             return {
                 "owned_objects": sum(entry.created for entry in self._entries.values()),
                 "references_of_others": sum(len(entry.balance) for entry in self._entries.values()),
                 "objects_not_created": sum(not entry.created for entry in self._entries.values()),
-                "held_objects": len(self._holdings),
             }
+
+    def _discard_unwanted(self, entry: OwnedObject) -> None:
+        if not entry.wanted and entry.done:
+            self._entries.pop(entry.key, None)
