@@ -135,12 +135,12 @@ def until(condition: Callable[[], bool], state: Callable[[], str] = str) -> None
         pause.wait(0.002)
 
 
-def figures(agent: Agent) -> dict[str, int]:
+def reference_statistics(agent: Agent) -> dict[str, int]:
     return ReferenceManager.of(agent._runtime).statistics()
 
 
 def owned(agent: Agent) -> int:
-    return figures(agent)["owned_objects"]
+    return reference_statistics(agent)["owned_objects"]
 
 
 gates: dict[str, threading.Event] = {}

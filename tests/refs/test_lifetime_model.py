@@ -54,12 +54,14 @@ class Waiting(NamedTuple):
 class Held(NamedTuple):
     """A call that has arrived at its callee and has not begun."""
 
-    inbound: ServerConnection
+    connection: ServerConnection
     frame: Frame
 
     def run(self) -> None:
-        target = self.inbound._target(self.frame)
-        self.inbound._host.threads.start(lambda: self.inbound._execute(self.frame, target))
+        served_function = self.connection._target(self.frame)
+        self.connection._host.threads.start(
+            lambda: self.connection._execute(self.frame, served_function)
+        )
 
 
 _transmit = MessageOutbox._transmit
@@ -83,12 +85,12 @@ class Lives(RuleBasedStateMachine):
         MessageOutbox._transmit = lambda *batch: under_way.append(batch)  # type: ignore[method-assign]
         held = self.held
 
-        def hold(inbound: ServerConnection, frame: Frame) -> None:
-            target = inbound._target(frame) if frame.kind == Kind.CALL else None
-            if target is not None and target.name in HELD:
-                held.append(Held(inbound, frame))
+        def hold(connection: ServerConnection, frame: Frame) -> None:
+            served_function = connection._target(frame) if frame.kind == Kind.CALL else None
+            if served_function is not None and served_function.name in HELD:
+                held.append(Held(connection, frame))
             else:
-                _handle(inbound, frame)
+                _handle(connection, frame)
 
         ServerConnection.handle = hold  # type: ignore[method-assign]
 
@@ -218,10 +220,10 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: len(self.dead) < 2)
     def kill(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.living()))
-        for outbox, number, notes in list(self.under_way):
+        for outbox, sequence_number, messages in list(self.under_way):
             # what a worker has sent arrives before the end of its connection does
-            if outbox._agent.name == name:
-                self.deliver_one((outbox, number, notes))
+            if outbox._runtime.name == name:
+                self.deliver_one((outbox, sequence_number, messages))
         self.dead.add(name)
         self.cluster.kill(name)
         for slot, (holder, _, _) in list(self.holders.items()):
@@ -286,7 +288,7 @@ class Lives(RuleBasedStateMachine):
                 assert call.future.wait() == call.thing
         self.waiting.clear()
         for name in wanted:
-            assert objects.figures(self.agent(name))["objects_not_created"] == 0
+            assert objects.reference_statistics(self.agent(name))["objects_not_created"] == 0
 
 
 Lives.TestCase.settings = settings(

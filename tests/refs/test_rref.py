@@ -166,7 +166,7 @@ def test_a_creation_can_be_cancelled(w0: Agent) -> None:
         assert unwanted._get_future().cancel()
         with pytest.raises(CallCancelled):
             unwanted.to_here()
-        assert objects.figures(w0)["unconfirmed_creations"] == 0
+        assert objects.reference_statistics(w0)["unconfirmed_creations"] == 0
     finally:
         objects.gates["cancelled"].set()
 
@@ -235,7 +235,7 @@ def test_an_object_lives_while_somebody_refers_to_it(trio: LocalCluster, w0: Age
     thing.to_here()
     assert owned(w1) == 1
     del thing
-    until(lambda: objects.figures(w0)["held_objects"] == 0)
+    until(lambda: objects.reference_statistics(w0)["held_objects"] == 0)
     assert owned(w1) == 1
     assert objects.count_alive("watched") == 1
     w0.call("w2", objects.release, "a")
@@ -248,17 +248,17 @@ def test_a_reference_that_is_an_argument_for_its_owner_costs_no_note(
 ) -> None:
     thing = remote("w1", Thing, ("home",), agent=w0)
     thing.to_here()
-    notes: list[Any] = []
-    keeper = ReferenceManager.of(w0._runtime)
-    note = keeper.note
-    keeper.note = lambda *args: (notes.append(args), note(*args))  # type: ignore[method-assign,assignment,return-value]
+    messages: list[Any] = []
+    manager = ReferenceManager.of(w0._runtime)
+    send_messages = manager.send_messages
+    manager.send_messages = lambda *args: (messages.append(args), send_messages(*args))  # type: ignore[method-assign,assignment,return-value]
     for _ in range(3):
         assert w0.call("w1", objects.local, thing) == "home"
         assert w0.submit("w1", objects.local, thing).wait() == "home"
-    assert not notes
+    assert not messages
     del thing
     until(lambda: owned(trio["w1"]) == 0)
-    assert len(notes) == 1  # it was given back
+    assert len(messages) == 1  # it was given back
 
 
 def test_an_argument_for_its_owner_lives_as_long_as_the_call(trio: LocalCluster, w0: Agent) -> None:
@@ -273,7 +273,7 @@ def test_an_argument_for_its_owner_lives_as_long_as_the_call(trio: LocalCluster,
     objects.gates["busy"].set()
     slow.wait()
     kept.wait()
-    until(lambda: objects.figures(w0)["held_objects"] == 0)
+    until(lambda: objects.reference_statistics(w0)["held_objects"] == 0)
     assert owned(w1) == 1
     assert objects.kept["w1", "a"].local_value().value == "home"
     objects.kept.clear()
@@ -285,7 +285,7 @@ def test_the_death_of_a_user_gives_up_its_references(trio: LocalCluster, w0: Age
     thing = remote("w1", Thing, agent=w0)
     w0.call("w2", objects.keep, "a", thing)
     del thing
-    until(lambda: objects.figures(w0)["held_objects"] == 0)
+    until(lambda: objects.reference_statistics(w0)["held_objects"] == 0)
     trio.kill("w2")
     until(lambda: owned(w1) == 0)
 
@@ -327,8 +327,8 @@ def test_an_argument_that_cannot_be_sent_leaves_nothing(trio: LocalCluster, w0: 
     with pytest.raises(SerializationError):
         remote("w1", Thing, (threading.Lock(),), agent=w0)
     assert remote("w1", Thing, (2,), agent=w0).rpc_sync().get() == 2
-    until(lambda: objects.figures(w0)["held_objects"] == 0)
-    until(lambda: objects.figures(trio["w1"])["objects_not_created"] == 0)
+    until(lambda: objects.reference_statistics(w0)["held_objects"] == 0)
+    until(lambda: objects.reference_statistics(trio["w1"])["objects_not_created"] == 0)
 
 
 def test_many_short_lived_references_leave_nothing(trio: LocalCluster, w0: Agent) -> None:
@@ -338,7 +338,11 @@ def test_many_short_lived_references_leave_nothing(trio: LocalCluster, w0: Agent
             assert w0.call("w2", objects.use, thing) == number
     del thing
     for agent in trio:
-        until(lambda agent=agent: owned(agent) == 0 and objects.figures(agent)["held_objects"] == 0)
+        until(
+            lambda agent=agent: (
+                owned(agent) == 0 and objects.reference_statistics(agent)["held_objects"] == 0
+            )
+        )
 
 
 def test_a_tensor_that_lives_elsewhere(w0: Agent) -> None:
@@ -367,6 +371,6 @@ def test_an_object_that_is_asked_for_after_its_owner_has_left_never_comes(
     agent = cluster(2)["w0"]
     owned_objects = ReferenceManager.of(agent._runtime).owned
     agent.close()
-    entry = owned_objects.find(ObjectKey("an incarnation that has created nothing yet", 1))
+    owned_object = owned_objects.find(ObjectKey("an incarnation that has created nothing yet", 1))
     with pytest.raises(PeerLost, match="left the group"):
-        entry.value(PATIENCE)
+        owned_object.value(PATIENCE)

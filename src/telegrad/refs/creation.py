@@ -12,31 +12,33 @@ from telegrad.futures import Future
 from telegrad.refs.manager import ReferenceManager
 from telegrad.refs.owned_objects import ObjectKey
 
-_settling = threading.Lock()
+_settle_lock = threading.Lock()
 _log = logging.getLogger(__name__)
 
 
 class Creation:
     """A creation as its creator sees it. Its future is made when somebody asks for it, which few do.
 
-    State: `_done` and `error`, under `_settling`; set once.
+    State: `_done` and `error`, under `_settle_lock`; set once.
     """
 
     __slots__ = (
         "_arrivals",
         "_done",
         "_future",
-        "_keeper",
         "_key",
-        "_name",
+        "_manager",
         "_on_cancel",
         "_owner",
+        "_owner_name",
         "error",
     )
 
-    def __init__(self, keeper: ReferenceManager, name: str, owner: str, key: ObjectKey) -> None:
-        self._keeper = keeper
-        self._name = name
+    def __init__(
+        self, manager: ReferenceManager, owner_name: str, owner: str, key: ObjectKey
+    ) -> None:
+        self._manager = manager
+        self._owner_name = owner_name
         self._owner = owner
         self._key = key
         self._arrivals: Sequence[Any] = ()
@@ -52,10 +54,10 @@ class Creation:
     @property
     def future(self) -> Future[Any]:
         """A future that completes when the owner has the object, or fails as its creation did."""
-        made: Future[Any] = Future()
-        with _settling:
-            future = self._future = self._future or made
-        if future is made:
+        new_future: Future[Any] = Future()
+        with _settle_lock:
+            future = self._future = self._future or new_future
+        if future is new_future:
             future._on_cancel = self._on_cancel
             future.add_done_callback(self._ended)
         if self._done:
@@ -77,22 +79,25 @@ class Creation:
     def _settle(self, value: Any, error: Exception | None) -> bool:
         """The object is there, or the creation has failed.
 
-        If it failed before the owner made an entry (it was never sent, or its arguments could not be unpickled there),
-        the owner must not wait for it. For an object that has an entry, the note changes nothing.
+        If it failed before the owner made an entry (it was never sent, or its arguments could not
+        be unpickled there), the owner must not wait for it. For an object that has an entry, the
+        note changes nothing.
         """
         first = False
         try:
-            with _settling:
+            with _settle_lock:
                 if not self._done:
                     self.error, self._done, first = error, True, True
-            self._keeper.pending.discard(self._key)
+            self._manager.pending_creations.discard(self._key)
             may_come = (
                 error is None or isinstance(error, CallCancelled) or getattr(error, "sent", False)
             )
             if first and not may_come:
-                self._keeper.void(self._name, self._owner, self._key, error)
+                self._manager.void_creation(self._owner_name, self._owner, self._key, error)
         except Exception:
-            _log.exception("%r could not be told that an object will not be created", self._name)
+            _log.exception(
+                "%r could not be told that an object will not be created", self._owner_name
+            )
         finally:  # whatever was raised meanwhile: whoever waits must be woken
             if self._done and self._future is not None:
                 self._future._settle(None, self.error)

@@ -32,42 +32,42 @@ class UserCount:
 class HeldReferences:
     """The references that one agent holds: to objects of other workers and to its own."""
 
-    def __init__(self, me: str, lock: threading.RLock) -> None:
-        self._me = me
+    def __init__(self, local_incarnation: str, lock: threading.RLock) -> None:
+        self._local_incarnation = local_incarnation
         self._lock = lock
-        self._holdings: dict[tuple[str, ObjectKey], UserCount] = {}
+        self._counts: dict[tuple[str, ObjectKey], UserCount] = {}
         # the `ReferenceWatch` of each reference that died
         self._dropped: deque[weakref.ref[Any]] = deque()
-        self._watching: dict[int, ReferenceWatch] = {}
-        self._next_for: defaultdict[str, int] = defaultdict(int)
+        self._watches: dict[int, ReferenceWatch] = {}
+        self._last_sequence_number: defaultdict[str, int] = defaultdict(int)
 
     def __repr__(self) -> str:
-        return f"<HeldReferences: {len(self._holdings)}, {len(self._dropped)} to sweep>"
+        return f"<HeldReferences: {len(self._counts)}, {len(self._dropped)} to sweep>"
 
     def next_key(self, owner: str) -> ObjectKey:
         """A name for an object that this worker is about to create at `owner`."""
         with self._lock:
-            self._next_for[owner] += 1
-            return ObjectKey(self._me, self._next_for[owner])
+            self._last_sequence_number[owner] += 1
+            return ObjectKey(self._local_incarnation, self._last_sequence_number[owner])
 
     def receive(self, owner: str, key: ObjectKey) -> None:
         """A reference has arrived here (or was made here by `remote`)."""
         with self._lock:
-            holding = self._holdings.setdefault((owner, key), UserCount())
-            holding.received += 1
-            holding.alive += 1
+            count = self._counts.setdefault((owner, key), UserCount())
+            count.received += 1
+            count.alive += 1
 
     def cancel(self, owner: str, key: ObjectKey) -> None:
         """Undo the making of a reference that `remote` could not send."""
         with self._lock:
-            self._holdings.pop((owner, key), None)
+            self._counts.pop((owner, key), None)
 
     def watch(self, rref: Any, owner: str, key: ObjectKey) -> None:
         """Notice when a reference dies. The garbage collector tells, at any moment, in any thread: it takes no lock."""
-        lifetime = ReferenceWatch(rref, self._dropped.append)
-        lifetime.owner = owner
-        lifetime.key = key
-        self._watching[id(lifetime)] = lifetime
+        reference_watch = ReferenceWatch(rref, self._dropped.append)
+        reference_watch.owner = owner
+        reference_watch.key = key
+        self._watches[id(reference_watch)] = reference_watch
 
     @property
     def dropped(self) -> int:
@@ -80,39 +80,39 @@ class HeldReferences:
         own: list[ObjectKey] = []
         with self._lock:
             for _ in range(len(self._dropped)):
-                lifetime = self._dropped.popleft()
-                assert isinstance(lifetime, ReferenceWatch)
-                self._watching.pop(id(lifetime), None)
-                owner, key = lifetime.owner, lifetime.key
-                if owner == self._me:
+                reference_watch = self._dropped.popleft()
+                assert isinstance(reference_watch, ReferenceWatch)
+                self._watches.pop(id(reference_watch), None)
+                owner, key = reference_watch.owner, reference_watch.key
+                if owner == self._local_incarnation:
                     own.append(key)
                     continue
-                holding = self._holdings.get((owner, key))
-                if holding is None:
+                count = self._counts.get((owner, key))
+                if count is None:
                     continue  # its owner was lost
-                holding.alive -= 1
-                if holding.alive <= 0:  # less if `receive` was interrupted
-                    del self._holdings[owner, key]
-                    released.append((owner, key, holding.received))
+                count.alive -= 1
+                if count.alive <= 0:  # less if `receive` was interrupted
+                    del self._counts[owner, key]
+                    released.append((owner, key, count.received))
         return released, own
 
-    def known(self, owner: str, keys: list[ObjectKey]) -> list[bool]:
+    def holds(self, owner: str, keys: list[ObjectKey]) -> list[bool]:
         """Which of these objects of `owner` this worker refers to, or is about to give back."""
         with self._lock:
             dropped = {
-                (each.owner, each.key)
-                for each in snapshot(self._dropped)
-                if isinstance(each, ReferenceWatch)
+                (reference_watch.owner, reference_watch.key)
+                for reference_watch in snapshot(self._dropped)
+                if isinstance(reference_watch, ReferenceWatch)
             }
-            return [(owner, key) in self._holdings or (owner, key) in dropped for key in keys]
+            return [(owner, key) in self._counts or (owner, key) in dropped for key in keys]
 
-    def lost(self, owner: str) -> None:
+    def remove_owner(self, owner: str) -> None:
         """A worker is gone, and its objects with it."""
         with self._lock:
-            for owned_by, key in list(self._holdings):
-                if owned_by == owner:
-                    del self._holdings[owned_by, key]
+            for count_owner, key in list(self._counts):
+                if count_owner == owner:
+                    del self._counts[count_owner, key]
 
     def statistics(self) -> dict[str, int]:
         with self._lock:
-            return {"held_objects": len(self._holdings)}
+            return {"held_objects": len(self._counts)}

@@ -1,8 +1,8 @@
 """`ReferenceManager`: everything an agent has to do with references. One per agent, made on first use.
 
-It joins the books (`ownership`) with the agent: notes go out and come in, dropped references are swept on the clock,
-lost workers are written off, balances that look wrong are audited, and the functions at the end of this file are what
-other workers call.
+It joins the books (`ownership`) with the agent: notes go out and come in, dropped references are
+swept on the clock, lost workers are written off, balances that look wrong are audited, and the
+functions at the end of this file are what other workers call.
 """
 
 from __future__ import annotations
@@ -23,82 +23,84 @@ if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
 _SWEEP_EVERY = 0.05
-_SWEEP_AT = 1000
+_SWEEP_THRESHOLD = 1000
 _AUDIT_EVERY = 5.0
-_PATIENCE = 30.0
+_AUDIT_TIMEOUT = 30.0
 
 _log = logging.getLogger(__name__)
 
 
 class ReferenceManager:
-    def __init__(self, agent: AgentRuntime) -> None:
-        self.agent = agent
-        me = agent.local_member.incarnation
+    def __init__(self, runtime: AgentRuntime) -> None:
+        self.runtime = runtime
+        local_incarnation = runtime.local_member.incarnation
         # One lock for both sides: the garbage collector may run a destructor while one of them is
         # locked, and that may use the other.
         lock = threading.RLock()
-        self.owned = OwnedObjects(me, lock)
-        self.held = HeldReferences(me, lock)
-        self.inbox = MessageInbox(self._apply)
+        self.owned = OwnedObjects(local_incarnation, lock)
+        self.held = HeldReferences(local_incarnation, lock)
+        self.inbox = MessageInbox(self._apply_message)
         self._outboxes: dict[str, MessageOutbox] = {}
         self._lock = threading.Lock()
-        self._suspected: dict[tuple[str, ObjectKey], float] = {}
-        self._watched: set[str] = set()
-        self.pending: set[ObjectKey] = set()  # creations that their owners have not confirmed
-        agent.on_loss(self._lost)
-        agent.on_close(self._report_leftovers)
-        agent.on_end(self.owned.close)
-        agent.add_statistics(self.statistics)
-        agent.clock.every(_SWEEP_EVERY, self._tick)
-        agent.clock.every(_AUDIT_EVERY, lambda: agent.threads.start(self.audit))
+        self._missing_at_last_audit: dict[tuple[str, ObjectKey], float] = {}
+        self._watched_workers: set[str] = set()
+        self.pending_creations: set[ObjectKey] = (
+            set()
+        )  # creations that their owners have not confirmed
+        runtime.on_loss(self._on_worker_lost)
+        runtime.on_close(self._report_leftovers)
+        runtime.on_end(self.owned.close)
+        runtime.add_statistics(self.statistics)
+        runtime.clock.every(_SWEEP_EVERY, self._tick)
+        runtime.clock.every(_AUDIT_EVERY, lambda: runtime.threads.start(self.audit))
         self._sweeping = False
 
     @classmethod
-    def of(cls, agent: AgentRuntime | None) -> ReferenceManager:
-        if agent is None:
+    def of(cls, runtime: AgentRuntime | None) -> ReferenceManager:
+        if runtime is None:
             raise InternalError("references need an agent")
-        return agent.service(cls)
+        return runtime.service(cls)
 
     def __repr__(self) -> str:
         return (
-            f"<ReferenceManager of {self.agent.name}: {self.owned!r}, {self.held!r}, "
+            f"<ReferenceManager of {self.runtime.name}: {self.owned!r}, {self.held!r}, "
             f"{self.inbox!r}, {list(self._outboxes.values())}>"
         )
 
-    def note(self, owner_name: str, owner: str, *notes: ReferenceMessage) -> None:
+    def send_messages(self, owner_name: str, owner: str, *messages: ReferenceMessage) -> None:
         """Tell an owner something; our own books are told directly."""
-        if owner == self.agent.local_member.incarnation:
-            for note in notes:
-                self._apply(note)
+        if owner == self.runtime.local_member.incarnation:
+            for message in messages:
+                self._apply_message(message)
             return
         with self._lock:
             outbox = self._outboxes.get(owner)
             if outbox is None:
                 outbox = self._outboxes[owner] = MessageOutbox(
-                    self.agent, owner_name, owner, _deliver
+                    self.runtime, owner_name, owner, _deliver
                 )
-        outbox.send(list(notes))
+        outbox.send(list(messages))
 
-    def export(self, owner_name: str, owner: str, key: ObjectKey, holder: str) -> None:
-        """A reference is about to be sent to `holder`: its owner must know before it leaves."""
-        self.note(owner_name, owner, ("lend", key, holder))
+    def lend(self, owner_name: str, owner: str, key: ObjectKey, user: str) -> None:
+        """A reference is about to be sent to `user`: its owner must know before it leaves."""
+        self.send_messages(owner_name, owner, ("lend", key, user))
 
     def sweep(self) -> None:
         """Give back what died here since the last time."""
-        me = self.agent.local_member.incarnation
+        local_incarnation = self.runtime.local_member.incarnation
         by_owner: dict[str, list[ReferenceMessage]] = {}
-        released, own = self.held.sweep()
-        self.owned.drop(own)
+        released, own_keys = self.held.sweep()
+        self.owned.drop_local_references(own_keys)
         for owner, key, count in released:
-            by_owner.setdefault(owner, []).append(("release", key, me, count))
-        for owner, notes in by_owner.items():
-            self.note(self._name_of(owner), owner, *notes)
+            by_owner.setdefault(owner, []).append(("release", key, local_incarnation, count))
+        for owner, messages in by_owner.items():
+            self.send_messages(self._name_of(owner), owner, *messages)
 
     def sweep_if_many(self) -> None:
         """Let the clock sweep at once if many references have died: a loop that makes and drops them is faster."""
-        if self.held.dropped > _SWEEP_AT and not self._sweeping:
+        if self.held.dropped > _SWEEP_THRESHOLD and not self._sweeping:
             self._sweeping = True
-            self.agent.clock.at(time.monotonic(), self._sweep_now)
+            self.runtime.clock.at(time.monotonic(), self._sweep_now)
 
     def _sweep_now(self) -> None:
         try:
@@ -106,11 +108,11 @@ class ReferenceManager:
         finally:
             self._sweeping = False
 
-    def void(
+    def void_creation(
         self, owner_name: str, owner: str, key: ObjectKey, error: BaseException | None
     ) -> None:
         """Tell an owner that an object will never be created: its creation failed here before it was sent."""
-        self.note(
+        self.send_messages(
             owner_name,
             owner,
             ("void", key, f"{type(error).__name__}: {text_of(error or Exception())}"),
@@ -118,26 +120,26 @@ class ReferenceManager:
 
     def audit(self) -> None:
         """Ask holders whose balance has not moved for a while whether they really hold; twice, then write off."""
-        if self.agent.closing:
+        if self.runtime.closing:
             return
-        suspected: dict[tuple[str, ObjectKey], float] = {}
-        for holder, keys in self.owned.suspects(time.monotonic()).items():
-            known = self._ask(holder, [key for key, _ in keys])
-            for (key, moved), is_known in zip(keys, known, strict=True):
-                if is_known:
+        missing: dict[tuple[str, ObjectKey], float] = {}
+        for user, keys in self.owned.unchanged_counts(time.monotonic()).items():
+            holds = self._ask_user(user, [key for key, _ in keys])
+            for (key, changed_at), is_held in zip(keys, holds, strict=True):
+                if is_held:
                     continue
-                if self._suspected.get((holder, key)) == moved:
-                    self.owned.write_off(key, holder, moved)
+                if self._missing_at_last_audit.get((user, key)) == changed_at:
+                    self.owned.clear_count(key, user, changed_at)
                 else:
-                    suspected[holder, key] = moved
-        self._suspected = suspected
+                    missing[user, key] = changed_at
+        self._missing_at_last_audit = missing
 
     def statistics(self) -> dict[str, int]:
         unacknowledged = sum(outbox.unacknowledged for outbox in list(self._outboxes.values()))
         return {
             **self.owned.statistics(),
             **self.held.statistics(),
-            "unconfirmed_creations": len(self.pending),
+            "unconfirmed_creations": len(self.pending_creations),
             "unacknowledged_reference_messages": unacknowledged,
         }
 
@@ -145,70 +147,77 @@ class ReferenceManager:
         counts = {**self.owned.statistics(), **self.held.statistics()}
         left = {name: count for name, count in counts.items() if count}
         if left:
-            _log.info("worker %r leaves while references are alive: %s", self.agent.name, left)
+            _log.info("worker %r leaves while references are alive: %s", self.runtime.name, left)
 
-    def _ask(self, holder: str, keys: list[ObjectKey]) -> list[bool]:
-        me = self.agent.local_member.incarnation
-        if holder == me:  # a message to ourselves that never arrived
+    def _ask_user(self, user: str, keys: list[ObjectKey]) -> list[bool]:
+        local_incarnation = self.runtime.local_member.incarnation
+        if user == local_incarnation:  # a message to ourselves that never arrived
             return [False] * len(keys)
         try:
-            question = self.agent.start(
-                self._name_of(holder), _known, (me, keys), None, _PATIENCE, internal=True
+            reply = self.runtime.start(
+                self._name_of(user),
+                _which_are_held,
+                (local_incarnation, keys),
+                None,
+                _AUDIT_TIMEOUT,
+                internal=True,
             )
-            answer: list[bool] = question.wait()
+            held: list[bool] = reply.wait()
         except TelegradError:
             # no answer is no evidence; if it is lost, that is found elsewhere
             return [True] * len(keys)
-        return answer
+        return held
 
     def _name_of(self, incarnation: str) -> str:
-        return self.agent.directory.name_of(incarnation)
+        return self.runtime.directory.name_of(incarnation)
 
     def _tick(self) -> None:
         if self.held.dropped:
-            self.agent.threads.start(self.sweep)
+            self.runtime.threads.start(self.sweep)
 
-    def _lost(self, name: str, incarnation: str) -> None:
+    def _on_worker_lost(self, name: str, incarnation: str) -> None:
         self._outboxes.pop(incarnation, None)
         self.inbox.forget(incarnation)
-        self.owned.lost(incarnation)
-        self.held.lost(incarnation)
+        self.owned.remove_worker(incarnation)
+        self.held.remove_owner(incarnation)
 
-    def _watch(self, holder: str) -> None:
+    def _watch_worker(self, user: str) -> None:
         """Somebody else gave this worker a reference to an object of ours: its death must not go unnoticed."""
-        if holder not in self._watched and holder != self.agent.local_member.incarnation:
-            self._watched.add(holder)
-            self.agent.watch(holder)
+        if user not in self._watched_workers and user != self.runtime.local_member.incarnation:
+            self._watched_workers.add(user)
+            self.runtime.watch(user)
 
-    def _apply(self, note: ReferenceMessage) -> None:
-        kind, key, *rest = note
+    def _apply_message(self, message: ReferenceMessage) -> None:
+        kind, key, *rest = message
         if kind == "lend":
             self.owned.lend(key, *rest)
-            self._watch(rest[0])
+            self._watch_worker(rest[0])
         elif kind == "release":
             self.owned.release(key, *rest)
         elif kind == "void":
             self.owned.void(key, *rest)
         else:
-            raise InternalError(f"an unknown note {note}")
+            raise InternalError(f"unknown reference message {message}")
 
 
 def owner_manager(owner: str) -> ReferenceManager:
     """Inside a call that is meant for the owner of a reference: its keeper, if this still is that owner."""
-    keeper = ReferenceManager.of(active_runtime())
-    if keeper.agent.local_member.incarnation != owner:
+    manager = ReferenceManager.of(active_runtime())
+    if manager.runtime.local_member.incarnation != owner:
         raise StaleReference(
-            f"the reference belongs to an earlier life of worker {keeper.agent.name!r}, which has restarted since; "
+            f"the reference belongs to an earlier life of worker {manager.runtime.name!r}, which has restarted since; "
             "its objects are gone"
         )
-    return keeper
+    return manager
 
 
 @internal
-def _deliver(owner: str, sender: str, number: int, notes: list[ReferenceMessage]) -> None:
-    owner_manager(owner).inbox.receive(sender, number, notes)
+def _deliver(
+    owner: str, sender: str, sequence_number: int, messages: list[ReferenceMessage]
+) -> None:
+    owner_manager(owner).inbox.receive(sender, sequence_number, messages)
 
 
 @internal
-def _known(owner: str, keys: list[ObjectKey]) -> list[bool]:
-    return ReferenceManager.of(active_runtime()).held.known(owner, keys)
+def _which_are_held(owner: str, keys: list[ObjectKey]) -> list[bool]:
+    return ReferenceManager.of(active_runtime()).held.holds(owner, keys)

@@ -1,12 +1,12 @@
 """What users of an object ask its owner to run: create it, return it, call its methods.
 
-`create_call(f)` is `f` as the owner runs it for `remote`. There is one per function, so it is numbered per connection
-and its cost is learned just as `f` itself would be. It is never dropped from a queue, even if its creator no longer
-waits: others may hold references to what it makes.
+`create_call(f)` is `f` as the owner runs it for `remote`. There is one per function, so it is
+numbered per connection and its cost is learned just as `f` itself would be. It is never dropped
+from a queue, even if its creator no longer waits: others may hold references to what it makes.
 
-`method("act")` is what travels for a method: a callable that is numbered per connection like a function, so that its
-cost is learned by name. At the owner it finds the object (waiting, without a thread, for one that is still being made)
-and calls it.
+`method("act")` is what travels for a method: a callable that is numbered per connection like a
+function, so that its cost is learned by name. At the owner it finds the object (waiting, without a
+thread, for one that is still being made) and calls it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from telegrad.refs.owned_objects import ObjectKey, OwnedObject
 from telegrad.server.functions import ASYNC_MARK, DeferredReply, served_form, trusted
 from telegrad.wire.function_table import MAX_FUNCTIONS, describe
 
-_known: dict[Callable[..., Any], CreateObject] = {}
-_lock = threading.Lock()
+_create_calls: dict[Callable[..., Any], CreateObject] = {}
+_create_calls_lock = threading.Lock()
 
 
 @trusted
@@ -51,18 +51,18 @@ class CreateObject:
 def create_call(function: Callable[..., Any]) -> CreateObject:
     """The one `CreateObject` of a function that lives as long as the program; for others, a new one."""
     try:
-        return _known[function]
+        return _create_calls[function]
     except (KeyError, TypeError):
-        made = CreateObject(function)
+        new_call = CreateObject(function)
     if (
         hasattr(function, "__qualname__")
         and "<" not in function.__qualname__
         and not hasattr(function, "__self__")
     ):
-        with _lock:
-            if len(_known) < MAX_FUNCTIONS:
-                return _known.setdefault(function, made)
-    return made
+        with _create_calls_lock:
+            if len(_create_calls) < MAX_FUNCTIONS:
+                return _create_calls.setdefault(function, new_call)
+    return new_call
 
 
 def create(
@@ -73,30 +73,32 @@ def create(
     kwargs: dict[str, Any],
 ) -> Any:
     """At the owner: run what `remote` asked for and keep the result. Its creator hears only that it is there."""
-    keeper = owner_manager(owner)
-    if not keeper.agent.allowed(function):
+    manager = owner_manager(owner)
+    if not manager.runtime.allowed(function):
         raise UsageError(
-            f"worker {keeper.agent.name!r} serves only registered functions; {describe(function)} is not one"
+            f"worker {manager.runtime.name!r} serves only registered functions; {describe(function)} is not one"
         )
-    owned = keeper.owned
-    entry = owned.find(key) if key.creator == owner else owned.create(key)
+    owned = manager.owned
+    owned_object = owned.find(key) if key.creator == owner else owned.create(key)
     try:
         run = served_form(function)
         value = run(*args, **kwargs)
         if type(value) is DeferredReply:
             value = value.future
         elif getattr(run, ASYNC_MARK, None) is None:
-            entry.settle(value, None)
-            owned.settle(entry)
+            owned_object.settle(value, None)
+            owned.remove_if_unreferenced(owned_object)
             return None
-        return DeferredReply(_store_later(keeper, entry, value))
+        return DeferredReply(_store_when_done(manager, owned_object, value))
     except BaseException as error:
-        entry.settle(None, as_exception(error))
-        owned.settle(entry)
+        owned_object.settle(None, as_exception(error))
+        owned.remove_if_unreferenced(owned_object)
         raise
 
 
-def _store_later(keeper: ReferenceManager, entry: OwnedObject, value: Any) -> Future[None]:
+def _store_when_done(
+    manager: ReferenceManager, owned_object: OwnedObject, value: Any
+) -> Future[None]:
     """Store what a future will hold; the future returned completes when it is stored."""
     if not hasattr(value, "add_done_callback"):
         raise UsageError(
@@ -108,13 +110,13 @@ def _store_later(keeper: ReferenceManager, entry: OwnedObject, value: Any) -> Fu
     def store(done: Any) -> None:
         failure: Exception | None = None
         try:
-            entry.settle(done.value(), None)
+            owned_object.settle(done.value(), None)
         except BaseException as error:
             failure = as_exception(error)
-            entry.settle(None, failure)
+            owned_object.settle(None, failure)
         finally:
             stored._settle(None, failure)
-            keeper.owned.settle(entry)
+            manager.owned.remove_if_unreferenced(owned_object)
 
     value.add_done_callback(store)
     return stored
@@ -123,8 +125,8 @@ def _store_later(keeper: ReferenceManager, entry: OwnedObject, value: Any) -> Fu
 @trusted
 def fetch(owner: str, key: tuple[str, int]) -> Any:
     """The value of an object, as soon as there is one."""
-    entry = owner_manager(owner).owned.find(ObjectKey(*key))
-    return entry.value() if entry.done else DeferredReply(entry.future)
+    owned_object = owner_manager(owner).owned.find(ObjectKey(*key))
+    return owned_object.value() if owned_object.done else DeferredReply(owned_object.future)
 
 
 def with_object(
@@ -132,14 +134,15 @@ def with_object(
 ) -> Any:
     """At the owner: run something with an object. If it is still being made, later, and no thread waits for that.
 
-    The key comes as a plain tuple: a class of its own takes a third of the time to pack and unpack a call.
+    The key comes as a plain tuple: a class of its own takes a third of the time to pack and unpack
+    a call.
     """
-    keeper = owner_manager(owner)
-    entry = keeper.owned.find(ObjectKey(*key))
-    if entry.done:
-        return run(keeper, entry.value())
+    manager = owner_manager(owner)
+    owned_object = manager.owned.find(ObjectKey(*key))
+    if owned_object.done:
+        return run(manager, owned_object.value())
     result: Future[Any] = Future()
-    later = DeferredReply(result)
+    deferred = DeferredReply(result)
 
     def complete(done: Any) -> None:
         try:
@@ -149,22 +152,22 @@ def with_object(
 
     def run_now() -> None:
         try:
-            outcome = run(keeper, entry.value())
+            outcome = run(manager, owned_object.value())
         except BaseException as error:
             result._settle(None, as_exception(error))
             return
         if type(outcome) is DeferredReply:
-            later.given_up = outcome.given_up
+            deferred.given_up = outcome.given_up
             outcome.future.add_done_callback(complete)
         else:
             result._settle(outcome, None)
 
     context = contextvars.copy_context()  # of the call: its scope, for one
-    threads, clock = keeper.agent.threads, keeper.agent.clock
-    entry.future.add_done_callback(
+    threads, clock = manager.runtime.threads, manager.runtime.clock
+    owned_object.future.add_done_callback(
         lambda _: threads.start_when_possible(lambda: context.run(run_now), clock)
     )
-    return later
+    return deferred
 
 
 @trusted
@@ -179,16 +182,16 @@ class MethodCall:
 
     def __call__(self, owner: str, key: tuple[str, int], /, *args: Any, **kwargs: Any) -> Any:
         return with_object(
-            owner, key, lambda keeper, target: self._invoke(keeper, target, args, kwargs)
+            owner, key, lambda manager, target: self._invoke(manager, target, args, kwargs)
         )
 
     def _invoke(
-        self, keeper: ReferenceManager, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, manager: ReferenceManager, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         function = getattr(target, self._name)
-        if not keeper.agent.allowed(getattr(function, "__func__", function)):
+        if not manager.runtime.allowed(getattr(function, "__func__", function)):
             raise UsageError(
-                f"worker {keeper.agent.name!r} serves only registered functions; {self._name} is not one"
+                f"worker {manager.runtime.name!r} serves only registered functions; {self._name} is not one"
             )
         served = served_form(function)
         outcome = served(*args, **kwargs)

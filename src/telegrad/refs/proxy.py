@@ -1,7 +1,8 @@
 """Calls of an object's methods through a reference: one round trip each, whatever the object's type.
 
-`method("act")` is what travels: a callable that is numbered per connection like a function, so that its cost is learned
-by name. At the owner it finds the object (waiting, without a thread, for one that is still being made) and calls it.
+`method("act")` is what travels: a callable that is numbered per connection like a function, so that
+its cost is learned by name. At the owner it finds the object (waiting, without a thread, for one
+that is still being made) and calls it.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class RRef(Generic[T]):
     [1, 2, 3]
     """
 
-    __slots__ = ("__weakref__", "_creation", "_keeper", "_key", "_owner", "_owner_info")
+    __slots__ = ("__weakref__", "_creation", "_key", "_manager", "_owner", "_owner_info")
 
     def __init__(self, value: T, type_hint: Any = None, *, agent: Agent | None = None) -> None:
         runtime = runtime_of(agent)
@@ -63,39 +63,42 @@ class RRef(Generic[T]):
             raise UsageError(
                 "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
             )
-        keeper = ReferenceManager.of(runtime)
-        self._fill(
-            keeper,
+        manager = ReferenceManager.of(runtime)
+        self._initialize(
+            manager,
             runtime.local_member.info,
             runtime.local_member.incarnation,
-            keeper.owned.own(value),
+            manager.owned.own(value),
             None,
         )
 
-    def _fill(
+    def _initialize(
         self,
-        keeper: ReferenceManager,
-        info: WorkerInfo,
+        manager: ReferenceManager,
+        owner_info: WorkerInfo,
         owner: str,
         key: ObjectKey,
         creation: Creation | None,
     ) -> RRef[T]:
-        self._keeper = keeper
-        self._owner_info = info
+        self._manager = manager
+        self._owner_info = owner_info
         self._owner = owner
         self._key = key
         self._creation = creation
-        keeper.held.watch(self, owner, key)
+        manager.held.watch(self, owner, key)
         return self
 
     def __repr__(self) -> str:
         kind = "OwnerRRef" if self.is_owner() else "UserRRef"
         state = "" if self.confirmed_by_owner() else ", not confirmed yet"
-        return f"{kind}(owner={self._owner_info.name!r}, object {self._key.number} of {self._key.creator}{state})"
+        creator, sequence_number = self._key
+        return (
+            f"{kind}(owner={self._owner_info.name!r}, object {sequence_number} of {creator}{state})"
+        )
 
     def is_owner(self) -> bool:
         """Does the object live on this worker?"""
-        return self._owner == self._keeper.agent.local_member.incarnation
+        return self._owner == self._manager.runtime.local_member.incarnation
 
     def owner(self) -> WorkerInfo:
         """The worker that the object lives on."""
@@ -112,26 +115,28 @@ class RRef(Generic[T]):
         """The object itself, on its owner."""
         if not self.is_owner():
             raise UsageError(
-                f"For {self!r}, can't call localValue() on user {self._keeper.agent.local_member.info}. "
+                f"For {self!r}, can't call localValue() on user {self._manager.runtime.local_member.info}. "
                 "Call it on owner " + str(self._owner_info)
             )
-        value: T = self._entry().value()
+        value: T = self._owned_object().value()
         return value
 
     def to_here(self, timeout: float = -1.0) -> T:
         """A copy of the object; on its owner, the object itself. Raises what its creation raised."""
         self._raise_failed_creation()
         if self.is_owner():
-            return self._entry().value(None if timeout <= 0 else timeout)  # type: ignore[no-any-return]
+            return self._owned_object().value(None if timeout <= 0 else timeout)  # type: ignore[no-any-return]
         args = (self._owner, tuple(self._key))
-        here: T = self._agent.invoke(self._owner_info.name, fetch, args, None, limit(timeout))
-        return here
+        value: T = self._agent.invoke(
+            self._owner_info.name, fetch, args, None, call_timeout(timeout)
+        )
+        return value
 
     def fetch_async(self, timeout: float = -1.0) -> Future[T]:
         """A future for `to_here`."""
         args = (self._owner, tuple(self._key))
         return self._agent.start(
-            self._owner_info.name, fetch, args, None, limit(timeout), keep=self
+            self._owner_info.name, fetch, args, None, call_timeout(timeout), keep=self
         )
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -186,10 +191,10 @@ class RRef(Generic[T]):
 
     @property
     def _agent(self) -> AgentRuntime:
-        return self._keeper.agent
+        return self._manager.runtime
 
-    def _entry(self) -> OwnedObject:
-        return self._keeper.owned.find(self._key)
+    def _owned_object(self) -> OwnedObject:
+        return self._manager.owned.find(self._key)
 
     def _raise_failed_creation(self) -> None:
         if self._creation is not None and self._creation.done():
@@ -206,7 +211,9 @@ class RRef(Generic[T]):
     ) -> Any:
         self._raise_failed_creation()
         args = (self._owner, tuple(self._key), *args)
-        return self._agent.invoke(self._owner_info.name, method, args, kwargs, limit(timeout))
+        return self._agent.invoke(
+            self._owner_info.name, method, args, kwargs, call_timeout(timeout)
+        )
 
     def _start(
         self, method: Any, timeout: float, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -214,7 +221,7 @@ class RRef(Generic[T]):
         self._raise_failed_creation()
         args = (self._owner, tuple(self._key), *args)
         return self._agent.start(
-            self._owner_info.name, method, args, kwargs, limit(timeout), keep=self
+            self._owner_info.name, method, args, kwargs, call_timeout(timeout), keep=self
         )
 
     def _create(
@@ -227,7 +234,7 @@ class RRef(Generic[T]):
             method,
             args,
             kwargs,
-            limit(timeout),
+            call_timeout(timeout),
             agent=self._agent.agent,
             keep=self,
         )
@@ -262,7 +269,7 @@ def _backward_from(value: Any, context_id: int, retain_graph: bool) -> None:
         autograd.backward(context_id, [value], retain_graph)
 
 
-def limit(timeout: float) -> Any:
+def call_timeout(timeout: float) -> Any:
     """A timeout of the torch-shaped API: negative for the default, 0 for none."""
     return DEFAULT if timeout < 0 else timeout or None
 
@@ -284,84 +291,86 @@ def remote(
     runtime = runtime_of(agent)
     if runtime is None:
         raise UsageError("RPC has not been initialized. Call telegrad.rpc.init_rpc first.")
-    keeper = ReferenceManager.of(runtime)
-    keeper.sweep_if_many()
+    manager = ReferenceManager.of(runtime)
+    manager.sweep_if_many()
     member = runtime.member(to)
-    owner, here = member.incarnation, member.incarnation == runtime.local_member.incarnation
-    key = keeper.owned.next_key() if here else keeper.held.next_key(owner)
+    owner, is_local = member.incarnation, member.incarnation == runtime.local_member.incarnation
+    key = manager.owned.next_key() if is_local else manager.held.next_key(owner)
     # The reference exists before it is counted: if this is interrupted, its end gives back what was
     # counted.
     rref: RRef[T] = RRef.__new__(RRef)
-    rref._fill(keeper, member.info, owner, key, None)
+    rref._initialize(manager, member.info, owner, key, None)
     try:
-        if here:
-            keeper.owned.create(key)
+        if is_local:
+            manager.owned.create(key)
         else:
-            keeper.held.receive(owner, key)
-        keeper.pending.add(key)
-        rref._creation = creation = Creation(keeper, member.name, owner, key)
+            manager.held.receive(owner, key)
+        manager.pending_creations.add(key)
+        rref._creation = creation = Creation(manager, member.name, owner, key)
         run, args = create_call(function), (owner, tuple(key), *args)
         if thread_state.interceptor is None:
             runtime.send(member.name, run, args, kwargs, timeout, creation, keep=keep)
         else:
             creation.follow(runtime.start(member.name, run, args, kwargs, timeout, keep=keep))
     except BaseException as error:
-        keeper.pending.discard(key)
+        manager.pending_creations.discard(key)
         if isinstance(error, Exception):  # it was not sent; an interrupt may have come after it was
-            if here:
-                keeper.owned.cancel(key)
+            if is_local:
+                manager.owned.cancel(key)
             else:
-                keeper.held.cancel(owner, key)
-        keeper.void(member.name, owner, key, error)
+                manager.held.cancel(owner, key)
+        manager.void_creation(member.name, owner, key, error)
         raise
     return rref
 
 
 def _reduce(rref: RRef[Any]) -> tuple[Any, tuple[Any, ...]]:
     """How a reference travels: who owns it, and its key. Before the message leaves, the owner learns who gets it."""
-    envelope = current_message()
-    if envelope is None:
+    message = current_message()
+    if message is None:
         rref.__reduce_ex__(5)
-    if envelope is not None and envelope.agent is not rref._keeper.agent:
+    if message is not None and message.agent is not rref._manager.runtime:
         raise SerializationError(
             f"{rref!r} belongs to another agent of this process than the one that sends it"
         )
-    if envelope is not None and envelope.incarnation == rref._owner and keep_until_answered(rref):
+    if message is not None and message.incarnation == rref._owner and keep_until_answered(rref):
         # this reference keeps the object alive until the call has ended
-        return _rebuild_at_home, tuple(rref._key)
-    info = rref._owner_info
+        return _rebuild_at_owner, tuple(rref._key)
+    owner_info = rref._owner_info
 
-    def tell(where: MessageContext) -> None:
-        rref._keeper.export(info.name, rref._owner, rref._key, where.incarnation)
+    def announce(where: MessageContext) -> None:
+        rref._manager.lend(owner_info.name, rref._owner, rref._key, where.incarnation)
 
-    before_sending(rref, tell)
-    return _rebuild, (info.name, info.id, rref._owner, *rref._key)
+    before_sending(rref, announce)
+    return _rebuild, (owner_info.name, owner_info.id, rref._owner, *rref._key)
 
 
-def _rebuild(name: str, rank: int, owner: str, creator: str, number: int) -> RRef[Any]:
-    envelope = current_message()
-    if envelope is None:
+def _rebuild(name: str, rank: int, owner: str, creator: str, sequence_number: int) -> RRef[Any]:
+    message = current_message()
+    if message is None:
         raise SerializationError("a reference arrived outside a call")
-    keeper, key = ReferenceManager.of(envelope.agent), ObjectKey(creator, number)
+    manager, key = ReferenceManager.of(message.agent), ObjectKey(creator, sequence_number)
     rref: RRef[Any] = RRef.__new__(RRef)
-    rref._fill(keeper, WorkerInfo(name, rank), owner, key, None)
-    if owner == envelope.agent.local_member.incarnation:
-        keeper.owned.receive(key)
+    rref._initialize(manager, WorkerInfo(name, rank), owner, key, None)
+    if owner == message.agent.local_member.incarnation:
+        manager.owned.receive(key)
     else:
-        keeper.held.receive(owner, key)
+        manager.held.receive(owner, key)
     return rref
 
 
-def _rebuild_at_home(creator: str, number: int) -> RRef[Any]:
+def _rebuild_at_owner(creator: str, sequence_number: int) -> RRef[Any]:
     """A reference has come to its owner with a call, whose caller keeps its own meanwhile."""
-    envelope = current_message()
-    if envelope is None:
+    message = current_message()
+    if message is None:
         raise SerializationError("a reference arrived outside a call")
-    agent, key = envelope.agent, ObjectKey(creator, number)
-    keeper = ReferenceManager.of(agent)
-    keeper.owned.come_home(key)
+    agent, key = message.agent, ObjectKey(creator, sequence_number)
+    manager = ReferenceManager.of(agent)
+    manager.owned.add_local_reference(key)
     rref: RRef[Any] = RRef.__new__(RRef)
-    return rref._fill(keeper, agent.local_member.info, agent.local_member.incarnation, key, None)
+    return rref._initialize(
+        manager, agent.local_member.info, agent.local_member.incarnation, key, None
+    )
 
 
 codec.register(RRef, _reduce)
