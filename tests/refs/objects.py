@@ -23,7 +23,7 @@ alive: weakref.WeakSet[Thing] = weakref.WeakSet()
 
 
 class Thing:
-    """An object whose life can be watched."""
+    """An object that `count_alive` counts."""
 
     def __init__(self, value: Any = 0) -> None:
         self.value = value
@@ -56,7 +56,7 @@ class Thing:
         return future
 
     def late_get(self) -> Any:
-        """`get`, under a name that tests can hold back at the owner."""
+        """Like `get`, under a name that tests can hold back at the owner."""
         return self.value
 
     def __reduce__(self) -> tuple[type[Thing], tuple[Any]]:
@@ -127,11 +127,11 @@ def raise_error() -> None:
 
 
 def until(condition: Callable[[], bool], state: Callable[[], str] = str) -> None:
-    """Wait for something that other threads bring about; if it does not happen, say what `state` says."""
+    """Wait until a condition that other threads bring about is true; else fail with `state()`."""
     end = time.monotonic() + PATIENCE
     pause = threading.Event()
     while not condition():
-        assert time.monotonic() < end, f"it does not happen {state()}"
+        assert time.monotonic() < end, f"the condition did not become true: {state()}"
         pause.wait(0.002)
 
 

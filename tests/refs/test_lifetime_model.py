@@ -1,11 +1,14 @@
-"""Random lives of references, checked against a model that knows who refers to what.
+"""Random sequences of reference operations, checked against a model of which worker holds what.
 
-Several agents live in this process. Steps make objects, pass references on, drop them, and kill a worker. The notes
-that users send to owners are caught on the way, so that the machine decides when each is delivered: late, out of order,
-or twice. Calls that use a reference are caught at the owner in the same way, as if they waited behind others for their
-turn (`HELD`): meanwhile the reference that they use may be dropped, and their caller may give up. After every step
-nothing that a live worker refers to may be gone (`nothing_is_lost`); once everything is delivered, every call that was
-not given up has its result, and nothing that nobody refers to may be left (`nothing_is_left`).
+Several agents live in this process. Steps create objects, pass references on, drop them, and kill a
+worker. The messages that users send to owners are intercepted, so that the machine decides when
+each is delivered: late, out of order, or twice. Calls that use a reference (`HELD`) are intercepted
+at the owner in the same way, as if they waited behind other calls. Meanwhile the reference that
+they use may be dropped, and their caller may give up.
+
+After every step, every object that a live worker refers to still exists (`nothing_is_lost`). Once
+everything is delivered, every call that was not given up has its result, and no object without
+references exists (`nothing_is_left`).
 """
 
 from __future__ import annotations
@@ -65,13 +68,13 @@ class Held(NamedTuple):
 
 
 _transmit = MessageOutbox._transmit
-_tick = ReferenceManager._tick
+_start_sweep = ReferenceManager._start_sweep
 
 
 class Lives(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
-        gc.freeze()  # what is there already is not looked at again by `nothing_is_left`
+        gc.freeze()  # `nothing_is_left` need not collect existing objects again
         self.cluster = LocalCluster(len(NAMES), transports=("memory",))
         self.cluster.__enter__()
         self.dead: set[str] = set()
@@ -80,7 +83,7 @@ class Lives(RuleBasedStateMachine):
         self.under_way: list[tuple[MessageOutbox, int, list[ReferenceMessage]]] = []
         self.held: list[Held] = []
         self.waiting: list[Waiting] = []
-        ReferenceManager._tick = lambda self: None  # type: ignore[method-assign]  # sweeping is a step of the machine
+        ReferenceManager._start_sweep = lambda self: None  # type: ignore[method-assign]  # a step of the machine sweeps
         under_way = self.under_way
         MessageOutbox._transmit = lambda *batch: under_way.append(batch)  # type: ignore[method-assign]
         held = self.held
@@ -104,7 +107,7 @@ class Lives(RuleBasedStateMachine):
     def restore(self) -> None:
         gc.unfreeze()
         MessageOutbox._transmit = _transmit  # type: ignore[method-assign]
-        ReferenceManager._tick = _tick  # type: ignore[method-assign]
+        ReferenceManager._start_sweep = _start_sweep  # type: ignore[method-assign]
         ServerConnection.handle = _handle  # type: ignore[method-assign]
         for call in self.held:
             call.run()
@@ -135,13 +138,13 @@ class Lives(RuleBasedStateMachine):
         self.put(self.made, holder, rref, self.made, owner)
 
     def choose(self, data: st.DataObject) -> int:
-        """A reference that somebody holds."""
+        """Return a reference that some worker holds."""
         return data.draw(st.sampled_from(sorted(self.holders)))
 
     @rule(data=st.data(), moves=st.booleans())
     @precondition(lambda self: self.holders)
     def pass_on(self, data: st.DataObject, moves: bool) -> None:
-        """Give a reference to somebody; if it `moves`, the giver keeps none."""
+        """Send a reference to a worker; if it `moves`, the sender drops its own."""
         slot = self.choose(data)
         holder, thing, owner = self.holders[slot]
         if owner in self.dead:
@@ -161,7 +164,7 @@ class Lives(RuleBasedStateMachine):
     )
     @precondition(lambda self: self.holders)
     def call(self, data: st.DataObject, way: str, then: str) -> None:
-        """Use a reference in a call that does not begin yet. Nothing but the call keeps temporaries alive."""
+        """Use a reference in a call that is held back. Only the call keeps temporaries alive."""
         slot = self.choose(data)
         holder, thing, owner = self.holders[slot]
         if owner in self.dead:
@@ -189,7 +192,7 @@ class Lives(RuleBasedStateMachine):
             elif way == "own":
                 workers = {holder}
                 future = RRef(Thing(thing), agent=agent).remote().late_get().fetch_async(limit)
-            else:  # the creation of what is passed on times out here; somebody else waits for it
+            else:  # the creation times out here, and another worker waits for the object
                 derived = remote(owner, LateThing, (thing,), agent=agent).remote(0.001).late_get()
                 other = data.draw(st.sampled_from(self.living()))
                 workers.add(other)
@@ -203,7 +206,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(choice=st.integers(0, 1000))
     def begin(self, choice: int) -> None:
-        """A call gets its turn, in any order."""
+        """Run one of the calls that are held back."""
         if self.held:
             self.held.pop(choice % len(self.held)).run()
 
@@ -221,7 +224,7 @@ class Lives(RuleBasedStateMachine):
     def kill(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.living()))
         for outbox, sequence_number, messages in list(self.under_way):
-            # what a worker has sent arrives before the end of its connection does
+            # messages of a worker arrive before the end of its connection
             if outbox._runtime.name == name:
                 self.deliver_one((outbox, sequence_number, messages))
         self.dead.add(name)
@@ -259,7 +262,7 @@ class Lives(RuleBasedStateMachine):
                 assert rref.rpc_sync().get() == thing, f"{holder} lost object {thing} of {owner}"
 
     @rule()
-    @precondition(lambda self: self.made % 8 == 0)  # seldom enough that notes pile up
+    @precondition(lambda self: self.made % 8 == 0)  # seldom enough that messages pile up
     def nothing_is_left(self) -> None:
         wanted = {
             name: {thing for _, thing, owner in self.holders.values() if owner == name}
@@ -277,12 +280,11 @@ class Lives(RuleBasedStateMachine):
                 return False
             return all(objects.owned(self.agent(name)) == len(wanted[name]) for name in wanted)
 
-        until(
-            settled,
-            lambda: (
-                f"{wanted}, {self.waiting}, {[ReferenceManager.of(self.agent(name)._runtime) for name in wanted]}"
-            ),
-        )
+        def state() -> str:
+            managers = [ReferenceManager.of(self.agent(name)._runtime) for name in wanted]
+            return f"{wanted}, {self.waiting}, {managers}"
+
+        until(settled, state)
         for call in self.waiting:
             if not call.workers & self.dead:
                 assert call.future.wait() == call.thing

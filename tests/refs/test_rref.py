@@ -312,7 +312,7 @@ def test_a_reference_to_an_earlier_life_of_its_owner_says_so(
     until(lambda: all(link.lost for link in w0._runtime.links() if link.member.name == "w1"))
     trio.join("w1", 1)
     for use in (thing.to_here, thing.rpc_sync().get):
-        with pytest.raises(StaleReference, match="earlier life"):
+        with pytest.raises(StaleReference, match="earlier incarnation"):
             use()
     assert remote("w1", Thing, (2,), agent=w0).rpc_sync().get() == 2
 

@@ -1,4 +1,9 @@
-"""`Creation`: a creation by `remote`, as its creator sees it."""
+"""`Creation`: the state of a `remote` call at the worker that made it.
+
+`Creation` has the attributes and methods of `Future` that the connection uses to complete a call
+(`_arrivals`, `_on_cancel`, `_callbacks`, `_settle`), so that `remote` does not make a future for
+every object.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +22,9 @@ _log = logging.getLogger(__name__)
 
 
 class Creation:
-    """A creation as its creator sees it. Its future is made when somebody asks for it, which few do.
+    """A `remote` call that is under way or has ended. Its future is made on demand.
 
-    State: `_done` and `error`, under `_settle_lock`; set once.
+    State: `_done` and `error`, under `_settle_lock`, set once.
     """
 
     __slots__ = (
@@ -48,12 +53,12 @@ class Creation:
         self.error: Exception | None = None
 
     def done(self) -> bool:
-        """Has the owner answered, or is it known that it will not?"""
+        """Return True if the owner has replied or the call has failed."""
         return self._done
 
     @property
     def future(self) -> Future[Any]:
-        """A future that completes when the owner has the object, or fails as its creation did."""
+        """Return a future that completes when the owner has the object or the creation fails."""
         new_future: Future[Any] = Future()
         with _settle_lock:
             future = self._future = self._future or new_future
@@ -69,19 +74,19 @@ class Creation:
         return () if self._future is None else self._future._callbacks
 
     def follow(self, future: Future[Any]) -> None:
-        """This future says how the creation ends."""
+        """End as `future` does."""
         self._future = future
         future.add_done_callback(self._ended)
 
-    def _ended(self, done: Any) -> None:
-        self._settle(None, done._error)
+    def _ended(self, future: Any) -> None:
+        self._settle(None, future._error)
 
     def _settle(self, value: Any, error: Exception | None) -> bool:
-        """The object is there, or the creation has failed.
+        """End the creation; return False if it had ended before.
 
-        If it failed before the owner made an entry (it was never sent, or its arguments could not
-        be unpickled there), the owner must not wait for it. For an object that has an entry, the
-        note changes nothing.
+        If it failed before the owner knew the object (the call was not sent, or its arguments could
+        not be unpickled), tell the owner not to wait for it. If the owner knows the object, that
+        message has no effect.
         """
         first = False
         try:
@@ -89,16 +94,16 @@ class Creation:
                 if not self._done:
                     self.error, self._done, first = error, True, True
             self._manager.pending_creations.discard(self._key)
-            may_come = (
+            may_be_created = (
                 error is None or isinstance(error, CallCancelled) or getattr(error, "sent", False)
             )
-            if first and not may_come:
+            if first and not may_be_created:
                 self._manager.void_creation(self._owner_name, self._owner, self._key, error)
         except Exception:
             _log.exception(
-                "%r could not be told that an object will not be created", self._owner_name
+                "could not tell worker %r that an object will not be created", self._owner_name
             )
-        finally:  # whatever was raised meanwhile: whoever waits must be woken
+        finally:  # wake waiting threads even if a signal handler raised
             if self._done and self._future is not None:
                 self._future._settle(None, self.error)
         return first

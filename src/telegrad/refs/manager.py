@@ -1,8 +1,12 @@
-"""`ReferenceManager`: everything an agent has to do with references. One per agent, made on first use.
+"""`ReferenceManager` connects the reference counts with an agent. Each agent has at most one.
 
-It joins the books (`ownership`) with the agent: notes go out and come in, dropped references are
-swept on the clock, lost workers are written off, balances that look wrong are audited, and the
-functions at the end of this file are what other workers call.
+It sends and applies messages between users and owners, sweeps dropped references and audits counts
+on the clock, and removes the references of lost workers. The functions at the end of this module
+are called by other workers.
+
+State: the outboxes, under `_lock`; what `audit` remembers, replaced as a whole. `OwnedObjects` and
+`HeldReferences` share one reentrant lock: the garbage collector may run a destructor while one of
+them holds it, and that destructor may use the other.
 """
 
 from __future__ import annotations
@@ -22,41 +26,42 @@ from telegrad.server.functions import internal
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
-_SWEEP_EVERY = 0.05
-_SWEEP_THRESHOLD = 1000
-_AUDIT_EVERY = 5.0
-_AUDIT_TIMEOUT = 30.0
+_SWEEP_EVERY = 0.05  # seconds
+_SWEEP_THRESHOLD = 1000  # dead references
+_AUDIT_EVERY = 5.0  # seconds
+_AUDIT_TIMEOUT = 30.0  # seconds
 
 _log = logging.getLogger(__name__)
 
 
 class ReferenceManager:
+    """The owned objects, held references and reference messages of one agent."""
+
     def __init__(self, runtime: AgentRuntime) -> None:
         self.runtime = runtime
         local_incarnation = runtime.local_member.incarnation
-        # One lock for both sides: the garbage collector may run a destructor while one of them is
-        # locked, and that may use the other.
         lock = threading.RLock()
         self.owned = OwnedObjects(local_incarnation, lock)
         self.held = HeldReferences(local_incarnation, lock)
         self.inbox = MessageInbox(self._apply_message)
         self._outboxes: dict[str, MessageOutbox] = {}
         self._lock = threading.Lock()
+        # counts whose user did not know the object: (user, key) -> time of the last change
         self._missing_at_last_audit: dict[tuple[str, ObjectKey], float] = {}
         self._watched_workers: set[str] = set()
-        self.pending_creations: set[ObjectKey] = (
-            set()
-        )  # creations that their owners have not confirmed
+        # objects that `remote` has created and whose owners have not confirmed that
+        self.pending_creations: set[ObjectKey] = set()
         runtime.on_loss(self._on_worker_lost)
         runtime.on_close(self._report_leftovers)
         runtime.on_end(self.owned.close)
         runtime.add_statistics(self.statistics)
-        runtime.clock.every(_SWEEP_EVERY, self._tick)
+        runtime.clock.every(_SWEEP_EVERY, self._start_sweep)
         runtime.clock.every(_AUDIT_EVERY, lambda: runtime.threads.start(self.audit))
         self._sweeping = False
 
     @classmethod
     def of(cls, runtime: AgentRuntime | None) -> ReferenceManager:
+        """Return the manager of an agent."""
         if runtime is None:
             raise InternalError("references need an agent")
         return runtime.service(cls)
@@ -68,7 +73,7 @@ class ReferenceManager:
         )
 
     def send_messages(self, owner_name: str, owner: str, *messages: ReferenceMessage) -> None:
-        """Tell an owner something; our own books are told directly."""
+        """Send messages to an owner; apply them directly if this worker is the owner."""
         if owner == self.runtime.local_member.incarnation:
             for message in messages:
                 self._apply_message(message)
@@ -82,11 +87,11 @@ class ReferenceManager:
         outbox.send(list(messages))
 
     def lend(self, owner_name: str, owner: str, key: ObjectKey, user: str) -> None:
-        """A reference is about to be sent to `user`: its owner must know before it leaves."""
+        """Tell an owner that a reference is about to be sent to `user`."""
         self.send_messages(owner_name, owner, ("lend", key, user))
 
     def sweep(self) -> None:
-        """Give back what died here since the last time."""
+        """Release the references that have died since the last sweep."""
         local_incarnation = self.runtime.local_member.incarnation
         by_owner: dict[str, list[ReferenceMessage]] = {}
         released, own_keys = self.held.sweep()
@@ -97,21 +102,24 @@ class ReferenceManager:
             self.send_messages(self._name_of(owner), owner, *messages)
 
     def sweep_if_many(self) -> None:
-        """Let the clock sweep at once if many references have died: a loop that makes and drops them is faster."""
+        """Sweep soon if many references have died.
+
+        A loop that makes and drops references would otherwise outrun the periodic sweep.
+        """
         if self.held.dropped > _SWEEP_THRESHOLD and not self._sweeping:
             self._sweeping = True
             self.runtime.clock.at(time.monotonic(), self._sweep_now)
 
     def _sweep_now(self) -> None:
         try:
-            self._tick()
+            self._start_sweep()
         finally:
             self._sweeping = False
 
     def void_creation(
         self, owner_name: str, owner: str, key: ObjectKey, error: BaseException | None
     ) -> None:
-        """Tell an owner that an object will never be created: its creation failed here before it was sent."""
+        """Tell an owner that an object will never be created, because its creation failed here."""
         self.send_messages(
             owner_name,
             owner,
@@ -119,7 +127,11 @@ class ReferenceManager:
         )
 
     def audit(self) -> None:
-        """Ask holders whose balance has not moved for a while whether they really hold; twice, then write off."""
+        """Ask users about counts that have not changed for a while.
+
+        Remove a count if its user does not know the object in two audits and the count has not
+        changed between them: a reference may still be under way at the first one.
+        """
         if self.runtime.closing:
             return
         missing: dict[tuple[str, ObjectKey], float] = {}
@@ -135,6 +147,7 @@ class ReferenceManager:
         self._missing_at_last_audit = missing
 
     def statistics(self) -> dict[str, int]:
+        """Return counters for `Agent.statistics`."""
         unacknowledged = sum(outbox.unacknowledged for outbox in list(self._outboxes.values()))
         return {
             **self.owned.statistics(),
@@ -144,14 +157,16 @@ class ReferenceManager:
         }
 
     def _report_leftovers(self) -> None:
+        """Log which references are left when the agent closes."""
         counts = {**self.owned.statistics(), **self.held.statistics()}
         left = {name: count for name, count in counts.items() if count}
         if left:
             _log.info("worker %r leaves while references are alive: %s", self.runtime.name, left)
 
     def _ask_user(self, user: str, keys: list[ObjectKey]) -> list[bool]:
+        """Return, for each key, whether a user has references to that object of ours."""
         local_incarnation = self.runtime.local_member.incarnation
-        if user == local_incarnation:  # a message to ourselves that never arrived
+        if user == local_incarnation:  # a message to this worker itself that never arrived
             return [False] * len(keys)
         try:
             reply = self.runtime.start(
@@ -164,14 +179,14 @@ class ReferenceManager:
             )
             held: list[bool] = reply.wait()
         except TelegradError:
-            # no answer is no evidence; if it is lost, that is found elsewhere
+            # keep the counts; if the user is lost, `_on_worker_lost` removes them
             return [True] * len(keys)
         return held
 
     def _name_of(self, incarnation: str) -> str:
         return self.runtime.directory.name_of(incarnation)
 
-    def _tick(self) -> None:
+    def _start_sweep(self) -> None:
         if self.held.dropped:
             self.runtime.threads.start(self.sweep)
 
@@ -182,12 +197,16 @@ class ReferenceManager:
         self.held.remove_owner(incarnation)
 
     def _watch_worker(self, user: str) -> None:
-        """Somebody else gave this worker a reference to an object of ours: its death must not go unnoticed."""
+        """Watch a worker that got a reference to an object of ours from another worker.
+
+        This worker may have no connection to it and would not notice its loss.
+        """
         if user not in self._watched_workers and user != self.runtime.local_member.incarnation:
             self._watched_workers.add(user)
             self.runtime.watch(user)
 
     def _apply_message(self, message: ReferenceMessage) -> None:
+        """Apply a message of a user to the owned objects."""
         kind, key, *rest = message
         if kind == "lend":
             self.owned.lend(key, *rest)
@@ -201,12 +220,15 @@ class ReferenceManager:
 
 
 def owner_manager(owner: str) -> ReferenceManager:
-    """Inside a call that is meant for the owner of a reference: its keeper, if this still is that owner."""
+    """Return the manager of the agent that runs this call.
+
+    Raise `StaleReference` if that agent is not the incarnation `owner`: the worker was restarted.
+    """
     manager = ReferenceManager.of(active_runtime())
     if manager.runtime.local_member.incarnation != owner:
         raise StaleReference(
-            f"the reference belongs to an earlier life of worker {manager.runtime.name!r}, which has restarted since; "
-            "its objects are gone"
+            f"the reference belongs to an earlier incarnation of worker {manager.runtime.name!r}, "
+            "which has restarted; its objects no longer exist, create them again"
         )
     return manager
 
@@ -215,9 +237,11 @@ def owner_manager(owner: str) -> ReferenceManager:
 def _deliver(
     owner: str, sender: str, sequence_number: int, messages: list[ReferenceMessage]
 ) -> None:
+    """Receive messages of a user."""
     owner_manager(owner).inbox.receive(sender, sequence_number, messages)
 
 
 @internal
 def _which_are_held(owner: str, keys: list[ObjectKey]) -> list[bool]:
+    """Answer an audit of `owner`."""
     return ReferenceManager.of(active_runtime()).held.holds(owner, keys)

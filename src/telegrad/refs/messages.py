@@ -1,11 +1,13 @@
-"""Notes from users to owners (lend, release, void): delivered in order and applied once, whatever happens on the way.
+"""Messages from users to owners about references, delivered in order and applied once.
 
-A note is an ordinary call that is not waited for. Each pair of workers has one numbered sequence.
-The receiver applies notes in order, holds early ones back and ignores repeats; the sender sends a
-batch again until it is acknowledged or the owner is lost.
+There are three kinds: *lend* (a reference is about to be sent to another user), *release* (a user
+gives references up) and *void* (an object will never be created). A batch of messages is an
+ordinary call whose reply is its acknowledgement; nobody blocks on it. Each pair of workers has one
+sequence of batches. The sender repeats a batch until it is acknowledged or the owner is lost. The
+receiver applies batches in order, holds back those that arrive early and ignores repeats.
 
-State: outgoing sequences under their own lock, so that notes leave in the order of their numbers;
-incoming ones under the lock of `MessageInbox`.
+State: the sequence of a `MessageOutbox`, under its lock, which is held while a batch is sent so
+that batches leave in order; the sequences of a `MessageInbox`, under its lock.
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ from telegrad.errors import CallTimeout, PeerLost, TelegradError
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
-# ("lend", key, holder) | ("release", key, holder, count) | ("void", key, reason)
+# ("lend", key, user) | ("release", key, user, count) | ("void", key, reason)
 ReferenceMessage = tuple[Any, ...]
 
-_RETRY_AFTER = 30.0
+_RETRY_AFTER = 30.0  # seconds without an acknowledgement
 _log = logging.getLogger(__name__)
 
 
 class MessageOutbox:
-    """Notes of this agent to one owner."""
+    """Messages from this agent to one owner."""
 
     def __init__(
         self, runtime: AgentRuntime, owner_name: str, owner: str, deliver: Callable[..., None]
@@ -37,7 +39,7 @@ class MessageOutbox:
         self._runtime = runtime
         self._owner_name = owner_name
         self._owner = owner
-        self._deliver = deliver  # the function that the owner runs
+        self._deliver = deliver  # the function that the owner runs for each batch
         self._last_sequence_number = 0
         self._lock = threading.Lock()
         self._unacknowledged: set[int] = set()
@@ -50,11 +52,11 @@ class MessageOutbox:
 
     @property
     def unacknowledged(self) -> int:
-        """Batches of notes that the owner has not acknowledged."""
+        """The number of batches that the owner has not acknowledged."""
         return len(self._unacknowledged)
 
     def send(self, messages: list[ReferenceMessage]) -> None:
-        """Send notes after all that were sent before."""
+        """Send a batch of messages after all earlier batches."""
         with self._lock:
             self._last_sequence_number += 1
             self._unacknowledged.add(self._last_sequence_number)
@@ -67,8 +69,8 @@ class MessageOutbox:
             future = runtime.start(
                 self._owner_name, self._deliver, args, None, _RETRY_AFTER, internal=True
             )
-        # this agent is closing, or the owner is unknown: nobody counts any more
         except TelegradError as error:
+            # this agent is closing, or the owner has left: the counts no longer matter
             self._finished(sequence_number, error)
             return
         future.add_done_callback(lambda done: self._acknowledged(sequence_number, messages, done))
@@ -88,14 +90,15 @@ class MessageOutbox:
     def _finished(self, sequence_number: int, error: Exception | None) -> None:
         self._unacknowledged.discard(sequence_number)
         if error is not None and not isinstance(error, PeerLost):
-            _log.debug("notes to %s were not delivered: %s", self._owner_name, error)
+            _log.debug("reference messages to %s were not delivered: %s", self._owner_name, error)
 
 
 class MessageInbox:
-    """Notes from all users of this agent's objects."""
+    """Messages from all users of this agent's objects, applied in order and once."""
 
     def __init__(self, apply: Callable[[ReferenceMessage], None]) -> None:
         self._apply = apply
+        # the last sequence number that was applied, by sender
         self._applied: defaultdict[str, int] = defaultdict(int)
         self._held_back: defaultdict[str, dict[int, list[ReferenceMessage]]] = defaultdict(dict)
         self._lock = threading.Lock()
@@ -105,9 +108,10 @@ class MessageInbox:
         return f"<MessageInbox: {len(self._applied)} senders, {held_back} batches held back>"
 
     def receive(self, sender: str, sequence_number: int, messages: list[ReferenceMessage]) -> None:
+        """Apply a batch and those that it was missing for; ignore one that was applied before."""
         with self._lock:
             if sequence_number <= self._applied[sender]:
-                return  # a repeat
+                return  # sent again because the acknowledgement was late
             held_back = self._held_back[sender]
             held_back[sequence_number] = messages
             while self._applied[sender] + 1 in held_back:
@@ -116,6 +120,7 @@ class MessageInbox:
                     self._apply(message)
 
     def forget(self, sender: str) -> None:
+        """Forget the batches of a lost worker."""
         with self._lock:
             self._applied.pop(sender, None)
             self._held_back.pop(sender, None)

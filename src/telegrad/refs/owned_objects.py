@@ -1,29 +1,35 @@
-"""Who refers to what: the books that keep an object alive exactly while a live worker refers to it.
+"""The objects that this worker owns, and how many references each worker has to them.
 
-Every object has one owner. The owner's `OwnedObject` counts, for every other worker, how often a
-reference was sent to it minus how many of those it has given up (`user_counts`), and its own live
-references (`local_count`). The object goes when none is left.
+Every object has one owner, which keeps it alive while any live worker refers to it. For each
+object the owner keeps an `OwnedObject`. Its `user_counts` holds, for every other worker, the
+number of references that were sent to that worker minus the number that it has released. Its
+`local_count` is the number of references that are alive on the owner itself. The owner removes
+the object when no count is positive.
 
-- The owner counts a reference when it packs it for a peer.
-- A user that passes a reference on tells the owner first (`lend`). Its notes to an owner are
-  numbered and applied in order (see `notes`), so the owner hears of the new holder before it can
-  hear that the old one gave up.
-- A reference that comes to its owner as an argument needs no note: the caller's own lives until the
-  call has ended.
-- A user that has dropped its last reference gives back all it has received of it (`release`).
-  Dropping happens inside the garbage collector, so it only appends to a queue; `sweep` does the
-  rest, on the clock.
-- A worker that is lost gives up everything at once.
-- A message with a reference that never arrived leaves a balance that nobody will give back. The
-  owner asks now and then (`audit`) about balances that have not moved for a while, and writes off
-  what the other side does not know.
+The counts change as follows:
 
-Creation: `remote` names the object before the owner knows of it: (its creator, a number that counts
-up without gaps per owner). So an unknown key is either still on its way, and one waits for it, or
-is gone for good; `SequenceSet` tells which.
+- The owner adds one when it packs a reference for a peer.
+- A user that passes a reference on tells the owner first (*lend*). Messages from a user to an
+  owner are numbered and applied in order (see `messages`), so the owner counts the new user before
+  it can learn that the old one has released its reference.
+- A reference that is sent to its owner as an argument of a call needs no message: the caller's
+  own reference lives until the call has ended.
+- A user that has dropped its last reference gives back all that it has received of it (*release*).
+  References die inside the garbage collector, so their end is only appended to a queue, which
+  *sweep* processes (see `held_references`).
+- All counts of a worker that is lost are removed at once.
+- A message that carries a reference and never arrives leaves a count that nobody will release. The
+  owner asks users about counts that have not changed for a while (*audit*, see `manager`) and
+  removes those that the user does not know.
 
-State: entries, arrivals and holdings, under `_lock`; the queue of dropped references is a deque and
-takes no lock.
+`remote` chooses the key of the new object before the owner knows of it: the creator's incarnation
+and a sequence number that has no gaps per creator and owner. An unknown key therefore belongs to
+an object that either is still to be created, in which case the owner waits for it, or no longer
+exists. `SequenceSet` distinguishes the two. If a creation fails before it is sent, its creator
+tells the owner that this key will never be used (*void*).
+
+State: `OwnedObjects` and the counts of its objects, under the lock that is passed to it; the value
+of an `OwnedObject`, under `_settle_lock`, set once.
 """
 
 from __future__ import annotations
@@ -37,25 +43,28 @@ from typing import Any, NamedTuple
 from telegrad.errors import PeerLost, StaleReference
 from telegrad.futures import Future
 
-AUDIT_AFTER = 10.0
+AUDIT_AFTER = 10.0  # seconds without a change after which a count is audited
 _settle_lock = threading.Lock()
 _LEFT_GROUP = "this worker has left the group while the object was being created"
 
 
 class ObjectKey(NamedTuple):
-    """The name of an object at its owner: the incarnation that created it and a number."""
+    """The name of an object at its owner: the incarnation of its creator and a sequence number."""
 
     creator: str
     sequence_number: int
 
 
 class SequenceSet:
-    """Which numbers of a sequence have arrived, in any order. A number that never comes costs one gap, no more."""
+    """The sequence numbers that have arrived, in any order.
+
+    Stores ranges: a number that never arrives costs one range.
+    """
 
     def __init__(self) -> None:
-        self._contiguous_end = 0
-        self._range_ends: dict[int, int] = {}  # ranges beyond the first gap, by their first number
-        self._range_starts: dict[int, int] = {}  # and by their last
+        self._contiguous_end = 0  # all numbers up to this one have arrived
+        self._range_ends: dict[int, int] = {}  # ranges after the first gap: first -> last
+        self._range_starts: dict[int, int] = {}  # the same ranges: last -> first
 
     def add(self, sequence_number: int) -> None:
         if sequence_number == self._contiguous_end + 1 and not self._range_ends:
@@ -79,9 +88,11 @@ class SequenceSet:
 
 
 class OwnedObject:
-    """An object at its owner. Only those that somebody waits for have a future: making one takes long.
+    """An object at its owner: its value, or the error of its creation, and its reference counts.
 
-    State: what the object is, under `_settle_lock`; set once. The rest belongs to the books.
+    The future is made on demand, because it is expensive and few objects are waited for.
+
+    State: value and error, under `_settle_lock`, set once. `OwnedObjects` guards the rest.
     """
 
     __slots__ = (
@@ -108,27 +119,27 @@ class OwnedObject:
         self._future: Future[Any] | None = None
 
     def settle(self, value: Any, error: Exception | None) -> None:
-        """The object is there, or it will never be; the first who says so is right."""
+        """Set the value, or the error of the creation. Only the first call has an effect."""
         try:
             with _settle_lock:
                 if not self.done:
                     self._value, self._error, self.done = value, error, True
-        finally:  # whatever was raised meanwhile: whoever waits must be woken
+        finally:  # wake waiting threads even if a signal handler raised
             if self.done and self._future is not None:
                 self._future._settle(self._value, self._error)
 
     @property
     def future(self) -> Future[Any]:
-        """A future for the object."""
-        made: Future[Any] = Future()
+        """Return the future for the value."""
+        new_future: Future[Any] = Future()
         with _settle_lock:
-            future = self._future = self._future or made
+            future = self._future = self._future or new_future
         if self.done:
             future._settle(self._value, self._error)
         return future
 
     def value(self, timeout: float | None = None) -> Any:
-        """The object, within `timeout` seconds; raises what its creation raised."""
+        """Return the value; wait at most `timeout` seconds. Raise the error of the creation."""
         if not self.done:
             return self.future.result(timeout)
         if self._error is not None:
@@ -136,16 +147,20 @@ class OwnedObject:
         return self._value
 
     def add_to_count(self, user: str, change: int) -> None:
-        """A holder received or gave up references. A balance may be negative for a moment: notes overtake messages."""
-        left = self.user_counts.get(user, 0) + change
+        """Change the number of references that a user has.
+
+        It may be negative for a moment: a release can overtake the message that was counted.
+        """
+        count = self.user_counts.get(user, 0) + change
         self.changed_at = time.monotonic()
-        if left:
-            self.user_counts[user] = left
+        if count:
+            self.user_counts[user] = count
         else:
             self.user_counts.pop(user, None)
 
     @property
     def is_referenced(self) -> bool:
+        """Return True if the object must be kept: it has references or is still to be created."""
         return (
             not self.created
             or self.local_count > 0
@@ -154,54 +169,58 @@ class OwnedObject:
 
 
 class OwnedObjects:
-    """The objects that one agent owns."""
+    """All objects that one agent owns, by key.
+
+    `lock` is shared with `HeldReferences` (see `ReferenceManager`).
+    """
 
     def __init__(self, local_incarnation: str, lock: threading.RLock) -> None:
         self._local_incarnation = local_incarnation
         self._lock = lock
         self._objects: dict[ObjectKey, OwnedObject] = {}
-        self._closed = False  # what has not arrived will not come
-        self._arrivals: defaultdict[str, SequenceSet] = defaultdict(SequenceSet)
-        self._lost: set[str] = set()
+        self._closed = False  # no more creations will arrive
+        # sequence numbers that were created or voided, by creator
+        self._arrived: defaultdict[str, SequenceSet] = defaultdict(SequenceSet)
+        self._lost_workers: set[str] = set()
         self._last_sequence_number = 0
 
     def __repr__(self) -> str:
         return f"<OwnedObjects: {len(self._objects)}>"
 
     def next_key(self) -> ObjectKey:
-        """A name for an object that this worker is about to create."""
+        """Return the key for an object that this worker is about to create for itself."""
         with self._lock:
             self._last_sequence_number += 1
             return ObjectKey(self._local_incarnation, self._last_sequence_number)
 
-    def own(self, value: Any) -> ObjectKey:
-        """A new object of this worker, with one reference here."""
+    def add(self, value: Any) -> ObjectKey:
+        """Add an object of this worker, with one local reference. Return its key."""
         with self._lock:
             self._last_sequence_number += 1
             key = ObjectKey(self._local_incarnation, self._last_sequence_number)
-            self._arrivals[self._local_incarnation].add(self._last_sequence_number)
+            self._arrived[self._local_incarnation].add(self._last_sequence_number)
             owned_object = self._objects[key] = OwnedObject(key, created=True, local_count=1)
         owned_object.settle(value, None)
         return key
 
     def create(self, key: ObjectKey) -> OwnedObject:
-        """A creator's `remote` has arrived: its reference counts from now on, the value follows."""
+        """Add the object that a `remote` call creates, and count the reference of its creator."""
         with self._lock:
-            self._arrivals[key.creator].add(key.sequence_number)
+            self._arrived[key.creator].add(key.sequence_number)
             owned_object = self._objects.get(key)
             if owned_object is None:
                 owned_object = self._objects[key] = OwnedObject(key)
             owned_object.created = True
             if key.creator == self._local_incarnation:
                 owned_object.local_count += 1
-            elif key.creator not in self._lost:
+            elif key.creator not in self._lost_workers:
                 owned_object.add_to_count(key.creator, +1)
             return owned_object
 
     def void(self, key: ObjectKey, reason: str) -> None:
-        """A `remote` that failed before it was sent: nobody will ever create this number."""
+        """Record that an object will never be created; `reason` says why its creation failed."""
         with self._lock:
-            self._arrivals[key.creator].add(key.sequence_number)
+            self._arrived[key.creator].add(key.sequence_number)
             owned_object = self._objects.get(key)
             if owned_object is None or owned_object.created:
                 return
@@ -209,31 +228,38 @@ class OwnedObjects:
         owned_object.settle(None, StaleReference(f"this object was never created: {reason}"))
 
     def remove_if_unreferenced(self, owned_object: OwnedObject) -> None:
-        """The value is there; if nobody wants it any more, it goes."""
+        """Remove an object that has its value if no references are left."""
         with self._lock:
             self._remove_if_unreferenced(owned_object)
 
     def find(self, key: ObjectKey) -> OwnedObject:
-        """The entry of an object; for one that is still on its way, an entry whose value will come."""
+        """Return an object, which may still be without a value.
+
+        Raise `StaleReference` if it no longer exists and `PeerLost` if it will never be created.
+        """
         with self._lock:
             owned_object = self._find_or_expect(key)
             if owned_object is not None:
                 return owned_object
-            if key.sequence_number in self._arrivals[key.creator]:
+            if key.sequence_number in self._arrived[key.creator]:
                 raise StaleReference(
-                    f"the object {key.sequence_number} of this reference no longer exists at its owner"
+                    f"the object {key.sequence_number} of this reference no longer exists "
+                    "at its owner"
                 )
             raise PeerLost(
                 "the worker that was creating this object died before its request arrived"
             )
 
     def _find_or_expect(self, key: ObjectKey) -> OwnedObject | None:
-        """Return the entry of an object, or a new one if it is on its way; None if it is gone or will never come."""
+        """Return an object, or a new one without a value if it is still to be created.
+
+        Return None if it no longer exists or will never be created.
+        """
         owned_object = self._objects.get(key)
         if (
             owned_object is None
-            and key.creator not in self._lost
-            and key.sequence_number not in self._arrivals[key.creator]
+            and key.creator not in self._lost_workers
+            and key.sequence_number not in self._arrived[key.creator]
         ):
             owned_object = self._objects[key] = OwnedObject(key)
             if self._closed:
@@ -241,25 +267,25 @@ class OwnedObjects:
         return owned_object
 
     def receive(self, key: ObjectKey) -> None:
-        """A reference has arrived here."""
+        """Count a reference that was lent to this worker and has arrived."""
         with self._lock:
             owned_object = self.find(key)
             owned_object.local_count += 1
             owned_object.add_to_count(self._local_incarnation, -1)
 
     def add_local_reference(self, key: ObjectKey) -> None:
-        """A reference to an object of this worker has arrived, from one who holds another meanwhile."""
+        """Count a reference that arrived without a `lend`: its sender keeps its own meanwhile."""
         with self._lock:
             self.find(key).local_count += 1
 
     def cancel(self, key: ObjectKey) -> None:
-        """Undo the making of a reference that `remote` could not send."""
+        """Remove the object of a `remote` call to this worker that could not be sent."""
         with self._lock:
             self._objects.pop(key, None)
-            self._arrivals[self._local_incarnation].add(key.sequence_number)
+            self._arrived[self._local_incarnation].add(key.sequence_number)
 
     def drop_local_references(self, keys: Iterable[ObjectKey]) -> None:
-        """References of this worker have died, one per key."""
+        """Subtract one local reference for each key."""
         with self._lock:
             for key in keys:
                 owned_object = self._objects.get(key)
@@ -268,26 +294,26 @@ class OwnedObjects:
                     self._remove_if_unreferenced(owned_object)
 
     def lend(self, key: ObjectKey, user: str) -> None:
-        """A reference is on its way to `user`."""
+        """Count a reference that is about to be sent to `user`."""
         with self._lock:
             owned_object = self._find_or_expect(key)
-            if owned_object is not None and user not in self._lost:
+            if owned_object is not None and user not in self._lost_workers:
                 owned_object.add_to_count(user, +1)
                 self._remove_if_unreferenced(owned_object)
 
     def release(self, key: ObjectKey, user: str, count: int) -> None:
-        """A holder gives up `count` references."""
+        """Subtract `count` references that a user has given up."""
         with self._lock:
             owned_object = self._find_or_expect(key)
-            if owned_object is not None and user not in self._lost:
+            if owned_object is not None and user not in self._lost_workers:
                 owned_object.add_to_count(user, -count)
                 self._remove_if_unreferenced(owned_object)
 
     def remove_worker(self, user: str) -> None:
-        """A worker is gone: its references count no longer, and what it had not created yet never comes."""
+        """Remove the references of a lost worker, and fail the creations that it had begun."""
         never_created = []
         with self._lock:
-            self._lost.add(user)
+            self._lost_workers.add(user)
             for owned_object in list(self._objects.values()):
                 if not owned_object.created and owned_object.key.creator == user:
                     never_created.append(self._objects.pop(owned_object.key))
@@ -298,17 +324,20 @@ class OwnedObjects:
             owned_object.settle(None, PeerLost("the worker that was creating this object died"))
 
     def close(self) -> None:
-        """This worker leaves: what is still on its way will not come, and whoever waits for it here is told."""
+        """Fail all objects without a value: this worker leaves, so they will not be created."""
         with self._lock:
             self._closed = True
-            not_created = [
+            without_value = [
                 owned_object for owned_object in self._objects.values() if not owned_object.done
             ]
-        for owned_object in not_created:
+        for owned_object in without_value:
             owned_object.settle(None, PeerLost(_LEFT_GROUP))
 
     def unchanged_counts(self, now: float) -> dict[str, list[tuple[ObjectKey, float]]]:
-        """Balances that have not moved for a while, by holder."""
+        """Return the objects whose counts have not changed for a while, by user.
+
+        Each comes with the time of its last change, for `clear_count`.
+        """
         found: defaultdict[str, list[tuple[ObjectKey, float]]] = defaultdict(list)
         with self._lock:
             for owned_object in self._objects.values():
@@ -319,7 +348,7 @@ class OwnedObjects:
         return found
 
     def clear_count(self, key: ObjectKey, user: str, changed_at: float) -> None:
-        """The holder knows nothing of this object, and nothing has moved since it was asked."""
+        """Remove the count of a user that does not know the object, unless it has changed."""
         with self._lock:
             owned_object = self._objects.get(key)
             if owned_object is not None and owned_object.changed_at == changed_at:
@@ -327,19 +356,17 @@ class OwnedObjects:
                 self._remove_if_unreferenced(owned_object)
 
     def statistics(self) -> dict[str, int]:
+        """Return counters for `Agent.statistics`."""
         with self._lock:
+            objects = list(self._objects.values())
+            created = sum(owned_object.created for owned_object in objects)
             return {
-                "owned_objects": sum(
-                    owned_object.created for owned_object in self._objects.values()
-                ),
-                "references_of_others": sum(
-                    len(owned_object.user_counts) for owned_object in self._objects.values()
-                ),
-                "objects_not_created": sum(
-                    not owned_object.created for owned_object in self._objects.values()
-                ),
+                "owned_objects": created,
+                "references_of_others": sum(len(each.user_counts) for each in objects),
+                "objects_not_created": len(objects) - created,
             }
 
     def _remove_if_unreferenced(self, owned_object: OwnedObject) -> None:
+        """Like `remove_if_unreferenced`, for a caller that has the lock."""
         if not owned_object.is_referenced and owned_object.done:
             self._objects.pop(owned_object.key, None)

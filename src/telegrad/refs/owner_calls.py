@@ -1,12 +1,14 @@
-"""What users of an object ask its owner to run: create it, return it, call its methods.
+"""What an owner runs for the users of its objects: create, return, and call a method.
 
-`create_call(f)` is `f` as the owner runs it for `remote`. There is one per function, so it is
-numbered per connection and its cost is learned just as `f` itself would be. It is never dropped
-from a queue, even if its creator no longer waits: others may hold references to what it makes.
+`create_call(f)` is the callable that `remote` sends instead of `f`, and `method("act")` is the one
+that a proxy sends for a method. The wire layer gives each a function id per connection, and the
+scheduler learns how long each takes, as for a function. Therefore there is one `CreateObject` per
+function and one `MethodCall` per name.
 
-`method("act")` is what travels for a method: a callable that is numbered per connection like a
-function, so that its cost is learned by name. At the owner it finds the object (waiting, without a
-thread, for one that is still being made) and calls it.
+If an object is still being created, a call that needs it is run when its value is there. No thread
+waits for it.
+
+State: `_create_calls`, under `_create_calls_lock`; it only grows, up to `MAX_FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ _create_calls_lock = threading.Lock()
 
 @trusted
 class CreateObject:
-    """Runs a function at the owner of a new object."""
+    """A callable that runs a function at the owner of a new object and stores the result there."""
 
     pickles_by_reference = True
+    # even if the creator has given up: others may have references to the object
     must_run = True
-    # the creator knows the object already; it waits for what it does with it
+    # the creator can use the reference before the reply arrives
     answer_may_wait = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -49,14 +52,18 @@ class CreateObject:
 
 
 def create_call(function: Callable[..., Any]) -> CreateObject:
-    """The one `CreateObject` of a function that lives as long as the program; for others, a new one."""
+    """Return the `CreateObject` of a function.
+
+    It is kept for module-level functions and classes. Lambdas, local functions and bound methods
+    get a new one, because keeping it would keep them alive.
+    """
     try:
         return _create_calls[function]
     except (KeyError, TypeError):
         new_call = CreateObject(function)
     if (
         hasattr(function, "__qualname__")
-        and "<" not in function.__qualname__
+        and "<" not in function.__qualname__  # "<lambda>" or "outer.<locals>.inner"
         and not hasattr(function, "__self__")
     ):
         with _create_calls_lock:
@@ -72,13 +79,15 @@ def create(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """At the owner: run what `remote` asked for and keep the result. Its creator hears only that it is there."""
+    """Run the function of a `remote` call and store its result. The reply has no value."""
     manager = owner_manager(owner)
     if not manager.runtime.allowed(function):
         raise UsageError(
-            f"worker {manager.runtime.name!r} serves only registered functions; {describe(function)} is not one"
+            f"worker {manager.runtime.name!r} serves only registered functions; "
+            f"{describe(function)} is not one"
         )
     owned = manager.owned
+    # for an object of its own, `remote` has called `create` already
     owned_object = owned.find(key) if key.creator == owner else owned.create(key)
     try:
         run = served_form(function)
@@ -99,11 +108,11 @@ def create(
 def _store_when_done(
     manager: ReferenceManager, owned_object: OwnedObject, value: Any
 ) -> Future[None]:
-    """Store what a future will hold; the future returned completes when it is stored."""
+    """Store the value of a future when it is done. Return a future that completes after that."""
     if not hasattr(value, "add_done_callback"):
         raise UsageError(
-            "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
-            f"but got {type(value).__name__}"
+            "Functions decorated with @rpc.async_function must return a torch.futures.Future "
+            f"object, but got {type(value).__name__}"
         )
     stored: Future[None] = Future()
 
@@ -124,7 +133,7 @@ def _store_when_done(
 
 @trusted
 def fetch(owner: str, key: tuple[str, int]) -> Any:
-    """The value of an object, as soon as there is one."""
+    """Return the value of an object when it is there."""
     owned_object = owner_manager(owner).owned.find(ObjectKey(*key))
     return owned_object.value() if owned_object.done else DeferredReply(owned_object.future)
 
@@ -132,10 +141,11 @@ def fetch(owner: str, key: tuple[str, int]) -> Any:
 def with_object(
     owner: str, key: tuple[str, int], run: Callable[[ReferenceManager, Any], Any]
 ) -> Any:
-    """At the owner: run something with an object. If it is still being made, later, and no thread waits for that.
+    """Return `run(manager, value)` for an object of this worker.
 
-    The key comes as a plain tuple: a class of its own takes a third of the time to pack and unpack
-    a call.
+    If the object is still being created, return a `DeferredReply` and run when it is there. The key
+    arrives as a plain tuple: a class of its own would take a third of the time to pack and unpack a
+    call.
     """
     manager = owner_manager(owner)
     owned_object = manager.owned.find(ObjectKey(*key))
@@ -162,7 +172,7 @@ def with_object(
         else:
             result._settle(outcome, None)
 
-    context = contextvars.copy_context()  # of the call: its scope, for one
+    context = contextvars.copy_context()  # the call's context variables, such as its scope
     threads, clock = manager.runtime.threads, manager.runtime.clock
     owned_object.future.add_done_callback(
         lambda _: threads.start_when_possible(lambda: context.run(run_now), clock)
@@ -172,7 +182,7 @@ def with_object(
 
 @trusted
 class MethodCall:
-    """Calls the method of this name on an object of the worker that it runs on."""
+    """A callable that calls the method of this name on an object of the worker where it runs."""
 
     pickles_by_reference = True
 
@@ -191,15 +201,15 @@ class MethodCall:
         function = getattr(target, self._name)
         if not manager.runtime.allowed(getattr(function, "__func__", function)):
             raise UsageError(
-                f"worker {manager.runtime.name!r} serves only registered functions; {self._name} is not one"
+                f"worker {manager.runtime.name!r} serves only registered functions; "
+                f"{self._name} is not one"
             )
         served = served_form(function)
         outcome = served(*args, **kwargs)
         if served is not function:
-            return outcome  # it says itself whether it answers later
-        return (
-            DeferredReply(outcome) if getattr(function, ASYNC_MARK, None) is not None else outcome
-        )
+            return outcome  # the served form returns a `DeferredReply` itself if it needs one
+        is_async = getattr(function, ASYNC_MARK, None) is not None
+        return DeferredReply(outcome) if is_async else outcome
 
     def __reduce__(self) -> tuple[Callable[[str], MethodCall], tuple[str]]:
         return method, (self._name,)
@@ -207,13 +217,13 @@ class MethodCall:
 
 @functools.lru_cache(maxsize=4096)
 def method(name: str) -> MethodCall:
-    """The one `MethodCall` of this name."""
+    """Return the `MethodCall` of this name."""
     return MethodCall(name)
 
 
 @trusted
 def pull(owner: str, key: tuple[str, int], count: int) -> Any:
-    """At the owner: the next items, and whether they are the last."""
+    """Return the next items of a generator, and whether they are the last."""
     return with_object(owner, key, lambda _, generator: _next_items(generator, count))
 
 

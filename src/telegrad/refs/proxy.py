@@ -1,8 +1,7 @@
-"""Calls of an object's methods through a reference: one round trip each, whatever the object's type.
+"""Proxies that call the methods of an object through a reference.
 
-`method("act")` is what travels: a callable that is numbered per connection like a function, so that
-its cost is learned by name. At the owner it finds the object (waiting, without a thread, for one
-that is still being made) and calls it.
+A call is one round trip, whatever the type of the object: the proxy sends the name of the method
+(`owner_calls.method`) and does not ask for the type first.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Send = Callable[[Any, float, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Proxy:
-    """Stands for the object: what is called on it is sent to the owner."""
+    """Base of the proxies: sends each method call to the owner."""
 
     def __init__(self, send: Send, timeout: float) -> None:
         self._send = send
@@ -31,32 +30,32 @@ class Proxy:
         return f"<{type(self).__name__} of {getattr(self._send, '__self__', None)!r}>"
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        send, timeout, called = self._send, self._timeout, method(name)
+        send, timeout, method_call = self._send, self._timeout, method(name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return send(called, timeout, args, kwargs)
+            return send(method_call, timeout, args, kwargs)
 
         return call
 
 
 class SyncProxy(Proxy):
-    """Methods return their results."""
+    """A proxy whose methods return their results."""
 
 
 class AsyncProxy(Proxy):
-    """Methods return futures."""
+    """A proxy whose methods return futures."""
 
 
 class RemoteProxy(Proxy):
-    """Methods return references to their results."""
+    """A proxy whose methods return references to their results."""
 
 
 class StreamProxy(Proxy):
-    """Methods return streams of what they yield."""
+    """A proxy whose methods are generators and return streams of their items."""
 
     def __init__(self, send: Send, timeout: float, chunk: int) -> None:
         if chunk < 1:
-            raise UsageError(f"a stream brings at least one item at a time, not {chunk}")
+            raise UsageError(f"the chunk of a stream must be at least 1 item, not {chunk}")
         super().__init__(send, timeout)
         self._chunk = chunk
 
@@ -70,7 +69,10 @@ class StreamProxy(Proxy):
 
 
 class RemoteStream:
-    """What a generator on another worker yields. While one chunk is used, the next is under way; no more than that."""
+    """The items of a generator on another worker.
+
+    While one chunk is used, the next one is requested, and no more than that.
+    """
 
     def __init__(self, generator: RRef[Any], timeout: float, chunk: int) -> None:
         self._generator = generator

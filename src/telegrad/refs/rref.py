@@ -1,11 +1,11 @@
 """`RRef`: a reference to an object that lives on one worker, its owner, and can be used from any.
 
-A reference is tied to the agent that holds it. It travels only inside calls; packing it tells the
-owner who gets it (see `ownership`). When it dies, its books are told through a queue, never from
-inside the garbage collector.
+A reference belongs to the agent that holds it. It can be sent only inside calls; packing it tells
+the owner which worker receives it (see `owned_objects`). When it dies, `held_references` is told
+through a queue, not from inside the garbage collector.
 
-A call that uses a reference keeps it until its callee has answered (`keep` of `AgentRuntime.start`;
-a synchronous caller holds it anyway), so that a temporary such as ``remote(...).rpc_async().f()``
+A call that uses a reference keeps it alive until the reply arrives (`keep` of `AgentRuntime.start`;
+a synchronous caller has it anyway). Therefore a temporary such as ``remote(...).rpc_async().f()``
 lives while its call waits at the owner.
 """
 
@@ -61,14 +61,15 @@ class RRef(Generic[T]):
         runtime = runtime_of(agent)
         if runtime is None:
             raise UsageError(
-                "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+                "Current RPC agent is not set! Did you initialize the RPC framework "
+                "(e.g. by calling `rpc.init_rpc`)?"
             )
         manager = ReferenceManager.of(runtime)
         self._initialize(
             manager,
             runtime.local_member.info,
             runtime.local_member.incarnation,
-            manager.owned.own(value),
+            manager.owned.add(value),
             None,
         )
 
@@ -97,32 +98,36 @@ class RRef(Generic[T]):
         )
 
     def is_owner(self) -> bool:
-        """Does the object live on this worker?"""
+        """Return True if the object lives on this worker."""
         return self._owner == self._manager.runtime.local_member.incarnation
 
     def owner(self) -> WorkerInfo:
-        """The worker that the object lives on."""
+        """Return the worker that the object lives on."""
         return self._owner_info
 
     def owner_name(self) -> str:
+        """Return the name of the worker that the object lives on."""
         return self._owner_info.name
 
     def confirmed_by_owner(self) -> bool:
-        """Does the owner have the object? True from the start except for what `remote` is still creating."""
+        """Return True if the owner has the object; False while `remote` is still creating it."""
         return self._creation is None or (self._creation.done() and self._creation.error is None)
 
     def local_value(self) -> T:
-        """The object itself, on its owner."""
+        """Return the object itself. Only its owner can do this."""
         if not self.is_owner():
             raise UsageError(
-                f"For {self!r}, can't call localValue() on user {self._manager.runtime.local_member.info}. "
-                "Call it on owner " + str(self._owner_info)
+                f"For {self!r}, can't call localValue() on user "
+                f"{self._manager.runtime.local_member.info}. Call it on owner {self._owner_info}"
             )
         value: T = self._owned_object().value()
         return value
 
     def to_here(self, timeout: float = -1.0) -> T:
-        """A copy of the object; on its owner, the object itself. Raises what its creation raised."""
+        """Return a copy of the object; on its owner, the object itself.
+
+        Raise the error of its creation. A negative `timeout` means the default, 0 no limit.
+        """
         self._raise_failed_creation()
         if self.is_owner():
             return self._owned_object().value(None if timeout <= 0 else timeout)  # type: ignore[no-any-return]
@@ -133,7 +138,7 @@ class RRef(Generic[T]):
         return value
 
     def fetch_async(self, timeout: float = -1.0) -> Future[T]:
-        """A future for `to_here`."""
+        """Return a future for `to_here`."""
         args = (self._owner, tuple(self._key))
         return self._agent.start(
             self._owner_info.name, fetch, args, None, call_timeout(timeout), keep=self
@@ -143,25 +148,28 @@ class RRef(Generic[T]):
         return self.fetch_async().__await__()
 
     def rpc_sync(self, timeout: float = -1.0) -> Any:
-        """`rref.rpc_sync().method(...)` runs the method on the owner and returns its result."""
+        """Return a proxy: `rref.rpc_sync().method(...)` returns the result of the method."""
         return proxy.SyncProxy(self._call, timeout)
 
     def rpc_async(self, timeout: float = -1.0) -> Any:
-        """`rref.rpc_async().method(...)` returns a future, which can be awaited."""
+        """Return a proxy: `rref.rpc_async().method(...)` returns an awaitable future."""
         return proxy.AsyncProxy(self._start, timeout)
 
     def remote(self, timeout: float = -1.0) -> Any:
-        """`rref.remote().method(...)` returns a reference to the result, which stays on the owner."""
+        """Return a proxy: `rref.remote().method(...)` returns a reference to the result."""
         return proxy.RemoteProxy(self._create, timeout)
 
     def stream(self, timeout: float = -1.0, chunk: int = 1) -> Any:
-        """`for x in rref.stream().method(...)`, or `async for`: what a generator on the owner yields, as it is used."""
+        """Return a proxy: `rref.stream().method(...)` iterates over a generator on the owner.
+
+        Items are fetched as they are used, `chunk` at a time, with `for` or `async for`.
+        """
         return proxy.StreamProxy(self._create, timeout, chunk)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run the backward pass from the tensor that this refers to, wherever that lives.
+        """Run the backward pass from the tensor that this refers to.
 
-        Without a context, which only the owner may leave out, gradients go to `.grad` as with
+        On the owner, the context may be left out; gradients then go to `.grad` as with
         `Tensor.backward`.
         """
         if not self.is_owner() and dist_autograd_ctx_id == -1:
@@ -172,7 +180,7 @@ class RRef(Generic[T]):
             self._call(_backward, -1.0, (dist_autograd_ctx_id, retain_graph), {})
 
     def _get_future(self) -> Future[Any]:
-        """A future that completes when the owner has the object, or fails as its creation did."""
+        """Return a future that completes when the owner has the object or its creation fails."""
         if self._creation is not None:
             return self._creation.future
         done: Future[Any] = Future()
@@ -180,11 +188,11 @@ class RRef(Generic[T]):
         return done
 
     def _get_profiling_future(self) -> Future[Any]:
-        """A future that completes when a profile of `remote` has what it is to have."""
+        """Return a future that completes when the profile of a `remote` call is complete."""
         return self._get_future()
 
     def _get_type(self, timeout: float = -1.0, blocking: bool = True) -> Any:
-        """Return the type of the object, or a future for it if not `blocking`. Raise what its creation raised."""
+        """Return the type of the object, or a future for it if not `blocking`."""
         if blocking:
             return self._call(_rref_typeof_on_owner, timeout, (), {})
         return self._start(_rref_typeof_on_owner, timeout, (), {})
@@ -241,20 +249,20 @@ class RRef(Generic[T]):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise SerializationError(
-            "Can not pickle rref in python pickler, rref can only be pickled when using RPC: send it as an argument "
-            "or result of a call"
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC: "
+            "send it as an argument or result of a call"
         )
 
 
 @trusted
 def _backward(owner: str, key: ObjectKey, context_id: int, retain_graph: bool) -> Any:
-    """At the owner of a tensor, for `RRef.backward`."""
+    """Run the backward pass of `RRef.backward` at the owner of the tensor."""
     return with_object(owner, key, lambda _, value: _backward_from(value, context_id, retain_graph))
 
 
 @trusted
 def _rref_typeof_on_owner(owner: str, key: ObjectKey) -> Any:
-    """At the owner of an object, for `RRef._get_type`."""
+    """Return the type of an object at its owner, for `RRef._get_type`."""
     return with_object(owner, key, lambda _, value: type(value))
 
 
@@ -270,7 +278,7 @@ def _backward_from(value: Any, context_id: int, retain_graph: bool) -> None:
 
 
 def call_timeout(timeout: float) -> Any:
-    """A timeout of the torch-shaped API: negative for the default, 0 for none."""
+    """Translate a timeout of the torch-shaped API: negative for the default, 0 for no limit."""
     return DEFAULT if timeout < 0 else timeout or None
 
 
@@ -284,9 +292,9 @@ def remote(
     agent: Agent | None = None,
     keep: object = None,
 ) -> RRef[T]:
-    """Run `function(*args, **kwargs)` on worker `to`; the result stays there, and a reference to it returns at once.
+    """Run `function(*args, **kwargs)` on worker `to` and leave the result there.
 
-    `keep` is kept alive until the owner has run the function.
+    Return a reference to the result at once. `keep` is kept alive until the owner has replied.
     """
     runtime = runtime_of(agent)
     if runtime is None:
@@ -296,8 +304,8 @@ def remote(
     member = runtime.member(to)
     owner, is_local = member.incarnation, member.incarnation == runtime.local_member.incarnation
     key = manager.owned.next_key() if is_local else manager.held.next_key(owner)
-    # The reference exists before it is counted: if this is interrupted, its end gives back what was
-    # counted.
+    # Make the reference before it is counted: if a signal handler raises in between, the end of the
+    # reference releases what was counted.
     rref: RRef[T] = RRef.__new__(RRef)
     rref._initialize(manager, member.info, owner, key, None)
     try:
@@ -314,7 +322,7 @@ def remote(
             creation.follow(runtime.start(member.name, run, args, kwargs, timeout, keep=keep))
     except BaseException as error:
         manager.pending_creations.discard(key)
-        if isinstance(error, Exception):  # it was not sent; an interrupt may have come after it was
+        if isinstance(error, Exception):  # not sent; after an interrupt, it may have been sent
             if is_local:
                 manager.owned.cancel(key)
             else:
@@ -325,7 +333,7 @@ def remote(
 
 
 def _reduce(rref: RRef[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """How a reference travels: who owns it, and its key. Before the message leaves, the owner learns who gets it."""
+    """Pack a reference as its owner and key, and tell the owner before the message is sent."""
     message = current_message()
     if message is None:
         rref.__reduce_ex__(5)
@@ -334,18 +342,19 @@ def _reduce(rref: RRef[Any]) -> tuple[Any, tuple[Any, ...]]:
             f"{rref!r} belongs to another agent of this process than the one that sends it"
         )
     if message is not None and message.incarnation == rref._owner and keep_until_answered(rref):
-        # this reference keeps the object alive until the call has ended
+        # the caller's reference keeps the object alive until the call has ended
         return _rebuild_at_owner, tuple(rref._key)
     owner_info = rref._owner_info
 
-    def announce(where: MessageContext) -> None:
-        rref._manager.lend(owner_info.name, rref._owner, rref._key, where.incarnation)
+    def announce(message: MessageContext) -> None:
+        rref._manager.lend(owner_info.name, rref._owner, rref._key, message.incarnation)
 
     before_sending(rref, announce)
     return _rebuild, (owner_info.name, owner_info.id, rref._owner, *rref._key)
 
 
 def _rebuild(name: str, rank: int, owner: str, creator: str, sequence_number: int) -> RRef[Any]:
+    """Unpack a reference."""
     message = current_message()
     if message is None:
         raise SerializationError("a reference arrived outside a call")
@@ -360,7 +369,7 @@ def _rebuild(name: str, rank: int, owner: str, creator: str, sequence_number: in
 
 
 def _rebuild_at_owner(creator: str, sequence_number: int) -> RRef[Any]:
-    """A reference has come to its owner with a call, whose caller keeps its own meanwhile."""
+    """Unpack an argument at the owner; the caller keeps its own reference meanwhile."""
     message = current_message()
     if message is None:
         raise SerializationError("a reference arrived outside a call")
