@@ -12,21 +12,33 @@ import pytest
 import telegrad
 from benchmarks import compare, report, results
 
+PACKAGE = Path(telegrad.__path__[0])
 
-def bench(*arguments: object) -> None:
-    path = os.pathsep.join(
-        [str(Path(telegrad.__path__[0]).parent), os.environ.get("PYTHONPATH", "")]
-    )
-    command = [sys.executable, "-m", "telegrad", "bench", *map(str, arguments)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": path},
+
+def start_bench(*arguments: object, source: Path = PACKAGE.parent) -> subprocess.CompletedProcess[str]:
+    """Run `telegrad bench` with the package that is in the folder `source`."""
+    python_path = os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "telegrad", "bench", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": python_path},
         capture_output=True,
         text=True,
         timeout=110,
         check=False,
     )
+
+
+def bench(*arguments: object) -> None:
+    done = start_bench(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_a_checkout_it_says_how_to_get_one(tmp_path: Path) -> None:
+    (tmp_path / "telegrad").symlink_to(PACKAGE)
+    done = start_bench("--help", source=tmp_path)
+    assert done.returncode == 2
+    assert "git clone" in done.stderr
+    assert "pip install -e '.[bench]'" in done.stderr
 
 
 @pytest.mark.process

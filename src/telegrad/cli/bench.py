@@ -1,7 +1,7 @@
-"""`telegrad bench ...`: measure Telegrad beside its peers on this machine, and look at the results.
+"""`telegrad bench ...`: run the benchmarks of a source checkout.
 
-The benchmarks are a package of their own, `benchmarks`. It is installed beside this one in a folder that only it is in;
-in a checkout it is at the top. Python is given it in place of this process.
+The benchmarks are the package `benchmarks` at the top of the repository; the wheel does not contain
+them. The command replaces this process with ``python -m benchmarks`` and passes all arguments on.
 """
 
 from __future__ import annotations
@@ -12,32 +12,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_PACKAGE = Path(__file__).parent.parent
-_FOLDERS = (_PACKAGE / "bench", _PACKAGE.parent.parent)
+_CHECKOUT = Path(__file__).parents[3]
+_NO_CHECKOUT = (
+    "the benchmarks are not part of the installed package; `telegrad bench` needs a checkout:\n"
+    "  git clone https://github.com/telegrad/telegrad\n"
+    "  cd telegrad\n"
+    "  pip install -e '.[bench]'"
+)
 
 
 def add(commands: Any) -> None:
-    """Add the subcommand."""
+    """Add the subcommand to the parser."""
     parser = commands.add_parser(
         "bench",
-        help="measure this machine: Telegrad, its peers, and the limits",
-        description="Run the benchmarks; `telegrad bench --help` shows how.",
+        help="measure Telegrad and other frameworks on this machine (needs a checkout)",
+        description="Run the benchmarks; `telegrad bench --help` shows their options.",
         add_help=False,
-        prefix_chars="\0",  # no argument is an option of ours
+        prefix_chars="\0",  # pass all options on
     )
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="their options")
-    parser.set_defaults(command=lambda chosen: _bench(parser, chosen.args))
+    parser.add_argument(
+        "args", nargs=argparse.REMAINDER, metavar="...", help="options of the benchmarks"
+    )
+    parser.set_defaults(command=lambda options: _bench(parser, options.args))
 
 
 def _bench(parser: argparse.ArgumentParser, arguments: list[str]) -> int:
-    folder = next(
-        (folder for folder in _FOLDERS if (folder / "benchmarks" / "__main__.py").exists()), None
-    )
-    if folder is None:
-        parser.error(
-            f"the benchmarks are neither in {' nor in '.join(str(folder) for folder in _FOLDERS)}"
-        )
-    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if not (_CHECKOUT / "benchmarks" / "__main__.py").exists():
+        parser.error(_NO_CHECKOUT)
+    python_path = [str(_CHECKOUT)]
+    if os.environ.get("PYTHONPATH"):
+        python_path.append(os.environ["PYTHONPATH"])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path)}
     sys.stdout.flush()
-    command = [sys.executable, "-m", "benchmarks", *arguments]
-    os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": os.pathsep.join(path)})
+    os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *arguments], environment)
