@@ -1,11 +1,11 @@
-"""A parameter server that waits for all trainers, averages their gradients, and gives all of them the same new model.
+"""A parameter server that averages the gradients of all trainers and returns the new model to each.
 
 Usage:
 
     python examples/batch_update.py [--trainers 2] [--epochs 8]
 
-`update_and_fetch_model` answers later: it returns a future that completes when the last trainer of the round has come,
-so no thread of the server waits.
+`update_and_fetch_model` returns a future that completes when the last trainer of the round has
+called it, so no thread of the server is blocked.
 """
 
 import argparse
@@ -53,24 +53,24 @@ class ParameterServer:
             return this_round
 
 
-def train(server: Any, number: int, trainers: int, epochs: int) -> float:
-    """What each trainer runs, on its share of the digits; returns the accuracy on those that nobody trained on."""
+def train(server: Any, trainer: int, trainers: int, epochs: int) -> float:
+    """Train on a part of the digits, on each trainer. Return the accuracy on the test digits."""
     digits = load_digits()
     images, labels = (
         torch.tensor(digits.data, dtype=torch.float32) / 16,
         torch.tensor(digits.target),
     )
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    held_out, mine = order[:297], order[297 + number :: trainers][: 1500 // trainers]
+    test, own = order[:297], order[297 + trainer :: trainers][: 1500 // trainers]
     model = new_model()
     for epoch in range(epochs):
-        for batch in mine.split(30):
+        for batch in own.split(30):
             loss = F.cross_entropy(model(images[batch]), labels[batch])
             gradients = torch.autograd.grad(loss, list(model.parameters()))
             model = server.rpc_sync().update_and_fetch_model(list(gradients))
-        if number == 0:
+        if trainer == 0:
             print(f"epoch {epoch}: loss {loss:.3f}", flush=True)
-    return (model(images[held_out]).argmax(1) == labels[held_out]).float().mean().item()
+    return (model(images[test]).argmax(1) == labels[test]).float().mean().item()
 
 
 def run_worker(rank: int, port: int, options: argparse.Namespace) -> None:
@@ -84,12 +84,12 @@ def run_worker(rank: int, port: int, options: argparse.Namespace) -> None:
         server = rpc.RRef(ParameterServer(options.trainers))
         calls = [
             rpc.rpc_async(
-                f"trainer{number}",
+                f"trainer{trainer}",
                 train,
-                (server, number, options.trainers, options.epochs),
+                (server, trainer, options.trainers, options.epochs),
                 timeout=0,
             )
-            for number in range(options.trainers)
+            for trainer in range(options.trainers)
         ]
         print(
             "accuracy of the trainers:",

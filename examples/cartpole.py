@@ -1,13 +1,13 @@
-"""CartPole with one policy and many observers, whose calls are batched.
+"""Train a CartPole policy that many observers query with batched calls.
 
-    pip install telegrad[examples]
-    python examples/cartpole.py                        # learns to balance the pole, within a minute or two on 2 cores
+    pip install 'telegrad[examples]'
+    python examples/cartpole.py                        # solved in one or two minutes on 2 cores
     python examples/cartpole.py --observers 10 --plot cartpole.png
-    python examples/cartpole.py --no-batch             # one forward pass per step, to compare
+    python examples/cartpole.py --no-batch             # one forward pass per call, to compare
 
-Each observer is a process with an environment of its own; it asks the learner's policy what to do, step by step. The
-learner updates the policy by REINFORCE after every round, in which each observer plays one episode. All that batching
-takes is the decorator on `Learner.act`.
+Each observer is a process with its own environment. In every step, it asks the learner's policy for
+an action. The learner updates the policy with REINFORCE after every round, in which each observer
+plays one episode. The decorator on `Learner.act` is all that batching needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -28,6 +27,11 @@ from torch import nn
 
 import telegrad
 from telegrad.refs import RRef, remote
+
+try:
+    import gymnasium
+except ImportError:  # `--help` works without it
+    gymnasium = None  # type: ignore[assignment]
 
 SOLVED = 195.0  # mean reward of the last 100 episodes
 GAMMA = 0.99
@@ -41,7 +45,7 @@ class Learner:
 
     @telegrad.batched(max_wait=0.001)
     def act(self, states: torch.Tensor) -> list[float]:
-        """For each of n observers: the probability with which it should push to the right."""
+        """Return, for each of n observers, the probability of pushing to the right."""
         with torch.no_grad():
             return self.policy(states).softmax(1)[:, 1].tolist()  # type: ignore[no-any-return]
 
@@ -50,7 +54,7 @@ class Learner:
             return float(self.policy(state).softmax(0)[1])
 
     def learn(self, episodes: Sequence[Episode]) -> None:
-        """One step of REINFORCE, with the returns of the round normalised."""
+        """Make one step of REINFORCE with the normalised returns of a round."""
         states, actions, returns = (
             torch.from_numpy(np.concatenate(parts)) for parts in zip(*episodes, strict=True)
         )
@@ -61,7 +65,7 @@ class Learner:
         self.optimizer.step()
 
 
-Episode = tuple[np.ndarray, np.ndarray, np.ndarray]  # states, actions and returns, step by step
+Episode = tuple[np.ndarray, np.ndarray, np.ndarray]  # states, actions and returns of its steps
 
 
 class Observer:
@@ -72,7 +76,7 @@ class Observer:
         self.act = learner.rpc_sync().act if batch else learner.rpc_sync().act_unbatched
 
     def play(self) -> Episode:
-        """One episode."""
+        """Play one episode."""
         state, _ = self.env.reset()
         states, actions, rewards = [], [], []
         ended = False
@@ -94,7 +98,7 @@ def _returns(rewards: list[float]) -> np.ndarray:
 
 
 def observe(name: str, port: int, ready: Any, stop: Any) -> None:
-    """The process of an observer: it does what the learner asks for, until told to stop."""
+    """Run the process of an observer: serve calls of the learner until told to stop."""
     torch.set_num_threads(1)
     with telegrad.Agent(name, store=dist.TCPStore("127.0.0.1", port, is_master=False)):
         ready.release()
@@ -102,7 +106,7 @@ def observe(name: str, port: int, ready: Any, stop: Any) -> None:
 
 
 def train(agent: telegrad.Agent, options: argparse.Namespace) -> list[float]:
-    """Play and learn until the pole is balanced; the reward of each episode."""
+    """Play and learn until the task is solved. Return the reward of each episode."""
     learner = Learner(options.seed)
     reference = RRef(learner, agent=agent)
     observers = [
@@ -128,8 +132,9 @@ def train(agent: telegrad.Agent, options: argparse.Namespace) -> list[float]:
         last.extend(lengths)
         size = Learner.act.batching.statistics().mean_size
         print(
-            f"\repisode {len(rewards):5}   reward {np.mean(lengths):5.1f}   mean of the last {len(last):3}: "
-            f"{np.mean(last):5.1f}   {sum(lengths) / seconds:6.0f} steps/s   batches of {size:4.1f}  ",
+            f"\repisode {len(rewards):5}   reward {np.mean(lengths):5.1f}   "
+            f"mean of the last {len(last):3}: {np.mean(last):5.1f}   "
+            f"{sum(lengths) / seconds:6.0f} steps/s   batches of {size:4.1f}  ",
             end="" if sys.stdout.isatty() else "\n",
             flush=True,
         )
@@ -138,7 +143,8 @@ def train(agent: telegrad.Agent, options: argparse.Namespace) -> list[float]:
 
 
 def plot(rewards: list[float], path: str) -> None:
-    import matplotlib.pyplot as plt  # noqa: PLC0415  # only who wants a plot needs it
+    """Save a plot of the rewards."""
+    import matplotlib.pyplot as plt  # noqa: PLC0415  # only `--plot` needs it
 
     means = [np.mean(rewards[max(end - 100, 0) : end]) for end in range(1, len(rewards) + 1)]
     plt.plot(rewards, ".", markersize=3, alpha=0.4, label="reward of an episode")
@@ -160,12 +166,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--observers", type=int, default=8)
     parser.add_argument(
-        "--episodes", type=int, default=3000, help="stop after so many, solved or not"
+        "--episodes", type=int, default=3000, help="stop after this many, solved or not"
     )
     parser.add_argument("--seed", type=int, default=543)
-    parser.add_argument("--no-batch", action="store_true", help="one call, one forward pass")
-    parser.add_argument("--plot", metavar="FILE", help="where to save a plot of the rewards")
+    parser.add_argument("--no-batch", action="store_true", help="one forward pass per call")
+    parser.add_argument("--plot", metavar="FILE", help="save a plot of the rewards")
     options = parser.parse_args(argv)
+    if gymnasium is None:
+        sys.exit("CartPole needs gymnasium: pip install 'telegrad[examples]'")
 
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")

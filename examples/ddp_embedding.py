@@ -1,11 +1,12 @@
-"""Data parallel and model parallel at once: dense layers replicated by DistributedDataParallel, one table on a server.
+"""Data and model parallel training: dense layers under DDP, and an embedding table on a server.
 
 Usage:
 
     python examples/ddp_embedding.py [--epochs 8]
 
-Two trainers share an embedding table on the server and average the gradients of their dense layers with each other.
-Both happen in one backward pass: DDP's hooks run inside distributed autograd.
+Two trainers share an embedding table on the server and average the gradients of their dense layers
+with DistributedDataParallel. Both happen in one backward pass: the hooks of DDP run inside
+distributed autograd.
 """
 
 import argparse
@@ -30,7 +31,7 @@ TRAINERS, SHADES = 2, 17
 
 
 def tokens(pixels: Tensor) -> Tensor:
-    """One word per pixel: which pixel it is and how dark."""
+    """Return one token per pixel, which encodes its position and its shade."""
     return torch.arange(64) * SHADES + pixels
 
 
@@ -53,16 +54,16 @@ class Hybrid(nn.Module):
 
 
 def train(table: RemoteModule, epochs: int) -> float:
-    """What each trainer runs. Returns the accuracy on digits that nobody trained on."""
+    """Train on a part of the digits, on each trainer. Return the accuracy on the test digits."""
     digits = load_digits()
     words, labels = tokens(torch.tensor(digits.data, dtype=torch.long)), torch.tensor(digits.target)
     order = torch.randperm(len(words), generator=torch.Generator().manual_seed(0))
-    held_out, mine = order[:297], order[297 + dist.get_rank() :: TRAINERS]
+    test, own = order[:297], order[297 + dist.get_rank() :: TRAINERS]
 
     model = Hybrid(table)
     optimizer = DistributedOptimizer(torch.optim.Adam, model.parameter_rrefs(), lr=0.01)
     for epoch in range(epochs):
-        for batch in mine[torch.randperm(len(mine))].split(50):
+        for batch in own[torch.randperm(len(own))].split(50):
             with dist_autograd.context() as context_id:
                 loss = F.cross_entropy(model(words[batch]), labels[batch])
                 dist_autograd.backward(context_id, [loss])
@@ -70,7 +71,7 @@ def train(table: RemoteModule, epochs: int) -> float:
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: loss {loss:.3f}", flush=True)
     with torch.no_grad():
-        return (model(words[held_out]).argmax(1) == labels[held_out]).float().mean().item()
+        return (model(words[test]).argmax(1) == labels[test]).float().mean().item()
 
 
 def run_worker(rank: int, port: int, epochs: int) -> None:
@@ -78,7 +79,7 @@ def run_worker(rank: int, port: int, epochs: int) -> None:
     os.environ["MASTER_PORT"] = str(port)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    names = [*(f"trainer{number}" for number in range(TRAINERS)), "server", "master"]
+    names = [*(f"trainer{trainer}" for trainer in range(TRAINERS)), "server", "master"]
     rpc.init_rpc(names[rank], rank=rank, world_size=len(names))
     if rank < TRAINERS:
         dist.init_process_group(

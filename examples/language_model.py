@@ -1,11 +1,11 @@
-"""A language model with its tables on a server: embedding and decoder live there, the LSTM on the trainer.
+"""A language model whose embedding and decoder live on a server, and whose LSTM is on the trainer.
 
 Usage:
 
     python examples/language_model.py [--epochs 8] [--text FILE]
 
-Learns, character by character, the text of this project's licence or of any file. The trainer holds only the LSTM;
-gradients for the tables travel to the server, and one optimizer updates both.
+It learns the characters of this project's licence, or of any text file. Distributed autograd sends
+the gradients of the embedding and the decoder to the server, and one optimizer updates both parts.
 """
 
 import argparse
@@ -40,15 +40,15 @@ class Model(nn.Module):
         return self.decoder(hidden), state
 
     def parameter_rrefs(self) -> list[Any]:
-        here = [rpc.RRef(parameter) for parameter in self.lstm.parameters()]
-        return [*self.embedding.remote_parameters(), *here, *self.decoder.remote_parameters()]
+        local = [rpc.RRef(parameter) for parameter in self.lstm.parameters()]
+        return [*self.embedding.remote_parameters(), *local, *self.decoder.remote_parameters()]
 
 
 def train(epochs: int, file: Path) -> None:
     text = file.read_text()
     symbols = sorted(set(text))
-    numbers = torch.tensor([symbols.index(symbol) for symbol in text])
-    columns = numbers[: len(numbers) // BATCH * BATCH].view(BATCH, -1)
+    indices = torch.tensor([symbols.index(symbol) for symbol in text])
+    columns = indices[: len(indices) // BATCH * BATCH].view(BATCH, -1)
 
     model = Model(len(symbols))
     optimizer = DistributedOptimizer(torch.optim.Adam, model.parameter_rrefs(), lr=5e-3)

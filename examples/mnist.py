@@ -1,15 +1,16 @@
-"""Trainers on this machine learn handwritten digits together, through parameter servers.
+"""Train a classifier of handwritten digits with several trainers and parameter servers.
 
 Usage:
 
+    pip install 'telegrad[examples]'
     python examples/mnist.py                             # or: telegrad train mnist
     python examples/mnist.py --servers 2 --trainers 4 --consistency stale:4
-    python examples/mnist.py --data mnist                # the real ones, through torchvision
-    python examples/mnist.py --checkpoint build/points   # and later the same with --resume
+    python examples/mnist.py --data mnist                # MNIST, loaded by torchvision
+    python examples/mnist.py --checkpoint build/points   # add --resume to continue later
 
-Every worker is a process, which `telegrad.cli.launcher` starts. A server has no code of its own; a trainer is an
-ordinary training loop with `telegrad.ps.Optimizer` in place of another optimizer. By default the digits are those of
-scikit-learn, 8 x 8 pixels. A plot and an HTML report are written into build/mnist.
+Every worker is a process that `telegrad.cli.launcher` starts. A server has no code of its own; a
+trainer is an ordinary training loop that uses `telegrad.ps.Optimizer`. By default the digits are
+those of scikit-learn, 8 x 8 pixels. A plot and an HTML report are written into build/mnist.
 """
 
 import argparse
@@ -18,7 +19,6 @@ import sys
 from pathlib import Path
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,12 +26,19 @@ import telegrad
 from telegrad.cli import launcher
 from telegrad.cli.progress import Progress
 
+try:
+    from sklearn.datasets import load_digits
+except ImportError:  # `--help` works without it
+    load_digits = None
+
 BATCH = 32
 Data = tuple[Tensor, Tensor]
 
 
 def digits() -> tuple[Data, Data]:
-    """Training and test data of scikit-learn's digits, which come with it."""
+    """Return training and test data: the digits that scikit-learn contains."""
+    if load_digits is None:
+        sys.exit("the digits need scikit-learn: pip install 'telegrad[examples]'")
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)[order] / 16
@@ -40,13 +47,13 @@ def digits() -> tuple[Data, Data]:
 
 
 def mnist(folder: Path) -> tuple[Data, Data]:
-    """Training and test data of MNIST: from the folder, or downloaded into it."""
+    """Return training and test data of MNIST, from the folder or downloaded into it."""
     try:
-        from torchvision.datasets import MNIST  # noqa: PLC0415  # only those who ask for MNIST need it
+        from torchvision.datasets import MNIST  # noqa: PLC0415  # only `--data mnist` needs it
 
         both = [MNIST(str(folder), train=train, download=True) for train in (True, False)]
     except (ImportError, OSError, RuntimeError) as error:
-        sys.exit(f"MNIST is neither in {folder}/MNIST/raw nor to be had otherwise: {error}")
+        sys.exit(f"MNIST is neither in {folder}/MNIST/raw nor can it be downloaded: {error}")
     first, second = [(each.data.unsqueeze(1).float() / 255, each.targets) for each in both]
     return first, second
 
@@ -69,7 +76,7 @@ def network(pixels: int) -> nn.Module:
     )
 
 
-def train(number: int, options: argparse.Namespace, progress: Progress) -> None:
+def train(trainer: int, options: argparse.Namespace, progress: Progress) -> None:
     (x, y), test = load(options)
     model = network(x.shape[-1]).to(options.device)
     optimizer = telegrad.ps.Optimizer(
@@ -80,28 +87,29 @@ def train(number: int, options: argparse.Namespace, progress: Progress) -> None:
         trainers=options.trainers,
         checkpoint=launcher.checkpoint(options),
     )
-    for epoch, batches in launcher.epochs(optimizer, number, len(y), BATCH, options):
+    for epoch, batches in launcher.epochs(optimizer, trainer, len(y), BATCH, options):
         optimizer.param_groups[0]["lr"] = rate(epoch / options.epochs)
         for rows in batches:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x[rows].to(options.device)), y[rows].to(options.device))
             loss.backward()
             optimizer.step()
-            progress.note(epoch, loss.item(), len(rows), optimizer.staleness)
-        progress.end(launcher.accuracy(model, *test, options.device) if number == 0 else None)
-    optimizer.close()  # whoever has more to do need not wait for us
+            progress.step(epoch, loss.item(), len(rows), optimizer.staleness)
+        is_first = trainer == 0
+        progress.end_epoch(launcher.accuracy(model, *test, options.device) if is_first else None)
+    optimizer.close()  # other trainers no longer wait for this one
 
 
-def rate(part: float) -> float:
-    """The learning rate after this part of the training."""
-    return 1e-4 + (3e-3 - 1e-4) * (1 + math.cos(math.pi * part)) / 2
+def rate(fraction: float) -> float:
+    """Return the learning rate after this fraction of the training."""
+    return 1e-4 + (3e-3 - 1e-4) * (1 + math.cos(math.pi * fraction)) / 2
 
 
 def main() -> None:
     options = launcher.parser(
         __doc__, data=["digits", "mnist"], epochs=20, out="build/mnist"
     ).parse_args()
-    load(options)  # what must be downloaded is downloaded once
+    load(options)  # download once, before the trainers start
     launcher.run(train, options)
 
 

@@ -1,11 +1,12 @@
-"""A residual network in two halves on two workers, fed with micro-batches so that both compute at the same time.
+"""Pipeline parallel training: a residual network in two halves, on two workers.
 
 Usage:
 
     python examples/pipeline.py [--epochs 3] [--micro-batch 64]
 
-The master sends each micro-batch to the first half and passes on a reference to what comes out; the second half fetches
-it straight from the first. Distributed autograd finds its way back through both.
+A batch is divided into micro-batches, so that both halves compute at the same time. The master
+sends each micro-batch to the first half and passes a reference to the result on to the second half,
+which fetches it directly from the first. Distributed autograd runs the backward pass through both.
 """
 
 import argparse
@@ -41,7 +42,7 @@ class Residual(nn.Module):
 
 
 class Half(nn.Module):
-    """Some layers that take their input from wherever it is."""
+    """Some layers, whose input may be a reference."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -74,9 +75,9 @@ class Pipeline:
 
     def __call__(self, images: Tensor) -> Tensor:
         outputs = []
-        for part in images.split(self.micro_batch):
-            middle = self.first.remote().forward(part)  # stays where it was computed
-            outputs.append(self.second.rpc_async().forward(middle))
+        for micro_batch in images.split(self.micro_batch):
+            hidden = self.first.remote().forward(micro_batch)  # stays on the first worker
+            outputs.append(self.second.rpc_async().forward(hidden))
         return torch.cat([output.wait() for output in outputs])
 
     def parameter_rrefs(self) -> list[Any]:
@@ -88,20 +89,21 @@ def train(epochs: int, micro_batch: int) -> None:
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    held_out, rest = order[:297], order[297:]
+    test, training = order[:297], order[297:]
 
     model = Pipeline(micro_batch)
     optimizer = DistributedOptimizer(torch.optim.AdamW, model.parameter_rrefs(), lr=2e-3)
     for epoch in range(epochs):
         start = time.perf_counter()
-        for batch in rest[torch.randperm(len(rest))].split(250):
+        for batch in training[torch.randperm(len(training))].split(250):
             with dist_autograd.context() as context_id:
                 loss = F.cross_entropy(model(images[batch]), labels[batch])
                 dist_autograd.backward(context_id, [loss])
                 optimizer.step(context_id)
-        right = (model(images[held_out]).argmax(1) == labels[held_out]).float().mean()
+        accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean()
+        seconds = time.perf_counter() - start
         print(
-            f"epoch {epoch}: loss {loss:.3f}, accuracy {right:.3f}, {time.perf_counter() - start:.1f} s",
+            f"epoch {epoch}: loss {loss:.3f}, accuracy {accuracy:.3f}, {seconds:.1f} s",
             flush=True,
         )
 

@@ -1,14 +1,16 @@
-"""Trainers on this machine train a residual network together, through parameter servers.
+"""Train a residual network with several trainers and parameter servers.
 
 Usage:
 
+    pip install 'telegrad[examples]'
     python examples/resnet.py                            # or: telegrad train resnet
     python examples/resnet.py --data cifar10 --epochs 30 --trainers 4 --servers 2
     python examples/resnet.py --network small            # learns in seconds on two cores
 
-By default the pictures are the digits of scikit-learn, scaled to 32 x 32 pixels, and the network is torchvision's
-ResNet-18, or a small one where torchvision is not installed. It normalises groups of channels rather than batches: the
-statistics of batches would be different on every trainer, and no server would know them.
+By default the images are the digits of scikit-learn, scaled to 32 x 32 pixels, and the network is
+torchvision's ResNet-18, or a small one if torchvision is not installed. It uses group
+normalisation, because the statistics of batch normalisation are buffers, which parameter servers do
+not share.
 """
 
 import argparse
@@ -16,7 +18,6 @@ import sys
 from pathlib import Path
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,9 +26,14 @@ from telegrad.cli import launcher
 from telegrad.cli.progress import Progress
 
 try:
+    from sklearn.datasets import load_digits
+except ImportError:  # `--help` works without it
+    load_digits = None
+
+try:
     from torchvision.datasets import CIFAR10
     from torchvision.models import resnet18
-except ImportError:  # the small network and the digits do without
+except ImportError:  # the small network and the digits do not need it
     CIFAR10 = resnet18 = None
 
 BATCH = 32
@@ -35,6 +41,9 @@ Data = tuple[Tensor, Tensor]
 
 
 def digits() -> tuple[Data, Data]:
+    """Return training and test data: the digits that scikit-learn contains."""
+    if load_digits is None:
+        sys.exit("the digits need scikit-learn: pip install 'telegrad[examples]'")
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     small = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)[order] / 8 - 1
@@ -44,6 +53,7 @@ def digits() -> tuple[Data, Data]:
 
 
 def cifar10(folder: Path) -> tuple[Data, Data]:
+    """Return training and test data of CIFAR-10, from the folder or downloaded into it."""
     if CIFAR10 is None:
         sys.exit("CIFAR-10 needs torchvision: pip install torchvision")
     try:
@@ -66,7 +76,7 @@ def norm(channels: int) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Two convolutions, added to their input."""
+    """A residual block of two convolutions."""
 
     def __init__(self, into: int, out: int, stride: int) -> None:
         super().__init__()
@@ -85,7 +95,7 @@ class Block(nn.Module):
 
 def network(name: str) -> nn.Module:
     if name == "resnet18" and resnet18 is None:
-        sys.exit("ResNet-18 needs torchvision; --network small does without")
+        sys.exit("ResNet-18 needs torchvision: pip install torchvision, or use --network small")
     if name == "resnet18":
         return resnet18(num_classes=10, norm_layer=norm, zero_init_residual=True)
     stem = nn.Sequential(nn.Conv2d(3, 16, 5, 2, 2, bias=False), norm(16), nn.ReLU())
@@ -93,7 +103,7 @@ def network(name: str) -> nn.Module:
     return nn.Sequential(stem, blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
-def train(number: int, options: argparse.Namespace, progress: Progress) -> None:
+def train(trainer: int, options: argparse.Namespace, progress: Progress) -> None:
     (x, y), test = load(options)
     model = network(options.network).to(options.device)
     optimizer = telegrad.ps.Optimizer(
@@ -105,14 +115,15 @@ def train(number: int, options: argparse.Namespace, progress: Progress) -> None:
         trainers=options.trainers,
         checkpoint=launcher.checkpoint(options),
     )
-    for epoch, batches in launcher.epochs(optimizer, number, len(y), BATCH, options):
+    for epoch, batches in launcher.epochs(optimizer, trainer, len(y), BATCH, options):
         for rows in batches:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x[rows].to(options.device)), y[rows].to(options.device))
             loss.backward()
             optimizer.step()
-            progress.note(epoch, loss.item(), len(rows), optimizer.staleness)
-        progress.end(launcher.accuracy(model, *test, options.device) if number == 0 else None)
+            progress.step(epoch, loss.item(), len(rows), optimizer.staleness)
+        is_first = trainer == 0
+        progress.end_epoch(launcher.accuracy(model, *test, options.device) if is_first else None)
     optimizer.close()
 
 
@@ -121,7 +132,7 @@ def main() -> None:
     networks = ["small"] if resnet18 is None else ["resnet18", "small"]
     parser.add_argument("--network", choices=["resnet18", "small"], default=networks[0])
     options = parser.parse_args()
-    load(options)  # what must be downloaded is downloaded once
+    load(options)  # download once, before the trainers start
     launcher.run(train, options)
 
 

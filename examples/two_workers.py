@@ -4,8 +4,8 @@ Usage:
 
     python examples/two_workers.py
 
-Each worker is a process. worker0 runs the steps below; worker1 starts, serves whatever it is asked, and leaves when
-both are done. On two machines the only change is MASTER_ADDR, the address of the one with rank 0.
+Each worker is a process. worker0 makes the calls below; worker1 serves them, and both leave when
+worker0 has finished. On two machines, MASTER_ADDR is the address of the one with rank 0.
 """
 
 import os
@@ -18,7 +18,7 @@ import telegrad.rpc as rpc
 
 
 class EmptyBatch(ValueError):
-    """An error of our own, with an attribute, to see it arrive whole."""
+    """An exception class with an attribute, which remote calls preserve."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"nothing in the batch of step {step}")
@@ -45,7 +45,7 @@ def call_worker1() -> None:
 
     scale = 10
     scaled = rpc.rpc_sync("worker1", lambda x: x * scale, args=(torch.arange(3),))
-    print(f"a lambda           travelled with the variable it closes over: {scaled}")
+    print(f"a lambda           was sent with the variable it closes over: {scaled}")
 
     try:
         rpc.rpc_sync("worker1", norm, args=(torch.empty(0), 7))
@@ -63,7 +63,7 @@ def run_worker(rank: int, port: int) -> None:
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
     if rank == 0:
         call_worker1()
-    rpc.shutdown()  # waits until nobody needs this worker any more
+    rpc.shutdown()  # waits until all workers have called it
 
 
 def free_port() -> int:

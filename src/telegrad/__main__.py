@@ -1,4 +1,4 @@
-"""`python -m telegrad`: the command line."""
+"""Run the command line with `python -m telegrad`."""
 
 from __future__ import annotations
 

@@ -143,6 +143,35 @@ def test_without_files_and_network_it_says_so(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize(
+    ("example", "extra"),
+    [("mnist", "sklearn"), ("resnet", "sklearn"), ("cartpole", "gymnasium")],
+)
+def test_without_the_extras_it_says_what_to_install(
+    tmp_path: Path, example: str, extra: str
+) -> None:
+    (tmp_path / f"{extra}.py").write_text("raise ImportError('not installed')")
+
+    def train(*arguments: str) -> subprocess.CompletedProcess[str]:
+        python_path = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
+        return subprocess.run(
+            [sys.executable, "-m", "telegrad", "train", example, *arguments],
+            env={**ENVIRONMENT, "PYTHONPATH": python_path},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+
+    shown = train("--help")
+    assert shown.returncode == 0, shown.stderr
+    assert "usage" in shown.stdout
+    refused = train()
+    assert refused.returncode == 1
+    assert "pip install 'telegrad[examples]'" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 def test_the_live_view(tmp_path: Path) -> None:
     """A table with a row per trainer, drawn again and again, if there is a terminal."""
     ours, theirs = pty.openpty()

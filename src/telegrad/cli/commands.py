@@ -1,4 +1,4 @@
-"""Which subcommands there are. Each is a module; its `add` says what arguments it takes and what it does."""
+"""The subcommands. Each is a module whose `add` declares its arguments and its function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the arguments say (by default, those of this process); returns the exit code."""
+    """Run a subcommand with these arguments, or those of this process. Return the exit code."""
     parser = argparse.ArgumentParser(
         prog="telegrad", description=(telegrad.__doc__ or "").partition("\n")[0]
     )
@@ -21,6 +21,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add(commands)
     run.add(commands)
     train.add(commands)
-    chosen = parser.parse_args(arguments)
-    code: int = chosen.command(chosen)
-    return code
+    options = parser.parse_args(arguments)
+    exit_code: int = options.command(options)
+    return exit_code

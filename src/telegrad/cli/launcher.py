@@ -1,8 +1,9 @@
-"""The servers and trainers of an example as processes of this machine: started together, watched, ended together.
+"""Start the servers and trainers of an example as processes of this machine, and supervise them.
 
-Ctrl-C ends all of them, whether the terminal tells every process or somebody tells this one only. Workers die of it at
-once and silently; they are started with the signal blocked, so that it cannot reach them before they are ready for it.
-Here it only leaves word, and is obeyed at the next look: an exception out of nowhere might end up anywhere.
+Ctrl-C ends all processes, whether the terminal sends SIGINT to all of them or only this one gets
+it. Workers die of it at once, without a traceback; they are started with the signal blocked, so
+that it cannot reach them before they have set its handler. In this process the handler only sets an
+event, which the supervising loop checks: an exception raised by a handler could interrupt any line.
 """
 
 from __future__ import annotations
@@ -32,99 +33,105 @@ __all__ = ["accuracy", "checkpoint", "epochs", "parser", "run"]
 
 Train = Callable[[int, argparse.Namespace, Progress], None]
 
-_INTERRUPTED = 130  # what shells say of a command that Ctrl-C has ended
-_LOOK = 0.05  # seconds between two looks at what workers report
+_INTERRUPTED = 130  # the exit code that shells give a command that Ctrl-C has ended
+_POLL = 0.05  # seconds between two checks for reports and signals
 
 
 def parser(
     description: str | None, data: Sequence[str], epochs: int, out: str
 ) -> argparse.ArgumentParser:
-    """The options that all examples have. The first of `data` is the default."""
-    made = argparse.ArgumentParser(
+    """Return a parser with the options of all examples. The first of `data` is the default."""
+    parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--servers", type=int, default=1)
-    made.add_argument("--trainers", type=int, default=2)
-    made.add_argument(
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--trainers", type=int, default=2)
+    parser.add_argument(
         "--consistency",
         type=_consistency,
         default=ps.Sync(),
         help="sync, sync:QUORUM, async or stale:AHEAD",
     )
-    made.add_argument("--epochs", type=int, default=epochs)
-    made.add_argument("--data", choices=data, default=data[0])
-    made.add_argument(
+    parser.add_argument("--epochs", type=int, default=epochs)
+    parser.add_argument("--data", choices=data, default=data[0])
+    parser.add_argument(
         "--folder",
         type=Path,
         default=Path("build/data"),
-        help="where data are, or are downloaded to",
+        help="folder of the data; missing data are downloaded into it",
     )
-    made.add_argument(
+    parser.add_argument(
         "--device",
         type=_device,
         default="cpu",
-        help="where trainers compute: cpu, cuda, cuda:1, ...",
+        help="device of the trainers: cpu, cuda, cuda:1, ...",
     )
-    made.add_argument("--checkpoint", type=Path, help="a folder for the servers' checkpoints")
-    made.add_argument("--every", type=int, default=100, help="steps between two checkpoints")
-    made.add_argument("--resume", action="store_true", help="go on from the checkpoints there")
-    made.add_argument(
-        "--out", type=Path, default=Path(out), help="where the plot and the report go"
+    parser.add_argument("--checkpoint", type=Path, help="folder for the checkpoints of the servers")
+    parser.add_argument("--every", type=int, default=100, help="steps between two checkpoints")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoints")
+    parser.add_argument(
+        "--out", type=Path, default=Path(out), help="folder for the plot and the report"
     )
-    return made
+    return parser
 
 
 def checkpoint(options: argparse.Namespace) -> ps.Checkpoint | None:
-    """What the options say of checkpoints."""
+    """Return the checkpoint settings of the options, or None."""
     if options.checkpoint is None:
         return None
     return ps.Checkpoint(options.checkpoint, every=options.every, resume=options.resume)
 
 
 def epochs(
-    optimizer: ps.Optimizer, number: int, samples: int, batch: int, options: argparse.Namespace
+    optimizer: ps.Optimizer, trainer: int, samples: int, batch: int, options: argparse.Namespace
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Epochs and their batches: this trainer's part of the samples, in a new order each time.
+    """Yield each epoch with its batches of sample indices, shuffled anew in every epoch.
 
-    A run that is resumed leaves out what has been done.
+    The samples are divided between the trainers. A resumed run leaves out the batches that were
+    trained before.
     """
-    generator = torch.Generator().manual_seed(number)
-    mine = torch.arange(number, samples // options.trainers * options.trainers, options.trainers)
-    # all trainers make one step, or each makes its own
-    together = isinstance(options.consistency, ps.Sync)
-    done = optimizer.version // (1 if together else options.trainers) if options.resume else 0
+    generator = torch.Generator().manual_seed(trainer)
+    all_samples = samples // options.trainers * options.trainers
+    own_samples = torch.arange(trainer, all_samples, options.trainers)
+    batches_done = 0
+    if options.resume:
+        # with Sync, one version is a batch of every trainer; otherwise, of one trainer
+        per_version = 1 if isinstance(options.consistency, ps.Sync) else options.trainers
+        batches_done = optimizer.version // per_version
     for epoch in range(options.epochs):
-        batches = torch.split(mine[torch.randperm(len(mine), generator=generator)], batch)
-        left, done = batches[done:], max(done - len(batches), 0)
-        if left:
-            yield epoch, left
+        order = torch.randperm(len(own_samples), generator=generator)
+        batches = torch.split(own_samples[order], batch)
+        remaining = batches[batches_done:]
+        batches_done = max(batches_done - len(batches), 0)
+        if remaining:
+            yield epoch, remaining
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor, device: str) -> float:
-    """Which part of the samples a classifier gets right."""
-    right = [
+    """Return the fraction of the samples that a classifier gets right."""
+    correct = [
         model(x[rows].to(device)).argmax(1).cpu() == y[rows]
         for rows in torch.split(torch.arange(len(y)), 500)
     ]
-    return float(torch.cat(right).float().mean())
+    return float(torch.cat(correct).float().mean())
 
 
-def run(train: Train, options: argparse.Namespace, measure: str = "accuracy") -> TrainingReport:
-    """Run `train(number, options, progress)` in as many processes as there shall be trainers, with their servers.
+def run(train: Train, options: argparse.Namespace, metric: str = "accuracy") -> TrainingReport:
+    """Run `train(trainer, options, progress)` in a process per trainer, and the servers.
 
-    Shows how it goes, and writes a plot and a report. `train` must be importable by its name, or be in `__main__`.
-    `measure` says what it reports of the test data.
+    Show the progress, and write a plot and a report. `train` must be importable by its name, or be
+    in `__main__`. `metric` is the name of the score that it reports for the test data.
     """
-    journal = TrainingReport(
-        f"{options.data}, {options.servers} servers, {options.trainers} trainers", measure
+    report = TrainingReport(
+        f"{options.data}, {options.servers} servers, {options.trainers} trainers", metric
     )
     reports = mp.get_context("forkserver").SimpleQueue()
     try:
-        with _interrupted() as interrupted, journal:
+        with _interrupted() as interrupted, report:
             workers = _start(train, options, reports)
             try:
-                _watch(workers, reports, journal, interrupted)
+                _supervise(workers, reports, report, interrupted)
             finally:
                 for process in workers.processes:
                     process.kill()
@@ -132,18 +139,19 @@ def run(train: Train, options: argparse.Namespace, measure: str = "accuracy") ->
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
         sys.exit(_INTERRUPTED)
-    if not journal.entries:
-        sys.exit("nothing is left to do: the checkpoint is of a training that has come to its end")
-    for file in journal.write(options.out):
+    if not report.epochs:
+        sys.exit("nothing to do: the checkpoint is that of a finished training; raise --epochs")
+    for file in report.write(options.out):
         sys.stdout.write(f"wrote {file}\n")
-    sys.stdout.write(f"test {measure} {100 * journal.accuracy:.2f} %\n")
-    return journal
+    sys.stdout.write(f"test {metric} {100 * report.score:.2f} %\n")
+    return report
 
 
 def _start(train: Train, options: argparse.Namespace, reports: Any) -> Any:
-    mp.set_forkserver_preload([*_imported_by(train), "torch._dynamo"])  # once, not by every worker
+    # import these once in the fork server, not in every worker
+    mp.set_forkserver_preload([*_imported_by(train), "torch._dynamo"])
     size = options.servers + options.trainers
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which workers inherit
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit this
     try:
         arguments = (train, _free_port(), options, reports)
         start: Any = mp.start_processes
@@ -153,11 +161,13 @@ def _start(train: Train, options: argparse.Namespace, reports: Any) -> Any:
 
 
 def _imported_by(train: Train) -> list[str]:
-    """The modules that the names in a script come from. ("__main__" itself is not preloaded by all Pythons.)"""
-    values = train.__globals__.values()
+    """Return the modules that the global names of a script come from.
+
+    Not "__main__" itself, which not all versions of Python preload.
+    """
     names = {
         value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
-        for value in values
+        for value in train.__globals__.values()
     }
     return sorted(
         name for name in names if name in sys.modules and name not in {"__main__", train.__module__}
@@ -166,41 +176,42 @@ def _imported_by(train: Train) -> list[str]:
 
 @contextlib.contextmanager
 def _interrupted() -> Iterator[threading.Event]:
-    """Set when Ctrl-C is pressed; pressed again, it raises `KeyboardInterrupt` as usual."""
+    """Yield an event that Ctrl-C sets. A second Ctrl-C raises `KeyboardInterrupt` as usual."""
     event = threading.Event()
 
-    def note(*_: object) -> None:
+    def handle(*_: object) -> None:
         if event.is_set():
             raise KeyboardInterrupt
         event.set()
 
-    before = signal.signal(signal.SIGINT, note)
+    previous_handler = signal.signal(signal.SIGINT, handle)
     try:
         yield event
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
-def _watch(
-    workers: Any, reports: Any, journal: TrainingReport, interrupted: threading.Event
+def _supervise(
+    workers: Any, reports: Any, report: TrainingReport, interrupted: threading.Event
 ) -> None:
-    """Until all have ended. What one of them died of is raised."""
+    """Collect reports until all workers have ended. Raise the exception that ended a worker."""
     while True:
-        codes = [process.exitcode for process in workers.processes]
-        if interrupted.is_set() or -signal.SIGINT in codes:  # it may reach the workers first
+        exit_codes = [process.exitcode for process in workers.processes]
+        # SIGINT may reach the workers before this process
+        if interrupted.is_set() or -signal.SIGINT in exit_codes:
             raise KeyboardInterrupt
-        if any(codes):
-            workers.join()
+        if any(exit_codes):
+            workers.join()  # raises the exception of the worker
         while not reports.empty():
-            journal.note(reports.get())
-        if None not in codes:
+            report.add(reports.get())
+        if None not in exit_codes:
             return
         running = [
             process.sentinel
-            for process, code in zip(workers.processes, codes, strict=True)
-            if code is None
+            for process, exit_code in zip(workers.processes, exit_codes, strict=True)
+            if exit_code is None
         ]
-        multiprocessing.connection.wait(running, timeout=_LOOK)
+        multiprocessing.connection.wait(running, timeout=_POLL)
 
 
 def _work(rank: int, train: Train, port: int, options: argparse.Namespace, reports: Any) -> None:
@@ -208,22 +219,22 @@ def _work(rank: int, train: Train, port: int, options: argparse.Namespace, repor
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    # whichever trainer comes first and brings its model, they all start from the same
+    # the first trainer that joins provides the initial model: make it the same on all
     torch.manual_seed(0)
-    number = rank - options.servers
-    name = f"ps{rank}" if number < 0 else f"trainer{number}"
+    trainer = rank - options.servers
+    name = f"ps{rank}" if trainer < 0 else f"trainer{trainer}"
     rpc.init_rpc(name, rank=rank, world_size=options.servers + options.trainers)
-    if number >= 0:
-        train(number, options, Progress(name, reports.put))
-    rpc.shutdown()  # a server does nothing but wait here
+    if trainer >= 0:
+        train(trainer, options, Progress(name, reports.put))
+    rpc.shutdown()  # a server serves calls until all workers are here
 
 
 def _consistency(text: str) -> ps.Sync | ps.Async | ps.Stale:
-    rule, _, number = text.partition(":")
+    rule, _, argument = text.partition(":")
     rules: dict[str, Callable[[], ps.Sync | ps.Async | ps.Stale]] = {
-        "sync": lambda: ps.Sync(int(number) if number else None),
+        "sync": lambda: ps.Sync(int(argument) if argument else None),
         "async": ps.Async,
-        "stale": lambda: ps.Stale(int(number or 4)),
+        "stale": lambda: ps.Stale(int(argument or 4)),
     }
     try:
         return rules[rule]()
@@ -235,8 +246,7 @@ def _consistency(text: str) -> ps.Sync | ps.Async | ps.Stale:
 def _device(text: str) -> str:
     try:
         torch.empty(0, device=text)
-    # the latter is what a torch without CUDA raises
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError) as error:  # the latter without CUDA support in torch
         raise argparse.ArgumentTypeError(
             f"{text!r} cannot be used here: {str(error).splitlines()[0]}"
         ) from error

@@ -1,8 +1,9 @@
-"""`telegrad run script.py ...`: run a program that was written for `torch.distributed.rpc`, unchanged.
+"""`telegrad run script.py ...`: run a program for `torch.distributed.rpc` on Telegrad, unchanged.
 
-The program is `__main__`, with its own `sys.argv` and `sys.path[0]`, as if Python had been given it directly. Exit
-codes and Ctrl-C are Python's, and a traceback starts with the program's own lines. Its module stays in place when it
-ends, since threads, exit handlers and workers that refer to its functions may still need it.
+The program runs as `__main__`, with its own `sys.argv` and `sys.path[0]`, as if Python had been
+started with it. Exit codes and Ctrl-C behave as in Python, and a traceback starts with the lines of
+the program. Its module stays in `sys.modules` when it ends, because threads, exit handlers and
+workers that refer to its functions may still need it.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from telegrad.errors import UsageError
 _EXAMPLES = """\
   telegrad run train.py --epochs 3                        a script
   telegrad run -m project.train --epochs 3                a module
-  torchrun --nproc-per-node 4 -m telegrad run train.py    started by others
+  torchrun --nproc-per-node 4 -m telegrad run train.py    with torchrun
 """
 
 
 class Program(NamedTuple):
-    """What `__main__` is going to be."""
+    """The program that becomes `__main__`."""
 
     code: CodeType
-    names: dict[str, Any]  # that the import system sets
+    module_attributes: dict[str, Any]  # those that the import system sets
     argv0: str
 
 
 def add(commands: Any) -> None:
-    """Add the subcommand."""
+    """Add the subcommand to the parser."""
     parser = commands.add_parser(
         "run",
         help="run a program that was written for torch.distributed.rpc, unchanged",
-        description="Run a program with torch.distributed.rpc and its neighbours meaning Telegrad, "
-        "in its own process and in all that it forks or spawns.",
+        description="Run a program with Telegrad in place of torch.distributed.rpc and related "
+        "modules, in its own process and in all processes that it forks or spawns.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -50,23 +51,26 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "program", metavar="PROGRAM", help="a script, or a folder or zip file with a __main__.py"
     )
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    parser.set_defaults(command=lambda chosen: _run(parser, chosen))
+    parser.add_argument(
+        "args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the program"
+    )
+    parser.set_defaults(command=lambda options: _run(parser, options))
 
 
-def _run(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
-    openmp.limit_spinning(os.environ)  # torch reads it when it is imported, by the next line
-    # This comes first, because finding a module imports its package.
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    openmp.limit_spinning(os.environ)  # before torch is imported, by the next line
+    # Install before searching for the program: finding a module imports its package.
     importlib.import_module("telegrad.compat").install()
     main = ModuleType("__main__")
-    _hide_ourselves(vars(main))
+    _hide_frames(vars(main))
     try:
-        program = _find_module(chosen.program) if chosen.module else _find_script(chosen.program)
+        find = _find_module if options.module else _find_script
+        program = find(options.program)
     except UsageError as error:
-        parser.error(f"cannot run {chosen.program!r}: {error}")
-    sys.argv = [program.argv0, *chosen.args]
+        parser.error(f"cannot run {options.program!r}: {error}")
+    sys.argv = [program.argv0, *options.args]
     sys.modules["__main__"] = main
-    vars(main).update(program.names, __builtins__=builtins)
+    vars(main).update(program.module_attributes, __builtins__=builtins)
     exec(program.code, vars(main))
     return 0
 
@@ -74,17 +78,17 @@ def _run(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
 def _find_script(path: str) -> Program:
     if not os.path.exists(path):
         raise UsageError("there is no such file")
-    where = os.path.abspath(path)
-    spec = PathFinder.find_spec("__main__", [where])  # a folder or a zip file
+    absolute = os.path.abspath(path)
+    spec = PathFinder.find_spec("__main__", [absolute])  # a folder or a zip file
     if spec is not None:
         _put_first(path)
-        return _named(spec, path)
+        return _from_spec(spec, path)
     if os.path.isdir(path):
         raise UsageError("it is a folder without a __main__.py")
     _put_first(os.path.dirname(os.path.realpath(path)))
-    loader = SourceFileLoader("__main__", where)
-    code = loader.source_to_code(loader.get_data(where), where)
-    return Program(code, {"__file__": where, "__loader__": loader}, path)
+    loader = SourceFileLoader("__main__", absolute)
+    code = loader.source_to_code(loader.get_data(absolute), absolute)
+    return Program(code, {"__file__": absolute, "__loader__": loader}, path)
 
 
 def _find_module(name: str) -> Program:
@@ -95,35 +99,35 @@ def _find_module(name: str) -> Program:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # it is there, what its package imports is not
+            raise  # the module exists, but its package imports one that does not
         spec = None
     if spec is None or spec.origin is None:
         raise UsageError("there is no such module, or it is a package without __main__")
-    return _named(spec, spec.origin)
+    return _from_spec(spec, spec.origin)
 
 
-def _named(spec: ModuleSpec, argv0: str) -> Program:
+def _from_spec(spec: ModuleSpec, argv0: str) -> Program:
     loader: Any = spec.loader
     code = loader.get_code(spec.name)
     if code is None:
         raise UsageError("it is not made of Python code")
-    names = {
+    attributes = {
         "__file__": spec.origin,
         "__loader__": loader,
         "__spec__": spec,
         "__cached__": spec.cached,
     }
-    return Program(code, {**names, "__package__": spec.parent}, argv0)
+    return Program(code, {**attributes, "__package__": spec.parent}, argv0)
 
 
 def _put_first(folder: str) -> None:
-    """As the first entry of `sys.path`, in place of the one that Telegrad was started with."""
+    """Replace the first entry of `sys.path`, which is that of the `telegrad` command."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
 
 
-def _hide_ourselves(main: dict[str, Any]) -> None:
-    """Let a traceback that ends the process begin in the program, or where the program cannot be compiled."""
+def _hide_frames(main: dict[str, Any]) -> None:
+    """Remove the frames of this module from a traceback that ends the process."""
     show = sys.excepthook
 
     def show_program(
@@ -132,6 +136,7 @@ def _hide_ourselves(main: dict[str, Any]) -> None:
         inner = trace
         while inner is not None and inner.tb_frame.f_globals is not main:
             inner = inner.tb_next
+        # without a frame of the program, show all; a syntax error in the program needs none
         if inner is None and not isinstance(error, SyntaxError):
             inner = trace
         show(kind, error.with_traceback(inner), inner)
