@@ -1,20 +1,22 @@
 """Run a program that was written for `torch.distributed.rpc` on Telegrad, unchanged.
 
-After `install()`, every import path of torch's RPC, distributed autograd, optimizer and RemoteModule leads to
-Telegrad's modules. What was imported before is caught up with: wherever a loaded module holds one of torch's functions
-or classes, it holds Telegrad's from then on. So it does not matter whether `install` comes before or after other
-imports. Only what is not a global of a module (an attribute of an object, a base class) stays as it was.
+After `install()`, all import paths of torch's RPC, distributed autograd, optimizer and RemoteModule
+lead to Telegrad's modules. Earlier imports are redirected, too: every global of a loaded module
+that is one of torch's functions or classes is replaced by Telegrad's. So `install` may be called
+before or after other imports. Only references that are not globals of a module, such as attributes
+of objects and base classes, stay as they are.
 
-Processes that start later have it too. A forked one inherits it. One that is spawned, or comes from a fork server, is
-sent a pickle of preparation data before it imports the program's `__main__`; we put an object into it that installs
-when it is unpickled. An environment variable would need a file in site-packages that every Python process reads, and
-it would reach processes that have nothing to do with the program; this reaches exactly its children, before their
-first line. (coverage.py finds its way into children like this.) A program started by other means, such as `subprocess`
-or torchrun, says so itself: `python -m telegrad run script.py`.
+Processes that start later are redirected as well. A forked process inherits it. A process that is
+spawned or comes from a fork server is sent a pickle of preparation data before it imports the
+program's `__main__`; an object in that pickle calls `install` when it is unpickled (coverage.py
+does the same). An environment variable would need a file in site-packages that every Python process
+reads, and would reach unrelated processes. A program that is started by other means, such as
+`subprocess` or torchrun, needs its own `python -m telegrad run script.py`.
 
-TorchScript is left alone: its compiler knows torch's own RRef only, and is to say so.
+TorchScript is not redirected: its compiler knows only torch's own RRef and reports that as an
+error.
 
-State: what was there before, as a list of steps to take it back (`_Redirection.undo`), changed under its lock.
+State: the functions that undo each change (`_Redirection.undo`), under its lock.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ _SCRIPT = ("torch.jit", "torch._jit_internal")
 
 
 def install() -> None:
-    """Make torch's names for all that Telegrad offers mean Telegrad's, here and in processes that start later.
+    """Redirect torch's names to Telegrad's, in this process and in those that it starts.
 
     >>> install()
     >>> import torch.distributed.rpc as rpc
@@ -71,40 +73,43 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give torch its names back. Modules that were imported in between keep what they imported."""
+    """Undo `install`. Modules that were imported in between keep what they imported."""
     with _redirection.lock:
         while _redirection.undo:
             _redirection.undo.pop()()
 
 
 def installed() -> bool:
-    """Do torch's names mean Telegrad's in this process?"""
+    """Return True if torch's names are redirected in this process."""
     return bool(_redirection.undo)
 
 
 class _Redirection:
+    """The changes that `install` makes, and how to undo them."""
+
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.undo: list[Callable[[], None]] = []
+        self.undo: list[Callable[[], None]] = []  # called from last to first
 
     def install(self) -> None:
         finder = _Finder()
-        self.undo.append(lambda: self._forget(finder))
+        self.undo.append(lambda: self._remove_finder(finder))
         sys.meta_path.insert(0, finder)
-        changes = {id(old): new for old, new in self._take_over()}
-        changes[id(torch._C._distributed_rpc.PyRRef)] = RRef
+        replacements = {id(old): new for old, new in self._replace_modules()}
+        replacements[id(torch._C._distributed_rpc.PyRRef)] = RRef
         for name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType) and not f"{name}.".startswith(_SCRIPT):
-                # a lazy module stays unloaded
-                self._rebind(object.__getattribute__(module, "__dict__"), changes)
+                # `vars` would load a lazy module
+                namespace = object.__getattribute__(module, "__dict__")
+                self._rebind(namespace, replacements)
         futures.end_collect_all_early()
-        self._tell_children()
+        self._install_in_children()
 
-    def _take_over(self) -> Iterator[tuple[object, object]]:
-        """Put Telegrad's modules in the place of those that are loaded; yields what each thing of theirs becomes."""
-        for name, old in [
-            (name, module) for name, module in list(sys.modules.items()) if _counterpart(name)
-        ]:
+    def _replace_modules(self) -> Iterator[tuple[object, object]]:
+        """Replace torch's loaded modules; yield each of their objects with its replacement."""
+        for name, old in list(sys.modules.items()):
+            if not _counterpart(name):
+                continue
             self.undo.append(functools.partial(sys.modules.__setitem__, name, old))
             ours = _find(name)
             if ours is None:
@@ -113,45 +118,46 @@ class _Redirection:
                 sys.modules[name] = ours
                 yield from _pairs(old, ours)
 
-    def _rebind(self, namespace: dict[str, Any], changes: dict[int, object]) -> None:
+    def _rebind(self, namespace: dict[str, Any], replacements: dict[int, object]) -> None:
+        """Replace the values of a namespace, by their id."""
         for name, value in list(namespace.items()):
-            if id(value) in changes:
-                namespace[name] = changes[id(value)]
+            if id(value) in replacements:
+                namespace[name] = replacements[id(value)]
                 self.undo.append(functools.partial(namespace.__setitem__, name, value))
 
-    def _forget(self, finder: _Finder) -> None:
-        """The last step back: torch's own modules take the place of those that were found meanwhile."""
+    def _remove_finder(self, finder: _Finder) -> None:
+        """Replace the modules that the finder has loaded by torch's own; the last step of undo."""
         sys.meta_path.remove(finder)
         for name in finder.found:
             ours = sys.modules.pop(name)
             if importlib.util.find_spec(name) is None:
-                continue  # a name that only Telegrad has
-            back = {id(new): old for old, new in _pairs(importlib.import_module(name), ours)}
+                continue  # only Telegrad has a module of this name
+            originals = {id(new): old for old, new in _pairs(importlib.import_module(name), ours)}
+            # parent packages may have imported names of this module
             for depth in range(1, name.count(".") - 1):
                 namespace = vars(sys.modules[name.rsplit(".", depth)[0]])
-                namespace.update(
-                    {key: back[id(value)] for key, value in namespace.items() if id(value) in back}
-                )
+                for key, value in list(namespace.items()):
+                    if id(value) in originals:
+                        namespace[key] = originals[id(value)]
 
-    def _tell_children(self) -> None:
+    def _install_in_children(self) -> None:
+        """Put an object into the preparation data of new processes that installs there."""
         spawn: Any = multiprocessing.spawn
         prepare = spawn.get_preparation_data
 
         @functools.wraps(prepare)
         def get_preparation_data(name: str) -> dict[str, Any]:
             data: dict[str, Any] = prepare(name)
-            return (
-                {"telegrad.compat": _InstallInChild(data["sys_path"]), **data}
-                if self.undo
-                else data
-            )
+            if not self.undo:
+                return data
+            return {"telegrad.compat": _InstallInChild(data["sys_path"]), **data}
 
         spawn.get_preparation_data = get_preparation_data
         self.undo.append(lambda: setattr(spawn, "get_preparation_data", prepare))
 
 
 class _InstallInChild:
-    """Travels in what a new process is told first; unpickling it installs. `sys.path` is not the parent's yet then."""
+    """Calls `install` in a new process when it is unpickled, after setting `sys.path`."""
 
     def __init__(self, path: Sequence[Any]) -> None:
         self._path = [str(entry) for entry in path]
@@ -164,7 +170,7 @@ class _InstallInChild:
 
 
 class _Finder(MetaPathFinder):
-    """Finds Telegrad's modules under torch's names, when they are first imported after `install`."""
+    """Finds Telegrad's modules for those of torch that are first imported after `install`."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -180,7 +186,7 @@ class _Finder(MetaPathFinder):
 
 
 class _ExistingModuleLoader(Loader):
-    """The loader of a module that there is already."""
+    """The loader of a module that is loaded already."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -190,7 +196,7 @@ class _ExistingModuleLoader(Loader):
 
 
 def _counterpart(name: str) -> str | None:
-    """The name of Telegrad's module in the place of torch's; None where torch keeps its own."""
+    """Return the name of Telegrad's module for one of torch; None if it is not redirected."""
     for theirs, ours in _MODULES.items():
         if f"{name}.".startswith(f"{theirs}."):
             return ours + name.removeprefix(theirs)
@@ -198,7 +204,7 @@ def _counterpart(name: str) -> str | None:
 
 
 def _find(name: str) -> ModuleType | None:
-    """Telegrad's module in the place of torch's, if there is one."""
+    """Return Telegrad's module for one of torch, or None."""
     ours = _counterpart(name)
     if ours is None:
         return None
@@ -206,12 +212,12 @@ def _find(name: str) -> ModuleType | None:
         return importlib.import_module(ours)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{ours}.".startswith(f"{error.name}."):
-            raise  # the module is there, what it imports is not
+            raise  # the module exists, but one that it imports does not
         return None
 
 
 def _pairs(old: ModuleType, new: ModuleType) -> Iterator[tuple[object, object]]:
-    """Torch's module and Telegrad's, and each function and class that both have."""
+    """Yield both modules as a pair, and each function and class that both have."""
     yield old, new
     for name, value in vars(old).items():
         if isinstance(value, type | FunctionType | BuiltinFunctionType) and hasattr(new, name):

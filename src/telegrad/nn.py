@@ -22,16 +22,20 @@ __all__ = ["RemoteModule"]
 
 Self = TypeVar("Self", bound="RemoteModule")
 
-_TRAVELS = ("on", "device", "module_rref", "training")
+_SENT_ATTRIBUTES = ("on", "device", "module_rref", "training")
 
 
 class RemoteModule(nn.Module):
-    """`module_cls(*args, **kwargs)`, made on `remote_device`: ``"worker/cuda:0"``, ``"worker"`` or ``"rank:1/cpu"``.
+    """A module on another worker: `module_cls(*args, **kwargs)`, made on `remote_device`.
 
-    Calling it runs `forward` there: CPU tensors are moved to the module's device and results come back on the CPU;
-    CUDA tensors go and come as device maps say. It can stand inside a local `nn.Sequential` and travels over RPC. What
-    would only make sense with the parameters at hand (`parameters`, `register_buffer`, hooks) says so; `train`, `eval`,
-    `to`, `state_dict`, `load_state_dict`, `zero_grad` and `requires_grad_` act on the module where it is.
+    `remote_device` is ``"worker/cuda:0"``, ``"worker"`` or ``"rank:1/cpu"``. Calling the module
+    runs `forward` on that worker. CPU tensors are moved to the device of the module, and results
+    come back on the CPU; CUDA tensors arrive where device maps say. A `RemoteModule` can be part of
+    a local `nn.Sequential` and can be sent over RPC.
+
+    `train`, `eval`, `to`, `state_dict`, `load_state_dict`, `zero_grad` and `requires_grad_` act on
+    the remote module. Methods that need the parameters here (`parameters`, `register_buffer`,
+    hooks) raise an error.
 
     >>> from telegrad.testing import LocalCluster
     >>> with LocalCluster(2) as cluster:
@@ -56,41 +60,43 @@ class RemoteModule(nn.Module):
             raise UsageError("RemoteModule requires RPC: call init_rpc first, or pass agent=")
         to, device = _parse_device(remote_device)
         rref = remote(to, _make, (module_cls, args or (), kwargs or {}, device), agent=agent)
-        self._place(rref, device)
+        self._set_module(rref, device)
 
-    def _place(self, rref: RRef[nn.Module], device: str) -> None:
+    def _set_module(self, rref: RRef[nn.Module], device: str) -> None:
         self.on = rref.owner_name()
         self.device = device
         self.module_rref = rref
 
     @staticmethod
     def init_from_module_rref(remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
-        """A `RemoteModule` for a module that is already there. Its worker is the owner of the reference."""
+        """Return a `RemoteModule` for an existing module, on the owner of the reference."""
         _, device = _parse_device(remote_device)
         module = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(module)
-        module._place(module_rref, device)
+        module._set_module(module_rref, device)
         return module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's `forward` where it lives."""
+        """Run `forward` of the module on its worker."""
         return self.module_rref._call(_forward, -1.0, (self.device, *args), kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """A future for `forward`."""
+        """Return a future for `forward`."""
         return self.module_rref._start(_forward, -1.0, (self.device, *args), kwargs)
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """References to the parameters, for a `DistributedOptimizer`."""
-        found: list[RRef[nn.Parameter]] = self.module_rref._call(_parameters, -1.0, (recurse,), {})
-        return found
+        """Return references to the parameters, for a `DistributedOptimizer`."""
+        rrefs: list[RRef[nn.Parameter]] = self.module_rref._call(_parameters, -1.0, (recurse,), {})
+        return rrefs
 
     def get_module_rref(self) -> RRef[nn.Module]:
+        """Return the reference to the module."""
         return self.module_rref
 
-    # What happens where the module lives
+    # Methods that act on the remote module
 
     def train(self: Self, mode: bool = True) -> Self:
+        """Set training mode on the worker of the module."""
         self.training = mode
         self.module_rref.rpc_sync().train(mode)
         return self
@@ -101,10 +107,12 @@ class RemoteModule(nn.Module):
         return self
 
     def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
+        """Freeze or unfreeze the module on its worker."""
         self.module_rref.rpc_sync().requires_grad_(requires_grad)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of the module on its worker."""
         self.module_rref.rpc_sync().zero_grad(set_to_none)
 
     def state_dict(  # type: ignore[override]
@@ -114,18 +122,16 @@ class RemoteModule(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """A copy of the module's state, here."""
-        target: dict[str, Any] = {} if destination is None else destination
-        target.update(
-            (prefix + name, value)
-            for name, value in self.module_rref.rpc_sync().state_dict().items()
-        )
-        return target
+        """Return a copy of the state of the module."""
+        state: dict[str, Any] = {} if destination is None else destination
+        for name, value in self.module_rref.rpc_sync().state_dict().items():
+            state[prefix + name] = value
+        return state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Give the module a state from here."""
+        """Load a state into the module on its worker."""
         return self.module_rref._call(_load, -1.0, (dict(state_dict), strict, assign), {})
 
     def _load_from_state_dict(
@@ -138,14 +144,14 @@ class RemoteModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Part of loading a module that contains this one."""
-        mine = {
+        """Load this part of the state of a module that contains this one."""
+        own_state = {
             name.removeprefix(prefix): value
             for name, value in state_dict.items()
             if name.startswith(prefix)
         }
         try:
-            missing, unexpected = self.load_state_dict(mine, strict=False)
+            missing, unexpected = self.load_state_dict(own_state, strict=False)
         except RuntimeError as error:
             error_msgs.append(str(error))
             return
@@ -154,10 +160,10 @@ class RemoteModule(nn.Module):
             unexpected_keys.extend(prefix + name for name in unexpected)
 
     def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
-        """A module that contains this one is moved or converted: what lives elsewhere stays as it is."""
+        """Do nothing: moving or converting a module that contains this one does not change it."""
         return self
 
-    # A leaf among local modules
+    # A local module sees this one as a leaf
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -173,16 +179,19 @@ class RemoteModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         if current_message() is None:
             raise SerializationError(
-                "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
+                "Cannot pickle RemoteModule in python pickler. "
+                "RemoteModule can only be pickled when using RPC"
             )
-        return {name: getattr(self, name) for name in _TRAVELS}
+        return {name: getattr(self, name) for name in _SENT_ATTRIBUTES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(state)
 
 
-def _not_here(name: str, advice: str = "") -> Callable[..., NoReturn]:
+def _unsupported(name: str, advice: str = "") -> Callable[..., NoReturn]:
+    """Return a method that raises torch's error for an unsupported method."""
+
     def raise_unsupported(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(f"Method ``{name}`` not supported for RemoteModule{advice}")
 
@@ -204,14 +213,14 @@ for _name in (
     "named_buffers",
     "share_memory",
 ):
-    setattr(RemoteModule, _name, _not_here(_name))
-RemoteModule.parameters = _not_here(  # type: ignore[method-assign, assignment]
+    setattr(RemoteModule, _name, _unsupported(_name))
+RemoteModule.parameters = _unsupported(  # type: ignore[method-assign, assignment]
     "parameters", ". Please use ``remote_parameters`` instead."
 )
 
 
 def _parse_device(text: str) -> tuple[str | int, str]:
-    """Worker and device of ``worker/device``, ``rank:n/device`` or ``worker``."""
+    """Return worker and device of ``worker/device``, ``rank:n/device`` or ``worker``."""
     worker, slash, device = text.partition("/")
     if not worker or "/" in device:
         raise ValueError(
@@ -220,14 +229,15 @@ def _parse_device(text: str) -> tuple[str | int, str]:
         )
     device = str(torch.device(device if slash else "cpu"))
     if worker.startswith("rank:"):
-        number = worker.removeprefix("rank:")
-        if not number.isdigit():
+        rank = worker.removeprefix("rank:")
+        if not rank.isdigit():
             raise ValueError(f"{text!r} has no rank after 'rank:'")
-        return int(number), device
+        return int(rank), device
     return worker, device
 
 
-# What the owner runs. Each gets the owner and key of the module first, as `RRef` sends them.
+# Functions that the owner runs. Their first arguments are the owner and key of the module, as
+# `RRef` sends them.
 
 
 def _make(
@@ -247,24 +257,23 @@ def _forward(owner: str, key: ObjectKey, device: str, /, *args: Any, **kwargs: A
     def run(_: ReferenceManager, module: nn.Module) -> Any:
         if device == "cpu":
             return module(*args, **kwargs)
-        came_from_host = not any(
+        from_cpu = not any(
             isinstance(value, Tensor) and not value.is_cpu for value in (*args, *kwargs.values())
         )
-        moved = [_to(value, device) for value in args]
-        result = module(*moved, **{name: _to(value, device) for name, value in kwargs.items()})
-        if not came_from_host:
-            return result
-        return [_to(part, "cpu") for part in result] if isinstance(result, list) else _back(result)
+        moved_args = [_to(value, device) for value in args]
+        moved_kwargs = {name: _to(value, device) for name, value in kwargs.items()}
+        result = module(*moved_args, **moved_kwargs)
+        return _to_cpu(result) if from_cpu else result
 
     return with_object(owner, key, run)
 
 
-def _back(result: Any) -> Any:
-    return (
-        tuple(_to(part, "cpu") for part in result)
-        if isinstance(result, tuple)
-        else _to(result, "cpu")
-    )
+def _to_cpu(result: Any) -> Any:
+    if isinstance(result, list):
+        return [_to(part, "cpu") for part in result]
+    if isinstance(result, tuple):
+        return tuple(_to(part, "cpu") for part in result)
+    return _to(result, "cpu")
 
 
 def _to(value: Any, device: str) -> Any:

@@ -70,7 +70,9 @@ def alone(url: str) -> None:
 @pytest.fixture
 def fellow(tmp_path: Path, url: str, in_background: Background) -> Iterator[Agent]:
     """This process is w0 of a group of two; w1 is an agent of the same process."""
-    store = dist.PrefixStore(f"telegrad_{api._inits.count}", dist.FileStore(f"{tmp_path}/store", 2))
+    store = dist.PrefixStore(
+        f"telegrad_{api._init_state.count}", dist.FileStore(f"{tmp_path}/store", 2)
+    )
     with_secret = Config(secret=SECRET, join_timeout=PATIENCE)
     fellow = Agent("w1", store=store, rank=1, world_size=2, config=with_secret)
     entering = in_background(fellow.__enter__)
@@ -114,7 +116,7 @@ def test_rank_and_size_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_group_without_a_size_is_open(url: str, tmp_path: Path) -> None:
-    prefix = f"telegrad_{api._inits.count}"
+    prefix = f"telegrad_{api._init_state.count}"
     rpc.init_rpc("w0", rank=0, rpc_backend_options=options(url))
     store = dist.PrefixStore(prefix, dist.FileStore(f"{tmp_path}/store", -1))
     for _ in range(2):

@@ -1,4 +1,8 @@
-"""`torch.distributed.rpc` on Telegrad: change the import and the rest of the script stays.
+"""`torch.distributed.rpc` on Telegrad: change the import, and the rest of the script stays.
+
+This package has torch's names, signatures and special values, such as a timeout of 0 for no limit,
+and translates them for the agent of this process. No module below it imports it. Everything that
+torch has no name for belongs into `telegrad.Agent` and `telegrad.Config`, not here.
 
 >>> import telegrad.rpc as rpc
 >>> rpc.is_available()
@@ -45,7 +49,7 @@ from telegrad.rpc.constants import UNSET_RPC_TIMEOUT
 from telegrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 
 PyRRef = RRef
-_is_tensorpipe_available = True  # the backend of this name is Telegrad's
+_is_tensorpipe_available = True  # Telegrad registers its backend under this name
 TensorPipeAgent = RpcAgent
 
 __all__ = [

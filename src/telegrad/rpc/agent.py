@@ -1,4 +1,4 @@
-"""`RpcAgent`: the agent that `init_rpc` makes, with the methods of torch's `RpcAgent` and `TensorPipeAgent`."""
+"""`RpcAgent`: the agent that `init_rpc` makes, with the methods of torch's agents."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ __all__ = ["RpcAgent"]
 
 
 class RpcAgent(Agent):
-    """An `Agent` with torch's methods.
+    """An `Agent` with the methods of torch's `RpcAgent` and `TensorPipeAgent`.
 
-    `shutdown` is that of `Agent`: it waits for the others, as `rpc.shutdown` does. `close` leaves at once.
+    `shutdown` is that of `Agent`: it waits for the other workers, as `rpc.shutdown` does. `close`
+    leaves at once.
     """
 
     def __init__(self, name: str, *, options: RpcBackendOptions, **kwargs: Any) -> None:
@@ -29,7 +30,7 @@ class RpcAgent(Agent):
 
     @property
     def store(self) -> Any:
-        """The store that the workers find each other through; None after the end."""
+        """The store of the group; None after the agent has left."""
         return self._runtime._store
 
     @property
@@ -38,44 +39,46 @@ class RpcAgent(Agent):
         return self._runtime.world_size is not None
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        """Wait until all workers have called this and no call of anybody is under way; 0 seconds: no limit.
+        """Wait until all workers have called this and no calls are under way; 0 means no limit.
 
-        With `shutdown`, leave the group then. Raise `GroupBroken` if a worker is missing.
+        With `shutdown`, leave the group after that. Raise `GroupBroken` if a worker is missing.
         """
         self._runtime.require_open()
         missing: set[str] = set()
         if shutdown:
             missing = set(self.shutdown(timeout or None))
         else:
-            until = time.monotonic() + timeout if timeout else None
+            deadline = time.monotonic() + timeout if timeout else None
             if self.is_static_group:
                 missing = group_shutdown.wait_for_group(
-                    self._runtime, self._runtime._participants(None), until
+                    self._runtime, self._runtime._participants(None), deadline
                 )
             else:
-                group_shutdown.drain(self._runtime, until)
+                group_shutdown.drain(self._runtime, deadline)
         if missing:
             raise GroupBroken(
                 f"join ended without {', '.join(sorted(missing))}", missing=sorted(missing)
             )
 
     def sync(self) -> None:
-        """Wait until all workers are here. Raise `GroupBroken` if one is missing after the default timeout."""
+        """Wait until all workers have called this.
+
+        Raise `GroupBroken` if one has not after the default timeout.
+        """
         self.barrier(timeout=self._runtime.timeout)
 
     def get_metrics(self) -> dict[str, str]:
-        """Return what the agent is doing, under torch's names."""
+        """Return counters of the agent, under torch's names."""
         executor = self._runtime.executor
-        inbounds = list(self._runtime.connections.server_connections)
+        connections = list(self._runtime.connections.server_connections)
+        peers = self._runtime.links()
         metrics = {
             "agent.thread_pool_size": executor.limit,
             "agent.num_idle_threads": max(executor.limit - executor.active, 0),
-            "agent.client_active_calls": sum(
-                link.calls_under_way for link in self._runtime.links()
-            ),
-            "agent.server_active_calls": sum(inbound.calls_under_way for inbound in inbounds),
+            "agent.client_active_calls": sum(peer.calls_under_way for peer in peers),
+            "agent.server_active_calls": sum(each.calls_under_way for each in connections),
             "agent.server_active_async_calls": sum(
-                inbound.calls_answered_later for inbound in inbounds
+                each.calls_answered_later for each in connections
             ),
         }
         return {name: str(value) for name, value in metrics.items()}
@@ -87,9 +90,8 @@ class RpcAgent(Agent):
     def _get_device_map(self, dst: WorkerInfo | str) -> dict[torch.device, torch.device]:
         """Return the device map of calls to a worker."""
         name = dst if isinstance(dst, str) else dst.name
-        return dict(
-            request_route(self.config.device_maps, name, self.config.unmapped_devices).known
-        )
+        route = request_route(self.config.device_maps, name, self.config.unmapped_devices)
+        return dict(route.known)
 
     def _get_backend_options(self) -> RpcBackendOptions:
         """Return the options that `init_rpc` was called with."""

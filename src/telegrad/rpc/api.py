@@ -1,7 +1,10 @@
-"""The calls of `torch.distributed.rpc` over this process's default agent.
+"""The functions of `torch.distributed.rpc`, for the default agent of this process.
 
-State: the default agent (`current.process_state`) and how often `init_rpc` ran. Inside a remote function, the
-agent that runs it counts, so several agents in one process do not mix.
+Inside a remote function they use the agent that runs it, so that several agents can live in one
+process.
+
+State: the default agent (`current.process_state`), and the number of `init_rpc` calls, under
+`_init_state.lock`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from telegrad.rpc import backend_registry, device_maps
 from telegrad.rpc.agent import RpcAgent
 from telegrad.rpc.backend_registry import BackendType
 from telegrad.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from telegrad.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key  # noqa: F401 (torch's api has them)
+
+# torch's api module has these names, too
+from telegrad.rpc.internal import PythonUDF, RPCExecMode, _build_rpc_profiling_key  # noqa: F401
 from telegrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from telegrad.runtime import AgentRuntime, active_runtime
 
@@ -50,20 +55,20 @@ __all__ = [
 ]
 
 
-class _Inits:
-    """How often `init_rpc` ran in this process: each run has its own prefix in the store."""
+class _InitState:
+    """The number of `init_rpc` calls in this process: each has its own prefix in the store."""
 
     def __init__(self) -> None:
         self.count = 0
         self.lock = threading.Lock()
 
 
-_inits = _Inits()
+_init_state = _InitState()
 _thread_local_var = threading.local()
 
 
 def is_available() -> bool:
-    """Telegrad needs torch's stores for rendezvous."""
+    """Return True if torch was built with `torch.distributed`, whose stores Telegrad uses."""
     return dist.is_available()
 
 
@@ -74,10 +79,10 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Make this process the worker `name` and wait for the others.
+    """Make this process the worker `name` of a group and wait for the other workers.
 
-    Without `world_size`, workers may join and leave at any time. `rank` and the size of the group may come from the
-    environment (``RANK``, ``WORLD_SIZE``), as torchrun sets them.
+    Without `world_size`, workers may join and leave at any time. The rank and the size of the group
+    may come from the environment (``RANK``, ``WORLD_SIZE``), as torchrun sets them.
     """
     if backend is not None and backend not in BackendType:
         raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
@@ -87,25 +92,25 @@ def init_rpc(
         backend = _infer_backend(rpc_backend_options)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
-    with _inits.lock:
+    with _init_state.lock:
         if active_runtime() is not None:
             raise UsageError("RPC is already initialized; call shutdown first")
         timeout = rpc_backend_options.to_config().join_timeout
         store, rank, world_size = _rendezvous(
             rpc_backend_options.init_method, rank, world_size, timeout
         )
-        store = dist.PrefixStore(f"telegrad_{_inits.count}", store)
-        _inits.count += 1
+        store = dist.PrefixStore(f"telegrad_{_init_state.count}", store)
+        _init_state.count += 1
         _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
 
 
 def _rendezvous(
     url: str, rank: int, world_size: int | None, timeout: float
 ) -> tuple[Any, int, int | None]:
-    """Return the store of the group, and the rank and size, which may come from the environment.
+    """Return the store of the group, the rank and the size, which may come from the environment.
 
-    No size: a dynamic group. torch's TCP store can wait for all workers, but cannot say who is missing, so it is not
-    asked to: `Agent.meet` waits.
+    The size is None for a dynamic group. torch's TCP store could wait for all workers, but could
+    not say which are missing. Therefore it is told to wait for none, and the agent waits.
     """
     scheme = url.partition(":")[0]
     if scheme == "env":
@@ -116,19 +121,20 @@ def _rendezvous(
     size = -1 if world_size is None else world_size
     if size > 0 and not 0 <= rank < size:
         raise UsageError(
-            f"rank {rank} is outside a group of {size} workers, whose ranks go from 0 to {size - 1}. "
-            "Pass rank= and world_size= to init_rpc, or set RANK and WORLD_SIZE"
+            f"rank {rank} is outside a group of {size} workers, whose ranks go from 0 to "
+            f"{size - 1}. Pass rank= and world_size= to init_rpc, or set RANK and WORLD_SIZE"
         )
-    waited_for = -1 if scheme in ("env", "tcp") else size
-    query = f"{'&' if '?' in url else '?'}world_size={waited_for}" + (
-        f"&rank={rank}" if rank >= 0 else ""
-    )
+    store_size = -1 if scheme in ("env", "tcp") else size
+    url += f"{'&' if '?' in url else '?'}world_size={store_size}"
+    if rank >= 0:
+        url += f"&rank={rank}"
     try:
-        store, rank, _ = next(dist.rendezvous(url + query, timeout=timedelta(seconds=timeout)))
+        store, rank, _ = next(dist.rendezvous(url, timeout=timedelta(seconds=timeout)))
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise JoinError(
-            f"the store of the group did not answer within {timeout} s ({error}). The worker with rank 0 hosts it: "
-            "start that one, check MASTER_ADDR and MASTER_PORT, or raise Config.join_timeout"
+            f"the store of the group did not answer within {timeout} s ({error}). The worker with "
+            "rank 0 hosts it: start that one, check MASTER_ADDR and MASTER_PORT, or raise "
+            "Config.join_timeout"
         ) from error
     return store, rank, size if size > 0 else None
 
@@ -197,7 +203,7 @@ def _start_agent(
     futures.end_collect_all_early()
     agent.open()
     try:
-        device_maps.agree(agent._runtime, getattr(rpc_backend_options, "devices", ()))
+        device_maps.check_group(agent._runtime, getattr(rpc_backend_options, "devices", ()))
     except BaseException:
         agent.close()
         raise
@@ -211,11 +217,14 @@ def rpc_sync(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> T:
-    """Run `func(*args, **kwargs)` on worker `to` and return its result. `timeout` in seconds; 0 means no limit."""
-    agent = active_runtime() or _require_runtime()
+    """Run `func(*args, **kwargs)` on worker `to` and return its result.
+
+    `timeout` is in seconds; 0 means no limit.
+    """
+    runtime = active_runtime() or _require_runtime()
     _check(func, timeout)
-    limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
-    result: T = agent.invoke(to, func, args or (), kwargs, limit)
+    limit = runtime.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
+    result: T = runtime.invoke(to, func, args or (), kwargs, limit)
     return result
 
 
@@ -226,11 +235,11 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[T]:
-    """Like `rpc_sync`, but returns a future at once."""
-    agent = _require_runtime()
+    """Run `func(*args, **kwargs)` on worker `to` and return a future for its result."""
+    runtime = _require_runtime()
     _check(func, timeout)
-    limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
-    future = agent.start(to, func, args or (), kwargs, limit)
+    limit = runtime.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
+    future = runtime.start(to, func, args or (), kwargs, limit)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
@@ -243,32 +252,38 @@ def remote(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[T]:
-    """Run `func(*args, **kwargs)` on worker `to` and leave the result there; returns a reference to it at once."""
-    agent = _require_runtime()
+    """Run `func(*args, **kwargs)` on worker `to` and leave the result there.
+
+    Return a reference to the result at once.
+    """
+    runtime = _require_runtime()
     _check(func, timeout)
-    limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
-    return refs.remote(to, func, args or (), kwargs, limit, agent=agent.agent)
+    limit = runtime.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
+    return refs.remote(to, func, args or (), kwargs, limit, agent=runtime.agent)
 
 
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
-    """The worker with this name; this one without an argument."""
+    """Return the worker with this name; without a name, this worker."""
     return _require_runtime().get_worker_info(worker_name)
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Leave the group. Gracefully: after the work under way, everybody's, is done. 0 seconds means no limit."""
-    agent = _require_runtime()
+    """Leave the group. If `graceful`, first wait until all workers have finished their calls.
+
+    `timeout` is in seconds; 0 means no limit.
+    """
+    runtime = _require_runtime()
     try:
         if graceful:
-            agent.shutdown(timeout or None)
+            runtime.shutdown(timeout or None)
     finally:
-        agent.close()
-        if process_state.runtime is agent:
+        runtime.close()
+        if process_state.runtime is runtime:
             process_state.runtime = None
 
 
 def get_rpc_timeout() -> float:
-    """The default time limit of calls in seconds; 0 means none."""
+    """Return the default timeout of calls in seconds; 0 means no limit."""
     return _require_runtime().timeout or 0.0
 
 
@@ -286,14 +301,14 @@ def _check(func: object, timeout: float) -> None:
 
 
 def _require_runtime() -> AgentRuntime:
-    agent = active_runtime()
-    if agent is None:
+    runtime = active_runtime()
+    if runtime is None:
         raise UsageError("RPC has not been initialized. Call telegrad.rpc.init_rpc first.")
-    return agent
+    return runtime
 
 
 def _require_initialized(function: Callable[P, T]) -> Callable[P, T]:
-    """A decorator: the function needs `init_rpc` to have been called."""
+    """Decorate a function that needs `init_rpc` to have been called."""
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -313,13 +328,13 @@ def _get_current_rpc_agent() -> Agent:
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """Torch's counters of references, from ours."""
-    figures = ReferenceManager.of(_require_runtime()).statistics()
+    """Return the counters of references, under torch's names."""
+    statistics = ReferenceManager.of(_require_runtime()).statistics()
     return {
-        "num_owner_rrefs": str(figures["owned_objects"]),
-        "num_forks": str(figures["references_of_others"]),
-        "num_pending_futures": str(figures["unacknowledged_reference_messages"]),
-        "num_pending_users": str(figures["unconfirmed_creations"]),
+        "num_owner_rrefs": str(statistics["owned_objects"]),
+        "num_forks": str(statistics["references_of_others"]),
+        "num_pending_futures": str(statistics["unacknowledged_reference_messages"]),
+        "num_pending_users": str(statistics["unconfirmed_creations"]),
     }
 
 
@@ -332,7 +347,7 @@ def _get_debug_info() -> dict[str, Any]:
 
 
 def _to_worker_info(to: To) -> WorkerInfo:
-    """Return the worker with this name or rank."""
+    """Return the `WorkerInfo` of a name or rank."""
     if isinstance(to, WorkerInfo):
         return to
     if isinstance(to, str | int):
@@ -341,12 +356,12 @@ def _to_worker_info(to: To) -> WorkerInfo:
 
 
 def _reset_current_rpc_agent() -> None:
-    """Forget the agent of this process. It goes on; whoever has it can close it."""
+    """Remove the default agent of this process without closing it."""
     process_state.runtime = None
 
 
 class AllGatherStates:
-    """What torch's leader of a gather keeps; clients subclass or inspect it."""
+    """The state of a gather in torch. Telegrad does not use it; programs may import it."""
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
@@ -356,16 +371,16 @@ class AllGatherStates:
 def _all_gather(
     obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Everybody's object by worker name. Raises, naming who was missing, if somebody does not come."""
-    agent = _require_runtime()
-    limit = agent.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
-    return agent.all_gather(obj, None if worker_names is None else sorted(worker_names), limit)
+    """Return the objects of all workers by name. Raise an error that names missing workers."""
+    runtime = _require_runtime()
+    limit = runtime.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
+    return runtime.all_gather(obj, None if worker_names is None else sorted(worker_names), limit)
 
 
 def _barrier(worker_names: set[str]) -> None:
-    """Wait until all named workers are here; an empty set means all."""
-    agent = _require_runtime()
-    agent.barrier(sorted(worker_names) or None, agent.timeout)
+    """Wait until all named workers have called this; an empty set means all workers."""
+    runtime = _require_runtime()
+    runtime.barrier(sorted(worker_names) or None, runtime.timeout)
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -375,16 +390,17 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """On leaving the block, wait for every future that `rpc_async` returned inside it."""
+    """At the end of the block, wait for every future that `rpc_async` returned inside it."""
     _thread_local_var.future_list = []
     try:
         yield
     finally:
-        made = _thread_local_var.future_list
+        futures_to_wait_for = _thread_local_var.future_list
         del _thread_local_var.future_list
-        failures = [error for error in [future.exception() for future in made] if error is not None]
-        if failures:
-            raise failures[0]
+        errors = [future.exception() for future in futures_to_wait_for]
+        for error in errors:
+            if error is not None:
+                raise error
 
 
 def _tensorpipe_options(rpc_timeout: float, init_method: str, **options: Any) -> RpcBackendOptions:

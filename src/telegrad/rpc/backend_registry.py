@@ -1,4 +1,7 @@
-"""Backends by name, as torch has them. There is one engine here; others may register their own."""
+"""RPC backends by name, as in torch. Telegrad registers one; programs may register others.
+
+State: the members of `BackendType`; they change while modules are imported.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,27 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """How to make a backend's options and start it."""
+    """The functions that make the options of a backend and start it."""
 
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions]
     init_backend_handler: Callable[..., Any]
 
 
-class _GrowingEnum(enum.EnumMeta):
-    """The type of `BackendType`: an enum that gets members when backends are registered."""
+class _ExtensibleEnum(enum.EnumMeta):
+    """The type of `BackendType`: an enum to which `register_backend` adds members."""
 
     def __getattr__(cls, name: str) -> Any:
-        if name in cls._member_map_:  # an enum may call this for its members, too
+        if name in cls._member_map_:  # some versions of Python call this for members, too
             return cls._member_map_[name]
-        raise AttributeError(f"no RPC backend named {name!r}; there are {sorted(cls._member_map_)}")
+        raise AttributeError(
+            f"no RPC backend is named {name!r}; registered are {sorted(cls._member_map_)}"
+        )
 
     def __contains__(cls, backend: object) -> bool:
         return isinstance(backend, cls)
 
     def add(cls, name: str, value: Any) -> Any:
-        """Add a member; `remove` takes it back."""
+        """Add a member."""
         member: Any = object.__new__(cls)  # type: ignore[arg-type]
         member._name_ = name
         member._value_ = value
@@ -48,14 +53,14 @@ class _GrowingEnum(enum.EnumMeta):
         return member
 
     def remove(cls, name: str) -> None:
-        """Take a member back."""
+        """Remove a member."""
         del cls._member_map_[name]
         cls._member_names_.remove(name)
         type.__delattr__(cls, name)
 
 
-class BackendType(enum.Enum, metaclass=_GrowingEnum):
-    """The backends that are registered: `BackendType.TENSORPIPE`, and others by `register_backend`."""
+class BackendType(enum.Enum, metaclass=_ExtensibleEnum):
+    """The registered backends: `BackendType.TENSORPIPE`, and those of `register_backend`."""
 
     def __repr__(self) -> str:
         return f"BackendType.{self.name}"
@@ -65,6 +70,7 @@ class BackendType(enum.Enum, metaclass=_GrowingEnum):
 
 
 def backend_registered(backend_name: str) -> bool:
+    """Return True if there is a backend of this name."""
     return backend_name in BackendType.__members__
 
 
@@ -73,7 +79,7 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Add a backend; returns its member of `BackendType`."""
+    """Add a backend. Return its member of `BackendType`."""
     if backend_registered(backend_name):
         raise UsageError(f"RPC backend {backend_name}: already registered")
     return BackendType.add(
@@ -84,11 +90,13 @@ def register_backend(
 def construct_rpc_backend_options(
     backend: Any, rpc_timeout: float = 60.0, init_method: str = "env://", **options: Any
 ) -> RpcBackendOptions:
-    made: RpcBackendOptions = backend.value.construct_rpc_backend_options_handler(
+    """Return options for a backend."""
+    constructed: RpcBackendOptions = backend.value.construct_rpc_backend_options_handler(
         rpc_timeout, init_method, **options
     )
-    return made
+    return constructed
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """Start a backend and return its agent."""
     return backend.value.init_backend_handler(*args, **kwargs)

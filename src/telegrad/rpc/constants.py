@@ -1,4 +1,4 @@
-"""Numbers of the torch-shaped API."""
+"""Default values of torch's API, under torch's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Do the device maps of a group make sense? Every worker checks those of all, so all fail at the same place."""
+"""Check the device maps of a group, with torch's error messages.
+
+Every worker checks the maps of all workers, so that all raise the same error.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,40 @@ DeviceMap = Mapping[torch.device, torch.device]
 
 
 class DeclaredDevices(NamedTuple):
-    """What a worker says of its devices."""
+    """The devices and device maps of one worker."""
 
     gpus: int
     maps: Mapping[str, Mapping[str, str]]
     devices: list[str]
 
 
-def agree(agent: AgentRuntime, devices: Iterable[torch.device]) -> None:
-    """Check the maps of all workers if anybody has one. In an open group, where workers may be missing, only ours."""
-    mine = DeclaredDevices(
-        torch.cuda.device_count(), agent.config.device_maps, [str(device) for device in devices]
+def check_group(runtime: AgentRuntime, devices: Iterable[torch.device]) -> None:
+    """Check the maps of all workers if any worker has one.
+
+    In a dynamic group, whose workers may join later, check only the maps of this worker.
+    """
+    own = DeclaredDevices(
+        torch.cuda.device_count(), runtime.config.device_maps, [str(device) for device in devices]
     )
-    if agent.world_size is None:
-        check({agent.name: mine}, complete=False)
-    elif any(member.maps_devices for member in agent.directory.members(refresh=False)):
-        declared = agent.all_gather(mine, timeout=agent.config.join_timeout)
-        check({info.name: declared[info.name] for info in agent.get_worker_infos()}, complete=True)
+    if runtime.world_size is None:
+        check({runtime.name: own}, complete=False)
+    elif any(member.maps_devices for member in runtime.directory.members(refresh=False)):
+        declared = runtime.all_gather(own, timeout=runtime.config.join_timeout)
+        by_rank = {info.name: declared[info.name] for info in runtime.get_worker_infos()}
+        check(by_rank, complete=True)
 
 
 def check(group: Mapping[str, DeclaredDevices], *, complete: bool) -> None:
+    """Raise `UsageError` for the first error in the maps; `complete` if these are all workers."""
     for name, declared in group.items():
-        own = [parse_device(device) for device in declared.devices]
-        _require(len(set(own)) == len(own), f"Node {name} has duplicated devices", declared.devices)
+        devices = [parse_device(device) for device in declared.devices]
         _require(
-            _exist(own, declared.gpus),
+            len(set(devices)) == len(devices),
+            f"Node {name} has duplicated devices",
+            declared.devices,
+        )
+        _require(
+            _exist(devices, declared.gpus),
             f"Node {name} has devices with invalid indices",
             declared.devices,
         )
@@ -49,27 +61,23 @@ def check(group: Mapping[str, DeclaredDevices], *, complete: bool) -> None:
             f"Node {name} has invalid target node names in its device maps",
             unknown,
         )
-        for target, raw in declared.maps.items():
-            _check_map(
-                name,
-                target,
-                {parse_device(near): parse_device(far) for near, far in raw.items()},
-                group,
-            )
+        for target, device_map in declared.maps.items():
+            parsed = {parse_device(key): parse_device(value) for key, value in device_map.items()}
+            _check_map(name, target, parsed, group)
 
 
 def _check_map(
-    name: str, target: str, devices: DeviceMap, group: Mapping[str, DeclaredDevices]
+    name: str, target: str, device_map: DeviceMap, group: Mapping[str, DeclaredDevices]
 ) -> None:
     where = f"in its device map for {target}"
     _require(
-        len(set(devices.values())) == len(devices),
+        len(set(device_map.values())) == len(device_map),
         f"Node {name} has duplicated target devices {where}",
-        devices,
+        device_map,
     )
     for side, worker, used in (
-        ("source", name, devices.keys()),
-        ("target", target, devices.values()),
+        ("source", name, device_map.keys()),
+        ("target", target, device_map.values()),
     ):
         if worker not in group:
             continue
@@ -78,10 +86,13 @@ def _check_map(
         _require(
             not allowed or not outside,
             f"Node {name} has unexpected {side} devices {where}",
-            devices,
+            device_map,
         )
-        valid = _exist(used, group[worker].gpus)
-        _require(valid, f"Node {name} has {side} devices with invalid indices {where}", devices)
+        _require(
+            _exist(used, group[worker].gpus),
+            f"Node {name} has {side} devices with invalid indices {where}",
+            device_map,
+        )
 
 
 def _exist(devices: Iterable[torch.device], count: int) -> bool:
@@ -91,6 +102,6 @@ def _exist(devices: Iterable[torch.device], count: int) -> bool:
     )
 
 
-def _require(good: bool, complaint: str, what: object) -> None:
-    if not good:
-        raise UsageError(f"{complaint}: {what}")
+def _require(condition: bool, message: str, value: object) -> None:
+    if not condition:
+        raise UsageError(f"{message}: {value}")

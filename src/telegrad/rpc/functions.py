@@ -1,4 +1,4 @@
-"""`async_execution`: for functions that return a future instead of a value."""
+"""`async_execution`: a decorator for functions that return a future instead of a value."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ __all__ = ["async_execution"]
 
 
 def async_execution(function: F) -> F:
-    """The function returns a `Future`; its caller gets the value of that future, and no thread waits for it here.
+    """Decorate a function that returns a `Future`. Its caller gets the value of that future.
 
-    Goes over or under `@staticmethod` and `@classmethod`.
+    No thread of the callee waits for the future. The decorator may be above or below
+    `@staticmethod` and `@classmethod`.
 
     >>> import torch
     >>> @async_execution
@@ -29,7 +30,7 @@ def async_execution(function: F) -> F:
         return type(function)(async_execution(function.__func__))
     try:
         setattr(function, ASYNC_MARK, function)
-    except AttributeError:  # a builtin: it takes no marks
+    except AttributeError:  # a builtin has no attributes to set
         return async_execution(_wrap(function))
     return function
 

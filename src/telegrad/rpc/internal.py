@@ -1,4 +1,4 @@
-"""Names of `torch.distributed.rpc.internal` that clients and PyTorch's own tests reach for."""
+"""Names of `torch.distributed.rpc.internal` that programs and PyTorch's tests use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PythonUDF", "RPCExecMode"]
 
 
 class RPCExecMode(enum.Enum):
-    """How a call is made."""
+    """The kinds of calls."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -22,7 +22,7 @@ class RPCExecMode(enum.Enum):
 
 
 class PythonUDF(NamedTuple):
-    """A call before it is made."""
+    """A function and its arguments."""
 
     func: Callable[..., Any]
     args: Sequence[Any]
@@ -30,7 +30,7 @@ class PythonUDF(NamedTuple):
 
 
 class _Pickler:
-    """The codec under torch's names."""
+    """The codec of the wire format, with torch's methods."""
 
     def serialize(self, value: Any) -> tuple[bytes, list[memoryview]]:
         return codec.encode(value)

@@ -1,4 +1,4 @@
-"""The options objects of the torch-shaped API. `config` carries everything that torch has no word for."""
+"""The options classes of torch's API. Settings that torch does not have are in `config`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions"]
 
 
 class RpcBackendOptions:
-    """How workers find each other and how long a call may take (0: no limit)."""
+    """The rendezvous URL and the default timeout of calls; 0 means no limit."""
 
     def __init__(
         self,
@@ -41,18 +41,19 @@ class RpcBackendOptions:
         self.config = config
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(rpc_timeout={self.rpc_timeout}, init_method={self.init_method!r})"
+        values = f"rpc_timeout={self.rpc_timeout}, init_method={self.init_method!r}"
+        return f"{type(self).__name__}({values})"
 
     def to_config(self) -> Config:
-        """The agent's settings: those of `config`, or the environment's, with what is said here on top."""
+        """Return the settings of the agent: `config`, or the environment, with these options."""
         base = self.config if self.config is not None else Config.from_environment()
         return replace(base, timeout=self.rpc_timeout or None)
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """Torch's options, all accepted. `num_worker_threads` is where the pool starts, not where it ends.
+    """Torch's options. `num_worker_threads` is the initial size of the pool, not the maximum.
 
-    `_transports` and `_channels` name parts of torch's engine; Telegrad chooses its own and ignores them.
+    `_transports` and `_channels` name parts of TensorPipe and are ignored.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.set_devices(devices or ())
 
     def to_config(self) -> Config:
+        """Return the settings of the agent."""
         config = super().to_config()
         maps = {
-            worker: {str(near): str(far) for near, far in devices.items()}
-            for worker, devices in self.device_maps.items()
+            worker: {str(source): str(target) for source, target in device_map.items()}
+            for worker, device_map in self.device_maps.items()
         }
         return replace(
             config,
@@ -90,24 +92,26 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         )
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
-        """Tensors on a device of this worker arrive on the mapped device of worker `to`.
+        """Map devices of this worker to those of worker `to`, for the tensors of calls.
 
-        Results come back the same way. `init_rpc` checks that the devices exist and that no two go to the same one.
+        Results come back the same way. `init_rpc` checks that the devices exist and that no two are
+        mapped to the same one.
         """
-        known = dict(self.device_maps.get(to, {}))
-        for source, target in device_map.items():
-            near, far = torch.device(source), torch.device(target)
-            if known.get(near, far) != far:
+        new_map = dict(self.device_maps.get(to, {}))
+        for key, value in device_map.items():
+            source, target = torch.device(key), torch.device(value)
+            if new_map.get(source, target) != target:
                 raise ValueError(
-                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {near} to {far} too"
+                    "`set_device_map` only supports 1-to-1 mapping, "
+                    f"trying to map {source} to {target} too"
                 )
-            known[near] = far
-        self.device_maps[to] = known
+            new_map[source] = target
+        self.device_maps[to] = new_map
 
     def set_devices(self, devices: Sequence[Device]) -> None:
-        """The devices of this worker that calls may use."""
-        wanted = [torch.device(device) for device in devices]
-        for device in wanted:
+        """Set the devices of this worker that calls may use."""
+        new_devices = [torch.device(device) for device in devices]
+        for device in new_devices:
             if device.type == "cpu":
                 raise ValueError("`set_devices` expects CUDA devices, but got the device cpu")
-        self.devices = wanted
+        self.devices = new_devices
