@@ -111,12 +111,12 @@ class _Redirection:
             if not _counterpart(name):
                 continue
             self.undo.append(functools.partial(sys.modules.__setitem__, name, old))
-            ours = _find(name)
-            if ours is None:
+            replacement = _find(name)
+            if replacement is None:
                 del sys.modules[name]
             else:
-                sys.modules[name] = ours
-                yield from _pairs(old, ours)
+                sys.modules[name] = replacement
+                yield from _pairs(old, replacement)
 
     def _rebind(self, namespace: dict[str, Any], replacements: dict[int, object]) -> None:
         """Replace the values of a namespace, by their id."""
@@ -129,10 +129,11 @@ class _Redirection:
         """Replace the modules that the finder has loaded by torch's own; the last step of undo."""
         sys.meta_path.remove(finder)
         for name in finder.found:
-            ours = sys.modules.pop(name)
+            replacement = sys.modules.pop(name)
             if importlib.util.find_spec(name) is None:
                 continue  # only Telegrad has a module of this name
-            originals = {id(new): old for old, new in _pairs(importlib.import_module(name), ours)}
+            original = importlib.import_module(name)
+            originals = {id(new): old for old, new in _pairs(original, replacement)}
             # parent packages may have imported names of this module
             for depth in range(1, name.count(".") - 1):
                 namespace = vars(sys.modules[name.rsplit(".", depth)[0]])
@@ -197,21 +198,21 @@ class _ExistingModuleLoader(Loader):
 
 def _counterpart(name: str) -> str | None:
     """Return the name of Telegrad's module for one of torch; None if it is not redirected."""
-    for theirs, ours in _MODULES.items():
-        if f"{name}.".startswith(f"{theirs}."):
-            return ours + name.removeprefix(theirs)
+    for torch_name, replacement in _MODULES.items():
+        if f"{name}.".startswith(f"{torch_name}."):
+            return replacement + name.removeprefix(torch_name)
     return None
 
 
 def _find(name: str) -> ModuleType | None:
     """Return Telegrad's module for one of torch, or None."""
-    ours = _counterpart(name)
-    if ours is None:
+    replacement = _counterpart(name)
+    if replacement is None:
         return None
     try:
-        return importlib.import_module(ours)
+        return importlib.import_module(replacement)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{ours}.".startswith(f"{error.name}."):
+        if error.name is None or not f"{replacement}.".startswith(f"{error.name}."):
             raise  # the module exists, but one that it imports does not
         return None
 

@@ -1,4 +1,4 @@
-"""Results as a run would have written them."""
+"""Results as a run would write them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RATE = Case("rate/x", "calls", "calls/s", "rate", higher_is_better=True)
 def lines(
     *series: tuple[Case, str, list[float]], errors: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """The lines of these cases, peers and rounds; `errors` are the last one's."""
+    """Return the lines of these cases, peers and rounds; `errors` belong to the last one."""
     figures = Results()
     for case, peer, rounds in series:
         for value in rounds:

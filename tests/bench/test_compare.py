@@ -1,4 +1,4 @@
-"""What counts as slower: more than the tolerance and more than luck, in the direction in which the case counts."""
+"""A case is slower if it exceeds the tolerance and the noise, in the direction of its unit."""
 
 from __future__ import annotations
 

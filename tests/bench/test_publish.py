@@ -1,4 +1,4 @@
-"""The figures that readers see are those of the committed results."""
+"""The published results are those of the committed files."""
 
 from __future__ import annotations
 
@@ -47,5 +47,6 @@ def test_losses_along_a_curve_are_one_item() -> None:
         (many, "rpyc", [7.0] * 5),
     )
     assert publish.behind(found).splitlines()[3:] == [
-        "- until every worker is up, 2 to 32 workers: 1.00 to 9.00 s, gRPC 0.50 to 8.00 s, RPyC 7.00 s"
+        "- until every worker is up, 2 to 32 workers: "
+        "1.00 to 9.00 s, gRPC 0.50 to 8.00 s, RPyC 7.00 s"
     ]

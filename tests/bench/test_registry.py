@@ -1,4 +1,4 @@
-"""What is registered can run, and parts that have entries of their own come out in the common form."""
+"""Registered cases and frameworks can run, and all parts have results in the common form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_cases_have_names_of_their_own_and_loops() -> None:
 
 
 def test_the_quick_mode_has_every_kind_of_case_but_idleness() -> None:
-    """That of `startup` is in it."""
+    """The quick mode includes a case of `startup`."""
     assert {case.group for case in CASES} - {case.group for case in CASES if case.quick} == {"idle"}
 
 

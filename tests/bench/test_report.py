@@ -1,4 +1,4 @@
-"""The page shows every loss, every failure and every peer that is missing, and needs no other file."""
+"""The page shows every slower case, failure and missing framework, and needs no other file."""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ from benchmarks import compare, report, results
 PACKAGE = Path(telegrad.__path__[0])
 
 
-def start_bench(*arguments: object, source: Path = PACKAGE.parent) -> subprocess.CompletedProcess[str]:
+def start_bench(
+    *arguments: object, source: Path = PACKAGE.parent
+) -> subprocess.CompletedProcess[str]:
     """Run `telegrad bench` with the package that is in the folder `source`."""
     python_path = os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(

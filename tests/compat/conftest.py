@@ -10,7 +10,7 @@ from telegrad import compat
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    """Torch's names mean Telegrad's during the test."""
+    """Redirect torch's names to Telegrad during the test."""
     compat.install()
     yield
     compat.uninstall()
@@ -18,7 +18,7 @@ def installed() -> Iterator[None]:
 
 @pytest.fixture
 def own_main(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """What running a program changes in this process is put back after the test."""
+    """Restore what running a program changes in this process."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)

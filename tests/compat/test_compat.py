@@ -1,4 +1,4 @@
-"""Torch's names mean Telegrad's after `install`, wherever they were imported, and torch's own after `uninstall`."""
+"""`install` redirects torch's names wherever they were imported; `uninstall` undoes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUBMODULES = ["api", "backend_registry", "constants", "functions", "internal", "
 
 
 def imported(code: str) -> ModuleType:
-    """A module with this code, as if somebody had imported it; take it out of `sys.modules` again."""
+    """Return a module with this code, in `sys.modules`; the caller removes it."""
     module = ModuleType("imported_by_a_test")
     sys.modules[module.__name__] = module
     exec(code, vars(module))

@@ -1,4 +1,4 @@
-"""The migration page names everything that is public in torch's modules, and what it calls the same is there."""
+"""The migration page lists all public names of torch's modules and describes them correctly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OURS = {
 
 
 def rows(section: str) -> list[tuple[set[str], str]]:
-    """The names of each row of a section's table, and what the page says of them."""
+    """Return the names in each row of a section's table, and the state that the page gives."""
     text = PAGE.partition(f"## {section}\n")[2].partition("\n## ")[0]
     cells = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")]
     return [(set(re.findall(r"`([\w.]+)`", cell[0])), cell[1].strip()) for cell in cells]

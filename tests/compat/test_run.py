@@ -1,4 +1,4 @@
-"""`telegrad run`: a program runs as if Python had been given it, with torch's names meaning Telegrad's."""
+"""`telegrad run`: a program runs as with Python, and torch's names are Telegrad's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import telegrad.cli
 TELL = """
 import sys
 import torch.distributed.rpc as rpc
-TOLD = [__name__, sys.argv, sys.path[0], __file__, rpc.__name__, getattr(__spec__, "name", None), __package__]
+SPEC_NAME = getattr(__spec__, "name", None)
+TOLD = [__name__, sys.argv, sys.path[0], __file__, rpc.__name__, SPEC_NAME, __package__]
 """
 
 
@@ -159,7 +160,8 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"telegrad {telegrad.__version__}\n"
 
 
-# Knows nothing of Telegrad. Rank 0 is the program itself; the others are forked, spawned, and forked from a server.
+# A program without Telegrad. Rank 0 is the program itself; the others are forked, spawned, and
+# forked from a server.
 PROGRAM = """
 import multiprocessing
 import sys
@@ -174,7 +176,8 @@ def trap(self, *args, **kwargs):
     raise AssertionError("torch's own engine was used")
 
 
-torch._C._distributed_rpc._TensorPipeRpcBackendOptionsBase.__init__ = trap  # its agent cannot start without them
+# torch's agent cannot start without these options
+torch._C._distributed_rpc._TensorPipeRpcBackendOptionsBase.__init__ = trap
 
 
 def join(rank, store):
@@ -188,7 +191,8 @@ def work(index, rank, store):
 
 
 def describe(rref):
-    return f"{rpc.get_worker_info().name} {rpc.__name__} {RRef.__module__} {rref.to_here().sum().item()}"
+    name, total = rpc.get_worker_info().name, rref.to_here().sum().item()
+    return f"{name} {rpc.__name__} {RRef.__module__} {total}"
 
 
 if __name__ == "__main__":

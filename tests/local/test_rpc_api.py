@@ -1,4 +1,4 @@
-"""The torch-shaped face: `telegrad.rpc` over the default agent of this process."""
+"""`telegrad.rpc` with the default agent of this process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def not_initialized() -> Iterator[None]:
-    """Before each test and after it."""
+    """Check that RPC is not initialized before each test, and shut it down after it."""
     assert not api._is_current_rpc_agent_set()
     yield
     if api._is_current_rpc_agent_set():
@@ -69,7 +69,7 @@ def alone(url: str) -> None:
 
 @pytest.fixture
 def fellow(tmp_path: Path, url: str, in_background: Background) -> Iterator[Agent]:
-    """This process is w0 of a group of two; w1 is an agent of the same process."""
+    """Make this process w0 of a group of two; w1 is an agent of the same process."""
     store = dist.PrefixStore(
         f"telegrad_{api._init_state.count}", dist.FileStore(f"{tmp_path}/store", 2)
     )

@@ -1,4 +1,4 @@
-"""Names of torch's RPC that programs use beneath the public ones: methods of the agent, contexts, types, counters."""
+"""Internal names of torch's RPC that programs use: agent methods, contexts, types, counters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.local.gates import Gate, hold_at, until
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Any]:
-    """The agent of a group of one, made by `init_rpc`."""
+    """Yield the agent of a group of one, made by `init_rpc`."""
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"file://{tmp_path}/store", num_worker_threads=3
     )
@@ -121,7 +121,7 @@ def test_a_context_by_hand(agent: Any) -> None:
 
 
 class Look(torch.autograd.Function):
-    """Notes how many passes run while gradients pass it."""
+    """Record the number of running passes in the backward pass."""
 
     seen: list[int] = []  # noqa: RUF012
 

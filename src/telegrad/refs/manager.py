@@ -164,7 +164,7 @@ class ReferenceManager:
             _log.info("worker %r leaves while references are alive: %s", self.runtime.name, left)
 
     def _ask_user(self, user: str, keys: list[ObjectKey]) -> list[bool]:
-        """Return, for each key, whether a user has references to that object of ours."""
+        """Return, for each key, whether a user has references to that object."""
         local_incarnation = self.runtime.local_member.incarnation
         if user == local_incarnation:  # a message to this worker itself that never arrived
             return [False] * len(keys)
@@ -197,7 +197,7 @@ class ReferenceManager:
         self.held.remove_owner(incarnation)
 
     def _watch_worker(self, user: str) -> None:
-        """Watch a worker that got a reference to an object of ours from another worker.
+        """Watch a worker that got a reference from another worker than this owner.
 
         This worker may have no connection to it and would not notice its loss.
         """

@@ -2,9 +2,9 @@
 
 There are three kinds: *lend* (a reference is about to be sent to another user), *release* (a user
 gives references up) and *void* (an object will never be created). A batch of messages is an
-ordinary call whose reply is its acknowledgement; nobody blocks on it. Each pair of workers has one
-sequence of batches. The sender repeats a batch until it is acknowledged or the owner is lost. The
-receiver applies batches in order, holds back those that arrive early and ignores repeats.
+ordinary call whose reply is its acknowledgement; no thread waits for it. Each pair of workers has
+one sequence of batches. The sender repeats a batch until it is acknowledged or the owner is lost.
+The receiver applies batches in order, holds back those that arrive early and ignores repeats.
 
 State: the sequence of a `MessageOutbox`, under its lock, which is held while a batch is sent so
 that batches leave in order; the sequences of a `MessageInbox`, under its lock.

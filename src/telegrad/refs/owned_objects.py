@@ -18,7 +18,7 @@ The counts change as follows:
   References die inside the garbage collector, so their end is only appended to a queue, which
   *sweep* processes (see `held_references`).
 - All counts of a worker that is lost are removed at once.
-- A message that carries a reference and never arrives leaves a count that nobody will release. The
+- A message that carries a reference and never arrives leaves a count that no user will release. The
   owner asks users about counts that have not changed for a while (*audit*, see `manager`) and
   removes those that the user does not know.
 

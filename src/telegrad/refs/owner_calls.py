@@ -84,7 +84,7 @@ def create(
     if not manager.runtime.allowed(function):
         raise UsageError(
             f"worker {manager.runtime.name!r} serves only registered functions; "
-            f"{describe(function)} is not one"
+            f"{describe(function)} is not one: mark it with telegrad.expose"
         )
     owned = manager.owned
     # for an object of its own, `remote` has called `create` already
@@ -202,7 +202,7 @@ class MethodCall:
         if not manager.runtime.allowed(getattr(function, "__func__", function)):
             raise UsageError(
                 f"worker {manager.runtime.name!r} serves only registered functions; "
-                f"{self._name} is not one"
+                f"{self._name} is not one: mark it with telegrad.expose"
             )
         served = served_form(function)
         outcome = served(*args, **kwargs)
