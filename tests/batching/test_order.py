@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from telegrad import Deadline
 from telegrad.batching.calls import BatchedCall
-from telegrad.batching.fair_queue import FairQueue
-from telegrad.batching.options import BatchOptions
 from telegrad.batching.policy import (
     AdaptivePolicy,
     AllCallersPolicy,
+    BatchOptions,
     BatchPolicy,
     MinimumSizePolicy,
     policy_for,
 )
+from telegrad.batching.scheduler import FairQueue
 
 
 def entry(

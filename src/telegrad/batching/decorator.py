@@ -20,7 +20,7 @@ from telegrad.agent import Agent
 from telegrad.batching.calls import BatchedCall
 from telegrad.batching.execution import BatchExecutor
 from telegrad.batching.metrics import QueueMetrics, Statistics
-from telegrad.batching.options import BatchOptions
+from telegrad.batching.policy import BatchOptions
 from telegrad.batching.queue import NOT_ALONE, BatchQueue
 from telegrad.current import thread_state
 from telegrad.errors import UsageError

@@ -6,17 +6,21 @@ of its calls runs again alone (unless `retry_alone` is off), so that one bad inp
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
+from telegrad import blocking
 from telegrad.batching.calls import BatchedCall, CallerState
 from telegrad.batching.cuda_graphs import CudaGraphs
-from telegrad.batching.options import BatchOptions
+from telegrad.batching.policy import BatchOptions
 from telegrad.batching.stacking import shape_of, split, stack
-from telegrad.errors import UsageError
+from telegrad.current import thread_state
+from telegrad.deadline import Deadline
+from telegrad.errors import InternalError, UsageError
 from telegrad.wire.function_table import Function, describe
 
 Finish = Callable[[list[Any]], None]
@@ -177,3 +181,81 @@ def _repeat(value: Any, rows: int) -> Any:
 def _add_note(error: Exception, note: str) -> None:
     """As `BaseException.add_note`, which Python 3.10 does not have; it travels with the attributes."""
     error.__dict__.setdefault("__notes__", []).append(note)
+
+
+class BatchOwner(Protocol):
+    """What a turn needs of its queue."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class BatchRole:
+    """`outer` is what the thread was before."""
+
+    __slots__ = ("_queue", "outer")
+
+    def __init__(self, queue: BatchOwner) -> None:
+        self._queue = queue
+        self.outer: blocking.ThreadRole | None = None
+
+    def pause(self) -> None:
+        self._queue.pause()
+        if self.outer is not None:
+            self.outer.pause()
+
+    def resume(self) -> None:
+        if self.outer is not None:
+            self.outer.resume()
+        self._queue.resume()
+
+    def hold(self) -> None:
+        self._queue.pause()
+        if self.outer is not None:
+            self.outer.hold()
+
+    def release(self) -> None:
+        if self.outer is not None:
+            self.outer.release()
+        self._queue.resume()
+
+    def more(self) -> bool:
+        return False  # whatever this thread reads next, it reads after this batch
+
+    def afterwards(self, key: Hashable, job: Callable[[], None]) -> None:
+        raise InternalError("a batch leaves nothing for later")
+
+    def at(self, key: Hashable, moment: float, job: Callable[[], None]) -> bool:
+        return self.outer is not None and self.outer.at(key, moment, job)
+
+
+@contextlib.contextmanager
+def running_batch(turn: BatchRole, batch: list[BatchedCall]) -> Iterator[None]:
+    """This thread runs a batch, some or all of which others brought."""
+    before = thread_state.runtime, thread_state.caller, thread_state.deadline
+    thread_state.runtime, thread_state.caller, thread_state.deadline = (
+        batch[0].agent,
+        _caller(batch),
+        _deadline(batch),
+    )
+    turn.outer = blocking.take(turn)
+    try:
+        yield
+    finally:
+        blocking.take(turn.outer)
+        thread_state.runtime, thread_state.caller, thread_state.deadline = before
+
+
+def _caller(batch: list[BatchedCall]) -> str | None:
+    caller = batch[0].caller
+    same = isinstance(caller, str) and all(entry.caller == caller for entry in batch)
+    return caller if same else None  # type: ignore[return-value]
+
+
+def _deadline(batch: list[BatchedCall]) -> Deadline | None:
+    latest = batch[0].deadline
+    for entry in batch:
+        if entry.deadline is None or latest is None:
+            return None
+        latest = max(latest, entry.deadline)
+    return latest

@@ -7,7 +7,14 @@ batches may overlap while one of them waits for a nested call; then a count may 
 from __future__ import annotations
 
 import collections
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from telegrad.runtime import AgentRuntime
 
 
 @dataclass(slots=True)
@@ -124,3 +131,45 @@ class QueueMetrics:
             expired=self.expired,
             rejected=self.rejected,
         )
+
+
+class RegisteredQueue(Protocol):
+    """What a desk needs of a queue."""
+
+    figures: QueueMetrics
+
+    def __len__(self) -> int: ...
+    def lost(self, name: str) -> None: ...
+    def close(self, agent: AgentRuntime) -> None: ...
+
+
+class QueueRegistry:
+    """Tells the queues of an agent who was lost and when it closes, and reports what they count."""
+
+    def __init__(self, agent: AgentRuntime) -> None:
+        self._agent = agent
+        self._queues: weakref.WeakSet[RegisteredQueue] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        agent.on_loss(lambda name, _: self._tell(lambda queue: queue.lost(name)))
+        agent.on_close(lambda: self._tell(lambda queue: queue.close(agent)))
+        agent.add_statistics(self.statistics)
+
+    def add(self, queue: RegisteredQueue) -> None:
+        with self._lock:
+            self._queues.add(queue)
+
+    def queues(self) -> list[RegisteredQueue]:
+        with self._lock:
+            return list(self._queues)
+
+    def statistics(self) -> dict[str, int]:
+        queues = self.queues()
+        return {
+            "batched_calls": sum(queue.figures.calls for queue in queues),
+            "batches": sum(queue.figures.batches for queue in queues),
+            "batched_calls_waiting": sum(len(queue) for queue in queues),
+        }
+
+    def _tell(self, what: Callable[[RegisteredQueue], None]) -> None:
+        for queue in self.queues():
+            what(queue)

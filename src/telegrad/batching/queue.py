@@ -16,15 +16,14 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telegrad import blocking
-from telegrad.batching import registry
 from telegrad.batching.calls import BatchedCall
-from telegrad.batching.execution import BatchExecutor
-from telegrad.batching.metrics import QueueMetrics
-from telegrad.batching.options import BatchOptions
-from telegrad.batching.running import BatchRole, running_batch
+from telegrad.batching.execution import BatchExecutor, BatchRole, running_batch
+from telegrad.batching.metrics import QueueMetrics, QueueRegistry
+from telegrad.batching.policy import BatchOptions
 from telegrad.batching.scheduler import BatchScheduler
 from telegrad.errors import CallTimeout, PeerLost, QueueFull
 from telegrad.messages.packing import sharing_replies
@@ -150,7 +149,7 @@ class BatchQueue:
     def _meet(self, agent: AgentRuntime | None) -> None:
         """The first call through this agent, or the first since one through another."""
         if agent is not None:
-            agent.service(registry.QueueRegistry).add(self)
+            agent.service(QueueRegistry).add(self)
             self._agent = agent
 
     def _push(self, entry: BatchedCall) -> list[BatchedCall]:
@@ -176,7 +175,7 @@ class BatchQueue:
     def _check_newcomers(self) -> None:
         """A call may be read after its caller was found to be lost: such a caller must not be waited for."""
         while (name := self._room.newcomer()) is not None:
-            if self._agent is not None and not registry.is_connected(self._agent, name):
+            if self._agent is not None and not _is_connected(self._agent, name):
                 self.lost(name)
 
     def _has_room(self) -> bool:
@@ -239,7 +238,7 @@ class BatchQueue:
             self._alarm = until
         elif until < self._alarm:
             self._alarm = until
-            registry.at(self._agent, until, self._ring)
+            _run_at(self._agent, until, self._ring)
 
     def _ring(self) -> None:
         """Runs on the clock, without the lock."""
@@ -264,7 +263,7 @@ class BatchQueue:
 
     def _start(self, batch: list[BatchedCall]) -> None:
         if batch or self._room.expired:
-            registry.start(self._agent, lambda: self._run_all(batch))
+            _start_thread(self._agent, lambda: self._run_all(batch))
 
     def _run_all(self, batch: list[BatchedCall]) -> None:
         """On a thread of its own: run batches until nobody waits."""
@@ -345,3 +344,26 @@ class CallOutcome(NamedTuple):
 
 def _failures(outcomes: list[Any]) -> int:
     return sum(isinstance(outcome, BaseException) for outcome in outcomes)
+
+
+def _is_connected(agent: AgentRuntime, name: str) -> bool:
+    """Does a worker of this name have a connection to the agent?"""
+    return any(inbound.peer_name == name for inbound in agent.connections.server_connections)
+
+
+def _start_thread(agent: AgentRuntime | None, job: Callable[[], None]) -> None:
+    """Run `job` on a thread of its own."""
+    if agent is not None and not agent.closing:
+        agent.threads.start(job)
+    else:
+        threading.Thread(target=job, name="batch", daemon=True).start()
+
+
+def _run_at(agent: AgentRuntime | None, moment: float, job: Callable[[], None]) -> None:
+    """Run a short `job` at a moment of `time.monotonic`."""
+    if agent is not None and not agent.closing:
+        agent.clock.at(moment, job)
+        return
+    timer = threading.Timer(max(moment - time.monotonic(), 0), job)
+    timer.daemon = True
+    timer.start()
