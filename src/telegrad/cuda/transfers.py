@@ -19,24 +19,29 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from telegrad.config import Config
 from telegrad.cuda import ipc, staging
 from telegrad.cuda.exclusive import WORTH_LENDING
-from telegrad.cuda.messages import CudaReceive, CudaSend, receive_inline_tensor, receive_tensor
+from telegrad.cuda.receive import CudaReceive, receive_inline_tensor, receive_tensor
+from telegrad.cuda.send import CudaSend
 from telegrad.cuda.small_copies import LARGEST, small_copies
 from telegrad.current import find_runtime
 from telegrad.errors import InternalError, SerializationError, TelegradError, UsageError
+from telegrad.futures import Future
+from telegrad.group.membership import Directory, Member
 from telegrad.messages.packing import MessageContext, current_message, message_resource
+from telegrad.scheduling.clock import Clock
+from telegrad.scheduling.threads import ThreadPool
 from telegrad.server.functions import internal
 from telegrad.wire import tensors
+from telegrad.wire.function_table import Function
 from telegrad.wire.tensors import Reduced
-
-if TYPE_CHECKING:
-    from telegrad.runtime import AgentRuntime
 
 # bytes that are given back at once when they are copied, instead of on the next tick
 _GIVE_BACK_AT = 256 << 20
@@ -47,6 +52,32 @@ _REMEMBERED = 10_000
 # seconds that few bytes may be waited for: two switches of the GPU between processes
 _SHORTLY = 0.0003
 _CPU = torch.device("cpu")
+
+
+class TransferRuntime(Protocol):
+    """What `CudaTransfers` needs of the runtime of its agent."""
+
+    name: str
+    config: Config
+    closing: bool
+    clock: Clock
+    threads: ThreadPool
+    directory: Directory
+    local_member: Member
+
+    def on_loss(self, listener: Callable[[str, str], None]) -> None: ...
+    def on_close(self, listener: Callable[[], None]) -> None: ...
+    def add_statistics(self, figures: Callable[[], dict[str, int]]) -> None: ...
+    def is_lost(self, incarnation: str) -> bool: ...
+    def start(
+        self,
+        to: str,
+        function: Function,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: Any,
+        internal: bool,
+    ) -> Future[Any]: ...
 
 
 class PeerDevices(NamedTuple):
@@ -65,9 +96,9 @@ class _LentMemory(NamedTuple):
 class CudaTransfers:
     """The GPUs of one agent and of its peers."""
 
-    def __init__(self, agent: AgentRuntime) -> None:
-        self.numbers = itertools.count(1)
-        self._agent = agent
+    def __init__(self, agent: Any) -> None:
+        self.numbers: Iterator[int] = itertools.count(1)
+        self._agent: TransferRuntime = agent
         self._lock = threading.Lock()
         self._peers: dict[str, PeerDevices] = {}
         self._lent: dict[int, _LentMemory] = {}
@@ -346,7 +377,8 @@ def _devices() -> CudaTransfers:
     agent = find_runtime()
     if agent is None:
         raise InternalError("CUDA tensors need an agent")
-    return agent.devices
+    devices: CudaTransfers = agent.devices
+    return devices
 
 
 @internal
