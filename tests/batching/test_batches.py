@@ -129,7 +129,9 @@ class Kinds:
 
 
 class Child(Kinds):
-    def method(self, x: torch.Tensor) -> torch.Tensor:
+    def method(  # type: ignore[override]  # not batched itself
+        self, x: torch.Tensor
+    ) -> torch.Tensor:
         return super().method(x) + 1
 
 
@@ -661,7 +663,7 @@ def test_a_batch_has_the_autocast_and_the_context_variables_of_its_callers(
     gate: Gate, in_background: Any
 ) -> None:
     """Also if the thread of another caller runs it. Calls that differ in them do not run together."""
-    seen = []
+    seen: list[int] = []
 
     @batched(max_size=8)
     def look(x: torch.Tensor) -> list[tuple[str, torch.dtype]]:
@@ -674,8 +676,7 @@ def test_a_batch_has_the_autocast_and_the_context_variables_of_its_callers(
         if value is not None:
             colour.set(value)
         with torch.autocast("cpu", dtype=cast or torch.bfloat16, enabled=cast is not None):
-            found: tuple[str, torch.dtype] = look(torch.ones(2, 2))
-            return found
+            return look(torch.ones(2, 2))
 
     callers: list[tuple[str | None, torch.dtype | None]] = [
         ("red", None),  # runs alone while the others gather
@@ -690,7 +691,7 @@ def test_a_batch_has_the_autocast_and_the_context_variables_of_its_callers(
     gate.wait_for()
     for number, caller in enumerate(callers[1:], 1):
         calls.append(in_background(call, *caller))
-        until(lambda number=number: look.batching.statistics().waiting == number)
+        waiting(look, number)
     gate.open()
     expected = [(value or "none", cast or torch.float32) for value, cast in callers]
     assert [each.result(PATIENCE) for each in calls] == expected

@@ -27,7 +27,7 @@ class Observation:
 
 class Step(NamedTuple):
     state: torch.Tensor
-    count: int
+    step_number: int
 
 
 def observation(value: float) -> Observation:
@@ -39,7 +39,7 @@ def test_nested_tensors_are_stacked_leaf_by_leaf() -> None:
     made = stack(values, shape_of(values[0]))
     assert type(made) is Observation
     assert made.image.tolist() == [[1, 1], [2, 2]]
-    assert made.name == ["n1.0", "n2.0"]
+    assert vars(made)["name"] == ["n1.0", "n2.0"]  # a list here, not the declared `str`
     assert made.inner["a"].tolist() == [1, 2]
 
 
@@ -175,4 +175,4 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> No
 
 def test_only_a_function_can_be_batched() -> None:
     with pytest.raises(UsageError, match="takes a function, not int"):
-        batched(3)  # type: ignore[type-var]
+        batched(3)  # type: ignore[call-overload]

@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 
@@ -31,7 +31,11 @@ from telegrad.wire.function_table import Function, describe
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+S = TypeVar("S")
 
 
 class Batching:
@@ -156,8 +160,77 @@ def _attributes(kind: type) -> list[Any]:
     return [value for each in kind.__mro__ for value in vars(each).values()]
 
 
+# The types of decorated functions. The function takes and returns batches; its callers pass and get
+# single elements. A tensor stays a tensor, and a result `list[R]` becomes `R`. Python's types cannot
+# say that a parameter `list[T]` becomes `T`: the parameters of such functions are not checked.
+
+
+class BatchedFunction(Protocol[P, R_co]):
+    """Type of a batched function or method whose callers pass what it declares, such as tensors."""
+
+    __name__: str
+    __qualname__: str
+
+    @property
+    def batching(self) -> Batching: ...
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    @overload
+    def __get__(self, instance: None, owner: type, /) -> BatchedFunction[P, R_co]: ...
+    @overload
+    def __get__(
+        self: BatchedFunction[Concatenate[S, Q], R_co], instance: S, owner: type[S], /
+    ) -> BatchedFunction[Q, R_co]: ...
+    @overload
+    def __get__(self, instance: object, owner: type, /) -> BatchedFunction[P, R_co]: ...
+
+
+class BatchedListFunction(Protocol[R_co]):
+    """Type of a batched function with parameters that are lists, or of a batched class method."""
+
+    __name__: str
+    __qualname__: str
+
+    @property
+    def batching(self) -> Batching: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> R_co: ...
+    def __get__(self, instance: object, owner: type, /) -> BatchedListFunction[R_co]: ...
+
+
+if TYPE_CHECKING:
+    # One of the first three parameters accepts a list, or the first one is a class.
+    _TakesList = (
+        Callable[Concatenate[list[Any], ...], R]
+        | Callable[Concatenate[Any, list[Any], ...], R]
+        | Callable[Concatenate[Any, Any, list[Any], ...], R]
+        | Callable[Concatenate[type[Any], ...], R]
+    )
+
+
+class BatchDecorator(Protocol):
+    """Type of `batched(...)` with settings."""
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: _TakesList[list[R]], /
+    ) -> BatchedListFunction[R]: ...
+    @overload
+    def __call__(self, function: _TakesList[R], /) -> BatchedListFunction[R]: ...
+    @overload
+    def __call__(self, function: Callable[P, list[R]], /) -> BatchedFunction[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> BatchedFunction[P, R]: ...
+
+
 @overload
-def batched(function: F, /) -> F: ...
+def batched(  # type: ignore[overload-overlap]
+    function: _TakesList[list[R]], /
+) -> BatchedListFunction[R]: ...
+@overload
+def batched(function: _TakesList[R], /) -> BatchedListFunction[R]: ...
+@overload
+def batched(function: Callable[P, list[R]], /) -> BatchedFunction[P, R]: ...
+@overload
+def batched(function: Callable[P, R], /) -> BatchedFunction[P, R]: ...
 @overload
 def batched(
     *,
@@ -170,7 +243,7 @@ def batched(
     when_full: Literal["wait", "reject"] = "wait",
     priority: Callable[..., float] | None = None,
     retry_alone: bool = True,
-) -> Callable[[F], F]: ...
+) -> BatchDecorator: ...
 def batched(function: Any = None, /, **settings: Any) -> Any:
     """Run calls that come at the same time together; their callers notice nothing.
 
