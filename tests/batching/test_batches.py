@@ -492,10 +492,10 @@ def test_a_call_whose_deadline_passes_in_the_queue_does_not_run(
     log: Log, gate: Gate, in_background: Any
 ) -> None:
     model = Model(log, gate)
-    queue = Model.double.batching._queue(model)
+    queue = Model.double.batching._queue_of(model)
     first = in_background(model.double, tensor(0))
     gate.wait_for()
-    late = queue.enter(BatchedCall(None, "w0", Deadline.after(0.0), (model,), (tensor(1),), {}))
+    late = queue.submit(BatchedCall(None, "w0", Deadline.after(0.0), (model,), (tensor(1),), {}))
     patient = in_background(model.double, tensor(2))
     until(lambda: len(queue) == 2)
     gate.open()

@@ -17,14 +17,14 @@ class Recorded:
     def __init__(self, *call: Any) -> None:
         return
 
-    def replay(self, given: list[torch.Tensor]) -> str:
+    def replay(self, inputs: list[torch.Tensor]) -> str:
         return "replayed"
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> cuda_graphs.CudaGraphs:
     monkeypatch.setattr(cuda_graphs, "_CapturedGraph", Recorded)
-    monkeypatch.setattr(cuda_graphs, "_can_stay", lambda leaf: isinstance(leaf, torch.Tensor))
+    monkeypatch.setattr(cuda_graphs, "_is_graph_input", lambda leaf: isinstance(leaf, torch.Tensor))
     return cuda_graphs.CudaGraphs(lambda x: "run", "run")
 
 

@@ -22,47 +22,47 @@ from telegrad.batching.policy import (
 from telegrad.batching.scheduler import FairQueue
 
 
-def entry(
+def make_call(
     caller: str | int = "w0",
-    arrived: float = 0.0,
+    arrival_time: float = 0.0,
     priority: float = 0.0,
     deadline: float | None = None,
 ) -> BatchedCall:
     made = BatchedCall(None, caller, None if deadline is None else Deadline(deadline), (), (), {})
-    made.arrived, made.priority, made.queued = arrived, priority, True
+    made.arrival_time, made.priority, made.queued = arrival_time, priority, True
     return made
 
 
-# Lines
+# Fair queues
 
 
 def test_callers_take_turns() -> None:
-    line = FairQueue()
+    queue = FairQueue()
     for number, caller in enumerate("aaaabbc"):
-        line.add(entry(caller, number))
-    assert [(each.caller, each.arrived) for each in line.take(5)] == [
+        queue.add(make_call(caller, number))
+    assert [(each.caller, each.arrival_time) for each in queue.pop(5)] == [
         ("a", 0),
         ("b", 4),
         ("c", 6),
         ("a", 1),
         ("b", 5),
     ]
-    assert [each.arrived for each in line.take(5)] == [2, 3]
+    assert [each.arrival_time for each in queue.pop(5)] == [2, 3]
 
 
 def test_a_higher_priority_goes_first() -> None:
-    line = FairQueue()
+    queue = FairQueue()
     for number, priority in enumerate((0, 1, 0, 5)):
-        line.add(entry("a", number, priority))
-    assert [each.arrived for each in line.take(3)] == [3, 1, 0]
+        queue.add(make_call("a", number, priority))
+    assert [each.arrival_time for each in queue.pop(3)] == [3, 1, 0]
 
 
 def test_of_two_lines_the_more_urgent_then_the_older_goes_first() -> None:
     old, new, urgent = FairQueue(), FairQueue(), FairQueue()
-    old.add(entry(arrived=1))
-    new.add(entry(arrived=2))
-    urgent.add(entry(arrived=3, priority=1))
-    assert sorted([new, urgent, old], key=FairQueue.rank) == [urgent, old, new]
+    old.add(make_call(arrival_time=1))
+    new.add(make_call(arrival_time=2))
+    urgent.add(make_call(arrival_time=3, priority=1))
+    assert sorted([new, urgent, old], key=FairQueue.sort_key) == [urgent, old, new]
 
 
 @given(
@@ -71,19 +71,19 @@ def test_of_two_lines_the_more_urgent_then_the_older_goes_first() -> None:
 def test_everybody_gets_through_a_line_once_and_in_order(
     calls: list[tuple[str, int, bool]], size: int
 ) -> None:
-    line, entries = FairQueue(), []
+    queue, entries = FairQueue(), []
     for number, (caller, priority, leaves) in enumerate(calls):
-        made = entry(caller, number, priority)
+        made = make_call(caller, number, priority)
         entries.append((made, leaves))
-        line.add(made)
+        queue.add(made)
     for made, leaves in entries:
         if leaves:
             made.queued = False
-            line.left()
+            queue.discard_one()
     taken: list[BatchedCall] = []
-    while len(line):
-        batch = line.take(size)
-        assert len(batch) == min(size, len(batch) + len(line))
+    while len(queue):
+        batch = queue.pop(size)
+        assert len(batch) == min(size, len(batch) + len(queue))
         taken += batch
     assert {id(each) for each in taken} == {id(made) for made, leaves in entries if not leaves}
     assert len(taken) == len({id(each) for each in taken})
@@ -93,12 +93,14 @@ def test_everybody_gets_through_a_line_once_and_in_order(
     for caller in "abc":
         for priority in range(3):
             own = [
-                each.arrived for each in taken if (each.caller, each.priority) == (caller, priority)
+                each.arrival_time
+                for each in taken
+                if (each.caller, each.priority) == (caller, priority)
             ]
             assert own == sorted(own)
 
 
-# Company
+# Policies
 
 
 def rule(**settings: Any) -> BatchPolicy:
@@ -107,21 +109,21 @@ def rule(**settings: Any) -> BatchPolicy:
     return made
 
 
-def together(company: BatchPolicy, *callers: str | int, now: float = 0.0) -> None:
+def together(policy: BatchPolicy, *callers: str | int, now: float = 0.0) -> None:
     for caller in callers:
-        if len(company):
-            company.overlapped(caller)
-        company.add(entry(caller, now), 0.0)
+        if len(policy):
+            policy.record_overlap(caller)
+        policy.add(make_call(caller, now), 0.0)
 
 
 def learned(*callers: str) -> BatchPolicy:
     """A rule with `max_wait=1` that knows these callers to come together."""
-    company = rule(max_wait=1.0)
+    policy = rule(max_wait=1.0)
     for now in range(0, 30, 10):
-        together(company, *callers, now=now)
-        assert company.ready(now + 1)
-        company.release(now + 1)
-    return company
+        together(policy, *callers, now=now)
+        assert policy.is_ready(now + 1)
+        policy.release(now + 1)
+    return policy
 
 
 def test_nobody_waits_unless_told_to() -> None:
@@ -132,95 +134,95 @@ def test_nobody_waits_unless_told_to() -> None:
 
 
 def test_at_first_a_call_waits_to_see_who_comes() -> None:
-    company = rule(max_wait=1.0)
-    assert not company.suffices("a")
-    together(company, "a")
-    assert not company.ready(0.5)
-    assert company.until == 1.0
-    assert company.ready(1.0)
+    policy = rule(max_wait=1.0)
+    assert not policy.runs_alone("a")
+    together(policy, "a")
+    assert not policy.is_ready(0.5)
+    assert policy.latest_start == 1.0
+    assert policy.is_ready(1.0)
 
 
 def test_a_caller_that_is_always_alone_does_not_wait_for_long() -> None:
-    assert learned("a").suffices("a")
+    assert learned("a").runs_alone("a")
 
 
 def test_those_who_come_together_wait_for_each_other_and_no_longer() -> None:
-    company = learned("a", "b", "c")
-    assert not company.suffices("a")
-    together(company, "a", "b", now=100)
-    assert not company.ready(100.5)
-    together(company, "c", now=100.6)
-    assert company.ready(100.6)
+    policy = learned("a", "b", "c")
+    assert not policy.runs_alone("a")
+    together(policy, "a", "b", now=100)
+    assert not policy.is_ready(100.5)
+    together(policy, "c", now=100.6)
+    assert policy.is_ready(100.6)
 
 
 def test_who_does_not_come_is_not_waited_for_again_until_it_does() -> None:
-    company = learned("a", "b")
-    together(company, "a", now=100)
-    assert company.ready(101)
-    company.release(101)
-    assert company.suffices("a")
-    company.overlapped("b")  # it called while a batch ran
-    assert not company.suffices("a")
+    policy = learned("a", "b")
+    together(policy, "a", now=100)
+    assert policy.is_ready(101)
+    policy.release(101)
+    assert policy.runs_alone("a")
+    policy.record_overlap("b")  # it called while a batch ran
+    assert not policy.runs_alone("a")
 
 
 def test_a_lost_companion_is_not_waited_for() -> None:
-    company = learned("a", "b")
-    company.lost("b")
-    assert company.suffices("a")
+    policy = learned("a", "b")
+    policy.caller_lost("b")
+    assert policy.runs_alone("a")
 
 
 def test_a_full_batch_does_not_wait() -> None:
-    company = rule(max_wait=1.0, max_size=2)
-    together(company, "a", "b")
-    assert company.ready(0.0)
+    policy = rule(max_wait=1.0, max_size=2)
+    together(policy, "a", "b")
+    assert policy.is_ready(0.0)
 
 
 def test_a_deadline_shortens_the_wait() -> None:
-    company = rule(max_wait=1.0)
-    company.add(entry("a", 0.0, deadline=0.5), 0.1)
-    assert company.until == 0.4
+    policy = rule(max_wait=1.0)
+    policy.add(make_call("a", 0.0, deadline=0.5), 0.1)
+    assert policy.latest_start == 0.4
 
 
 def test_a_quorum_without_a_limit_waits_for_ever_and_does_not_break_up_for_a_deadline() -> None:
-    company = rule(min_size=2)
-    company.add(entry("a", 0.0, deadline=0.5), 0.1)
-    assert company.until == math.inf
-    assert not company.ready(1e9)
+    policy = rule(min_size=2)
+    policy.add(make_call("a", 0.0, deadline=0.5), 0.1)
+    assert policy.latest_start == math.inf
+    assert not policy.is_ready(1e9)
 
 
 def test_a_quorum_counts_calls_less_those_who_died() -> None:
-    company = rule(min_size=3)
-    together(company, "a", "b")
-    assert not company.ready(0.0)
-    company.lost("stranger")
-    assert not company.ready(0.0)
-    company.lost("b")
-    assert company.ready(0.0)
-    company.release(0.0)
-    together(company, "b")  # it is back
-    assert company.newcomers == ["b"]
-    together(company, "a")
-    assert not company.ready(0.0)
+    policy = rule(min_size=3)
+    together(policy, "a", "b")
+    assert not policy.is_ready(0.0)
+    policy.caller_lost("stranger")
+    assert not policy.is_ready(0.0)
+    policy.caller_lost("b")
+    assert policy.is_ready(0.0)
+    policy.release(0.0)
+    together(policy, "b")  # it is back
+    assert policy.unverified_callers == ["b"]
+    together(policy, "a")
+    assert not policy.is_ready(0.0)
 
 
 def test_everybody_is_who_has_called_and_lives() -> None:
-    company = rule(min_size="all")
-    assert company.suffices("a")
-    assert not company.suffices("b")
-    together(company, "b", 12345)  # a thread of this process is not waited for, but may join
-    assert not company.ready(0.0)
-    company.lost("a")
-    assert company.ready(0.0)
+    policy = rule(min_size="all")
+    assert policy.runs_alone("a")
+    assert not policy.runs_alone("b")
+    together(policy, "b", 12345)  # a thread of this process is not waited for, but may join
+    assert not policy.is_ready(0.0)
+    policy.caller_lost("a")
+    assert policy.is_ready(0.0)
 
 
 @pytest.mark.parametrize("settings", [{"max_wait": 1.0}, {"min_size": 2}, {"min_size": "all"}])
 def test_who_leaves_is_not_here(settings: dict[str, Any]) -> None:
-    company = rule(**settings)
-    together(company, "b")
-    if company.ready(0.0):
-        company.release(0.0)
-    leaves = entry("a", 1.0)
-    company.add(leaves, 0.0)
-    company.remove(leaves)
-    assert leaves not in company
-    assert leaves not in company.release(99.0)
+    policy = rule(**settings)
+    together(policy, "b")
+    if policy.is_ready(0.0):
+        policy.release(0.0)
+    leaves = make_call("a", 1.0)
+    policy.add(leaves, 0.0)
+    policy.remove(leaves)
+    assert leaves not in policy
+    assert leaves not in policy.release(99.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from telegrad import batched
-from telegrad.batching.stacking import shape_of, split, stack
+from telegrad.batching.stacking import signature_of, split, stack
 from telegrad.errors import UsageError
 
 
@@ -36,7 +36,7 @@ def observation(value: float) -> Observation:
 
 def test_nested_tensors_are_stacked_leaf_by_leaf() -> None:
     values = [observation(1.0), observation(2.0)]
-    made = stack(values, shape_of(values[0]))
+    made = stack(values, signature_of(values[0]))
     assert type(made) is Observation
     assert made.image.tolist() == [[1, 1], [2, 2]]
     assert vars(made)["name"] == ["n1.0", "n2.0"]  # a list here, not the declared `str`
@@ -56,7 +56,7 @@ def test_nested_tensors_are_stacked_leaf_by_leaf() -> None:
 )
 @pytest.mark.parametrize("count", [1, 3])
 def test_splitting_undoes_stacking(value: Any, count: int) -> None:
-    rows = split(stack([value] * count, shape_of(value)), count, "f")
+    rows = split(stack([value] * count, signature_of(value)), count, "f")
     for row in rows:
         assert all(map(torch.equal, _tensors(row), _tensors(value)))
         assert len(_tensors(row)) == len(_tensors(value))
@@ -91,7 +91,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     ],
 )
 def test_what_holds_no_tensor_arrives_as_a_list(value: Any) -> None:
-    (left, right) = stack([value, value], shape_of(value))
+    (left, right) = stack([value, value], signature_of(value))
     assert left is right is value
 
 
@@ -109,12 +109,12 @@ def test_what_holds_no_tensor_arrives_as_a_list(value: Any) -> None:
     ],
 )
 def test_what_does_not_go_together(one: Any, other: Any) -> None:
-    assert shape_of(one) != shape_of(other)
-    assert shape_of(one) == shape_of(one)
+    assert signature_of(one) != signature_of(other)
+    assert signature_of(one) == signature_of(one)
 
 
 def test_values_that_are_not_stacked_may_differ() -> None:
-    assert shape_of((torch.ones(2), 1)) == shape_of((torch.zeros(2), "text"))
+    assert signature_of((torch.ones(2), 1)) == signature_of((torch.zeros(2), "text"))
 
 
 def test_results_of_every_form() -> None:

@@ -1,6 +1,6 @@
 """`BatchedCall`: one call of a batched function, from its arrival to its answer.
 
-State: `_outcome` is set once, and `_listeners` are told of it; both under `_answering`, for they may meet.
+State: `_outcome` is set once, and `_listeners` are told of it; both under `_completion_lock`, for they may meet.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from telegrad.batching.stacking import Shape, shape_of
+from telegrad.batching.stacking import Signature, signature_of
 from telegrad.deadline import Deadline
 from telegrad.errors import TelegradError
 from telegrad.messages.scope import current_scope
@@ -26,8 +26,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _DEVICES = ("cpu", "cuda")  # that autocast knows of separately
-_NOTHING = object()
-_answering = threading.Lock()
+_NOT_COMPLETE = object()
+_completion_lock = threading.Lock()
 
 
 class CallerState:
@@ -85,30 +85,30 @@ class BatchedCall:
     __slots__ = (
         "_listeners",
         "_outcome",
-        "agent",
         "args",
-        "arrived",
-        "bucket",
+        "arrival_time",
+        "batch_key",
         "caller",
+        "caller_state",
         "deadline",
         "kwargs",
         "priority",
         "queued",
         "receiver",
-        "shape",
-        "surroundings",
+        "runtime",
+        "signature",
     )
 
     def __init__(
         self,
-        agent: AgentRuntime | None,
+        runtime: AgentRuntime | None,
         caller: str | int,
         deadline: Deadline | None,
         receiver: tuple[Any, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        self.agent = agent
+        self.runtime = runtime
         self.caller = caller  # the name of a worker, or the number of a thread of this process
         self.deadline = deadline
         self.receiver = receiver
@@ -116,30 +116,30 @@ class BatchedCall:
         self.kwargs = kwargs
         self.priority = 0.0
         self.queued = False
-        self.shape: tuple[Shape, Shape] | None = None
-        self.bucket: Hashable = None  # equal for calls that may run together
-        self._outcome: Any = _NOTHING
+        self.signature: tuple[Signature, Signature] | None = None
+        self.batch_key: Hashable = None  # equal for calls that may run together
+        self._outcome: Any = _NOT_COMPLETE
         self._listeners: list[Callable[[BatchedCall], None]] = []
 
     def prepare(self) -> None:
         """Find out what a call that has to wait needs."""
-        self.arrived = time.monotonic()
-        self.surroundings = CallerState()
-        self.shape = self.find_shape()
-        self.bucket = self.shape, self.surroundings
+        self.arrival_time = time.monotonic()
+        self.caller_state = CallerState()
+        self.signature = self.find_signature()
+        self.batch_key = self.signature, self.caller_state
 
-    def find_shape(self) -> tuple[Shape, Shape]:
-        args = tuple([shape_of(value) for value in self.args])
+    def find_signature(self) -> tuple[Signature, Signature]:
+        args = tuple([signature_of(value) for value in self.args])
         return args, tuple(
-            [(name, shape_of(value)) for name, value in self.kwargs.items()]
+            [(name, signature_of(value)) for name, value in self.kwargs.items()]
         ) if self.kwargs else ()
 
-    def expired(self, now: float) -> bool:
+    def has_expired(self, now: float) -> bool:
         return self.deadline is not None and self.deadline.at <= now
 
-    def settle(self, outcome: Any) -> None:
+    def complete(self, outcome: Any) -> None:
         """Answer with a value or, if it is an exception, a failure."""
-        with _answering:
+        with _completion_lock:
             self._outcome = outcome
             listeners = self._listeners
         for listener in listeners:
@@ -147,8 +147,8 @@ class BatchedCall:
 
     def listen(self, callback: Callable[[BatchedCall], None]) -> None:
         """Call `callback(self)` when the answer is there; see `Promise`."""
-        with _answering:
-            answered = self._outcome is not _NOTHING
+        with _completion_lock:
+            answered = self._outcome is not _NOT_COMPLETE
             if not answered:
                 self._listeners.append(callback)
         if answered:

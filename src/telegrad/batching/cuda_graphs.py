@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from telegrad.batching.stacking import Shape, shape_of
+from telegrad.batching.stacking import Signature, signature_of
 from telegrad.messages.scope import current_scope
 
 Call = Callable[..., Any]
@@ -34,36 +34,44 @@ class CudaGraphs:
     def __init__(self, function: Call, name: str) -> None:
         self._function = function
         self._name = name
-        self._graphs: dict[Shape, _CapturedGraph | None] = {}
-        self._fails = False
+        self._graphs: dict[Signature, _CapturedGraph | None] = {}
+        self._capture_failed = False
 
     def __call__(
         self, receiver: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """`function(*receiver, *args, **kwargs)`, where the receiver is the object whose method it is, if it is one."""
         leaves, _ = pytree.tree_flatten((args, kwargs))
-        if self._fails or _records_gradients() or not all(_can_stay(leaf) for leaf in leaves):
+        if (
+            self._capture_failed
+            or _may_need_gradients()
+            or not all(_is_graph_input(leaf) for leaf in leaves)
+        ):
             return self._function(*receiver, *args, **kwargs)
-        form = shape_of(tuple(args)), shape_of(kwargs)
-        if form not in self._graphs:
-            self._graphs[form] = None
+        signature = signature_of(tuple(args)), signature_of(kwargs)
+        if signature not in self._graphs:
+            self._graphs[signature] = None
             with torch.no_grad():
                 return self._function(*receiver, *args, **kwargs)
-        graph = self._graphs[form] or self._capture(form, receiver, args, kwargs)
+        graph = self._graphs[signature] or self._capture(signature, receiver, args, kwargs)
         if graph is None:
             return self._function(*receiver, *args, **kwargs)
         return graph.replay(leaves)
 
     def _capture(
-        self, form: Shape, receiver: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        signature: Signature,
+        receiver: tuple[Any, ...],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> _CapturedGraph | None:
         try:
-            graph = self._graphs[form] = _CapturedGraph(
+            graph = self._graphs[signature] = _CapturedGraph(
                 functools.partial(self._function, *receiver), args, kwargs
             )
         # whatever the function does that cannot be recorded
         except (RuntimeError, TypeError) as error:
-            self._fails = True
+            self._capture_failed = True
             reason = str(error.__context__ or error).strip().partition("\n")[0]
             _log.warning(
                 "%s cannot become a CUDA graph and runs as usual from now on: %s",
@@ -74,12 +82,12 @@ class CudaGraphs:
         return graph
 
 
-def _records_gradients() -> bool:
+def _may_need_gradients() -> bool:
     """Does the caller have a context whose backward pass may want what this call does, for weights if not for it?"""
     return torch.is_grad_enabled() and current_scope.get() is not None
 
 
-def _can_stay(leaf: Any) -> bool:
+def _is_graph_input(leaf: Any) -> bool:
     """May a graph take this instead of what was given when it was captured?"""
     return (
         isinstance(leaf, Tensor)
@@ -94,47 +102,52 @@ class _CapturedGraph:
     def __init__(self, function: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         with torch.inference_mode(False):  # or nobody else could write to them
             args, kwargs = pytree.tree_map(torch.clone, (args, kwargs))
-        self._given, _ = pytree.tree_flatten((args, kwargs))
-        self._device: torch.device = self._given[0].device
+        self._inputs, _ = pytree.tree_flatten((args, kwargs))
+        self._device: torch.device = self._inputs[0].device
         self._graph = torch.cuda.CUDAGraph()
-        here, aside = torch.cuda.current_stream(self._device), _stream(self._device)
+        current_stream, capture_stream = (
+            torch.cuda.current_stream(self._device),
+            _capture_stream(self._device),
+        )
         pool = torch.cuda.graph_pool_handle()
-        aside.wait_stream(here)
-        with torch.no_grad(), torch.cuda.stream(aside):
+        capture_stream.wait_stream(current_stream)
+        with torch.no_grad(), torch.cuda.stream(capture_stream):
             self._graph.capture_begin(pool, "thread_local")  # other threads go on using the GPU
             try:
                 try:
-                    self._made = function(*args, **kwargs)
+                    self._outputs = function(*args, **kwargs)
                 finally:
                     self._graph.capture_end()
             except BaseException:
-                _clean_up(self._device, pool)
+                _reset_after_failed_capture(self._device, pool)
                 raise
-        here.wait_stream(aside)
+        current_stream.wait_stream(capture_stream)
         if not all(
-            isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(self._made)
+            isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(self._outputs)
         ):
             raise TypeError(
                 "it returns other things than CUDA tensors, which would stay as they are now"
             )
-        self._done = here.record_event()
+        self._last_replay = current_stream.record_event()
 
-    def replay(self, given: list[Tensor]) -> Any:
+    def replay(self, inputs: list[Tensor]) -> Any:
         stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(self._done)  # of the replay before, which may have been on another stream
-        torch._foreach_copy_(self._given, given, non_blocking=True)
+        stream.wait_event(
+            self._last_replay
+        )  # of the replay before, which may have been on another stream
+        torch._foreach_copy_(self._inputs, inputs, non_blocking=True)
         self._graph.replay()
-        result = pytree.tree_map(torch.clone, self._made)
-        self._done.record(stream)
+        result = pytree.tree_map(torch.clone, self._outputs)
+        self._last_replay.record(stream)
         return result
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _clean_up(device: torch.device, pool: tuple[int, int]) -> None:
+def _reset_after_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
     """After a capture that failed torch's allocator and its random numbers would go on as if it were under way."""
     with contextlib.suppress(RuntimeError):  # if torch has ended it
         torch._C._cuda_endAllocateToPool(device.index, pool)  # type: ignore[attr-defined]

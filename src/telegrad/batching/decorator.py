@@ -46,9 +46,9 @@ class Batching:
         self.wrapper: Function = function
         self._function = function
         self._queues: dict[int, tuple[weakref.ref[Any], BatchQueue]] = {}
-        self._receivers: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
-        self._receiver: type | None = None  # the last one that was
-        self._past = QueueMetrics()  # of queues that are gone
+        self._receiver_types: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+        self._last_receiver_type: type | None = None  # the last one that was
+        self._retired_metrics = QueueMetrics()  # of queues that are gone
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -61,12 +61,12 @@ class Batching:
     def statistics(self, of: object = None) -> Statistics:
         """What was counted so far: for one object or agent, or (None) for all."""
         if of is not None:
-            queue = self._queue(of._runtime if isinstance(of, Agent) else of)
-            return queue.figures.snapshot(len(queue))
+            queue = self._queue_of(of._runtime if isinstance(of, Agent) else of)
+            return queue.metrics.snapshot(len(queue))
         total, waiting = QueueMetrics(), 0
-        total.merge(self._past)
+        total.merge(self._retired_metrics)
         for _, queue in list(self._queues.values()):
-            total.merge(queue.figures)
+            total.merge(queue.metrics)
             waiting += len(queue)
         return total.snapshot(waiting)
 
@@ -87,23 +87,23 @@ class Batching:
 
     def serve(self, *args: Any, **kwargs: Any) -> Any:
         """What it does when a peer calls it: no thread waits."""
-        agent = active_runtime()
-        if args and (type(args[0]) is self._receiver or self._receives(args[0])):
+        runtime = active_runtime()
+        if args and (type(args[0]) is self._last_receiver_type or self._is_receiver(args[0])):
             receiver, rest = args[:1], args[1:]
-            queue = self._queue(args[0])
+            queue = self._queue_of(args[0])
         else:
             receiver, rest = (), args
-            queue = self._queue(agent)
+            queue = self._queue_of(runtime)
         caller = thread_state.caller or threading.get_ident()
-        result = queue.run_alone(agent, caller, receiver, rest, kwargs)
+        result = queue.try_run_alone(runtime, caller, receiver, rest, kwargs)
         if result is not NOT_ALONE:
             return result
-        entry = BatchedCall(agent, caller, thread_state.deadline, receiver, rest, kwargs)
+        call = BatchedCall(runtime, caller, thread_state.deadline, receiver, rest, kwargs)
         if self.options.priority is not None:
-            entry.priority = self.options.priority(*args, **kwargs)
-        return queue.enter(entry)
+            call.priority = self.options.priority(*args, **kwargs)
+        return queue.submit(call)
 
-    def _receives(self, first: Any) -> bool:
+    def _is_receiver(self, first: Any) -> bool:
         """Is this first argument the object (or class) whose method the function is?"""
         kind = type(first)
         if kind is torch.Tensor:
@@ -112,16 +112,16 @@ class Batching:
             return any(
                 getattr(value, "__func__", None) is self.wrapper for value in _attributes(first)
             )
-        known = self._receivers.get(kind)
+        known = self._receiver_types.get(kind)
         if known is None:
-            known = self._receivers[kind] = any(
+            known = self._receiver_types[kind] = any(
                 value is self.wrapper for value in _attributes(kind)
             )
         if known:
-            self._receiver = kind
+            self._last_receiver_type = kind
         return known
 
-    def _queue(self, owner: AgentRuntime | object | None) -> BatchQueue:
+    def _queue_of(self, owner: AgentRuntime | object | None) -> BatchQueue:
         if owner is None:
             owner = self
         found = self._queues.get(id(owner))
@@ -130,25 +130,25 @@ class Batching:
         with self._lock:
             found = self._queues.get(id(owner))
             if found is None or found[0]() is not owner:
-                found = self._queues[id(owner)] = self._watch(owner), self._make()
+                found = self._queues[id(owner)] = self._weak_reference(owner), self._make_queue()
         return found[1]
 
-    def _make(self) -> BatchQueue:
-        answers_later = getattr(self.wrapper, ASYNC_MARK, None) is not None
-        return BatchQueue(BatchExecutor(self._function, self.options, answers_later), self.options)
+    def _make_queue(self) -> BatchQueue:
+        is_deferred = getattr(self.wrapper, ASYNC_MARK, None) is not None
+        return BatchQueue(BatchExecutor(self._function, self.options, is_deferred), self.options)
 
-    def _watch(self, owner: object) -> weakref.ref[Any]:
-        key, me = id(owner), weakref.ref(self)
+    def _weak_reference(self, owner: object) -> weakref.ref[Any]:
+        key, this = id(owner), weakref.ref(self)
 
-        def forget(gone: weakref.ref[Any]) -> None:
-            batching = me()
+        def remove_queue(gone: weakref.ref[Any]) -> None:
+            batching = this()
             found = None if batching is None else batching._queues.get(key)
             if batching is not None and found is not None and found[0] is gone:
                 del batching._queues[key]
-                batching._past.merge(found[1].figures)
+                batching._retired_metrics.merge(found[1].metrics)
 
         try:
-            return weakref.ref(owner, forget)
+            return weakref.ref(owner, remove_queue)
         except TypeError:
             raise UsageError(
                 f"{describe(self._function)} is batched per object, and a {type(owner).__name__} cannot be referred to "

@@ -17,7 +17,7 @@ from telegrad import blocking
 from telegrad.batching.calls import BatchedCall, CallerState
 from telegrad.batching.cuda_graphs import CudaGraphs
 from telegrad.batching.policy import BatchOptions
-from telegrad.batching.stacking import shape_of, split, stack
+from telegrad.batching.stacking import signature_of, split, stack
 from telegrad.current import thread_state
 from telegrad.deadline import Deadline
 from telegrad.errors import InternalError, UsageError
@@ -29,17 +29,17 @@ Finish = Callable[[list[Any]], None]
 class BatchExecutor:
     """A function that takes batches."""
 
-    def __init__(self, function: Function, options: BatchOptions, answers_later: bool) -> None:
+    def __init__(self, function: Function, options: BatchOptions, is_deferred: bool) -> None:
         self.name = describe(function)
-        self.is_deferred = answers_later  # it returns a future
-        if options.cuda_graph and answers_later:
+        self.is_deferred = is_deferred  # it returns a future
+        if options.cuda_graph and is_deferred:
             raise UsageError(
                 f"batched: cuda_graph does not go with {self.name}, which returns a future"
             )
         self._function = function
         self._graphs = CudaGraphs(function, self.name) if options.cuda_graph else None
         self._options = options
-        self._rows_for_one = options.padded(1)
+        self._rows_for_one = options.padded_size(1)
 
     def run_one(
         self, receiver: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -69,52 +69,53 @@ class BatchExecutor:
     def run(self, batch: list[BatchedCall]) -> list[Any]:
         """The outcome of each call."""
         try:
-            value = self._call(batch)
+            value = self._call_in_caller_state(batch)
         except Exception as error:
-            if not self._retries(batch):
-                return self._blame(batch, error)
-            return [self._run_again(entry, len(batch), error) for entry in batch]
+            if not self._should_retry(batch):
+                return self._fail_all(batch, error)
+            return [self._retry_alone(call, len(batch), error) for call in batch]
         return self._split(value, batch)
 
-    def begin(self, batch: list[BatchedCall], finish: Finish) -> None:
+    def run_deferred(self, batch: list[BatchedCall], finish: Finish) -> None:
         """For a function that returns a future: `finish` is called with the outcomes when it completes."""
         try:
-            future = self._call(batch)
+            future = self._call_in_caller_state(batch)
             if not isinstance(future, torch._C.Future):
                 raise UsageError(
                     f"{self.name} must return a torch.futures.Future, but returned {type(future).__name__}"
                 )
         except Exception as error:
-            self._begin_again(batch, error, finish)
+            self._retry_deferred(batch, error, finish)
             return
 
         def complete(done: torch.futures.Future[Any]) -> None:
             try:
                 value = done.value()
             except Exception as error:
-                self._begin_again(batch, error, finish)
+                self._retry_deferred(batch, error, finish)
             else:
                 finish(self._split(value, batch))
 
         future.add_done_callback(complete)
 
-    def _call(self, batch: list[BatchedCall]) -> Any:
-        theirs = batch[0].surroundings  # which all of them have
-        if theirs == CallerState():
-            return self._call_here(batch)
-        return theirs.run(self._call_here, batch)
+    def _call_in_caller_state(self, batch: list[BatchedCall]) -> Any:
+        caller_state = batch[0].caller_state  # which all of them have
+        if caller_state == CallerState():
+            return self._call_function(batch)
+        return caller_state.run(self._call_function, batch)
 
-    def _call_here(self, batch: list[BatchedCall]) -> Any:
+    def _call_function(self, batch: list[BatchedCall]) -> Any:
         first = batch[0]
-        args_shape, kwargs_shape = first.shape or first.find_shape()
+        args_signature, kwargs_signature = first.signature or first.find_signature()
         if self._options.pad_to:
-            batch = batch + [batch[-1]] * (self._options.padded(len(batch)) - len(batch))
+            batch = batch + [batch[-1]] * (self._options.padded_size(len(batch)) - len(batch))
         args = [
-            stack([entry.args[i] for entry in batch], shape) for i, shape in enumerate(args_shape)
+            stack([call.args[i] for call in batch], signature)
+            for i, signature in enumerate(args_signature)
         ]
         kwargs = {
-            name: stack([entry.kwargs[name] for entry in batch], shape)
-            for name, shape in kwargs_shape
+            name: stack([call.kwargs[name] for call in batch], signature)
+            for name, signature in kwargs_signature
         }
         return self._invoke(first.receiver, args, kwargs)
 
@@ -127,14 +128,14 @@ class BatchExecutor:
 
     def _split(self, value: Any, batch: list[BatchedCall]) -> list[Any]:
         try:
-            return split(value, len(batch), self.name, self._options.padded(len(batch)))
+            return split(value, len(batch), self.name, self._options.padded_size(len(batch)))
         except Exception as error:
             return [error] * len(batch)
 
-    def _retries(self, batch: list[BatchedCall]) -> bool:
+    def _should_retry(self, batch: list[BatchedCall]) -> bool:
         return len(batch) > 1 and self._options.retry_alone
 
-    def _blame(self, batch: list[BatchedCall], error: Exception) -> list[Any]:
+    def _fail_all(self, batch: list[BatchedCall], error: Exception) -> list[Any]:
         if len(batch) > 1:
             _add_note(
                 error,
@@ -142,29 +143,29 @@ class BatchExecutor:
             )
         return [error] * len(batch)
 
-    def _run_again(self, entry: BatchedCall, size: int, error: Exception) -> Any:
-        return self._explain(self.run([entry])[0], size, error)
+    def _retry_alone(self, call: BatchedCall, size: int, error: Exception) -> Any:
+        return self._add_retry_note(self.run([call])[0], size, error)
 
-    def _begin_again(self, batch: list[BatchedCall], error: Exception, finish: Finish) -> None:
-        if not self._retries(batch):
-            finish(self._blame(batch, error))
+    def _retry_deferred(self, batch: list[BatchedCall], error: Exception, finish: Finish) -> None:
+        if not self._should_retry(batch):
+            finish(self._fail_all(batch, error))
             return
         outcomes: list[Any] = [None] * len(batch)
         missing = [len(batch)]
         lock = threading.Lock()
 
         def collect(index: int, outcome: Any) -> None:
-            outcomes[index] = self._explain(outcome, len(batch), error)
+            outcomes[index] = self._add_retry_note(outcome, len(batch), error)
             with lock:
                 missing[0] -= 1
                 last = not missing[0]
             if last:
                 finish(outcomes)
 
-        for index, entry in enumerate(batch):
-            self.begin([entry], lambda outcome, index=index: collect(index, outcome[0]))  # type: ignore[misc]
+        for index, call in enumerate(batch):
+            self.run_deferred([call], lambda outcome, index=index: collect(index, outcome[0]))  # type: ignore[misc]
 
-    def _explain(self, outcome: Any, size: int, error: Exception) -> Any:
+    def _add_retry_note(self, outcome: Any, size: int, error: Exception) -> Any:
         if isinstance(outcome, Exception):
             _add_note(
                 outcome,
@@ -175,7 +176,7 @@ class BatchExecutor:
 
 
 def _repeat(value: Any, rows: int) -> Any:
-    return stack([value] * rows, shape_of(value))
+    return stack([value] * rows, signature_of(value))
 
 
 def _add_note(error: Exception, note: str) -> None:
@@ -183,7 +184,7 @@ def _add_note(error: Exception, note: str) -> None:
     error.__dict__.setdefault("__notes__", []).append(note)
 
 
-class BatchOwner(Protocol):
+class PausableQueue(Protocol):
     """What a turn needs of its queue."""
 
     def pause(self) -> None: ...
@@ -195,7 +196,7 @@ class BatchRole:
 
     __slots__ = ("_queue", "outer")
 
-    def __init__(self, queue: BatchOwner) -> None:
+    def __init__(self, queue: PausableQueue) -> None:
         self._queue = queue
         self.outer: blocking.ThreadRole | None = None
 
@@ -230,32 +231,32 @@ class BatchRole:
 
 
 @contextlib.contextmanager
-def running_batch(turn: BatchRole, batch: list[BatchedCall]) -> Iterator[None]:
+def running_batch(role: BatchRole, batch: list[BatchedCall]) -> Iterator[None]:
     """This thread runs a batch, some or all of which others brought."""
     before = thread_state.runtime, thread_state.caller, thread_state.deadline
     thread_state.runtime, thread_state.caller, thread_state.deadline = (
-        batch[0].agent,
-        _caller(batch),
-        _deadline(batch),
+        batch[0].runtime,
+        _common_caller(batch),
+        _latest_deadline(batch),
     )
-    turn.outer = blocking.take(turn)
+    role.outer = blocking.take(role)
     try:
         yield
     finally:
-        blocking.take(turn.outer)
+        blocking.take(role.outer)
         thread_state.runtime, thread_state.caller, thread_state.deadline = before
 
 
-def _caller(batch: list[BatchedCall]) -> str | None:
+def _common_caller(batch: list[BatchedCall]) -> str | None:
     caller = batch[0].caller
-    same = isinstance(caller, str) and all(entry.caller == caller for entry in batch)
+    same = isinstance(caller, str) and all(call.caller == caller for call in batch)
     return caller if same else None  # type: ignore[return-value]
 
 
-def _deadline(batch: list[BatchedCall]) -> Deadline | None:
+def _latest_deadline(batch: list[BatchedCall]) -> Deadline | None:
     latest = batch[0].deadline
-    for entry in batch:
-        if entry.deadline is None or latest is None:
+    for call in batch:
+        if call.deadline is None or latest is None:
             return None
-        latest = max(latest, entry.deadline)
+        latest = max(latest, call.deadline)
     return latest

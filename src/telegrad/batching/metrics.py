@@ -72,7 +72,7 @@ class QueueMetrics:
     __slots__ = (
         "_batch_time",
         "_sizes",
-        "alone",
+        "alone_time",
         "expired",
         "failed",
         "given_up",
@@ -84,15 +84,15 @@ class QueueMetrics:
         self._sizes: collections.Counter[int] = collections.Counter()
         self._batch_time = Times()
         # of calls that ran at once, by themselves; apart, since a lone caller pays for counting
-        self.alone = Times()
+        self.alone_time = Times()
         self.queue_time = Times()
         self.failed = self.given_up = self.expired = self.rejected = 0
 
     @property
     def sizes(self) -> dict[int, int]:
         sizes = self._sizes.copy()
-        if self.alone.count:
-            sizes[1] += self.alone.count
+        if self.alone_time.count:
+            sizes[1] += self.alone_time.count
         return dict(sorted(sizes.items()))
 
     @property
@@ -103,14 +103,14 @@ class QueueMetrics:
     def batches(self) -> int:
         return sum(self.sizes.values())
 
-    def ran(self, size: int, failed: int, seconds: float) -> None:
+    def record_batch(self, size: int, failed: int, seconds: float) -> None:
         self._sizes[size] += 1
         self._batch_time.add(seconds)
         self.failed += failed
 
     def merge(self, other: QueueMetrics) -> None:
         self._sizes.update(other._sizes)
-        for name in ("_batch_time", "alone", "queue_time"):
+        for name in ("_batch_time", "alone_time", "queue_time"):
             getattr(self, name).merge(getattr(other, name))
         for name in ("failed", "given_up", "expired", "rejected"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -119,7 +119,7 @@ class QueueMetrics:
         queue_time, batch_time = Times(), Times()
         queue_time.merge(self.queue_time)
         batch_time.merge(self._batch_time)
-        batch_time.merge(self.alone)
+        batch_time.merge(self.alone_time)
         return Statistics(
             calls=self.calls,
             waiting=waiting,
@@ -136,23 +136,22 @@ class QueueMetrics:
 class RegisteredQueue(Protocol):
     """What a desk needs of a queue."""
 
-    figures: QueueMetrics
+    metrics: QueueMetrics
 
     def __len__(self) -> int: ...
-    def lost(self, name: str) -> None: ...
-    def close(self, agent: AgentRuntime) -> None: ...
+    def caller_lost(self, name: str) -> None: ...
+    def close(self, runtime: AgentRuntime) -> None: ...
 
 
 class QueueRegistry:
     """Tells the queues of an agent who was lost and when it closes, and reports what they count."""
 
-    def __init__(self, agent: AgentRuntime) -> None:
-        self._agent = agent
+    def __init__(self, runtime: AgentRuntime) -> None:
         self._queues: weakref.WeakSet[RegisteredQueue] = weakref.WeakSet()
         self._lock = threading.Lock()
-        agent.on_loss(lambda name, _: self._tell(lambda queue: queue.lost(name)))
-        agent.on_close(lambda: self._tell(lambda queue: queue.close(agent)))
-        agent.add_statistics(self.statistics)
+        runtime.on_loss(lambda name, _: self._for_each_queue(lambda queue: queue.caller_lost(name)))
+        runtime.on_close(lambda: self._for_each_queue(lambda queue: queue.close(runtime)))
+        runtime.add_statistics(self.statistics)
 
     def add(self, queue: RegisteredQueue) -> None:
         with self._lock:
@@ -165,11 +164,11 @@ class QueueRegistry:
     def statistics(self) -> dict[str, int]:
         queues = self.queues()
         return {
-            "batched_calls": sum(queue.figures.calls for queue in queues),
-            "batches": sum(queue.figures.batches for queue in queues),
+            "batched_calls": sum(queue.metrics.calls for queue in queues),
+            "batches": sum(queue.metrics.batches for queue in queues),
             "batched_calls_waiting": sum(len(queue) for queue in queues),
         }
 
-    def _tell(self, what: Callable[[RegisteredQueue], None]) -> None:
+    def _for_each_queue(self, action: Callable[[RegisteredQueue], None]) -> None:
         for queue in self.queues():
-            what(queue)
+            action(queue)

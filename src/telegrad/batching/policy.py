@@ -19,7 +19,7 @@ from typing import Literal
 from telegrad.batching.calls import BatchedCall
 from telegrad.errors import UsageError
 
-_CURIOUS = 3  # how often a new queue waits to see who else is there
+_TRIAL_WAITS = 3  # how often a new queue waits to see who else is there
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class BatchOptions:
     retry_alone: bool = True
 
     def __post_init__(self) -> None:
-        def require(good: bool, message: str) -> None:
-            if not good:
+        def require(is_valid: bool, message: str) -> None:
+            if not is_valid:
                 raise UsageError(f"batched: {message}")
 
         require(self.max_size >= 1, f"max_size must be at least 1, not {self.max_size!r}")
@@ -71,9 +71,9 @@ class BatchOptions:
             f"when_full must be 'wait' or 'reject', not {self.when_full!r}",
         )
 
-    def padded(self, size: int) -> int:
+    def padded_size(self, size: int) -> int:
         """How many rows a batch of `size` calls is given."""
-        return next((fixed for fixed in self.pad_to if fixed >= size), size)
+        return next((padded_to for padded_to in self.pad_to if padded_to >= size), size)
 
 
 class BatchPolicy(ABC):
@@ -82,135 +82,139 @@ class BatchPolicy(ABC):
     def __init__(self, options: BatchOptions) -> None:
         self._max_size = options.max_size
         self._max_wait = options.max_wait
-        self._entries: dict[BatchedCall, None] = {}
-        self._present: dict[str | int, int] = {}  # how many calls each caller has here
-        self._until = math.inf
+        self._calls: dict[BatchedCall, None] = {}
+        self._waiting_by_caller: dict[str | int, int] = {}  # how many calls each caller has here
+        self._latest_start = math.inf
         # workers to be waited for from now on; the queue checks that they are alive
-        self.newcomers: list[str] = []
+        self.unverified_callers: list[str] = []
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._calls)
 
-    def __contains__(self, entry: BatchedCall) -> bool:
-        return entry in self._entries
+    def __contains__(self, call: BatchedCall) -> bool:
+        return call in self._calls
 
     @property
-    def until(self) -> float:
+    def latest_start(self) -> float:
         """When the wait ends whoever is missing."""
-        return self._until
+        return self._latest_start
 
     @abstractmethod
-    def suffices(self, caller: str | int) -> bool:
+    def runs_alone(self, caller: str | int) -> bool:
         """Would a call of this caller run at once, if it were the only one?"""
 
     @abstractmethod
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Is everybody here who is waited for?"""
 
     @abstractmethod
-    def lost(self, caller: str) -> None:
+    def caller_lost(self, caller: str) -> None:
         """A worker is gone; its calls are taken out by the queue."""
 
-    def overlapped(self, caller: str | int) -> None:  # noqa: B027 (only some rules care)
+    def record_overlap(self, caller: str | int) -> None:  # noqa: B027 (only some rules care)
         """A call arrived while others waited or ran."""
 
-    def add(self, entry: BatchedCall, margin: float) -> None:
+    def add(self, call: BatchedCall, margin: float) -> None:
         """One more call, which should start `margin` seconds before its deadline."""
-        self._entries[entry] = None
-        self._present[entry.caller] = self._present.get(entry.caller, 0) + 1
-        self._until = min(self._until, self._limit(entry, margin))
+        self._calls[call] = None
+        self._waiting_by_caller[call.caller] = self._waiting_by_caller.get(call.caller, 0) + 1
+        self._latest_start = min(self._latest_start, self._latest_start_of(call, margin))
 
-    def remove(self, entry: BatchedCall) -> None:
-        del self._entries[entry]
-        self._present[entry.caller] -= 1
-        if not self._present[entry.caller]:
-            del self._present[entry.caller]
-        self._until = min((self._limit(each, 0.0) for each in self._entries), default=math.inf)
+    def remove(self, call: BatchedCall) -> None:
+        del self._calls[call]
+        self._waiting_by_caller[call.caller] -= 1
+        if not self._waiting_by_caller[call.caller]:
+            del self._waiting_by_caller[call.caller]
+        self._latest_start = min(
+            (self._latest_start_of(each, 0.0) for each in self._calls), default=math.inf
+        )
 
-    def ready(self, now: float) -> bool:
-        return bool(self._entries) and (
-            len(self) >= self._max_size or now >= self._until or self.complete()
+    def is_ready(self, now: float) -> bool:
+        return bool(self._calls) and (
+            len(self) >= self._max_size or now >= self._latest_start or self.is_complete()
         )
 
     def release(self, now: float) -> list[BatchedCall]:
         """Everybody who waits; the next wait begins anew."""
-        entries = list(self._entries)
-        self._entries.clear()
-        self._present.clear()
-        self._until = math.inf
-        return entries
+        calls = list(self._calls)
+        self._calls.clear()
+        self._waiting_by_caller.clear()
+        self._latest_start = math.inf
+        return calls
 
-    def entries(self) -> list[BatchedCall]:
-        return list(self._entries)
+    def calls(self) -> list[BatchedCall]:
+        return list(self._calls)
 
-    def _limit(self, entry: BatchedCall, margin: float) -> float:
+    def _latest_start_of(self, call: BatchedCall, margin: float) -> float:
         if self._max_wait is None:
             return math.inf
-        limit = entry.arrived + self._max_wait
-        return limit if entry.deadline is None else min(limit, entry.deadline.at - margin)
+        limit = call.arrival_time + self._max_wait
+        return limit if call.deadline is None else min(limit, call.deadline.at - margin)
 
 
 class AdaptivePolicy(BatchPolicy):
     def __init__(self, options: BatchOptions) -> None:
         super().__init__(options)
         self._expected: set[str | int] = set()
-        self._curious = _CURIOUS
+        self._trial_waits = _TRIAL_WAITS
 
-    def suffices(self, caller: str | int) -> bool:
+    def runs_alone(self, caller: str | int) -> bool:
         expected = self._expected
-        return not self._curious and (not expected or (len(expected) == 1 and caller in expected))
+        return not self._trial_waits and (
+            not expected or (len(expected) == 1 and caller in expected)
+        )
 
-    def complete(self) -> bool:
-        return not self._curious and self._expected <= self._present.keys()
+    def is_complete(self) -> bool:
+        return not self._trial_waits and self._expected <= self._waiting_by_caller.keys()
 
-    def overlapped(self, caller: str | int) -> None:
+    def record_overlap(self, caller: str | int) -> None:
         self._expected.add(caller)
 
-    def lost(self, caller: str) -> None:
+    def caller_lost(self, caller: str) -> None:
         self._expected.discard(caller)
 
     def release(self, now: float) -> list[BatchedCall]:
         # who was waited for and did not come is not waited for again until it overlaps
-        if now >= self._until:
-            self._expected.intersection_update(self._present)
-            self._curious = max(self._curious - 1, 0)
-        if len(self._present) > 1:
-            self._expected.update(self._present)
+        if now >= self._latest_start:
+            self._expected.intersection_update(self._waiting_by_caller)
+            self._trial_waits = max(self._trial_waits - 1, 0)
+        if len(self._waiting_by_caller) > 1:
+            self._expected.update(self._waiting_by_caller)
         return super().release(now)
 
 
 class MinimumSizePolicy(BatchPolicy):
     def __init__(self, options: BatchOptions, size: int) -> None:
         super().__init__(options)
-        self._size = size
+        self._min_size = size
         self._seen: set[str | int] = set()
         self._lost: set[str] = set()
 
-    def suffices(self, caller: str | int) -> bool:
-        self._saw(caller)
-        return self._needed <= 1
+    def runs_alone(self, caller: str | int) -> bool:
+        self._record_caller(caller)
+        return self._needed_calls <= 1
 
-    def complete(self) -> bool:
-        return len(self) >= self._needed
+    def is_complete(self) -> bool:
+        return len(self) >= self._needed_calls
 
-    def add(self, entry: BatchedCall, margin: float) -> None:
-        self._saw(entry.caller)
-        super().add(entry, margin)
+    def add(self, call: BatchedCall, margin: float) -> None:
+        self._record_caller(call.caller)
+        super().add(call, margin)
 
-    def lost(self, caller: str) -> None:
+    def caller_lost(self, caller: str) -> None:
         if caller in self._seen:
             self._lost.add(caller)
 
     @property
-    def _needed(self) -> int:
+    def _needed_calls(self) -> int:
         """Those who died cannot come; one who comes back counts again."""
-        return max(self._size - len(self._lost), 1)
+        return max(self._min_size - len(self._lost), 1)
 
-    def _saw(self, caller: str | int) -> None:
+    def _record_caller(self, caller: str | int) -> None:
         self._seen.add(caller)
         if isinstance(caller, str) and caller in self._lost:
             self._lost.discard(caller)
-            self.newcomers.append(caller)
+            self.unverified_callers.append(caller)
 
 
 class AllCallersPolicy(BatchPolicy):
@@ -218,24 +222,24 @@ class AllCallersPolicy(BatchPolicy):
         super().__init__(options)
         self._alive: set[str] = set()
 
-    def suffices(self, caller: str | int) -> bool:
-        self._saw(caller)
+    def runs_alone(self, caller: str | int) -> bool:
+        self._record_caller(caller)
         return not self._alive - {caller}
 
-    def complete(self) -> bool:
-        return self._alive <= self._present.keys()
+    def is_complete(self) -> bool:
+        return self._alive <= self._waiting_by_caller.keys()
 
-    def add(self, entry: BatchedCall, margin: float) -> None:
-        self._saw(entry.caller)
-        super().add(entry, margin)
+    def add(self, call: BatchedCall, margin: float) -> None:
+        self._record_caller(call.caller)
+        super().add(call, margin)
 
-    def lost(self, caller: str) -> None:
+    def caller_lost(self, caller: str) -> None:
         self._alive.discard(caller)
 
-    def _saw(self, caller: str | int) -> None:
+    def _record_caller(self, caller: str | int) -> None:
         if isinstance(caller, str) and caller not in self._alive:
             self._alive.add(caller)
-            self.newcomers.append(caller)
+            self.unverified_callers.append(caller)
 
 
 def policy_for(options: BatchOptions) -> BatchPolicy | None:

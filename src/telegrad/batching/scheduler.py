@@ -17,177 +17,187 @@ from telegrad.batching.calls import BatchedCall
 from telegrad.batching.metrics import QueueMetrics
 from telegrad.batching.policy import BatchOptions, policy_for
 
-Turns = dict[str | int, collections.deque[BatchedCall]]  # by caller; the first in the dict is next
+CallsByCaller = dict[
+    str | int, collections.deque[BatchedCall]
+]  # by caller; the first in the dict is next
 
 
 class BatchScheduler:
-    def __init__(self, options: BatchOptions, figures: QueueMetrics) -> None:
+    def __init__(self, options: BatchOptions, metrics: QueueMetrics) -> None:
         self.expired: list[BatchedCall] = []
         self._max_size = options.max_size
-        self._figures = figures
-        self._company = policy_for(options)
-        self._lines: dict[Hashable, FairQueue] = {}
+        self._metrics = metrics
+        self._policy = policy_for(options)
+        self._fair_queues: dict[Hashable, FairQueue] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     @property
-    def until(self) -> float:
+    def latest_start(self) -> float:
         """When those who wait for company start, whoever is missing; infinity if there is no such moment."""
-        return math.inf if self._company is None else self._company.until
+        return math.inf if self._policy is None else self._policy.latest_start
 
-    def suffices(self, caller: str | int) -> bool:
+    def runs_alone(self, caller: str | int) -> bool:
         """Would a call of this caller run at once, if it were the only one?"""
-        return self._company is None or self._company.suffices(caller)
+        return self._policy is None or self._policy.runs_alone(caller)
 
-    def newcomer(self) -> str | None:
+    def next_unverified_caller(self) -> str | None:
         """A worker that is waited for from now on, if there is one that was not named here before."""
         return (
-            self._company.newcomers.pop()
-            if self._company is not None and self._company.newcomers
+            self._policy.unverified_callers.pop()
+            if self._policy is not None and self._policy.unverified_callers
             else None
         )
 
-    def add(self, entry: BatchedCall, running: bool, margin: float) -> None:
+    def add(self, call: BatchedCall, running: bool, margin: float) -> None:
         """One more call, which should start `margin` seconds before its deadline."""
-        entry.queued = True
+        call.queued = True
         self._count += 1
-        if self._company is None:
-            self._line(entry.bucket).add(entry)
+        if self._policy is None:
+            self._fair_queue(call.batch_key).add(call)
             return
-        if running or len(self._company):
-            self._company.overlapped(entry.caller)
-        self._company.add(entry, margin)
+        if running or len(self._policy):
+            self._policy.record_overlap(call.caller)
+        self._policy.add(call, margin)
 
-    def remove(self, entry: BatchedCall) -> bool:
+    def remove(self, call: BatchedCall) -> bool:
         """A call leaves; False if it is not here any more."""
-        if not entry.queued:
+        if not call.queued:
             return False
-        entry.queued = False
+        call.queued = False
         self._count -= 1
-        if self._company is not None and entry in self._company:
-            self._company.remove(entry)
+        if self._policy is not None and call in self._policy:
+            self._policy.remove(call)
         else:
-            line = self._lines[entry.bucket]
-            line.left()
-            if not len(line):
-                del self._lines[entry.bucket]
+            fair_queue = self._fair_queues[call.batch_key]
+            fair_queue.discard_one()
+            if not len(fair_queue):
+                del self._fair_queues[call.batch_key]
         return True
 
     def remove_all(self, matches: Callable[[BatchedCall], bool]) -> list[BatchedCall]:
-        entries = [] if self._company is None else self._company.entries()
-        for line in self._lines.values():
-            entries += line.entries()
-        return [entry for entry in entries if matches(entry) and self.remove(entry)]
+        calls = [] if self._policy is None else self._policy.calls()
+        for fair_queue in self._fair_queues.values():
+            calls += fair_queue.calls()
+        return [call for call in calls if matches(call) and self.remove(call)]
 
-    def lost(self, name: str) -> list[BatchedCall]:
+    def caller_lost(self, name: str) -> list[BatchedCall]:
         """A worker is gone: nobody waits for it, and its calls leave."""
-        if self._company is not None:
-            self._company.lost(name)
-        return self.remove_all(lambda entry: entry.caller == name)
+        if self._policy is not None:
+            self._policy.caller_lost(name)
+        return self.remove_all(lambda call: call.caller == name)
 
-    def take(self, now: float) -> list[BatchedCall]:
+    def pop_batch(self, now: float) -> list[BatchedCall]:
         """The next batch; empty if there is none."""
-        if self._company is not None and self._company.ready(now):
-            gathered = self._company.release(now)
-            if not self._lines and len(gathered) <= self._max_size and _alike(gathered):
+        if self._policy is not None and self._policy.is_ready(now):
+            released = self._policy.release(now)
+            if (
+                not self._fair_queues
+                and len(released) <= self._max_size
+                and _have_same_key(released)
+            ):
                 # all of them run, so it does not matter who would go first
-                return self._taken(gathered, now)
-            for entry in gathered:
-                self._line(entry.bucket).add(entry)
+                return self._start_calls(released, now)
+            for call in released:
+                self._fair_queue(call.batch_key).add(call)
         batch: list[BatchedCall] = []
-        while self._lines and not batch:
-            batch = self._cut(now)
+        while self._fair_queues and not batch:
+            batch = self._pop_fair(now)
         return batch
 
-    def _cut(self, now: float) -> list[BatchedCall]:
+    def _pop_fair(self, now: float) -> list[BatchedCall]:
         """Calls that can run together, less those that are too late."""
-        lines = self._lines
-        bucket = (
-            min(lines, key=lambda each: lines[each].rank()) if len(lines) > 1 else next(iter(lines))
+        fair_queues = self._fair_queues
+        batch_key = (
+            min(fair_queues, key=lambda each: fair_queues[each].sort_key())
+            if len(fair_queues) > 1
+            else next(iter(fair_queues))
         )
-        taken = lines[bucket].take(self._max_size)
-        if not len(lines[bucket]):
-            del lines[bucket]
-        return self._taken(taken, now)
+        selected = fair_queues[batch_key].pop(self._max_size)
+        if not len(fair_queues[batch_key]):
+            del fair_queues[batch_key]
+        return self._start_calls(selected, now)
 
-    def _taken(self, taken: list[BatchedCall], now: float) -> list[BatchedCall]:
-        self._count -= len(taken)
+    def _start_calls(self, selected: list[BatchedCall], now: float) -> list[BatchedCall]:
+        self._count -= len(selected)
         batch = []
-        for entry in taken:
-            entry.queued = False
-            if entry.expired(now):
-                self._figures.expired += 1
-                self.expired.append(entry)
+        for call in selected:
+            call.queued = False
+            if call.has_expired(now):
+                self._metrics.expired += 1
+                self.expired.append(call)
             else:
-                self._figures.queue_time.add(now - entry.arrived)
-                batch.append(entry)
+                self._metrics.queue_time.add(now - call.arrival_time)
+                batch.append(call)
         return batch
 
-    def _line(self, bucket: Hashable) -> FairQueue:
-        line = self._lines.get(bucket)
-        if line is None:
-            line = self._lines[bucket] = FairQueue()
-        return line
+    def _fair_queue(self, batch_key: Hashable) -> FairQueue:
+        fair_queue = self._fair_queues.get(batch_key)
+        if fair_queue is None:
+            fair_queue = self._fair_queues[batch_key] = FairQueue()
+        return fair_queue
 
 
-def _alike(entries: list[BatchedCall]) -> bool:
-    bucket = entries[0].bucket
-    return all(entry.bucket == bucket for entry in entries[1:])
+def _have_same_key(calls: list[BatchedCall]) -> bool:
+    batch_key = calls[0].batch_key
+    return all(call.batch_key == batch_key for call in calls[1:])
 
 
 class FairQueue:
     def __init__(self) -> None:
-        self._levels: dict[float, Turns] = {}
+        self._by_priority: dict[float, CallsByCaller] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, entry: BatchedCall) -> None:
-        turns = self._levels.setdefault(entry.priority, {})
-        turns.setdefault(entry.caller, collections.deque()).append(entry)
+    def add(self, call: BatchedCall) -> None:
+        by_caller = self._by_priority.setdefault(call.priority, {})
+        by_caller.setdefault(call.caller, collections.deque()).append(call)
         self._count += 1
 
-    def left(self) -> None:
+    def discard_one(self) -> None:
         """Somebody in this line no longer wants to be in it."""
         self._count -= 1
 
-    def take(self, count: int) -> list[BatchedCall]:
+    def pop(self, count: int) -> list[BatchedCall]:
         """The next calls, `count` of them or as many as there are."""
-        taken: list[BatchedCall] = []
-        while len(taken) < count and self._levels:
-            priority = max(self._levels)
-            turns = self._levels[priority]
-            _take_turns(turns, count - len(taken), taken)
-            if not turns:
-                del self._levels[priority]
-        self._count -= len(taken)
-        return taken
+        selected: list[BatchedCall] = []
+        while len(selected) < count and self._by_priority:
+            priority = max(self._by_priority)
+            by_caller = self._by_priority[priority]
+            _pop_round_robin(by_caller, count - len(selected), selected)
+            if not by_caller:
+                del self._by_priority[priority]
+        self._count -= len(selected)
+        return selected
 
-    def entries(self) -> list[BatchedCall]:
+    def calls(self) -> list[BatchedCall]:
         return [
-            entry
-            for turns in self._levels.values()
-            for entries in turns.values()
-            for entry in entries
-            if entry.queued
+            call
+            for by_caller in self._by_priority.values()
+            for calls in by_caller.values()
+            for call in calls
+            if call.queued
         ]
 
-    def rank(self) -> tuple[float, float]:
+    def sort_key(self) -> tuple[float, float]:
         """Of several lines, the one with the smallest rank goes first: by priority, then by age."""
-        priority = max(self._levels)
-        return -priority, min(entries[0].arrived for entries in self._levels[priority].values())
+        priority = max(self._by_priority)
+        return -priority, min(
+            calls[0].arrival_time for calls in self._by_priority[priority].values()
+        )
 
 
-def _take_turns(turns: Turns, count: int, taken: list[BatchedCall]) -> None:
-    end = len(taken) + count
-    while turns and len(taken) < end:
-        caller = next(iter(turns))
-        entries = turns.pop(caller)
-        entry = entries.popleft()
-        if entries:
-            turns[caller] = entries  # at the end
-        if entry.queued:
-            taken.append(entry)
+def _pop_round_robin(by_caller: CallsByCaller, count: int, selected: list[BatchedCall]) -> None:
+    end = len(selected) + count
+    while by_caller and len(selected) < end:
+        caller = next(iter(by_caller))
+        calls = by_caller.pop(caller)
+        call = calls.popleft()
+        if calls:
+            by_caller[caller] = calls  # at the end
+        if call.queued:
+            selected.append(call)

@@ -1,8 +1,9 @@
 """The arguments of many calls as those of one, and its result as one for each.
 
-Tensors are stacked along a new first dimension. Tuples, lists, dicts and dataclasses that hold tensors keep their form,
-with each leaf stacked. Everything else arrives as a list, one item per call. Calls go together only if their `shape_of`
-is the same. All of it is made of differentiable operations.
+Tensors are stacked along a new first dimension. Tuples, lists, dicts and dataclasses that hold
+tensors keep their form, with each leaf stacked. Everything else arrives as a list, one item per
+call. Calls go together only if their `signature_of` is the same. All of it is made of
+differentiable operations.
 """
 
 from __future__ import annotations
@@ -16,44 +17,45 @@ import torch
 
 from telegrad.errors import UsageError
 
-Shape = tuple[Any, ...]
+Signature = tuple[Any, ...]
 
-_PLAIN: Shape = ()  # the shape of what is not stacked
+_PLAIN: Signature = ()  # the signature of what is not stacked
 
 
-def shape_of(value: Any) -> Shape:
+def signature_of(value: Any) -> Signature:
     """Equal for values that can be stacked with each other."""
     kind = type(value)
     if kind is torch.Tensor or isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.device, value.layout
     if kind in (tuple, list) or _is_namedtuple(value):
-        shapes: Shape = tuple([shape_of(item) for item in value])
+        signatures: Signature = tuple([signature_of(item) for item in value])
     elif kind is dict:
-        shapes = tuple([(key, shape_of(item)) for key, item in value.items()])
-        if all(shape == _PLAIN for _, shape in shapes):
+        signatures = tuple([(key, signature_of(item)) for key, item in value.items()])
+        if all(signature == _PLAIN for _, signature in signatures):
             return _PLAIN
     elif _is_record(value):
-        shapes = tuple(
-            [shape_of(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        signatures = tuple(
+            [signature_of(getattr(value, field.name)) for field in dataclasses.fields(value)]
         )
     else:
         return _PLAIN
-    return (kind, *shapes) if any(shape != _PLAIN for shape in shapes) else _PLAIN
+    return (kind, *signatures) if any(signature != _PLAIN for signature in signatures) else _PLAIN
 
 
-def stack(values: Sequence[Any], shape: Shape) -> Any:
-    """One value made of many that have this shape."""
+def stack(values: Sequence[Any], signature: Signature) -> Any:
+    """One value made of many that have this signature."""
     first = values[0]
-    if shape == _PLAIN:
+    if signature == _PLAIN:
         return list(values)
     if isinstance(first, torch.Tensor):
         return first.unsqueeze(0) if len(values) == 1 else torch.stack(list(values))
-    _, *shapes = shape
+    _, *signatures = signature
     if isinstance(first, dict):
-        return {key: stack([value[key] for value in values], inner) for key, inner in shapes}
+        return {key: stack([value[key] for value in values], inner) for key, inner in signatures}
     if isinstance(first, tuple | list):
         items = [
-            stack([value[index] for value in values], inner) for index, inner in enumerate(shapes)
+            stack([value[index] for value in values], inner)
+            for index, inner in enumerate(signatures)
         ]
         return type(first)(*items) if _is_namedtuple(first) else type(first)(items)
     names = [field.name for field in dataclasses.fields(first)]
@@ -61,7 +63,7 @@ def stack(values: Sequence[Any], shape: Shape) -> Any:
         first,
         {
             name: stack([getattr(value, name) for value in values], inner)
-            for name, inner in zip(names, shapes, strict=True)
+            for name, inner in zip(names, signatures, strict=True)
         },
     )
 
@@ -69,8 +71,8 @@ def stack(values: Sequence[Any], shape: Shape) -> Any:
 def split(value: Any, count: int, name: str, rows: int | None = None) -> list[Any]:
     """What `name` returned for a batch, as one result per call; if it was padded to `rows`, the first `count`.
 
-    A tensor, array or list is cut along its first dimension; tuples, dicts and dataclasses of those are cut inside;
-    None is None for everybody.
+    A tensor, array or list is cut along its first dimension; tuples, dicts and dataclasses of those
+    are cut inside; None is None for everybody.
     """
     if isinstance(value, torch.Tensor):
         _check(value.shape[0] if value.dim() else 0, rows or count, name)
