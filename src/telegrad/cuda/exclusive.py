@@ -19,74 +19,78 @@ from torch import Tensor
 from telegrad.interpreter import has_lock
 
 # bytes: a snapshot of fewer costs less than mapping memory that was not made for it
-WORTH_LENDING = 1 << 20
-_PARTS = 16  # a result of more parts is not looked through
-_PLAIN = (int, float, bool, str, type(None))
+MIN_LEASE_BYTES = 1 << 20
+_MAX_ITEMS = 16  # a result of more parts is not looked through
+_SCALAR_TYPES = (int, float, bool, str, type(None))
 
 
-def is_exclusive(value: Any, at_least: int = WORTH_LENDING, anywhere: bool = False) -> bool:
+def is_exclusive(value: Any, min_bytes: int = MIN_LEASE_BYTES, any_device: bool = False) -> bool:
     """Does nobody refer to the CUDA tensors of a result but the one variable that this is called with?
 
-    Only results with one of `at_least` so many bytes are looked at; False for others. `anywhere`: on any device.
+    Only results with one of `min_bytes` so many bytes are looked at; False for others. `any_device`: on any device.
     """
     kind = type(value)
     if kind is Tensor:
-        if not (value.is_cuda or anywhere) or value.numel() * value.itemsize < at_least:
+        if not (value.is_cuda or any_device) or value.numel() * value.itemsize < min_bytes:
             return False
-        return _references(value) <= _ALONE and _is_whole(value) and has_lock()
-    if (kind is not tuple and kind is not list) or len(value) > _PARTS:
+        return _reference_count(value) <= _EXCLUSIVE_COUNT and _owns_storage(value) and has_lock()
+    if (kind is not tuple and kind is not list) or len(value) > _MAX_ITEMS:
         return False
     sizes = [
-        part.numel() * part.itemsize
-        for part in value
-        if type(part) is Tensor and (part.is_cuda or anywhere)
+        item.numel() * item.itemsize
+        for item in value
+        if type(item) is Tensor and (item.is_cuda or any_device)
     ]
     return (
         bool(sizes)
-        and max(sizes) >= at_least
-        and _references(value) <= _ALONE
+        and max(sizes) >= min_bytes
+        and _reference_count(value) <= _EXCLUSIVE_COUNT
         and has_lock()
         and all(
-            (count <= _ALONE_INSIDE and _is_whole(part))
-            if type(part) is Tensor
-            else type(part) in _PLAIN
-            for count, part in zip(_references_inside(value), value, strict=True)
+            (count <= _EXCLUSIVE_ITEM_COUNT and _owns_storage(item))
+            if type(item) is Tensor
+            else type(item) in _SCALAR_TYPES
+            for count, item in zip(_item_reference_counts(value), value, strict=True)
         )
     )
 
 
-def _references(value: object) -> int:
+def _reference_count(value: object) -> int:
     return sys.getrefcount(value)
 
 
-def _references_inside(value: Iterable[object]) -> list[int]:
-    return [sys.getrefcount(part) for part in value]
+def _item_reference_counts(value: Iterable[object]) -> list[int]:
+    return [sys.getrefcount(item) for item in value]
 
 
-def _references_to_memory(tensor: Tensor) -> tuple[int, int]:
+def _storage_reference_counts(tensor: Tensor) -> tuple[int, int]:
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)  # type: ignore[attr-defined]
 
 
-def _is_whole(tensor: Tensor) -> bool:
+def _owns_storage(tensor: Tensor) -> bool:
     """Is this all there is to its memory, which is torch's own: no view, no graph, no reference from C++?"""
     return (
         tensor.layout is torch.strided
         and not tensor.requires_grad
         and tensor._use_count() == 1  # type: ignore[attr-defined]
-        and _references_to_memory(tensor) == _ALONE_MEMORY
+        and _storage_reference_counts(tensor) == _EXCLUSIVE_STORAGE_COUNTS
         and tensor.untyped_storage().resizable()
     )
 
 
-def _alone(value: object) -> int:
-    return _references(value)
+def _reference_count_of_argument(value: object) -> int:
+    return _reference_count(value)
 
 
-def _count_alone() -> tuple[int, int, tuple[int, int]]:
+def _measure_exclusive_counts() -> tuple[int, int, tuple[int, int]]:
     """What the functions above count if there is nobody else; it differs between versions of Python."""
-    value, inside = object(), (object(),)
-    return _alone(value), _references_inside(inside)[0], _references_to_memory(torch.empty(1))
+    value, items = object(), (object(),)
+    return (
+        _reference_count_of_argument(value),
+        _item_reference_counts(items)[0],
+        _storage_reference_counts(torch.empty(1)),
+    )
 
 
-_ALONE, _ALONE_INSIDE, _ALONE_MEMORY = _count_alone()
+_EXCLUSIVE_COUNT, _EXCLUSIVE_ITEM_COUNT, _EXCLUSIVE_STORAGE_COUNTS = _measure_exclusive_counts()

@@ -27,87 +27,93 @@ from telegrad.wire import tensors
 class LeaseLedger(Protocol):
     """What a `CudaSend` needs of `CudaTransfers`."""
 
-    numbers: Iterator[int]
+    lease_ids: Iterator[int]
 
-    def lend(self, number: int, incarnation: str, memory: list[object]) -> None: ...
-    def give_back(self, numbers: list[int]) -> None: ...
-    def retract(self, incarnation: str, numbers: list[int]) -> None: ...
-    def done_with(self, incarnation: str) -> list[int]: ...
+    def add_lease(self, lease_id: int, incarnation: str, memory: list[object]) -> None: ...
+    def end_leases(self, lease_ids: list[int]) -> None: ...
+    def cancel_leases(self, incarnation: str, lease_ids: list[int]) -> None: ...
+    def completed_leases(self, incarnation: str) -> list[int]: ...
 
 
 class CudaSend(LentResource):
     """What one message takes along from one device: snapshots, or tensors at rest. Travels as a number and an event."""
 
     def __init__(
-        self, devices: LeaseLedger, envelope: MessageContext, index: int, exclusive: bool
+        self, transfers: LeaseLedger, context: MessageContext, index: int, exclusive: bool
     ) -> None:
-        self._devices = devices
-        self._at_rest = exclusive
-        self._incarnation = envelope.incarnation
+        self._transfers = transfers
+        self._exclusive = exclusive
+        self._incarnation = context.incarnation
         self._exports = ipc.exports(index)
         self._stream = torch.cuda.current_stream(index)
         self._event = (
             None if exclusive and self._stream.query() else self._exports.event(self._stream)
         )
-        self._uuid = ipc.devices()[index]
-        self._number = next(devices.numbers)
-        self._done: list[int] | None = None
+        self._uuid = ipc.device_uuids()[index]
+        self._lease_id = next(transfers.lease_ids)
+        self._completed_leases: list[int] | None = None
         self._index = index
         self._targets: set[int] = set()
-        self._kept: list[object] = []
+        self._leased_memory: list[object] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         event = None if self._event is None else self._event.handle
-        if self._done is None:  # once, for packing may start again
-            self._done = self._devices.done_with(self._incarnation)
-        return _open_shipment, (
-            self._number,
+        if self._completed_leases is None:  # once, for packing may start again
+            self._completed_leases = self._transfers.completed_leases(self._incarnation)
+        return _open_receive, (
+            self._lease_id,
             self._uuid,
             event,
-            self._done,
-            self._index if self._at_rest else None,
+            self._completed_leases,
+            self._index if self._exclusive else None,
         )
 
-    def take(self, tensor: Tensor, target: int) -> ipc.Place:
+    def add(self, tensor: Tensor, target: int) -> ipc.MemoryLocation:
         """A tensor that goes to the receiver's device `target`."""
-        if self._at_rest:
-            place = self._exports.place(tensor)
+        if self._exclusive:
+            location = self._exports.export(tensor)
             tensor.record_stream(self._stream)
-            self._kept.append(tensor)
+            self._leased_memory.append(tensor)
         else:
-            place, snapshot = self._exports.snapshot(tensor, self._stream)
-            self._kept.append(snapshot)
+            location, snapshot = self._exports.snapshot(tensor, self._stream)
+            self._leased_memory.append(snapshot)
         self._targets.add(target)
-        return place
+        return location
 
-    def orders(self, stream: torch.cuda.Stream, target: int) -> bool:
+    def orders_after(self, stream: torch.cuda.Stream, target: int) -> bool:
         """Does the receiver, on its device `target`, wait for what this stream was given to do so far?"""
         return stream == self._stream and target in self._targets
 
     def finish(self) -> None:
         """The message is packed."""
-        if not self._kept:  # they could not be taken, and went another way
+        if not self._leased_memory:  # they could not be taken, and went another way
             return
         if self._event is not None:
             self._event.event.record(self._stream)
-        self._devices.lend(self._number, self._incarnation, self._kept)
-        if self._at_rest:
+        self._transfers.add_lease(self._lease_id, self._incarnation, self._leased_memory)
+        if self._exclusive:
             keep_until_answered(self)
 
     def returned(self, answered: bool) -> None:
         if answered:
-            self._devices.give_back([self._number])
+            self._transfers.end_leases([self._lease_id])
         else:
-            self._devices.retract(self._incarnation, [self._number])
+            self._transfers.cancel_leases(self._incarnation, [self._lease_id])
 
 
-def _open_shipment(
-    number: int, uuid: str, event: bytes | None, done: list[int], origin: int | None
+def _open_receive(
+    lease_id: int,
+    uuid: str,
+    event: bytes | None,
+    completed_leases: list[int],
+    sender_device: int | None,
 ) -> object:
-    envelope = current_message()
-    if envelope is None:
+    context = current_message()
+    if context is None:
         raise InternalError("CUDA tensors outside of a message")
-    return envelope.agent.devices.arrival(envelope, number, uuid, event, done, origin)
+    return context.agent.devices.open_receive(
+        context, lease_id, uuid, event, completed_leases, sender_device
+    )
 
 
-copyreg.add_extension(__name__, _open_shipment.__name__, tensors.EXTENSION_CODE + 18)
+copyreg.add_extension(__name__, _open_receive.__name__, tensors.EXTENSION_CODE + 18)

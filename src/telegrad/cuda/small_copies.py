@@ -25,11 +25,11 @@ from torch import Tensor
 from telegrad.cuda import ipc
 from telegrad.wire import tensors
 
-LARGEST = 1 << 16  # bytes: more are quicker from device to device, switches and all
-_PIECES = 32
-_BYTES = tensors.code_of(torch.uint8)
-_HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
-_PITCH = LARGEST  # rows have to lie apart, or the driver sees that two rows are one
+MAX_SMALL_COPY_BYTES = 1 << 16  # bytes: more are quicker from device to device, switches and all
+_BUFFERS = 32
+_UINT8_CODE = tensors.code_of(torch.uint8)
+_MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
+_PITCH = MAX_SMALL_COPY_BYTES  # rows have to lie apart, or the driver sees that two rows are one
 
 
 class _PinnedBuffer:
@@ -37,8 +37,12 @@ class _PinnedBuffer:
 
     def __init__(self, address: int) -> None:
         self.address = address
-        self.rows = ipc.Rows(
-            source_type=_HOST, source_host=address, source_pitch=_PITCH, to_type=_DEVICE, height=2
+        self.copy_2d = ipc.Memcpy2D(
+            source_type=_MEMORY_TYPE_HOST,
+            source_host=address,
+            source_pitch=_PITCH,
+            destination_type=_MEMORY_TYPE_DEVICE,
+            height=2,
         )
 
 
@@ -50,55 +54,63 @@ class SmallCopies:
         self._device = torch.device("cuda", index)
         self._driver = ipc.driver()
         self._lock = threading.Lock()
-        self._memory = torch.empty(_PIECES * 2 * _PITCH, dtype=torch.uint8, pin_memory=True)
+        self._memory = torch.empty(_BUFFERS * 2 * _PITCH, dtype=torch.uint8, pin_memory=True)
         start = self._memory.data_ptr()
-        self._free = deque(_PinnedBuffer(start + number * 2 * _PITCH) for number in range(_PIECES))
+        self._free = deque(_PinnedBuffer(start + slot * 2 * _PITCH) for slot in range(_BUFFERS))
         self._busy: defaultdict[int, deque[_PinnedBuffer]] = defaultdict(deque)
 
-    def fetch(self, tensor: Tensor, size: int, patience: float) -> bytes | None:
-        """The `size` bytes of a contiguous tensor, unless its stream takes longer than `patience` seconds."""
-        if not ipc.is_current(self._index):
+    def copy_to_host(self, tensor: Tensor, size: int, timeout: float) -> bytes | None:
+        """The `size` bytes of a contiguous tensor, unless its stream takes longer than `timeout` seconds."""
+        if not ipc.is_current_device(self._index):
             with torch.cuda.device(self._index):
-                return self.fetch(tensor, size, patience)
-        stream, until = ipc.stream(self._index), 0.0
-        piece = self._take(stream)
-        if piece is None:
+                return self.copy_to_host(tensor, size, timeout)
+        stream, give_up_at = ipc.current_raw_stream(self._index), 0.0
+        buffer = self._acquire_buffer(stream)
+        if buffer is None:
             return None
-        self._driver.copy_out(piece.address, tensor.data_ptr(), size, stream)
+        self._driver.copy_to_host_async(buffer.address, tensor.data_ptr(), size, stream)
         while not self._is_idle(stream):
             now = time.monotonic()
-            until = until or now + patience
-            if now > until:
-                self._busy[stream].append(piece)
+            give_up_at = give_up_at or now + timeout
+            if now > give_up_at:
+                self._busy[stream].append(buffer)
                 return None
-        data = ctypes.string_at(piece.address, size)
-        self._free.append(piece)
+        data = ctypes.string_at(buffer.address, size)
+        self._free.append(buffer)
         return data
 
-    def put(self, data: bytes, code: int, shape: tuple[int, ...]) -> Tensor:
+    def copy_to_device(self, data: bytes, code: int, shape: tuple[int, ...]) -> Tensor:
         """The tensor that these bytes are, once the current stream comes to it."""
         if len(data) % 2:
             return tensors.shaped(
-                code, shape, self.put(data + b"\0", _BYTES, (len(data) + 1,))[:-1]
+                code, shape, self.copy_to_device(data + b"\0", _UINT8_CODE, (len(data) + 1,))[:-1]
             )
-        if not ipc.is_current(self._index):
+        if not ipc.is_current_device(self._index):
             with torch.cuda.device(self._index):
-                return self.put(data, code, shape)
-        stream = ipc.stream(self._index)
-        piece = self._take(stream)
-        if piece is None:
+                return self.copy_to_device(data, code, shape)
+        stream = ipc.current_raw_stream(self._index)
+        buffer = self._acquire_buffer(stream)
+        if buffer is None:
             return tensors.shaped(
                 code, shape, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
             )
-        tensor, half, rows = tensors.empty(code, shape, self._device), len(data) // 2, piece.rows
-        ctypes.memmove(piece.address, data, half)
-        ctypes.memmove(piece.address + _PITCH, data[half:], half)
-        rows.to_device, rows.to_pitch, rows.width = tensor.data_ptr(), half, half
-        self._driver.copy_rows(rows, stream)
-        self._busy[stream].append(piece)
+        tensor, half, copy_2d = (
+            tensors.empty(code, shape, self._device),
+            len(data) // 2,
+            buffer.copy_2d,
+        )
+        ctypes.memmove(buffer.address, data, half)
+        ctypes.memmove(buffer.address + _PITCH, data[half:], half)
+        copy_2d.destination_device, copy_2d.destination_pitch, copy_2d.width = (
+            tensor.data_ptr(),
+            half,
+            half,
+        )
+        self._driver.copy_2d_async(copy_2d, stream)
+        self._busy[stream].append(buffer)
         return tensor
 
-    def _take(self, stream: int) -> _PinnedBuffer | None:
+    def _acquire_buffer(self, stream: int) -> _PinnedBuffer | None:
         for _ in range(2):
             try:
                 return self._free.popleft()
@@ -112,7 +124,7 @@ class SmallCopies:
         with self._lock:
             busy = self._busy[stream]
             count = len(busy)
-            if not self._driver.is_idle(stream):
+            if not self._driver.is_stream_idle(stream):
                 return False
             for _ in range(count):
                 self._free.append(busy.popleft())

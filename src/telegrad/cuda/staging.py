@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK = 8 << 20  # bytes that go through page-locked memory at a time
+_CHUNK_BYTES = 8 << 20  # bytes that go through page-locked memory at a time
 
 
 def to_host(tensor: Tensor, exclusive: bool = False) -> Tensor:
@@ -18,7 +18,7 @@ def to_host(tensor: Tensor, exclusive: bool = False) -> Tensor:
     `exclusive`, they are copied from a snapshot on the device, which is one operation of the stream.
     """
     size = tensor.numel() * tensor.itemsize
-    if size < _CHUNK:
+    if size < _CHUNK_BYTES:
         return tensor.cpu()
     if not exclusive:
         try:
@@ -30,9 +30,9 @@ def to_host(tensor: Tensor, exclusive: bool = False) -> Tensor:
     return host
 
 
-def from_host(build: Callable[..., Tensor], parts: tuple[Any, ...], index: int) -> Tensor:
-    host = build(*parts)
-    if host.numel() * host.itemsize < _CHUNK:
+def from_host(rebuild: Callable[..., Tensor], arguments: tuple[Any, ...], index: int) -> Tensor:
+    host = rebuild(*arguments)
+    if host.numel() * host.itemsize < _CHUNK_BYTES:
         return host.to(f"cuda:{index}")
     tensor = torch.empty(host.shape, dtype=host.dtype, device=f"cuda:{index}")
     _stage(host.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8), tensor.device)
@@ -42,34 +42,36 @@ def from_host(build: Callable[..., Tensor], parts: tuple[Any, ...], index: int) 
 def _stage(source: Tensor, target: Tensor, device: torch.device) -> None:
     """Copy bytes between host and device in chunks: while one is on the bus, the host copies its neighbour."""
     stream = torch.cuda.current_stream(device)
-    lockers = [torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    pinned_buffers = [
+        torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+    ]
     events = [torch.cuda.Event(), torch.cuda.Event()]
-    leaves = source.is_cuda
+    to_host_memory = source.is_cuda
     pending: tuple[int, int, int] | None = None
-    for turn, start in enumerate(range(0, source.numel(), _CHUNK)):
-        end, which = min(start + _CHUNK, source.numel()), turn % 2
-        locked = lockers[which][: end - start]
-        if leaves:
-            locked.copy_(source[start:end], non_blocking=True)
-            events[which].record(stream)
+    for chunk_number, start in enumerate(range(0, source.numel(), _CHUNK_BYTES)):
+        end, slot = min(start + _CHUNK_BYTES, source.numel()), chunk_number % 2
+        pinned = pinned_buffers[slot][: end - start]
+        if to_host_memory:
+            pinned.copy_(source[start:end], non_blocking=True)
+            events[slot].record(stream)
             if pending is not None:
-                _unlock(pending, lockers, events, target)
-            pending = which, start, end
+                _finish_chunk(pending, pinned_buffers, events, target)
+            pending = slot, start, end
         else:
-            events[which].synchronize()
-            locked.copy_(source[start:end])
-            target[start:end].copy_(locked, non_blocking=True)
-            events[which].record(stream)
+            events[slot].synchronize()
+            pinned.copy_(source[start:end])
+            target[start:end].copy_(pinned, non_blocking=True)
+            events[slot].record(stream)
     if pending is not None:
-        _unlock(pending, lockers, events, target)
+        _finish_chunk(pending, pinned_buffers, events, target)
 
 
-def _unlock(
+def _finish_chunk(
     pending: tuple[int, int, int],
-    lockers: list[Tensor],
+    pinned_buffers: list[Tensor],
     events: list[torch.cuda.Event],
     target: Tensor,
 ) -> None:
-    which, start, end = pending
-    events[which].synchronize()
-    target[start:end].copy_(lockers[which][: end - start])
+    slot, start, end = pending
+    events[slot].synchronize()
+    target[start:end].copy_(pinned_buffers[slot][: end - start])

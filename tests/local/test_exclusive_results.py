@@ -76,7 +76,7 @@ def passed_through(function: Callable[[Tensor], Any]) -> Any:
 def test_what_nobody_else_refers_to_is_sole(make: Callable[[], Any]) -> None:
     value = make()
     # without the lock, counts may be too low
-    assert is_exclusive(value, 1, anywhere=True) == has_lock()
+    assert is_exclusive(value, 1, any_device=True) == has_lock()
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_what_nobody_else_refers_to_is_sole(make: Callable[[], Any]) -> None:
 )
 def test_what_somebody_may_refer_to_is_not(make: Callable[[], Any]) -> None:
     value = make()
-    assert not is_exclusive(value, 1, anywhere=True)
+    assert not is_exclusive(value, 1, any_device=True)
 
 
 def test_tensors_of_other_devices_and_small_ones_are_not_looked_at() -> None:
     value = fresh()
-    assert is_exclusive(value, 12, anywhere=True) == has_lock()
+    assert is_exclusive(value, 12, any_device=True) == has_lock()
     assert not is_exclusive(value, 12)
-    assert not is_exclusive(value, 13, anywhere=True)
+    assert not is_exclusive(value, 13, any_device=True)
