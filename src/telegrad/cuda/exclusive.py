@@ -1,10 +1,13 @@
-"""Whether a result is the last that refers to its memory, so that it can be lent to the caller as it is.
+"""Check whether a result is the only reference to its memory.
 
-Python's counts of references and torch's tell. What they are for something that one variable refers to depends on the
-versions of both, so they are not compared with fixed numbers, but with those of an object that is known to be alone.
+The memory of such a result can be leased to the caller without a snapshot. The check compares the
+reference counts of Python and of torch with those of an object that has no other reference. The
+expected counts depend on the versions of Python and torch, so they are measured at import and not
+written down. The helper functions below must therefore be called with the same nesting for the
+measurement and for the check.
 
-Without the interpreter lock, Python's count may be too low for a moment while a reference passes from one thread to
-another. So there no result is taken for the last, and the caller gets a copy.
+Without the interpreter lock, a reference count may be too low for a moment while a reference moves
+between threads. No result counts as exclusive there, and the caller gets a copy.
 """
 
 from __future__ import annotations
@@ -18,16 +21,17 @@ from torch import Tensor
 
 from telegrad.interpreter import has_lock
 
-# bytes: a snapshot of fewer costs less than mapping memory that was not made for it
+# For fewer bytes, a snapshot costs less than mapping the memory of the tensor itself.
 MIN_LEASE_BYTES = 1 << 20
-_MAX_ITEMS = 16  # a result of more parts is not looked through
+_MAX_ITEMS = 16  # longer tuples and lists are not searched
 _SCALAR_TYPES = (int, float, bool, str, type(None))
 
 
 def is_exclusive(value: Any, min_bytes: int = MIN_LEASE_BYTES, any_device: bool = False) -> bool:
-    """Does nobody refer to the CUDA tensors of a result but the one variable that this is called with?
+    """Return whether the caller's variable is the only reference to the CUDA tensors of `value`.
 
-    Only results with one of `min_bytes` so many bytes are looked at; False for others. `any_device`: on any device.
+    Return False for a result without a tensor of at least `min_bytes` bytes. With `any_device`,
+    consider tensors of all devices and not only those of CUDA devices.
     """
     kind = type(value)
     if kind is Tensor:
@@ -69,7 +73,10 @@ def _storage_reference_counts(tensor: Tensor) -> tuple[int, int]:
 
 
 def _owns_storage(tensor: Tensor) -> bool:
-    """Is this all there is to its memory, which is torch's own: no view, no graph, no reference from C++?"""
+    """Return whether no other tensor, graph or C++ object refers to the memory of `tensor`.
+
+    The memory must also belong to torch, not to an object such as a numpy array.
+    """
     return (
         tensor.layout is torch.strided
         and not tensor.requires_grad
@@ -80,11 +87,12 @@ def _owns_storage(tensor: Tensor) -> bool:
 
 
 def _reference_count_of_argument(value: object) -> int:
+    """Stand for `is_exclusive` in the measurement: a parameter adds one reference."""
     return _reference_count(value)
 
 
 def _measure_exclusive_counts() -> tuple[int, int, tuple[int, int]]:
-    """What the functions above count if there is nobody else; it differs between versions of Python."""
+    """Return what the functions above count for objects that nothing else refers to."""
     value, items = object(), (object(),)
     return (
         _reference_count_of_argument(value),

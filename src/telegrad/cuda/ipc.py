@@ -1,13 +1,16 @@
-"""CUDA memory between the processes of one host: what another process copies is told to it as a place in an allocation.
+"""CUDA IPC: share device memory and events with other processes of the same host.
 
-An allocation is known to other processes by its handle, whoever made it: torch's allocator, as a rule. Each process
-maps a handle once, copies what it is told to copy, and keeps the mapping for the next message; what nobody has used for
-a while is unmapped, for memory that others have mapped does not return to the device when its owner frees it. Order
-between processes is kept by events that are shared the same way.
+A process exports memory as a `MemoryLocation`: the IPC handle of an allocation and an offset in it.
+The handle covers the whole allocation, which as a rule belongs to torch's allocator. A receiving
+process maps each handle once, copies from the mapping and keeps it for later messages. It unmaps
+allocations that were not used for a while, because the owner cannot return freed memory to the
+device while another process maps it. IPC events keep the order between streams of two processes.
 
-State: `Exports._allocations` (what this process has handed out, by the driver's number for the allocation) and
-`_IpcMappings` (what it has mapped, and how many copies use each), under their locks; of each stream, a ring of events,
-made once.
+State: `Exports._allocations` maps the driver's buffer id to the exported allocation, and
+`Exports._event_pools` holds the IPC events of each stream; entries are added under `Exports._lock`
+and never removed. `_IpcMappings._mappings` holds the mapped allocations of other processes with
+their use counts, changed under `_IpcMappings._lock`. `_exports` has one `Exports` per device, added
+under `_exports_lock`.
 """
 
 from __future__ import annotations
@@ -26,15 +29,15 @@ from torch import Tensor
 
 from telegrad.errors import TelegradError
 
-# CU_POINTER_ATTRIBUTE_BUFFER_ID: unique in the life of a process, which addresses are not
+# CU_POINTER_ATTRIBUTE_BUFFER_ID. Unlike an address, a buffer id is never reused in a process.
 _POINTER_ATTRIBUTE_BUFFER_ID = 7
-_LAZY_PEER_ACCESS = 1
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _HANDLE_BYTES = 64
-_SLOT_BYTES, _SLOTS = 1 << 16, 256  # small snapshots need no allocation
-# messages that one stream may have under way before a receiver may wait for a later one, too
+_SLOT_BYTES, _SLOTS = 1 << 16, 256  # a slab for small snapshots, which saves allocations
+# With more messages in flight on one stream, a receiver may also wait for a later message.
 _EVENTS_PER_STREAM = 64
-_UNMAP_AFTER = 5.0  # seconds after which memory of others is unmapped
+_UNMAP_AFTER = 5.0  # seconds without use after which memory of another process is unmapped
 
 DevicePointer = ctypes.c_uint64
 
@@ -44,18 +47,18 @@ class _IpcMemHandle(ctypes.Structure):
 
 
 class CudaError(TelegradError):
-    """The CUDA driver refused something."""
+    """A call of the CUDA driver failed."""
 
 
 class MemoryLocation(NamedTuple):
-    """Where bytes lie that another process may copy."""
+    """Device memory that another process may copy: an IPC handle and an offset in bytes."""
 
     handle: bytes
     offset: int
 
 
 class Memcpy2D(ctypes.Structure):
-    """The driver's CUDA_MEMCPY2D: rows of bytes that lie apart on one side or both."""
+    """CUDA_MEMCPY2D of the driver: a copy of rows, with a pitch between rows on each side."""
 
     _fields_ = (
         ("source_x", ctypes.c_size_t),
@@ -78,13 +81,13 @@ class Memcpy2D(ctypes.Structure):
 
 
 class _CudaDriver:
-    """The few functions of the CUDA driver that torch does not offer."""
+    """The functions of the CUDA driver that torch does not offer."""
 
     def __init__(self) -> None:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise CudaError(f"the CUDA driver cannot be loaded: {error}") from error
+            raise CudaError(f"cannot load the CUDA driver library: {error}") from error
         self._library.cuMemcpyDtoDAsync_v2.argtypes = (
             DevicePointer,
             DevicePointer,
@@ -108,7 +111,7 @@ class _CudaDriver:
         self._library.cuStreamQuery.argtypes = (ctypes.c_void_p,)
 
     def buffer_id(self, pointer: int) -> int:
-        """The number of the allocation that an address lies in, which no other ever had or will have."""
+        """Return the id of the allocation that contains `pointer`, unique in this process."""
         buffer_id = ctypes.c_uint64()
         code = self._library.cuPointerGetAttribute(
             ctypes.byref(buffer_id), _POINTER_ATTRIBUTE_BUFFER_ID, DevicePointer(pointer)
@@ -117,7 +120,7 @@ class _CudaDriver:
         return buffer_id.value
 
     def allocation_base(self, pointer: int) -> int:
-        """Where the allocation begins that an address lies in."""
+        """Return the start address of the allocation that contains `pointer`."""
         base, size = DevicePointer(), ctypes.c_size_t()
         code = self._library.cuMemGetAddressRange_v2(
             ctypes.byref(base), ctypes.byref(size), DevicePointer(pointer)
@@ -126,6 +129,7 @@ class _CudaDriver:
         return base.value
 
     def ipc_handle(self, base: int) -> bytes:
+        """Return the IPC handle of the allocation that starts at `base`."""
         handle = _IpcMemHandle()
         self._check(
             "cuIpcGetMemHandle", self._library.cuIpcGetMemHandle(ctypes.byref(handle), base)
@@ -133,6 +137,7 @@ class _CudaDriver:
         return bytes(handle)
 
     def open_ipc_handle(self, handle: bytes) -> int:
+        """Map an allocation of another process and return its address here."""
         base = DevicePointer()
         structure = _IpcMemHandle.from_buffer_copy(handle)
         code = self._library.cuIpcOpenMemHandle_v2(ctypes.byref(base), structure, _LAZY_PEER_ACCESS)
@@ -140,28 +145,29 @@ class _CudaDriver:
         return base.value
 
     def close_ipc_handle(self, base: int) -> None:
+        """Unmap an allocation that `open_ipc_handle` mapped at `base`."""
         self._check("cuIpcCloseMemHandle", self._library.cuIpcCloseMemHandle(base))
 
     def copy_async(self, destination: int, source: int, size: int, stream: int) -> None:
-        """Copy from device to device when the stream comes to it."""
+        """Enqueue a copy from device to device."""
         code = self._library.cuMemcpyDtoDAsync_v2(destination, source, size, stream)
         if code:
             self._check("cuMemcpyDtoDAsync", code)
 
     def copy_to_host_async(self, destination: int, source: int, size: int, stream: int) -> None:
-        """Copy from device to page-locked host memory when the stream comes to it."""
+        """Enqueue a copy from a device to pinned host memory."""
         code = self._library.cuMemcpyDtoHAsync_v2(destination, source, size, stream)
         if code:
             self._check("cuMemcpyDtoHAsync", code)
 
     def copy_2d_async(self, copy_2d: Memcpy2D, stream: int) -> None:
-        """Copy rows from page-locked host memory to a device when the stream comes to it."""
+        """Enqueue a copy of rows from pinned host memory to a device."""
         code = self._library.cuMemcpy2DAsync_v2(ctypes.addressof(copy_2d), stream)
         if code:
             self._check("cuMemcpy2DAsync", code)
 
     def is_stream_idle(self, stream: int) -> bool:
-        """Is there nothing left to do on a stream?"""
+        """Return whether all work of a stream has completed."""
         code = self._library.cuStreamQuery(stream)
         if code not in (0, _NOT_READY):
             self._check("cuStreamQuery", code)
@@ -175,6 +181,8 @@ class _CudaDriver:
 
 
 class _ThreadState(threading.local):
+    """The devices whose CUDA context the thread has initialized."""
+
     ready_devices: frozenset[int] = frozenset()
 
 
@@ -183,12 +191,13 @@ _thread = _ThreadState()
 
 @functools.cache
 def driver() -> _CudaDriver:
+    """Return the CUDA driver of this process."""
     return _CudaDriver()
 
 
 @functools.cache
 def device_uuids() -> tuple[str, ...]:
-    """The ids of the GPUs that this process sees, by their index here."""
+    """Return the UUIDs of the GPUs that this process sees, by index."""
     if not torch.cuda.is_available():
         return ()
     return tuple(
@@ -198,28 +207,28 @@ def device_uuids() -> tuple[str, ...]:
 
 
 def ensure_context(index: int) -> None:
-    """Make sure that this thread can talk to the driver about a device, as it can once torch has used that device."""
+    """Initialize the CUDA context of a device in this thread, so that driver calls work."""
     if index not in _thread.ready_devices:
         with torch.cuda.device(index):
-            torch.cuda.Event().record()
+            torch.cuda.Event().record()  # any operation of torch on the device does it
         _thread.ready_devices |= {index}
 
 
 def is_current_device(index: int) -> bool:
-    """Is it the current device? For the driver, the default stream is that of the current one."""
+    """Return whether a device is current. The driver resolves the default stream to that device."""
     ensure_context(index)
     current: int = torch._C._cuda_getDevice()
     return current == index
 
 
 def current_raw_stream(index: int) -> int:
-    """What the driver calls the current stream of a device."""
+    """Return the driver's handle of the current stream of a device."""
     raw_stream: int = torch._C._cuda_getCurrentRawStream(index)
     return raw_stream
 
 
 def copy_async(destination: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
-    """Copy from device to device when the stream comes to it."""
+    """Enqueue a copy from device to device."""
     if not is_current_device(stream.device_index):
         with torch.cuda.device(stream.device_index):
             copy_async(destination, source, size, stream)
@@ -228,7 +237,7 @@ def copy_async(destination: int, source: int, size: int, stream: torch.cuda.Stre
 
 
 class _SnapshotSlot:
-    """A small snapshot's place in a slab that was handed out once. Free again when this object dies."""
+    """Slot of the slab for one small snapshot. Deleting this object frees the slot."""
 
     __slots__ = ("_free", "address", "location")
 
@@ -242,7 +251,7 @@ class _SnapshotSlot:
 
 
 class Exports:
-    """Memory of one device that this process hands out."""
+    """The memory and events of one device that this process exports."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -257,12 +266,12 @@ class Exports:
         )
 
     def snapshot(self, tensor: Tensor, stream: torch.cuda.Stream) -> tuple[MemoryLocation, object]:
-        """Copy a contiguous tensor when the stream comes to it: where to, and what keeps the copy."""
+        """Enqueue a copy of a contiguous tensor. Return its location and its owner."""
         size = tensor.numel() * tensor.itemsize
         if size <= _SLOT_BYTES:
             try:
                 slot = _SnapshotSlot(self._free)
-            except IndexError:  # all are under way
+            except IndexError:  # all slots are in use
                 pass
             else:
                 copy_async(slot.address, tensor.data_ptr(), size, stream)
@@ -275,7 +284,7 @@ class Exports:
         return torch.empty(size, dtype=torch.uint8, device=f"cuda:{self._index}")
 
     def export(self, tensor: Tensor) -> MemoryLocation:
-        """How others find a tensor. Raises `CudaError` for memory of a kind that cannot be mapped."""
+        """Return the location of a tensor. Raise `CudaError` if its memory cannot be shared."""
         ensure_context(self._index)
         pointer = tensor.data_ptr()
         buffer_id = driver().buffer_id(pointer)
@@ -289,7 +298,7 @@ class Exports:
         return MemoryLocation(allocation[0], pointer - allocation[1])
 
     def event(self, stream: torch.cuda.Stream) -> IpcEvent:
-        """An event that others can wait for, to be recorded on this stream alone."""
+        """Return the next IPC event of a stream. Record it on that stream only."""
         pool = self._event_pools.get(stream.cuda_stream)
         if pool is None:
             with self._lock, torch.cuda.device(self._index):
@@ -300,7 +309,10 @@ class Exports:
 
 
 class IpcEvent:
-    """An event of this process. Recorded again on its stream, it only makes those who wait for it wait longer."""
+    """An event of this process that other processes can wait for.
+
+    It may be recorded again on its stream while others wait for it: they then wait longer.
+    """
 
     def __init__(self, index: int) -> None:
         self.event = torch.cuda.Event(interprocess=True)
@@ -309,19 +321,22 @@ class IpcEvent:
 
 
 class _IpcMapping:
-    """Memory of another process, as this one sees it."""
+    """An allocation of another process, mapped into this one."""
 
     __slots__ = ("base", "index", "last_used", "use_count")
 
     def __init__(self, base: int, index: int) -> None:
         self.base = base
         self.index = index
-        self.use_count = 0  # messages whose tensors are being copied out of it
-        self.last_used = 0.0  # when the last of them was done
+        self.use_count = 0  # messages whose tensors are being copied from it
+        self.last_used = 0.0  # when the last such message was done
 
 
 class _IpcMappings:
-    """What other processes hand out, as this one sees it. What it hands out itself needs no mapping."""
+    """The memory and events of other processes that this process has mapped.
+
+    Memory and events that this process exports itself are looked up here, too, without a mapping.
+    """
 
     def __init__(self) -> None:
         self._own_bases: dict[bytes, int] = {}
@@ -333,13 +348,15 @@ class _IpcMappings:
         return len(self._mappings)
 
     def add_own_memory(self, handle: bytes, base: int) -> None:
+        """Register memory that this process exports."""
         self._own_bases[handle] = base
 
     def add_own_event(self, index: int, handle: bytes, event: torch.cuda.Event) -> None:
+        """Register an event that this process exports."""
         self._events[index, handle] = event
 
     def acquire(self, handle: bytes, index: int) -> int:
-        """Where memory of device `index` that somebody hands out lies for this process, until it is given back."""
+        """Return the address of exported memory of device `index`. It is valid until `release`."""
         ensure_context(index)
         own_base = self._own_bases.get(handle)
         if own_base is not None:
@@ -355,7 +372,7 @@ class _IpcMappings:
             return mapping.base
 
     def release(self, handles: Iterable[bytes]) -> None:
-        """What was copied out of these is here."""
+        """Decrease the use count of mappings from which everything was copied."""
         with self._lock:
             for handle in handles:
                 mapping = self._mappings.get(handle)
@@ -364,6 +381,7 @@ class _IpcMappings:
                     mapping.last_used = time.monotonic()
 
     def event(self, handle: bytes, index: int) -> torch.cuda.Event:
+        """Return the event of a handle, opened on first use."""
         event = self._events.get((index, handle))
         if event is None:
             event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", index), handle)
@@ -371,6 +389,7 @@ class _IpcMappings:
         return event
 
     def has_unused(self, seconds: float = _UNMAP_AFTER) -> bool:
+        """Return whether `close_unused` would unmap something."""
         before = time.monotonic() - seconds
         return any(
             not mapping.use_count and mapping.last_used <= before
@@ -378,7 +397,7 @@ class _IpcMappings:
         )
 
     def close_unused(self, seconds: float = _UNMAP_AFTER) -> None:
-        """Unmap what nobody has used for so long."""
+        """Unmap memory that was not used for `seconds`."""
         before = time.monotonic() - seconds
         with self._lock:
             for handle, mapping in list(self._mappings.items()):
@@ -396,7 +415,7 @@ _exports_lock = threading.Lock()
 
 
 def exports(index: int) -> Exports:
-    """What this process hands out of one of its devices. Made once and never ended: others may have it mapped."""
+    """Return the exports of a device. They live as long as the process: others may map them."""
     found = _exports.get(index)
     if found is None:
         with _exports_lock:

@@ -1,6 +1,10 @@
-"""`CudaReceive`: what one message brought from one device, where it is unpacked.
+"""`CudaReceive`: the CUDA memory of one sending device that one message refers to, on the receiver.
 
-An arrival belongs to the thread that unpacks its message; `CudaTransfers` holds it from then on until it is copied.
+A `CudaReceive` enqueues the copies of its tensors on the streams that are current when the message
+is unpacked. `InlineReceive` does the same for small tensors whose bytes are inside the message.
+
+State: both are used by the thread that unpacks the message, then by the thread that runs the call
+(`join`, `settle`). `CudaTransfers` keeps a `CudaReceive` until its copies have completed.
 """
 
 from __future__ import annotations
@@ -21,13 +25,13 @@ from telegrad.wire import tensors
 
 
 class ReceiveListener(Protocol):
-    """What a `CudaReceive` needs of `CudaTransfers`."""
+    """The part of `CudaTransfers` that `CudaReceive` uses."""
 
     def copies_started(self) -> None: ...
 
 
 class CudaReceive:
-    """What one message brought from one device of its sender."""
+    """The tensors that one message brings from one device of its sender."""
 
     def __init__(
         self,
@@ -41,13 +45,12 @@ class CudaReceive:
         self.lease_id = lease_id
         self.incarnation = context.incarnation
         self.size = 0
-        self.is_settled = False  # the sender need not be told
+        self.is_settled = False  # the reply ends the lease, so no report is needed
         self._transfers = transfers
         self._index = index
         self._event = None if event is None else ipc.mappings.event(event, index)
-        self._sender_device = (
-            sender_device  # where it is at rest: what the sender calls that device
-        )
+        # For exclusive tensors, the sender's index of its device; None for snapshots.
+        self._sender_device = sender_device
         self._bases: dict[bytes, int] = {}
         self._tensors: list[Tensor] = []
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -56,6 +59,7 @@ class CudaReceive:
     def copy(
         self, location: ipc.MemoryLocation, index: int, code: int, shape: tuple[int, ...]
     ) -> Tensor:
+        """Return a new tensor on device `index` and enqueue the copy of its bytes."""
         tensor = tensors.empty(code, shape, f"cuda:{index}")
         size = tensor.numel() * tensor.itemsize
         stream = self._streams.get(index)
@@ -72,26 +76,28 @@ class CudaReceive:
         return tensor
 
     def finish(self) -> None:
-        """The message is unpacked."""
+        """Record the end of the copies, when the message is unpacked."""
         self._events = [stream.record_event() for stream in self._streams.values()]
         self._transfers.copies_started()
 
     def is_copied(self) -> bool:
+        """Return whether all copies have completed."""
         return self._events is not None and all(event.query() for event in self._events)
 
     def release_mappings(self) -> None:
-        """It is copied, and its sender knows or is told now."""
+        """Release the mapped memory, when the copies have completed."""
         ipc.mappings.release(self._bases)
 
     def forget(self) -> None:
-        """Nobody will call `join`."""
+        """Drop the tensors that are kept for `join`, which will not be called."""
         self._tensors.clear()
 
     def settle(self, reply_resources: Collection[object] = ()) -> None:
-        """The call that brought this is about to be answered: its sender takes back what it lent.
+        """Order the copies before the reply, which ends the lease of the sender.
 
-        If tensors that go back with the answer are made on the stream that copies, the sender waits for them, and so
-        for the copies. If not, this waits.
+        If the reply contains tensors that are sent from the stream of the copies, the stream of
+        the sender waits for them and therefore for the copies. Otherwise block until the copies
+        have completed.
         """
         if self._sender_device is None or self.is_settled:
             return
@@ -102,7 +108,7 @@ class CudaReceive:
                 event.synchronize()
 
     def join(self) -> None:
-        """The thread that uses the tensors may be on other streams than the one that unpacked them."""
+        """Make the streams of this thread wait for the copies, if others enqueued them."""
         for (index, stream), event in zip(self._streams.items(), self._events or (), strict=True):
             current = torch.cuda.current_stream(index)
             if current != stream:
@@ -113,7 +119,7 @@ class CudaReceive:
 
 
 class InlineReceive:
-    """The tensors for one device that came inside of a message."""
+    """The tensors for one device whose bytes are inside the message."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -121,20 +127,21 @@ class InlineReceive:
         self._tensors: list[Tensor] = []
 
     def add(self, tensor: Tensor) -> None:
+        """Add a tensor whose copy to the device is enqueued."""
         self._tensors.append(tensor)
 
     def finish(self) -> None:
-        return  # the sender lends nothing
+        """Do nothing: there is no lease."""
 
     def settle(self, reply_resources: Collection[object] = ()) -> None:
-        return
+        """Do nothing: there is no lease."""
 
     def forget(self) -> None:
-        """Nobody will call `join`."""
+        """Drop the tensors that are kept for `join`, which will not be called."""
         self._tensors.clear()
 
     def join(self) -> None:
-        """The thread that uses the tensors may be on another stream than the one that unpacked them."""
+        """Make the current stream wait for the copies, if another stream has them."""
         if ipc.current_raw_stream(self._index) != self._stream:
             current = torch.cuda.current_stream(self._index)
             current.wait_stream(_torch_stream(self._stream, self._index))
@@ -143,7 +150,7 @@ class InlineReceive:
 
 
 def _torch_stream(stream: int, index: int) -> torch.cuda.Stream:
-    """What torch calls a stream of the driver's."""
+    """Return the torch stream of a stream handle of the driver."""
     if not stream:
         return torch.cuda.default_stream(index)
     return torch.cuda.ExternalStream(stream, device=index)  # type: ignore[no-untyped-call]
@@ -152,12 +159,12 @@ def _torch_stream(stream: int, index: int) -> torch.cuda.Stream:
 def receive_tensor(
     receive: CudaReceive, handle: bytes, offset: int, index: int, code: int, shape: tuple[int, ...]
 ) -> Tensor:
-    """A tensor that came with an arrival; what travels instead of it."""
+    """Unpickle a tensor that its sender leases."""
     return receive.copy(ipc.MemoryLocation(handle, offset), index, code, shape)
 
 
 def receive_inline_tensor(data: bytes, index: int, code: int, shape: tuple[int, ...]) -> Tensor:
-    """A tensor that came inside of a message; what travels instead of it."""
+    """Unpickle a tensor whose bytes are inside the message."""
     tensor = small_copies(index).copy_to_device(data, code, shape)
     message_resource(("receive_inline_tensor", index), functools.partial(InlineReceive, index)).add(
         tensor

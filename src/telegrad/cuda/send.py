@@ -1,7 +1,10 @@
-"""`CudaSend`: what one message takes along from one device, where it is packed.
+"""`CudaSend`: the CUDA memory of one device that one message refers to, on the sending side.
 
-A shipment belongs to the thread that packs its message; `CudaTransfers` holds it from then on until the receiver has
-copied.
+A message has at most one `CudaSend` for snapshots and one for exclusive tensors of each device. It
+is pickled with the message as a lease id and an event, and unpickled as a `CudaReceive`.
+
+State: a `CudaSend` is used only by the thread that packs its message. When the message is packed,
+`CudaTransfers` keeps the memory until the receiver has copied it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from telegrad.wire import tensors
 
 
 class LeaseLedger(Protocol):
-    """What a `CudaSend` needs of `CudaTransfers`."""
+    """The part of `CudaTransfers` that `CudaSend` uses."""
 
     lease_ids: Iterator[int]
 
@@ -36,7 +39,7 @@ class LeaseLedger(Protocol):
 
 
 class CudaSend(LentResource):
-    """What one message takes along from one device: snapshots, or tensors at rest. Travels as a number and an event."""
+    """The snapshots, or the exclusive tensors, that one message sends from one device."""
 
     def __init__(
         self, transfers: LeaseLedger, context: MessageContext, index: int, exclusive: bool
@@ -46,6 +49,7 @@ class CudaSend(LentResource):
         self._incarnation = context.incarnation
         self._exports = ipc.exports(index)
         self._stream = torch.cuda.current_stream(index)
+        # An exclusive tensor on an idle stream is complete: the receiver needs no event.
         self._event = (
             None if exclusive and self._stream.query() else self._exports.event(self._stream)
         )
@@ -58,7 +62,8 @@ class CudaSend(LentResource):
 
     def __reduce__(self) -> tuple[Any, ...]:
         event = None if self._event is None else self._event.handle
-        if self._completed_leases is None:  # once, for packing may start again
+        # Packing may start again, but each completed lease is reported only once.
+        if self._completed_leases is None:
             self._completed_leases = self._transfers.completed_leases(self._incarnation)
         return _open_receive, (
             self._lease_id,
@@ -69,7 +74,7 @@ class CudaSend(LentResource):
         )
 
     def add(self, tensor: Tensor, target: int) -> ipc.MemoryLocation:
-        """A tensor that goes to the receiver's device `target`."""
+        """Add a tensor for the receiver's device `target` and return the location of its bytes."""
         if self._exclusive:
             location = self._exports.export(tensor)
             tensor.record_stream(self._stream)
@@ -81,12 +86,12 @@ class CudaSend(LentResource):
         return location
 
     def orders_after(self, stream: torch.cuda.Stream, target: int) -> bool:
-        """Does the receiver, on its device `target`, wait for what this stream was given to do so far?"""
+        """Return whether the receiver's device `target` waits for the work enqueued on `stream`."""
         return stream == self._stream and target in self._targets
 
     def finish(self) -> None:
-        """The message is packed."""
-        if not self._leased_memory:  # they could not be taken, and went another way
+        """Record the event and start the lease, when the message is packed."""
+        if not self._leased_memory:  # no tensor could be added; they are sent in another way
             return
         if self._event is not None:
             self._event.event.record(self._stream)
@@ -95,6 +100,7 @@ class CudaSend(LentResource):
             keep_until_answered(self)
 
     def returned(self, answered: bool) -> None:
+        """End the lease when the call is over; if it failed here, tell the callee not to copy."""
         if answered:
             self._transfers.end_leases([self._lease_id])
         else:
@@ -108,9 +114,10 @@ def _open_receive(
     completed_leases: list[int],
     sender_device: int | None,
 ) -> object:
+    """Return the `CudaReceive` that a pickled `CudaSend` becomes."""
     context = current_message()
     if context is None:
-        raise InternalError("CUDA tensors outside of a message")
+        raise InternalError("a CUDA tensor was unpickled outside of a message")
     return context.agent.devices.open_receive(
         context, lease_id, uuid, event, completed_leases, sender_device
     )

@@ -1,14 +1,15 @@
-"""A few bytes between a GPU and the host, by way of the GPU's copy engines alone.
+"""Copies of a few bytes between a GPU and the host that use only the copy engines of the GPU.
 
-A GPU that several processes share serves one at a time, and switching to another takes some 150 us on an H200. That is
-so for kernels, for copies from device to device, for events that processes share, and for small copies to the device,
-which the driver writes into the stream of commands. Copies to the host are made by copy engines, which do not switch;
-so are copies of rows to the device, however short. Bytes that are few therefore land as two rows.
+If several processes share a GPU, it runs one of them at a time, and a switch takes about 150 us on
+an H200. Kernels, copies from device to device, events shared between processes, and small copies to
+the device need a switch; the driver writes such small copies into the command stream. Copies to the
+host, and copies of rows to the device of any length, are done by copy engines and need no switch.
+Therefore a few bytes are copied to the device as two rows.
 
-State of a `SmallCopies`: `_free`, the pieces of page-locked memory that nobody uses, and `_busy`, those that a stream
-was told to copy from or to. Whoever takes one from `_free` owns it. Those of a stream are free again when it is found
-to be idle, which whoever fetches finds out anyway; `_lock` is held from counting them until they are taken from
-`_busy`.
+State of `SmallCopies`: `_free` holds the pinned buffers that are not in use; a thread owns a buffer
+that it has popped. `_busy` holds, by stream, the buffers of enqueued copies. They return to `_free`
+when the stream is found to be idle. `_lock` is held from counting the buffers of a stream until
+they have been removed from `_busy`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from torch import Tensor
 from telegrad.cuda import ipc
 from telegrad.wire import tensors
 
-MAX_SMALL_COPY_BYTES = 1 << 16  # bytes: more are quicker from device to device, switches and all
+MAX_SMALL_COPY_BYTES = 1 << 16  # larger copies are faster from device to device, even with a switch
 _BUFFERS = 32
 _UINT8_CODE = tensors.code_of(torch.uint8)
 _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
-_PITCH = MAX_SMALL_COPY_BYTES  # rows have to lie apart, or the driver sees that two rows are one
+_PITCH = (
+    MAX_SMALL_COPY_BYTES  # with a gap between the rows, or the driver would merge them into one
+)
 
 
 class _PinnedBuffer:
-    """Page-locked memory for one copy."""
+    """Pinned memory for one copy, and the parameters of a copy from it to the device."""
 
     def __init__(self, address: int) -> None:
         self.address = address
@@ -47,7 +50,7 @@ class _PinnedBuffer:
 
 
 class SmallCopies:
-    """Where few bytes leave and reach one device."""
+    """Copy a few bytes from and to one device."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -60,7 +63,11 @@ class SmallCopies:
         self._busy: defaultdict[int, deque[_PinnedBuffer]] = defaultdict(deque)
 
     def copy_to_host(self, tensor: Tensor, size: int, timeout: float) -> bytes | None:
-        """The `size` bytes of a contiguous tensor, unless its stream takes longer than `timeout` seconds."""
+        """Return the `size` bytes of a contiguous tensor.
+
+        Return None if the stream of the tensor is still busy after `timeout` seconds, or if there
+        is no free buffer.
+        """
         if not ipc.is_current_device(self._index):
             with torch.cuda.device(self._index):
                 return self.copy_to_host(tensor, size, timeout)
@@ -80,8 +87,8 @@ class SmallCopies:
         return data
 
     def copy_to_device(self, data: bytes, code: int, shape: tuple[int, ...]) -> Tensor:
-        """The tensor that these bytes are, once the current stream comes to it."""
-        if len(data) % 2:
+        """Return a tensor with these bytes; the copy is enqueued on the current stream."""
+        if len(data) % 2:  # two rows need an even number of bytes
             return tensors.shaped(
                 code, shape, self.copy_to_device(data + b"\0", _UINT8_CODE, (len(data) + 1,))[:-1]
             )
@@ -111,6 +118,7 @@ class SmallCopies:
         return tensor
 
     def _acquire_buffer(self, stream: int) -> _PinnedBuffer | None:
+        """Return a free buffer; None if there is none and `stream` cannot free any yet."""
         for _ in range(2):
             try:
                 return self._free.popleft()
@@ -120,7 +128,7 @@ class SmallCopies:
         return None
 
     def _is_idle(self, stream: int) -> bool:
-        """Is there nothing left to do on a stream? Then its pieces are free."""
+        """Return whether a stream is idle; if it is, free its buffers."""
         with self._lock:
             busy = self._busy[stream]
             count = len(busy)
@@ -133,4 +141,5 @@ class SmallCopies:
 
 @functools.cache
 def small_copies(index: int) -> SmallCopies:
+    """Return the `SmallCopies` of a device."""
     return SmallCopies(index)

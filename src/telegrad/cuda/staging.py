@@ -1,4 +1,8 @@
-"""CUDA tensors through host memory: large ones in chunks, by page-locked memory, which the bus copies by itself."""
+"""Copies of CUDA tensors through host memory, for peers that cannot map each other's device memory.
+
+Large tensors are copied in chunks through two pinned buffers, because the GPU copies from and to
+pinned memory asynchronously. While it copies one chunk, the CPU copies the other.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK_BYTES = 8 << 20  # bytes that go through page-locked memory at a time
+_CHUNK_BYTES = 8 << 20  # the size of a pinned buffer
 
 
 def to_host(tensor: Tensor, exclusive: bool = False) -> Tensor:
-    """Return a copy in host memory, through page-locked memory if it is large.
+    """Return a copy of a tensor in host memory.
 
-    Chunks are copied one after the other, and other threads may write to the tensor in between: unless it is
-    `exclusive`, they are copied from a snapshot on the device, which is one operation of the stream.
+    Chunks are copied one after the other, and other threads may write to the tensor in between.
+    Therefore the chunks of a tensor that is not `exclusive` are copied from a snapshot on the
+    device, which is a single operation of the stream.
     """
     size = tensor.numel() * tensor.itemsize
     if size < _CHUNK_BYTES:
@@ -24,13 +29,14 @@ def to_host(tensor: Tensor, exclusive: bool = False) -> Tensor:
         try:
             tensor = tensor.clone()
         except torch.OutOfMemoryError:
-            return tensor.cpu()  # one operation, too; slower
+            return tensor.cpu()  # also a single operation, but slower
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
     _stage(tensor.view(-1).view(torch.uint8), host.view(-1).view(torch.uint8), tensor.device)
     return host
 
 
 def from_host(rebuild: Callable[..., Tensor], arguments: tuple[Any, ...], index: int) -> Tensor:
+    """Unpickle a CUDA tensor that was sent as a tensor in host memory."""
     host = rebuild(*arguments)
     if host.numel() * host.itemsize < _CHUNK_BYTES:
         return host.to(f"cuda:{index}")
@@ -40,7 +46,11 @@ def from_host(rebuild: Callable[..., Tensor], arguments: tuple[Any, ...], index:
 
 
 def _stage(source: Tensor, target: Tensor, device: torch.device) -> None:
-    """Copy bytes between host and device in chunks: while one is on the bus, the host copies its neighbour."""
+    """Copy bytes between host and device in chunks, through two pinned buffers in turn.
+
+    To the host, a chunk is taken from its buffer while the GPU copies the next one. To the device,
+    a buffer is filled again when the GPU has copied it.
+    """
     stream = torch.cuda.current_stream(device)
     pinned_buffers = [
         torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
@@ -72,6 +82,7 @@ def _finish_chunk(
     events: list[torch.cuda.Event],
     target: Tensor,
 ) -> None:
+    """Wait until a chunk is in its pinned buffer and copy it to `target`."""
     slot, start, end = pending
     events[slot].synchronize()
     target[start:end].copy_(pinned_buffers[slot][: end - start])

@@ -1,17 +1,21 @@
-"""CUDA tensors on their way between workers: which device they arrive on, and how they get there.
+"""`CudaTransfers`: decide how each CUDA tensor travels, and keep the leases of device memory.
 
-The receiver maps memory of the sender (`cuda/ipc.py`) and copies what it was told to copy, on its
-current stream, into memory of its own. As a rule the sender makes a *snapshot* first, in the order
-of its stream, so whoever writes to the tensor after the call was sent changes nothing that was
-sent. A large tensor *at rest* is lent as it is: one whose caller waits for the answer, which the
-callee gives when it has copied, and a result that nobody else refers to. A few bytes that are ready
-go inside the message (`cuda/small_copies.py`). Where processes cannot map each other's memory
-(other hosts, other containers), tensors go through page-locked host memory.
+The receiver maps memory of the sender (`cuda/ipc.py`) and copies it on its current stream into
+memory of its own. In most cases the sender makes a *snapshot* first, in the order of its stream, so
+later writes to the tensor do not change what was sent. A large *exclusive* tensor is not copied:
+an argument of a caller that waits for the reply, which the callee sends when it has copied, or a
+result that nothing else refers to. Up to 64 KB that are ready are sent inside the message
+(`cuda/small_copies.py`). If the processes cannot map each other's memory (other hosts, other
+containers), tensors are sent through host memory (`cuda/staging.py`).
 
-State of `CudaTransfers`, under `_lock`: `_leases` (what receivers have not given back, by number),
-`_receives` (copies that this worker has begun, oldest first) and `_revoked` (numbers that the
-sender was told to take back: a message that still comes with one is refused). What is known of a
-peer is written once per incarnation.
+Memory that is sent is *leased* to the receiver. The lease ends when the receiver reports that its
+copies have completed, with its next message or from the clock, or when the reply to a call with
+exclusive tensors arrives. The sender asks for old leases, because their message may be lost.
+
+State of `CudaTransfers`, changed under `_lock`: `_leases` (memory that receivers may still copy, by
+lease id), `_receives` (copies of this worker that were not reported, oldest first) and `_revoked`
+(leases that their sender has ended; a message that arrives later with such a lease is refused).
+`_peers` is written once for each incarnation of a peer.
 """
 
 from __future__ import annotations
@@ -47,19 +51,19 @@ if TYPE_CHECKING:
     from telegrad.scheduling.threads import ThreadPool
     from telegrad.wire.function_table import Function
 
-# bytes that are given back at once when they are copied, instead of on the next tick
+# Completed copies of more bytes are reported at once instead of on the next tick of the clock.
 _REPORT_AT_BYTES = 256 << 20
-_OLD_LEASE = 60.0  # seconds after which a sender asks what became of a snapshot
-_QUERY_INTERVAL = 15.0
-_QUERY_TIMEOUT = 120.0  # seconds that a peer may take to start CUDA
+_OLD_LEASE = 60.0  # seconds after which a sender asks whether the receiver still needs a lease
+_QUERY_INTERVAL = 15.0  # seconds between such questions
+_QUERY_TIMEOUT = 120.0  # seconds; the peer may have to initialize CUDA first
 _MAX_REVOKED = 10_000
-# seconds that few bytes may be waited for: two switches of the GPU between processes
+# Seconds to wait for a small copy: two switches of the GPU between processes.
 _SMALL_COPY_TIMEOUT = 0.0003
 _CPU = torch.device("cpu")
 
 
 class TransferRuntime(Protocol):
-    """What `CudaTransfers` needs of the runtime of its agent."""
+    """The part of the agent's runtime that `CudaTransfers` uses."""
 
     name: str
     config: Config
@@ -85,20 +89,22 @@ class TransferRuntime(Protocol):
 
 
 class PeerDevices(NamedTuple):
-    """What another worker said of its GPUs."""
+    """What a peer reported about its GPUs."""
 
     gpu_count: int
-    can_map: bool  # can it map memory of ours?
+    can_map: bool  # it can map memory of this worker
 
 
 class _Lease(NamedTuple):
+    """Memory that the worker with this incarnation may copy."""
+
     incarnation: str
     memory: list[object]
     granted_at: float
 
 
 class CudaTransfers:
-    """The GPUs of one agent and of its peers."""
+    """The transfers of CUDA tensors between one agent and its peers."""
 
     def __init__(self, runtime: Any) -> None:
         self.lease_ids: Iterator[int] = itertools.count(1)
@@ -115,7 +121,10 @@ class CudaTransfers:
         runtime.add_statistics(self._statistics)
 
     def __repr__(self) -> str:
-        return f"<CudaTransfers of {self._runtime.name!r}: {len(self._leases)} lent, {len(self._receives)} taken>"
+        return (
+            f"<CudaTransfers of {self._runtime.name!r}: {len(self._leases)} leases, "
+            f"{len(self._receives)} copies in progress>"
+        )
 
     def _statistics(self) -> dict[str, int]:
         return {
@@ -127,7 +136,10 @@ class CudaTransfers:
     # Packing
 
     def reduce_tensor(self, context: MessageContext, tensor: Tensor, code: int) -> Reduced:
-        """How a contiguous CUDA tensor travels."""
+        """Return the constructor and arguments with which the receiver unpickles a tensor.
+
+        The tensor must be a contiguous CUDA tensor.
+        """
         device, route = tensor.device, context.route
         target = route.target(device)
         if target is None:
@@ -139,9 +151,9 @@ class CudaTransfers:
             if route.falls_back_to_cpu(device):
                 return tensors.reduce_as_it_is(staging.to_host(tensor, context.exclusive))
             raise UsageError(
-                f"a tensor on {device} would arrive on {target}, but worker {context.peer!r} has {peer.gpu_count} CUDA "
-                f"devices: say where it should arrive with set_device_map (or Config.device_maps), for example "
-                f"{{{device.index}: 'cpu'}}, or send tensor.cpu()"
+                f"a tensor on {device} would arrive on {target}, but worker {context.peer!r} has "
+                f"{peer.gpu_count} CUDA devices: set its target device with set_device_map (or "
+                f"Config.device_maps), for example {{{device.index}: 'cpu'}}, or send tensor.cpu()"
             )
         if not tensor.numel():
             return tensors.empty, (code, tuple(tensor.shape), str(target))
@@ -151,6 +163,7 @@ class CudaTransfers:
             if data is not None:
                 return receive_inline_tensor, (data, target.index, code, tuple(tensor.shape))
         if peer.can_map:
+            # An exclusive tensor whose own memory cannot be mapped is sent as a snapshot.
             for exclusive in (
                 (True, False) if context.exclusive and size >= MIN_LEASE_BYTES else (False,)
             ):
@@ -158,7 +171,7 @@ class CudaTransfers:
                 try:
                     send = message_resource(("device", device.index, exclusive), make_send)
                     location = send.add(tensor, target.index)
-                # no room for a snapshot; memory that cannot be mapped
+                # no memory for a snapshot, or memory that cannot be mapped
                 except (torch.OutOfMemoryError, ipc.CudaError):
                     continue
                 return receive_tensor, (send, *location, target.index, code, tuple(tensor.shape))
@@ -168,24 +181,25 @@ class CudaTransfers:
         )
 
     def add_lease(self, lease_id: int, incarnation: str, memory: list[object]) -> None:
+        """Keep memory until the worker with this incarnation has copied it."""
         with self._lock:
             self._leases[lease_id] = _Lease(incarnation, memory, time.monotonic())
         self._watch_clock()
-        if self._runtime.is_lost(incarnation):
+        if self._runtime.is_lost(incarnation):  # `_peer_lost` may have run before
             self.end_leases([lease_id])
 
     def end_leases(self, lease_ids: list[int]) -> None:
-        """Receivers have copied these."""
+        """Drop the memory of leases that their receivers have copied."""
         with self._lock:
             for lease_id in lease_ids:
                 self._leases.pop(lease_id, None)
 
     def cancel_leases(self, incarnation: str, lease_ids: list[int]) -> None:
-        """A call with tensors at rest has failed here: if the callee has not begun to copy them, it must not."""
+        """Revoke the leases of a call that failed here, unless the callee has begun to copy."""
         self._runtime.threads.start(lambda: self._request_revocation({incarnation: lease_ids}))
 
     def completed_leases(self, incarnation: str) -> list[int]:
-        """Numbers of what a peer has lent and was copied, each said once."""
+        """Return the leases of a peer whose copies have completed, each of them once."""
         if not self._receives:
             return []
         with self._lock:
@@ -198,6 +212,7 @@ class CudaTransfers:
         return [each.lease_id for each in completed if not each.is_settled]
 
     def _remove(self, receives: list[CudaReceive]) -> None:
+        """Forget receives whose copies have completed. The lock is held."""
         if receives:
             self._receives = [each for each in self._receives if each not in receives]
             for receive in receives:
@@ -214,25 +229,30 @@ class CudaTransfers:
         completed: list[int],
         sender_device: int | None,
     ) -> CudaReceive:
+        """Return the receiving side of a `CudaSend`, and end the leases that its sender completed.
+
+        Raise `SerializationError` if the sender has revoked the lease.
+        """
         self.end_leases(completed)
         index = ipc.device_uuids().index(uuid)
         receive = CudaReceive(self, context, lease_id, index, event, sender_device)
         with self._lock:
             if (context.incarnation, lease_id) in self._revoked:
                 raise SerializationError(
-                    f"a message of worker {context.peer!r} came so late that its CUDA tensors had been taken back"
+                    f"worker {context.peer!r} has revoked the CUDA tensors of this message, which "
+                    "arrived too late: its call failed or timed out before"
                 )
             self._receives.append(receive)
         return message_resource(("receive", lease_id), lambda: receive)
 
     def copies_started(self) -> None:
-        """All copies that a message asked for are under way."""
+        """Note that all copies of a message are enqueued."""
         self._watch_clock()
         if sum(each.size for each in self._receives if each.is_copied()) > _REPORT_AT_BYTES:
             self._runtime.threads.start(self._report_completed)
 
     def revoke_leases(self, incarnation: str, lease_ids: list[int]) -> list[int]:
-        """Which of what a peer has lent is not in use here; messages that bring it later are refused."""
+        """Refuse leases of a peer from now on and return them, except those being copied."""
         with self._lock:
             busy = {each.lease_id for each in self._receives if each.incarnation == incarnation}
             unused = [lease_id for lease_id in lease_ids if lease_id not in busy]
@@ -243,7 +263,7 @@ class CudaTransfers:
         return unused
 
     def describe_devices(self, uuid: str, handle: bytes | None) -> tuple[int, bool]:
-        """A peer asks what it may send here: how many GPUs there are, and whether its memory can be mapped."""
+        """Return how many GPUs this worker has and whether it can map the memory of `handle`."""
         uuids = ipc.device_uuids()
         if handle is None or uuid not in uuids or not self._runtime.config.cuda_ipc:
             return len(uuids), False
@@ -255,10 +275,10 @@ class CudaTransfers:
         self._watch_clock()
         return len(uuids), True
 
-    # Upkeep
+    # Maintenance
 
     def tick(self) -> bool:
-        """On the clock: give back what has been copied, and what has not been used for long."""
+        """Start what is due: reports, queries and unmapping. The clock calls this."""
         if ipc.mappings.has_unused():
             self._runtime.threads.start(ipc.mappings.close_unused)
         if self._receives:
@@ -271,6 +291,7 @@ class CudaTransfers:
         return bool(self._leases) or len(ipc.mappings) > 0
 
     def _watch_clock(self) -> None:
+        """Make sure that the clock calls `tick`."""
         clock = self._runtime.clock
         if not self._is_watching:
             self._is_watching = True
@@ -279,6 +300,7 @@ class CudaTransfers:
             clock.wake()
 
     def _report_completed(self) -> None:
+        """Tell the senders which leases were copied."""
         with self._lock:
             incarnations = {each.incarnation for each in self._receives}
         for incarnation in incarnations:
@@ -294,10 +316,10 @@ class CudaTransfers:
                         internal=True,
                     )
                 except TelegradError:
-                    continue  # it cannot be reached now; if it is not lost, it will ask
+                    continue  # it cannot be reached now; if it is not lost, it asks later
 
     def _query_old_leases(self) -> None:
-        """Messages can be lost between packing and unpacking (a caller that timed out): what became of them?"""
+        """Revoke old leases. Their message may be lost, as when its caller timed out."""
         old: dict[str, list[int]] = {}
         with self._lock:
             for lease_id, lease in self._leases.items():
@@ -306,9 +328,10 @@ class CudaTransfers:
         self._request_revocation(old)
 
     def _request_revocation(self, leases: dict[str, list[int]]) -> None:
+        """Ask receivers to revoke leases, given by incarnation, and end those that they revoked."""
         for incarnation, lease_ids in leases.items():
             if self._runtime.closing or self._runtime.is_lost(incarnation):
-                continue  # `_peer_lost` is told
+                continue  # `_peer_lost` ends the leases
             reply = self._runtime.start(
                 self._name_of(incarnation),
                 _revoke_leases,
@@ -320,15 +343,16 @@ class CudaTransfers:
             try:
                 self.end_leases(reply.wait())
             except TelegradError:
-                continue  # if it is lost, `_peer_lost` is told; if not, it is asked again
+                continue  # if it is lost, `_peer_lost` ends the leases; if not, it is asked again
 
     def _query_peer(self, context: MessageContext, index: int) -> PeerDevices:
+        """Ask a peer about its GPUs, and whether it can map memory of device `index`."""
         handle: bytes | None = None
         if self._runtime.config.cuda_ipc:
             try:
                 handle = ipc.exports(index).slab_location.handle
             except ipc.CudaError:
-                # such memory as `expandable_segments` has cannot be mapped by others
+                # Memory cannot be exported with the allocator setting `expandable_segments`.
                 handle = None
         reply = self._runtime.start(
             context.peer,
@@ -345,6 +369,7 @@ class CudaTransfers:
         return self._runtime.directory.name_of(incarnation)
 
     def _peer_lost(self, name: str, incarnation: str) -> None:
+        """End the leases of a lost peer."""
         with self._lock:
             for lease_id in [
                 lease_id
@@ -356,15 +381,17 @@ class CudaTransfers:
 
 
 class CudaCarrier:
-    """Lets the codec ask the agent whose message it is packing."""
+    """Let the codec ask the agent whose message is being packed how a tensor travels."""
 
     def leaving(self, tensor: Tensor, code: int) -> Reduced | None:
+        """Return how a CUDA tensor travels; None if the codec should decide."""
         context = current_message()
         if context is None or not tensor.is_cuda:
             return None
         return context.agent.devices.reduce_tensor(context, tensor, code)
 
     def leaving_host(self, tensor: Tensor) -> str | None:
+        """Return the device on which a CPU tensor arrives; None if it is the CPU."""
         context = current_message()
         target = None if context is None else context.route.target(_CPU)
         return None if target is None or target == _CPU else str(target)
@@ -374,22 +401,24 @@ tensors.set_device_carrier(CudaCarrier())
 
 
 def _unmapped_message(context: MessageContext, device: torch.device) -> str:
+    """Return an error message in torch's wording."""
     if context.route.is_reply:
         return (
-            f"Response device mapping is not available for worker {context.peer!r}: the result has tensors on "
-            f"{device}, and that worker's device map says nothing about them"
+            f"Response device mapping is not available for worker {context.peer!r}: the result has "
+            f"tensors on {device}, which the device map of that worker does not contain"
         )
     return (
-        f"TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU before sending "
-        f"them to worker {context.peer!r}, or call `set_device_map` on `TensorPipeRpcBackendOptions` to say where "
-        f"those on {device} should arrive"
+        "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to "
+        f"CPU before sending them to worker {context.peer!r}, or call `set_device_map` on "
+        f"`TensorPipeRpcBackendOptions` to set the device on which those on {device} arrive"
     )
 
 
 def _current_transfers() -> CudaTransfers:
+    """Return the transfers of the agent that serves the current call."""
     runtime = find_runtime()
     if runtime is None:
-        raise InternalError("CUDA tensors need an agent")
+        raise InternalError("a call about CUDA memory arrived without an agent")
     transfers: CudaTransfers = runtime.devices
     return transfers
 
