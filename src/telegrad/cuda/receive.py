@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from telegrad.cuda import ipc
+from telegrad.cuda import driver, ipc
 from telegrad.cuda.send import CudaSend
 from telegrad.cuda.small_copies import small_copies
 from telegrad.messages.packing import MessageContext, message_resource
@@ -70,7 +70,7 @@ class CudaReceive:
         base = self._bases.get(location.handle)
         if base is None:
             base = self._bases[location.handle] = ipc.mappings.acquire(location.handle, self._index)
-        ipc.copy_async(tensor.data_ptr(), base + location.offset, size, stream)
+        driver.copy_async(tensor.data_ptr(), base + location.offset, size, stream)
         self._tensors.append(tensor)
         self.size += size
         return tensor
@@ -123,7 +123,7 @@ class InlineReceive:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._stream = ipc.current_raw_stream(index)
+        self._stream = driver.current_raw_stream(index)
         self._tensors: list[Tensor] = []
 
     def add(self, tensor: Tensor) -> None:
@@ -142,7 +142,7 @@ class InlineReceive:
 
     def join(self) -> None:
         """Make the current stream wait for the copies, if another stream has them."""
-        if ipc.current_raw_stream(self._index) != self._stream:
+        if driver.current_raw_stream(self._index) != self._stream:
             current = torch.cuda.current_stream(self._index)
             current.wait_stream(_torch_stream(self._stream, self._index))
             for tensor in self._tensors:

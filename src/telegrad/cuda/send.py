@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from telegrad.cuda import ipc
+from telegrad.cuda import driver, ipc
 from telegrad.errors import InternalError
 from telegrad.messages.packing import (
     LentResource,
@@ -53,7 +53,7 @@ class CudaSend(LentResource):
         self._event = (
             None if exclusive and self._stream.query() else self._exports.event(self._stream)
         )
-        self._uuid = ipc.device_uuids()[index]
+        self._uuid = driver.device_uuids()[index]
         self._lease_id = next(transfers.lease_ids)
         self._completed_leases: list[int] | None = None
         self._index = index

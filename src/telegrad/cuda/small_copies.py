@@ -23,7 +23,7 @@ from collections import defaultdict, deque
 import torch
 from torch import Tensor
 
-from telegrad.cuda import ipc
+from telegrad.cuda import driver
 from telegrad.wire import tensors
 
 MAX_SMALL_COPY_BYTES = 1 << 16  # larger copies are faster from device to device, even with a switch
@@ -40,7 +40,7 @@ class _PinnedBuffer:
 
     def __init__(self, address: int) -> None:
         self.address = address
-        self.copy_2d = ipc.Memcpy2D(
+        self.copy_2d = driver.Memcpy2D(
             source_type=_MEMORY_TYPE_HOST,
             source_host=address,
             source_pitch=_PITCH,
@@ -55,7 +55,7 @@ class SmallCopies:
     def __init__(self, index: int) -> None:
         self._index = index
         self._device = torch.device("cuda", index)
-        self._driver = ipc.driver()
+        self._driver = driver.cuda_driver()
         self._lock = threading.Lock()
         self._memory = torch.empty(_BUFFERS * 2 * _PITCH, dtype=torch.uint8, pin_memory=True)
         start = self._memory.data_ptr()
@@ -68,10 +68,10 @@ class SmallCopies:
         Return None if the stream of the tensor is still busy after `timeout` seconds, or if there
         is no free buffer.
         """
-        if not ipc.is_current_device(self._index):
+        if not driver.is_current_device(self._index):
             with torch.cuda.device(self._index):
                 return self.copy_to_host(tensor, size, timeout)
-        stream, give_up_at = ipc.current_raw_stream(self._index), 0.0
+        stream, give_up_at = driver.current_raw_stream(self._index), 0.0
         buffer = self._acquire_buffer(stream)
         if buffer is None:
             return None
@@ -92,10 +92,10 @@ class SmallCopies:
             return tensors.shaped(
                 code, shape, self.copy_to_device(data + b"\0", _UINT8_CODE, (len(data) + 1,))[:-1]
             )
-        if not ipc.is_current_device(self._index):
+        if not driver.is_current_device(self._index):
             with torch.cuda.device(self._index):
                 return self.copy_to_device(data, code, shape)
-        stream = ipc.current_raw_stream(self._index)
+        stream = driver.current_raw_stream(self._index)
         buffer = self._acquire_buffer(stream)
         if buffer is None:
             return tensors.shaped(

@@ -1,26 +1,18 @@
-"""`CudaTransfers`: decide how each CUDA tensor travels, and keep the leases of device memory.
+"""`CudaTransfers`: keep the leases of device memory between one agent and its peers.
 
-The receiver maps memory of the sender (`cuda/ipc.py`) and copies it on its current stream into
-memory of its own. In most cases the sender makes a *snapshot* first, in the order of its stream, so
-later writes to the tensor do not change what was sent. A large *exclusive* tensor is not copied:
-an argument of a caller that waits for the reply, which the callee sends when it has copied, or a
-result that nothing else refers to. Up to 64 KB that are ready are sent inside the message
-(`cuda/small_copies.py`). If the processes cannot map each other's memory (other hosts, other
-containers), tensors are sent through host memory (`cuda/staging.py`).
-
-Memory that is sent is *leased* to the receiver. The lease ends when the receiver reports that its
-copies have completed, with its next message or from the clock, or when the reply to a call with
-exclusive tensors arrives. The sender asks for old leases, because their message may be lost.
+Device memory that a message refers to is *leased* to the receiver (`cuda/packing.py` says which
+tensors are sent so). The lease ends when the receiver reports that its copies have completed, with
+its next message or from the clock, or when the reply to a call with exclusive tensors arrives. The
+sender asks about old leases, because their message may be lost.
 
 State of `CudaTransfers`, changed under `_lock`: `_leases` (memory that receivers may still copy, by
 lease id), `_receives` (copies of this worker that were not reported, oldest first) and `_revoked`
 (leases that their sender has ended; a message that arrives later with such a lease is refused).
-`_peers` is written once for each incarnation of a peer.
+`peers` is written once for each incarnation of a peer.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import time
@@ -28,20 +20,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
-
-from telegrad.cuda import ipc, staging
-from telegrad.cuda.exclusive import MIN_LEASE_BYTES
-from telegrad.cuda.receive import CudaReceive, receive_inline_tensor, receive_tensor
-from telegrad.cuda.send import CudaSend
-from telegrad.cuda.small_copies import MAX_SMALL_COPY_BYTES, small_copies
+from telegrad.cuda import driver, ipc
+from telegrad.cuda.packing import CudaCarrier, PeerDevices
+from telegrad.cuda.receive import CudaReceive
 from telegrad.current import find_runtime
-from telegrad.errors import InternalError, SerializationError, TelegradError, UsageError
-from telegrad.messages.packing import MessageContext, current_message, message_resource
+from telegrad.errors import InternalError, SerializationError, TelegradError
+from telegrad.messages.packing import MessageContext, message_resource
 from telegrad.server.functions import internal
 from telegrad.wire import tensors
-from telegrad.wire.tensors import Reduced
 
 if TYPE_CHECKING:
     from telegrad.config import Config
@@ -57,9 +43,6 @@ _OLD_LEASE = 60.0  # seconds after which a sender asks whether the receiver stil
 _QUERY_INTERVAL = 15.0  # seconds between such questions
 _QUERY_TIMEOUT = 120.0  # seconds; the peer may have to initialize CUDA first
 _MAX_REVOKED = 10_000
-# Seconds to wait for a small copy: two switches of the GPU between processes.
-_SMALL_COPY_TIMEOUT = 0.0003
-_CPU = torch.device("cpu")
 
 
 class TransferRuntime(Protocol):
@@ -88,13 +71,6 @@ class TransferRuntime(Protocol):
     ) -> Future[Any]: ...
 
 
-class PeerDevices(NamedTuple):
-    """What a peer reported about its GPUs."""
-
-    gpu_count: int
-    can_map: bool  # it can map memory of this worker
-
-
 class _Lease(NamedTuple):
     """Memory that the worker with this incarnation may copy."""
 
@@ -110,7 +86,7 @@ class CudaTransfers:
         self.lease_ids: Iterator[int] = itertools.count(1)
         self._runtime: TransferRuntime = runtime
         self._lock = threading.Lock()
-        self._peers: dict[str, PeerDevices] = {}
+        self.peers: dict[str, PeerDevices] = {}
         self._leases: dict[int, _Lease] = {}
         self._receives: list[CudaReceive] = []
         self._revoked: OrderedDict[tuple[str, int], None] = OrderedDict()
@@ -133,52 +109,7 @@ class CudaTransfers:
             "cuda_allocations_mapped": len(ipc.mappings),
         }
 
-    # Packing
-
-    def reduce_tensor(self, context: MessageContext, tensor: Tensor, code: int) -> Reduced:
-        """Return the constructor and arguments with which the receiver unpickles a tensor.
-
-        The tensor must be a contiguous CUDA tensor.
-        """
-        device, route = tensor.device, context.route
-        target = route.target(device)
-        if target is None:
-            raise UsageError(_unmapped_message(context, device))
-        if target.type == "cpu":
-            return tensors.reduce_as_it_is(staging.to_host(tensor, context.exclusive))
-        peer = self._peers.get(context.incarnation) or self._query_peer(context, device.index)
-        if target.index >= peer.gpu_count:
-            if route.falls_back_to_cpu(device):
-                return tensors.reduce_as_it_is(staging.to_host(tensor, context.exclusive))
-            raise UsageError(
-                f"a tensor on {device} would arrive on {target}, but worker {context.peer!r} has "
-                f"{peer.gpu_count} CUDA devices: set its target device with set_device_map (or "
-                f"Config.device_maps), for example {{{device.index}: 'cpu'}}, or send tensor.cpu()"
-            )
-        if not tensor.numel():
-            return tensors.empty, (code, tuple(tensor.shape), str(target))
-        size = tensor.numel() * tensor.itemsize
-        if size <= MAX_SMALL_COPY_BYTES:
-            data = small_copies(device.index).copy_to_host(tensor, size, _SMALL_COPY_TIMEOUT)
-            if data is not None:
-                return receive_inline_tensor, (data, target.index, code, tuple(tensor.shape))
-        if peer.can_map:
-            # An exclusive tensor whose own memory cannot be mapped is sent as a snapshot.
-            for exclusive in (
-                (True, False) if context.exclusive and size >= MIN_LEASE_BYTES else (False,)
-            ):
-                make_send = functools.partial(CudaSend, self, context, device.index, exclusive)
-                try:
-                    send = message_resource(("device", device.index, exclusive), make_send)
-                    location = send.add(tensor, target.index)
-                # no memory for a snapshot, or memory that cannot be mapped
-                except (torch.OutOfMemoryError, ipc.CudaError):
-                    continue
-                return receive_tensor, (send, *location, target.index, code, tuple(tensor.shape))
-        return staging.from_host, (
-            *tensors.reduce_as_it_is(staging.to_host(tensor, context.exclusive)),
-            target.index,
-        )
+    # Leases of this worker's memory
 
     def add_lease(self, lease_id: int, incarnation: str, memory: list[object]) -> None:
         """Keep memory until the worker with this incarnation has copied it."""
@@ -234,7 +165,7 @@ class CudaTransfers:
         Raise `SerializationError` if the sender has revoked the lease.
         """
         self.end_leases(completed)
-        index = ipc.device_uuids().index(uuid)
+        index = driver.device_uuids().index(uuid)
         receive = CudaReceive(self, context, lease_id, index, event, sender_device)
         with self._lock:
             if (context.incarnation, lease_id) in self._revoked:
@@ -264,12 +195,12 @@ class CudaTransfers:
 
     def describe_devices(self, uuid: str, handle: bytes | None) -> tuple[int, bool]:
         """Return how many GPUs this worker has and whether it can map the memory of `handle`."""
-        uuids = ipc.device_uuids()
+        uuids = driver.device_uuids()
         if handle is None or uuid not in uuids or not self._runtime.config.cuda_ipc:
             return len(uuids), False
         try:
             ipc.mappings.acquire(handle, uuids.index(uuid))
-        except ipc.CudaError:
+        except driver.CudaError:
             return len(uuids), False
         ipc.mappings.release([handle])
         self._watch_clock()
@@ -345,24 +276,24 @@ class CudaTransfers:
             except TelegradError:
                 continue  # if it is lost, `_peer_lost` ends the leases; if not, it is asked again
 
-    def _query_peer(self, context: MessageContext, index: int) -> PeerDevices:
+    def query_peer(self, context: MessageContext, index: int) -> PeerDevices:
         """Ask a peer about its GPUs, and whether it can map memory of device `index`."""
         handle: bytes | None = None
         if self._runtime.config.cuda_ipc:
             try:
                 handle = ipc.exports(index).slab_location.handle
-            except ipc.CudaError:
+            except driver.CudaError:
                 # Memory cannot be exported with the allocator setting `expandable_segments`.
                 handle = None
         reply = self._runtime.start(
             context.peer,
             _describe_devices,
-            (ipc.device_uuids()[index], handle),
+            (driver.device_uuids()[index], handle),
             None,
             _QUERY_TIMEOUT,
             internal=True,
         )
-        peer = self._peers[context.incarnation] = PeerDevices(*reply.wait())
+        peer = self.peers[context.incarnation] = PeerDevices(*reply.wait())
         return peer
 
     def _name_of(self, incarnation: str) -> str:
@@ -377,41 +308,10 @@ class CudaTransfers:
                 if lease.incarnation == incarnation
             ]:
                 del self._leases[lease_id]
-        self._peers.pop(incarnation, None)
-
-
-class CudaCarrier:
-    """Let the codec ask the agent whose message is being packed how a tensor travels."""
-
-    def leaving(self, tensor: Tensor, code: int) -> Reduced | None:
-        """Return how a CUDA tensor travels; None if the codec should decide."""
-        context = current_message()
-        if context is None or not tensor.is_cuda:
-            return None
-        return context.agent.devices.reduce_tensor(context, tensor, code)
-
-    def leaving_host(self, tensor: Tensor) -> str | None:
-        """Return the device on which a CPU tensor arrives; None if it is the CPU."""
-        context = current_message()
-        target = None if context is None else context.route.target(_CPU)
-        return None if target is None or target == _CPU else str(target)
+        self.peers.pop(incarnation, None)
 
 
 tensors.set_device_carrier(CudaCarrier())
-
-
-def _unmapped_message(context: MessageContext, device: torch.device) -> str:
-    """Return an error message in torch's wording."""
-    if context.route.is_reply:
-        return (
-            f"Response device mapping is not available for worker {context.peer!r}: the result has "
-            f"tensors on {device}, which the device map of that worker does not contain"
-        )
-    return (
-        "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to "
-        f"CPU before sending them to worker {context.peer!r}, or call `set_device_map` on "
-        f"`TensorPipeRpcBackendOptions` to set the device on which those on {device} arrive"
-    )
 
 
 def _current_transfers() -> CudaTransfers:
