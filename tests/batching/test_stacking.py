@@ -174,5 +174,5 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> No
 
 
 def test_only_a_function_can_be_batched() -> None:
-    with pytest.raises(UsageError, match="takes a function, not int"):
+    with pytest.raises(UsageError, match="decorates a function, not int"):
         batched(3)  # type: ignore[call-overload]

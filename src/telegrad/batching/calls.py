@@ -1,6 +1,7 @@
-"""`BatchedCall`: one call of a batched function, from its arrival to its answer.
+"""`BatchedCall`: one call of a batched function that waits for its batch.
 
-State: `_outcome` is set once, and `_listeners` are told of it; both under `_completion_lock`, for they may meet.
+State: `_outcome` is set once, and then the `_listeners` are called. Both are changed under
+`_completion_lock`, because a listener may be added while the call completes.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-_DEVICES = ("cpu", "cuda")  # that autocast knows of separately
+_DEVICES = ("cpu", "cuda")  # the devices with an autocast mode of their own
 _NOT_COMPLETE = object()
 _completion_lock = threading.Lock()
 
 
 class CallerState:
-    """What a caller has set around its call and the function sees: modes of torch, and context variables.
+    """The modes of torch and the context variables under which a caller made its call.
 
-    An autograd context is one of the variables. Those of two callers are equal if they are the same objects.
+    A distributed autograd context is one of the context variables. The states of two callers are
+    equal if their variables have the same objects as values.
     """
 
     __slots__ = ("_context", "_modes", "_variables")
@@ -42,7 +44,7 @@ class CallerState:
         self._modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast()
         self._context = copy_context()
         self._variables = {variable: id(value) for variable, value in self._context.items()}
-        if self._context.get(current_scope) is None:  # set to None or not set at all
+        if self._context.get(current_scope) is None:  # None and not set mean the same
             self._variables.pop(current_scope, None)
 
     def __eq__(self, other: object) -> bool:
@@ -54,7 +56,7 @@ class CallerState:
         return hash((self._modes, frozenset(self._variables.items())))
 
     def run(self, function: Callable[[T], R], argument: T) -> R:
-        """Call a function as if the caller did."""
+        """Return `function(argument)`, called under this state."""
         return self._context.run(self._run_in_modes, function, argument)
 
     def _run_in_modes(self, function: Callable[[T], R], argument: T) -> R:
@@ -71,7 +73,7 @@ class CallerState:
 
 
 def _autocast() -> tuple[bool, tuple[torch.dtype | None, ...]]:
-    """Return whether autocast caches, and the type that it casts to on each device where it is on."""
+    """Return whether autocast caches casts, and its dtype for each device, None where it is off."""
     on = [
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         for device in _DEVICES
@@ -80,7 +82,11 @@ def _autocast() -> tuple[bool, tuple[torch.dtype | None, ...]]:
 
 
 class BatchedCall:
-    """A call that does not run at once. `queued` is True until it is taken or leaves."""
+    """A call that does not run at once.
+
+    `queued` is True from the time it is queued until a batch includes it or it is removed. It
+    implements `Promise`.
+    """
 
     __slots__ = (
         "_listeners",
@@ -109,7 +115,7 @@ class BatchedCall:
         kwargs: dict[str, Any],
     ) -> None:
         self.runtime = runtime
-        self.caller = caller  # the name of a worker, or the number of a thread of this process
+        self.caller = caller  # the name of a worker, or the id of a thread of this process
         self.deadline = deadline
         self.receiver = receiver
         self.args = args
@@ -117,28 +123,30 @@ class BatchedCall:
         self.priority = 0.0
         self.queued = False
         self.signature: tuple[Signature, Signature] | None = None
-        self.batch_key: Hashable = None  # equal for calls that may run together
+        self.batch_key: Hashable = None  # equal for calls that may run in one batch
         self._outcome: Any = _NOT_COMPLETE
         self._listeners: list[Callable[[BatchedCall], None]] = []
 
     def prepare(self) -> None:
-        """Find out what a call that has to wait needs."""
+        """Determine what the queue needs to know about this call."""
         self.arrival_time = time.monotonic()
         self.caller_state = CallerState()
         self.signature = self.find_signature()
         self.batch_key = self.signature, self.caller_state
 
     def find_signature(self) -> tuple[Signature, Signature]:
+        """Return the signatures of the positional arguments and of the keyword arguments."""
         args = tuple([signature_of(value) for value in self.args])
-        return args, tuple(
-            [(name, signature_of(value)) for name, value in self.kwargs.items()]
-        ) if self.kwargs else ()
+        if not self.kwargs:
+            return args, ()
+        return args, tuple([(name, signature_of(value)) for name, value in self.kwargs.items()])
 
     def has_expired(self, now: float) -> bool:
+        """Return whether the deadline of the call has passed."""
         return self.deadline is not None and self.deadline.at <= now
 
     def complete(self, outcome: Any) -> None:
-        """Answer with a value or, if it is an exception, a failure."""
+        """Complete the call with a value, or with an exception as its failure."""
         with _completion_lock:
             self._outcome = outcome
             listeners = self._listeners
@@ -146,19 +154,21 @@ class BatchedCall:
             listener(self)
 
     def listen(self, callback: Callable[[BatchedCall], None]) -> None:
-        """Call `callback(self)` when the answer is there; see `Promise`."""
+        """Call `callback(self)` when the call has completed; see `Promise`."""
         with _completion_lock:
-            answered = self._outcome is not _NOT_COMPLETE
-            if not answered:
+            completed = self._outcome is not _NOT_COMPLETE
+            if not completed:
                 self._listeners.append(callback)
-        if answered:
+        if completed:
             callback(self)
 
     def value(self) -> Any:
-        """The answer; raises what there is instead."""
+        """Return the value of the completed call, or raise its exception."""
         outcome = self._outcome
         if isinstance(outcome, Exception):
             raise outcome
-        if isinstance(outcome, BaseException):  # what ends a thread here must not end the caller's
-            raise TelegradError(f"the batch was ended by {type(outcome).__name__}: {outcome}")
+        if isinstance(
+            outcome, BaseException
+        ):  # such as SystemExit, which must not end the thread of the caller
+            raise TelegradError(f"{type(outcome).__name__} ended the batch: {outcome}")
         return outcome

@@ -1,11 +1,13 @@
-"""CUDA graphs of a function that takes batches: one for each form that its arguments have.
+"""CUDA graphs of a batched function: one for each signature of its arguments.
 
-The first batch of a form runs as usual, which loads what is loaded on first use. The second is captured: the function
-runs once more, and what it asks the GPU to do is recorded, on tensors that stay. From then on its code does not run:
-arguments are copied to those tensors, the record is replayed, and the result is copied from where it was made. That is
-worth it where starting kernels takes longer than the kernels do.
+The first batch of a signature runs as usual, which loads what is loaded on first use. The second is
+captured: the function runs once more while its GPU operations are recorded on persistent tensors.
+From then on the code of the function does not run: the arguments are copied to these tensors, the
+graph is replayed, and the result is copied out. This is faster if launching the kernels takes
+longer than running them.
 
-State: `_graphs`, by form; None for a form that was seen once. One batch of a queue runs at a time, so there is no lock.
+State: `_graphs` by signature; None for a signature that was seen once. There is no lock, because a
+queue runs one batch at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class CudaGraphs:
-    """Calls a function, by its graphs where it can."""
+    """Call a function, with a captured graph where possible."""
 
     def __init__(self, function: Call, name: str) -> None:
         self._function = function
@@ -40,7 +42,10 @@ class CudaGraphs:
     def __call__(
         self, receiver: tuple[Any, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """`function(*receiver, *args, **kwargs)`, where the receiver is the object whose method it is, if it is one."""
+        """Return `function(*receiver, *args, **kwargs)`.
+
+        `receiver` contains the object if the function is a method; it is empty otherwise.
+        """
         leaves, _ = pytree.tree_flatten((args, kwargs))
         if (
             self._capture_failed
@@ -69,12 +74,12 @@ class CudaGraphs:
             graph = self._graphs[signature] = _CapturedGraph(
                 functools.partial(self._function, *receiver), args, kwargs
             )
-        # whatever the function does that cannot be recorded
+        # The function did something that cannot be captured.
         except (RuntimeError, TypeError) as error:
             self._capture_failed = True
             reason = str(error.__context__ or error).strip().partition("\n")[0]
             _log.warning(
-                "%s cannot become a CUDA graph and runs as usual from now on: %s",
+                "%s cannot be captured as a CUDA graph and runs without one from now on: %s",
                 self._name,
                 reason,
             )
@@ -83,12 +88,15 @@ class CudaGraphs:
 
 
 def _may_need_gradients() -> bool:
-    """Does the caller have a context whose backward pass may want what this call does, for weights if not for it?"""
+    """Return whether a distributed autograd context may need the graph of this call.
+
+    It may need the gradients of weights even if no argument requires a gradient.
+    """
     return torch.is_grad_enabled() and current_scope.get() is not None
 
 
 def _is_graph_input(leaf: Any) -> bool:
-    """May a graph take this instead of what was given when it was captured?"""
+    """Return whether an argument can be copied to the input of a graph."""
     return (
         isinstance(leaf, Tensor)
         and leaf.is_cuda
@@ -97,22 +105,20 @@ def _is_graph_input(leaf: Any) -> bool:
 
 
 class _CapturedGraph:
-    """One recording."""
+    """A captured graph with its input and output tensors."""
 
     def __init__(self, function: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        with torch.inference_mode(False):  # or nobody else could write to them
+        with torch.inference_mode(False):  # inference tensors could not be written later
             args, kwargs = pytree.tree_map(torch.clone, (args, kwargs))
         self._inputs, _ = pytree.tree_flatten((args, kwargs))
         self._device: torch.device = self._inputs[0].device
         self._graph = torch.cuda.CUDAGraph()
-        current_stream, capture_stream = (
-            torch.cuda.current_stream(self._device),
-            _capture_stream(self._device),
-        )
+        current_stream = torch.cuda.current_stream(self._device)
+        capture_stream = _capture_stream(self._device)
         pool = torch.cuda.graph_pool_handle()
         capture_stream.wait_stream(current_stream)
         with torch.no_grad(), torch.cuda.stream(capture_stream):
-            self._graph.capture_begin(pool, "thread_local")  # other threads go on using the GPU
+            self._graph.capture_begin(pool, "thread_local")  # other threads may use the GPU
             try:
                 try:
                     self._outputs = function(*args, **kwargs)
@@ -126,15 +132,15 @@ class _CapturedGraph:
             isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(self._outputs)
         ):
             raise TypeError(
-                "it returns other things than CUDA tensors, which would stay as they are now"
+                "it returns other things than CUDA tensors, which a replay would not update"
             )
         self._last_replay = current_stream.record_event()
 
     def replay(self, inputs: list[Tensor]) -> Any:
+        """Return the result of the function for these leaves of its arguments."""
         stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(
-            self._last_replay
-        )  # of the replay before, which may have been on another stream
+        # The previous replay may have been on another stream.
+        stream.wait_event(self._last_replay)
         torch._foreach_copy_(self._inputs, inputs, non_blocking=True)
         self._graph.replay()
         result = pytree.tree_map(torch.clone, self._outputs)
@@ -144,12 +150,13 @@ class _CapturedGraph:
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which graphs of a device are captured."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _reset_after_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """After a capture that failed torch's allocator and its random numbers would go on as if it were under way."""
-    with contextlib.suppress(RuntimeError):  # if torch has ended it
+    """Make torch's allocator and random generator leave the capture mode."""
+    with contextlib.suppress(RuntimeError):  # torch may have done it already
         torch._C._cuda_endAllocateToPool(device.index, pool)  # type: ignore[attr-defined]
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())

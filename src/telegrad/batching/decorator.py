@@ -1,9 +1,11 @@
-"""`batched`: the decorator, and `Batching`, what it knows of the function.
+"""`batched`: the decorator for functions that run concurrent calls together.
 
-The calls of a method wait in a queue that belongs to its object, those of a plain function in one that belongs to the
-agent; both are held weakly, so that neither is kept alive.
+`Batching` holds what the decorator knows about a function. The calls of a method wait in a queue of
+its object, those of a plain function in a queue of the agent. Objects and agents are referenced
+weakly, so a queue does not keep its owner alive.
 
-State of a `Batching`: `_queues` by the identity of their owner, added to under `_lock`, removed when the owner dies.
+State of a `Batching`: `_queues` by the id of their owner; entries are added under `_lock` and
+removed when the owner is deleted.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ S = TypeVar("S")
 
 
 class Batching:
-    """The batching of one function: `function.batching`."""
+    """The queues and metrics of one batched function: `function.batching`."""
 
     def __init__(self, function: Function, options: BatchOptions) -> None:
         self.options = options
@@ -47,19 +49,22 @@ class Batching:
         self._function = function
         self._queues: dict[int, tuple[weakref.ref[Any], BatchQueue]] = {}
         self._receiver_types: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
-        self._last_receiver_type: type | None = None  # the last one that was
-        self._retired_metrics = QueueMetrics()  # of queues that are gone
+        self._last_receiver_type: type | None = None  # the latest type that was found
+        self._retired_metrics = QueueMetrics()  # of queues whose owner was deleted
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<Batching of {describe(self._function)}: {self.statistics()}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Where a function goes by value, its options go with it; the queues stay."""
+        """Pickle the function and its options, without the queues.
+
+        This is used for a function that is sent by value, because it cannot be imported.
+        """
         return Batching, (self._function, self.options), {"wrapper": self.wrapper}
 
     def statistics(self, of: object = None) -> Statistics:
-        """What was counted so far: for one object or agent, or (None) for all."""
+        """Return the statistics of one object or agent, or the totals if `of` is None."""
         if of is not None:
             queue = self._queue_of(of._runtime if isinstance(of, Agent) else of)
             return queue.metrics.snapshot(len(queue))
@@ -71,7 +76,7 @@ class Batching:
         return total.snapshot(waiting)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """What the decorated function does when it is called directly: it waits for its result."""
+        """Call the function in this process and wait for its result."""
         outcome = self.serve(*args, **kwargs)
         if type(outcome) is not DeferredReply:
             return outcome
@@ -86,7 +91,7 @@ class Batching:
             raise
 
     def serve(self, *args: Any, **kwargs: Any) -> Any:
-        """What it does when a peer calls it: no thread waits."""
+        """Run or queue a call of a peer. Return its result or a `DeferredReply`."""
         runtime = active_runtime()
         if args and (type(args[0]) is self._last_receiver_type or self._is_receiver(args[0])):
             receiver, rest = args[:1], args[1:]
@@ -104,7 +109,7 @@ class Batching:
         return queue.submit(call)
 
     def _is_receiver(self, first: Any) -> bool:
-        """Is this first argument the object (or class) whose method the function is?"""
+        """Return whether the first argument is the object or class whose method this is."""
         kind = type(first)
         if kind is torch.Tensor:
             return False
@@ -122,6 +127,7 @@ class Batching:
         return known
 
     def _queue_of(self, owner: AgentRuntime | object | None) -> BatchQueue:
+        """Return the queue of an object or agent, or of this process if it is None."""
         if owner is None:
             owner = self
         found = self._queues.get(id(owner))
@@ -138,6 +144,7 @@ class Batching:
         return BatchQueue(BatchExecutor(self._function, self.options, is_deferred), self.options)
 
     def _weak_reference(self, owner: object) -> weakref.ref[Any]:
+        """Return a weak reference that removes the queue of `owner` when it is deleted."""
         key, this = id(owner), weakref.ref(self)
 
         def remove_queue(gone: weakref.ref[Any]) -> None:
@@ -151,18 +158,21 @@ class Batching:
             return weakref.ref(owner, remove_queue)
         except TypeError:
             raise UsageError(
-                f"{describe(self._function)} is batched per object, and a {type(owner).__name__} cannot be referred to "
-                "weakly: add '__weakref__' to its __slots__"
+                f"{describe(self._function)} has a queue for each object, which needs a weak "
+                f"reference to it, but {type(owner).__name__} does not support weak references: "
+                "add '__weakref__' to its __slots__"
             ) from None
 
 
 def _attributes(kind: type) -> list[Any]:
-    return [value for each in kind.__mro__ for value in vars(each).values()]
+    """Return the attributes of a class and of its bases."""
+    return [value for base in kind.__mro__ for value in vars(base).values()]
 
 
-# The types of decorated functions. The function takes and returns batches; its callers pass and get
-# single elements. A tensor stays a tensor, and a result `list[R]` becomes `R`. Python's types cannot
-# say that a parameter `list[T]` becomes `T`: the parameters of such functions are not checked.
+# Types of decorated functions. The function takes and returns batches; its callers pass and get
+# single elements. A tensor stays a tensor, and a result `list[R]` becomes `R`. The type system
+# cannot express that a parameter `list[T]` becomes `T` while its name is kept, so the parameters of
+# such functions are not checked.
 
 
 class BatchedFunction(Protocol[P, R_co]):
@@ -245,10 +255,11 @@ def batched(
     retry_alone: bool = True,
 ) -> BatchDecorator: ...
 def batched(function: Any = None, /, **settings: Any) -> Any:
-    """Run calls that come at the same time together; their callers notice nothing.
+    """Run concurrent calls of a function together, as one call with stacked arguments.
 
-    The function gets the arguments of all calls stacked and returns a result for each. A batch of at most `max_size`
-    calls starts when the one before is over; `docs/batching.md` explains the settings.
+    Callers call the function with single arguments and get single results. The function gets the
+    arguments of all calls stacked and returns one result for each call. A batch of at most
+    `max_size` calls starts when the previous one is over; `docs/batching.md` explains the settings.
 
     >>> import torch
     >>> @batched(max_size=32)
@@ -264,7 +275,7 @@ def batched(function: Any = None, /, **settings: Any) -> Any:
     if isinstance(function, staticmethod | classmethod):
         return type(function)(batched(function.__func__, **settings))
     if not callable(function):
-        raise UsageError(f"batched takes a function, not {type(function).__name__}")
+        raise UsageError(f"batched decorates a function, not {type(function).__name__}")
     options = BatchOptions(**{**settings, "pad_to": tuple(settings.get("pad_to", ()))})
     batching = Batching(function, options)
 

@@ -1,7 +1,13 @@
-"""Running a batch: stack the calls, run the function, split its result.
+"""Run a batch: stack the arguments of its calls, run the function and split its result.
 
-What comes out is one outcome per call; an exception in a call's place is what its caller gets. If a batch raises, each
-of its calls runs again alone (unless `retry_alone` is off), so that one bad input fails nobody else.
+The result is a list with one outcome for each call; an exception in the list is raised for the
+caller of that call. If a batch of several calls raises, each of them runs again alone (unless
+`retry_alone` is False), so that one bad input does not fail the other calls.
+
+While a thread runs a batch, it has a `BatchRole`: before the batch blocks in a wait that Telegrad
+knows of, its queue starts the next batch. `current_caller` returns the worker that made all calls
+of the batch, or None if there are several. `current_deadline` returns the latest deadline of the
+calls.
 """
 
 from __future__ import annotations
@@ -27,14 +33,14 @@ Finish = Callable[[list[Any]], None]
 
 
 class BatchExecutor:
-    """A function that takes batches."""
+    """Run a batched function with stacked arguments."""
 
     def __init__(self, function: Function, options: BatchOptions, is_deferred: bool) -> None:
         self.name = describe(function)
-        self.is_deferred = is_deferred  # it returns a future
+        self.is_deferred = is_deferred  # the function returns a future
         if options.cuda_graph and is_deferred:
             raise UsageError(
-                f"batched: cuda_graph does not go with {self.name}, which returns a future"
+                f"batched: cuda_graph does not support {self.name}, which returns a future"
             )
         self._function = function
         self._graphs = CudaGraphs(function, self.name) if options.cuda_graph else None
@@ -44,7 +50,7 @@ class BatchExecutor:
     def run_one(
         self, receiver: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The result of a call that runs alone, where its caller is; raises what the function raises."""
+        """Return the result of one call, run on this thread. Raise what the function raises."""
         rows = self._rows_for_one
         batch = [
             value.unsqueeze(0)
@@ -67,7 +73,7 @@ class BatchExecutor:
         return outcome
 
     def run(self, batch: list[BatchedCall]) -> list[Any]:
-        """The outcome of each call."""
+        """Return the outcome of each call."""
         try:
             value = self._call_in_caller_state(batch)
         except Exception as error:
@@ -77,12 +83,13 @@ class BatchExecutor:
         return self._split(value, batch)
 
     def run_deferred(self, batch: list[BatchedCall], finish: Finish) -> None:
-        """For a function that returns a future: `finish` is called with the outcomes when it completes."""
+        """Run a function that returns a future; call `finish(outcomes)` when it completes."""
         try:
             future = self._call_in_caller_state(batch)
             if not isinstance(future, torch._C.Future):
                 raise UsageError(
-                    f"{self.name} must return a torch.futures.Future, but returned {type(future).__name__}"
+                    f"{self.name} must return a torch.futures.Future, "
+                    f"but returned {type(future).__name__}"
                 )
         except Exception as error:
             self._retry_deferred(batch, error, finish)
@@ -99,12 +106,14 @@ class BatchExecutor:
         future.add_done_callback(complete)
 
     def _call_in_caller_state(self, batch: list[BatchedCall]) -> Any:
-        caller_state = batch[0].caller_state  # which all of them have
+        """Call the function under the modes and context variables of the callers."""
+        caller_state = batch[0].caller_state  # equal for all calls of a batch
         if caller_state == CallerState():
             return self._call_function(batch)
         return caller_state.run(self._call_function, batch)
 
     def _call_function(self, batch: list[BatchedCall]) -> Any:
+        """Call the function with the stacked arguments of a batch, padded if necessary."""
         first = batch[0]
         args_signature, kwargs_signature = first.signature or first.find_signature()
         if self._options.pad_to:
@@ -127,6 +136,7 @@ class BatchExecutor:
         return self._function(*receiver, *args, **kwargs)
 
     def _split(self, value: Any, batch: list[BatchedCall]) -> list[Any]:
+        """Return the outcome of each call; if `value` cannot be split, the error for all."""
         try:
             return split(value, len(batch), self.name, self._options.padded_size(len(batch)))
         except Exception as error:
@@ -136,17 +146,17 @@ class BatchExecutor:
         return len(batch) > 1 and self._options.retry_alone
 
     def _fail_all(self, batch: list[BatchedCall], error: Exception) -> list[Any]:
+        """Return the error as the outcome of every call."""
         if len(batch) > 1:
-            _add_note(
-                error,
-                f"{self.name} raised this for a batch of {len(batch)} calls, of which this was one.",
-            )
+            _add_note(error, f"{self.name} raised this for a batch of {len(batch)} calls.")
         return [error] * len(batch)
 
     def _retry_alone(self, call: BatchedCall, size: int, error: Exception) -> Any:
+        """Return the outcome of a call of a failed batch, run again alone."""
         return self._add_retry_note(self.run([call])[0], size, error)
 
     def _retry_deferred(self, batch: list[BatchedCall], error: Exception, finish: Finish) -> None:
+        """Run each call of a failed batch alone; call `finish` when all have completed."""
         if not self._should_retry(batch):
             finish(self._fail_all(batch, error))
             return
@@ -166,33 +176,41 @@ class BatchExecutor:
             self.run_deferred([call], lambda outcome, index=index: collect(index, outcome[0]))  # type: ignore[misc]
 
     def _add_retry_note(self, outcome: Any, size: int, error: Exception) -> Any:
+        """Return the outcome; if it is an exception, say that the call was run again."""
         if isinstance(outcome, Exception):
             _add_note(
                 outcome,
-                f"{self.name} raised {type(error).__name__} for a batch of {size} calls; "
-                "this call was run again alone, and raised this.",
+                f"{self.name} raised {type(error).__name__} for a batch of {size} calls. "
+                "This call was run again alone and raised this exception.",
             )
         return outcome
 
 
 def _repeat(value: Any, rows: int) -> Any:
+    """Return `value` stacked `rows` times."""
     return stack([value] * rows, signature_of(value))
 
 
 def _add_note(error: Exception, note: str) -> None:
-    """As `BaseException.add_note`, which Python 3.10 does not have; it travels with the attributes."""
+    """Add a note as `BaseException.add_note` does, which Python 3.10 does not have.
+
+    The attribute `__notes__` is sent to the caller with the exception.
+    """
     error.__dict__.setdefault("__notes__", []).append(note)
 
 
 class PausableQueue(Protocol):
-    """What a turn needs of its queue."""
+    """The part of `BatchQueue` that `BatchRole` uses."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
 
 
 class BatchRole:
-    """`outer` is what the thread was before."""
+    """The role of a thread that runs a batch; see `telegrad.blocking.ThreadRole`.
+
+    `outer` is the role that the thread had before.
+    """
 
     __slots__ = ("_queue", "outer")
 
@@ -221,10 +239,10 @@ class BatchRole:
         self._queue.resume()
 
     def more(self) -> bool:
-        return False  # whatever this thread reads next, it reads after this batch
+        return False  # this thread reads nothing before the batch is over
 
     def afterwards(self, key: Hashable, job: Callable[[], None]) -> None:
-        raise InternalError("a batch leaves nothing for later")
+        raise InternalError("a thread that runs a batch cannot defer work")
 
     def at(self, key: Hashable, moment: float, job: Callable[[], None]) -> bool:
         return self.outer is not None and self.outer.at(key, moment, job)
@@ -232,7 +250,7 @@ class BatchRole:
 
 @contextlib.contextmanager
 def running_batch(role: BatchRole, batch: list[BatchedCall]) -> Iterator[None]:
-    """This thread runs a batch, some or all of which others brought."""
+    """Give this thread the role, runtime, caller and deadline of a batch inside the block."""
     before = thread_state.runtime, thread_state.caller, thread_state.deadline
     thread_state.runtime, thread_state.caller, thread_state.deadline = (
         batch[0].runtime,
@@ -248,12 +266,14 @@ def running_batch(role: BatchRole, batch: list[BatchedCall]) -> Iterator[None]:
 
 
 def _common_caller(batch: list[BatchedCall]) -> str | None:
+    """Return the worker that made all calls; None if there are several or it is no worker."""
     caller = batch[0].caller
     same = isinstance(caller, str) and all(call.caller == caller for call in batch)
     return caller if same else None  # type: ignore[return-value]
 
 
 def _latest_deadline(batch: list[BatchedCall]) -> Deadline | None:
+    """Return the latest deadline; None if a call has none."""
     latest = batch[0].deadline
     for call in batch:
         if call.deadline is None or latest is None:

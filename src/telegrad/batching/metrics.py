@@ -1,7 +1,9 @@
-"""What is counted about a batched function.
+"""Metrics of batched functions: counters of one queue, and the queues of one agent.
 
-State of `QueueMetrics`: changed by the thread that runs a batch or holds the lock of the queue, read by anybody. Two
-batches may overlap while one of them waits for a nested call; then a count may be lost, nothing more.
+State of `QueueMetrics`: changed by the thread that runs a batch or holds the lock of the queue, and
+read without a lock. Two batches overlap if one of them waits for a nested call; then an increment
+may be lost. State of `QueueRegistry`: the queues that have served calls of its agent, held weakly,
+under `_lock`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds spent: all together, the longest, and how many were measured."""
+    """Durations in seconds: their sum, the longest one and their number."""
 
     total: float = 0.0
     longest: float = 0.0
@@ -42,16 +44,16 @@ class Times:
 
 @dataclass
 class Statistics:
-    """A snapshot: how many calls ran in batches of which size, and how long they waited and took."""
+    """A snapshot of the metrics of a batched function."""
 
     calls: int = 0
     waiting: int = 0
     sizes: dict[int, int] = field(default_factory=dict)
-    """The histogram of batch sizes: how many batches had so many calls."""
+    """Histogram of batch sizes: the number of batches by their number of calls."""
     queue_time: Times = field(default_factory=Times)
     """From the arrival of a call to the start of its batch."""
     batch_time: Times = field(default_factory=Times)
-    """How long the function ran."""
+    """The run time of the function."""
     failed: int = 0
     given_up: int = 0
     expired: int = 0
@@ -83,7 +85,7 @@ class QueueMetrics:
     def __init__(self) -> None:
         self._sizes: collections.Counter[int] = collections.Counter()
         self._batch_time = Times()
-        # of calls that ran at once, by themselves; apart, since a lone caller pays for counting
+        # Calls that ran alone are counted separately, because that costs a lone caller less.
         self.alone_time = Times()
         self.queue_time = Times()
         self.failed = self.given_up = self.expired = self.rejected = 0
@@ -104,11 +106,13 @@ class QueueMetrics:
         return sum(self.sizes.values())
 
     def record_batch(self, size: int, failed: int, seconds: float) -> None:
+        """Count a batch of `size` calls, of which `failed` raised."""
         self._sizes[size] += 1
         self._batch_time.add(seconds)
         self.failed += failed
 
     def merge(self, other: QueueMetrics) -> None:
+        """Add the counters of another queue."""
         self._sizes.update(other._sizes)
         for name in ("_batch_time", "alone_time", "queue_time"):
             getattr(self, name).merge(getattr(other, name))
@@ -116,6 +120,7 @@ class QueueMetrics:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def snapshot(self, waiting: int) -> Statistics:
+        """Return a copy for the user; `waiting` calls are in the queue now."""
         queue_time, batch_time = Times(), Times()
         queue_time.merge(self.queue_time)
         batch_time.merge(self._batch_time)
@@ -134,7 +139,7 @@ class QueueMetrics:
 
 
 class RegisteredQueue(Protocol):
-    """What a desk needs of a queue."""
+    """The part of `BatchQueue` that `QueueRegistry` uses."""
 
     metrics: QueueMetrics
 
@@ -144,7 +149,7 @@ class RegisteredQueue(Protocol):
 
 
 class QueueRegistry:
-    """Tells the queues of an agent who was lost and when it closes, and reports what they count."""
+    """Notify the queues of an agent of lost workers and of its end, and report their metrics."""
 
     def __init__(self, runtime: AgentRuntime) -> None:
         self._queues: weakref.WeakSet[RegisteredQueue] = weakref.WeakSet()
@@ -154,14 +159,17 @@ class QueueRegistry:
         runtime.add_statistics(self.statistics)
 
     def add(self, queue: RegisteredQueue) -> None:
+        """Register a queue."""
         with self._lock:
             self._queues.add(queue)
 
     def queues(self) -> list[RegisteredQueue]:
+        """Return the registered queues that are alive."""
         with self._lock:
             return list(self._queues)
 
     def statistics(self) -> dict[str, int]:
+        """Return the totals for `Agent.statistics`."""
         queues = self.queues()
         return {
             "batched_calls": sum(queue.metrics.calls for queue in queues),

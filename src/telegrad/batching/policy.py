@@ -1,11 +1,12 @@
-"""When do calls that wait for company start? `BatchPolicy` keeps them until then.
+"""Settings of a batched function, and the policies that decide when waiting calls may start.
 
-`AdaptivePolicy` (max_wait) waits for those who have been calling at the same time as others lately, and not for anybody
-else: a caller who is alone does not wait at all. `MinimumSizePolicy` (min_size) waits for a number of calls,
-`AllCallersPolicy` (min_size="all") for every worker that has called and is alive. In all of them, `max_wait` is the
-longest wait.
+`AdaptivePolicy` (`max_wait`) waits for the callers that recently called at the same time as others;
+a caller that is always alone does not wait. `MinimumSizePolicy` (`min_size`) waits for a number of
+calls. `AllCallersPolicy` (`min_size="all"`) waits for every worker that has called and is alive.
+For all of them, `max_wait` limits the wait.
 
-State: changed under the lock of the queue.
+State of a `BatchPolicy`: the calls that wait, and what it has learned about callers. It is changed
+under the lock of the queue.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import Literal
 from telegrad.batching.calls import BatchedCall
 from telegrad.errors import UsageError
 
-_TRIAL_WAITS = 3  # how often a new queue waits to see who else is there
+_TRIAL_WAITS = 3  # how often a new queue waits without knowing its callers
 
 
 @dataclass(frozen=True)
 class BatchOptions:
+    """The settings of a batched function; `docs/batching.md` explains them."""
+
     max_size: int = 64
     max_wait: float | None = None
     min_size: int | Literal["all"] = 1
@@ -42,25 +45,26 @@ class BatchOptions:
         require(self.max_size >= 1, f"max_size must be at least 1, not {self.max_size!r}")
         require(
             self.max_wait is None or 0 <= self.max_wait < math.inf,
-            f"max_wait must be seconds or None, not {self.max_wait!r}",
+            f"max_wait must be a number of seconds or None, not {self.max_wait!r}",
         )
         require(
             self.min_size == "all"
             or (isinstance(self.min_size, int) and 1 <= self.min_size <= self.max_size),
-            f"min_size must be 'all' or from 1 to max_size, not {self.min_size!r}",
+            f"min_size must be 'all' or a number from 1 to max_size, not {self.min_size!r}",
         )
         require(
             all(size >= 1 for size in self.pad_to)
             and list(self.pad_to) == sorted(set(self.pad_to)),
-            f"pad_to must be growing sizes, not {self.pad_to!r}",
+            f"pad_to must be increasing positive sizes, not {self.pad_to!r}",
         )
         require(
             not self.pad_to or self.pad_to[-1] >= self.max_size,
-            f"a batch of {self.max_size} fits none of the sizes {self.pad_to!r}: make max_size smaller",
+            f"max_size must be at most the largest size in pad_to={self.pad_to!r}, "
+            f"not {self.max_size!r}",
         )
         require(
             not self.cuda_graph or bool(self.pad_to),
-            "cuda_graph needs pad_to: a graph is made for each of its sizes",
+            "cuda_graph needs pad_to, because a graph is captured for each of its sizes",
         )
         require(
             self.max_queue is None or self.max_queue >= self.max_size,
@@ -72,20 +76,20 @@ class BatchOptions:
         )
 
     def padded_size(self, size: int) -> int:
-        """How many rows a batch of `size` calls is given."""
+        """Return the number of rows of a batch of `size` calls after padding."""
         return next((padded_to for padded_to in self.pad_to if padded_to >= size), size)
 
 
 class BatchPolicy(ABC):
-    """Calls that wait for others; the base of the rules."""
+    """Base class: hold calls that wait for others, and decide when they may start."""
 
     def __init__(self, options: BatchOptions) -> None:
         self._max_size = options.max_size
         self._max_wait = options.max_wait
         self._calls: dict[BatchedCall, None] = {}
-        self._waiting_by_caller: dict[str | int, int] = {}  # how many calls each caller has here
+        self._waiting_by_caller: dict[str | int, int] = {}  # number of waiting calls
         self._latest_start = math.inf
-        # workers to be waited for from now on; the queue checks that they are alive
+        # Workers to wait for from now on. The queue checks whether they are still connected.
         self.unverified_callers: list[str] = []
 
     def __len__(self) -> int:
@@ -96,31 +100,32 @@ class BatchPolicy(ABC):
 
     @property
     def latest_start(self) -> float:
-        """When the wait ends whoever is missing."""
+        """Return when the waiting calls start even if others are missing."""
         return self._latest_start
 
     @abstractmethod
     def runs_alone(self, caller: str | int) -> bool:
-        """Would a call of this caller run at once, if it were the only one?"""
+        """Return whether a call of this caller may start without waiting for others."""
 
     @abstractmethod
     def is_complete(self) -> bool:
-        """Is everybody here who is waited for?"""
+        """Return whether no further call is waited for."""
 
     @abstractmethod
     def caller_lost(self, caller: str) -> None:
-        """A worker is gone; its calls are taken out by the queue."""
+        """Stop waiting for a lost worker. The queue removes its calls."""
 
-    def record_overlap(self, caller: str | int) -> None:  # noqa: B027 (only some rules care)
-        """A call arrived while others waited or ran."""
+    def record_overlap(self, caller: str | int) -> None:  # noqa: B027 (optional)
+        """Note that a call arrived while others waited or ran."""
 
     def add(self, call: BatchedCall, margin: float) -> None:
-        """One more call, which should start `margin` seconds before its deadline."""
+        """Add a call, which should start `margin` seconds before its deadline."""
         self._calls[call] = None
         self._waiting_by_caller[call.caller] = self._waiting_by_caller.get(call.caller, 0) + 1
         self._latest_start = min(self._latest_start, self._latest_start_of(call, margin))
 
     def remove(self, call: BatchedCall) -> None:
+        """Remove a call that no longer waits."""
         del self._calls[call]
         self._waiting_by_caller[call.caller] -= 1
         if not self._waiting_by_caller[call.caller]:
@@ -130,12 +135,13 @@ class BatchPolicy(ABC):
         )
 
     def is_ready(self, now: float) -> bool:
+        """Return whether the waiting calls may start now."""
         return bool(self._calls) and (
             len(self) >= self._max_size or now >= self._latest_start or self.is_complete()
         )
 
     def release(self, now: float) -> list[BatchedCall]:
-        """Everybody who waits; the next wait begins anew."""
+        """Remove and return all waiting calls."""
         calls = list(self._calls)
         self._calls.clear()
         self._waiting_by_caller.clear()
@@ -143,9 +149,11 @@ class BatchPolicy(ABC):
         return calls
 
     def calls(self) -> list[BatchedCall]:
+        """Return the waiting calls."""
         return list(self._calls)
 
     def _latest_start_of(self, call: BatchedCall, margin: float) -> float:
+        """Return when a call stops waiting for others."""
         if self._max_wait is None:
             return math.inf
         limit = call.arrival_time + self._max_wait
@@ -153,6 +161,8 @@ class BatchPolicy(ABC):
 
 
 class AdaptivePolicy(BatchPolicy):
+    """Wait for the callers that are expected because they recently called with others."""
+
     def __init__(self, options: BatchOptions) -> None:
         super().__init__(options)
         self._expected: set[str | int] = set()
@@ -174,7 +184,7 @@ class AdaptivePolicy(BatchPolicy):
         self._expected.discard(caller)
 
     def release(self, now: float) -> list[BatchedCall]:
-        # who was waited for and did not come is not waited for again until it overlaps
+        # A caller that did not call in time is not expected again until its calls overlap others.
         if now >= self._latest_start:
             self._expected.intersection_update(self._waiting_by_caller)
             self._trial_waits = max(self._trial_waits - 1, 0)
@@ -184,6 +194,8 @@ class AdaptivePolicy(BatchPolicy):
 
 
 class MinimumSizePolicy(BatchPolicy):
+    """Wait for a number of calls, less one for each caller that was lost."""
+
     def __init__(self, options: BatchOptions, size: int) -> None:
         super().__init__(options)
         self._min_size = size
@@ -207,7 +219,7 @@ class MinimumSizePolicy(BatchPolicy):
 
     @property
     def _needed_calls(self) -> int:
-        """Those who died cannot come; one who comes back counts again."""
+        """Return the number of calls to wait for. A lost caller counts again when it calls."""
         return max(self._min_size - len(self._lost), 1)
 
     def _record_caller(self, caller: str | int) -> None:
@@ -218,6 +230,8 @@ class MinimumSizePolicy(BatchPolicy):
 
 
 class AllCallersPolicy(BatchPolicy):
+    """Wait for a call of every worker that has called and is alive."""
+
     def __init__(self, options: BatchOptions) -> None:
         super().__init__(options)
         self._alive: set[str] = set()
@@ -243,7 +257,7 @@ class AllCallersPolicy(BatchPolicy):
 
 
 def policy_for(options: BatchOptions) -> BatchPolicy | None:
-    """The rule that the options ask for; None if nobody waits for anybody."""
+    """Return the policy for these options; None if calls do not wait for others."""
     if options.min_size == "all":
         return AllCallersPolicy(options)
     if options.min_size > 1:

@@ -1,15 +1,16 @@
-"""`BatchQueue`: when the calls of one batched function run, and where.
+"""`BatchQueue`: decide when and on which thread the calls of one batched function run.
 
-A call that finds nobody waiting and nothing running runs at once, on the thread that brought it.
-Otherwise it goes to the `BatchScheduler`. The thread that brings the last one that was needed runs
-the batch, unless it has more to read, which may belong to the batch; what gathers meanwhile runs
-next, on a thread of the agent. One batch runs at a time, but a batch that blocks in a wait we know
-of (a nested call) lets the next one run, so that batched functions may call each other, and
-themselves, in circles.
+A call that finds no other call waiting or running runs at once, on the thread that received it.
+Otherwise it goes to the `BatchScheduler`. The thread that adds the last call of a batch runs the
+batch, unless it has more messages to read, which may contain calls for the same batch. Calls that
+wait meanwhile run next, on a thread of the agent. One batch runs at a time. But a batch that blocks
+in a wait that Telegrad knows of (a nested call) lets the next one run, so batched functions may
+call each other and themselves recursively.
 
-State, under `_lock`: `_scheduler`, `_running` (batches that are not in such a wait) and
-`_timer_time` (the earliest moment for which a timer is set). Whoever raises `_running` from 0 calls
-`_finish_batch` in the end. A call is completed by whoever took it out, never under the lock.
+State, under `_lock`: `_scheduler`, `_running` (the number of batches that run and are not in such a
+wait) and `_timer_time` (the earliest time for which a timer is set). The thread that increases
+`_running` from 0 must call `_finish_batch` in the end. A call is completed by the thread that has
+removed it from the scheduler, and never under the lock.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ from telegrad.server.functions import DeferredReply
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
-_SLOW_BATCH = (
-    0.002  # seconds: a batch that takes longer does not run on a thread that reads a connection
-)
+# A function whose batches take more seconds does not run on a thread that reads connections.
+_SLOW_BATCH = 0.002
 _now = time.monotonic
 
 Args = tuple[Any, ...]
-NOT_ALONE = object()
+NOT_ALONE = object()  # see `BatchQueue.try_run_alone`
 
 
 class BatchQueue:
+    """The calls of one batched function for one object or agent."""
+
     def __init__(self, executor: BatchExecutor, options: BatchOptions) -> None:
         self.metrics = QueueMetrics()
         self._executor = executor
@@ -50,13 +52,16 @@ class BatchQueue:
         self._scheduler = BatchScheduler(options, self.metrics)
         self._running = 0
         self._timer_time = math.inf
-        self._mean_seconds = 0.0  # that a batch takes, a moving average
+        self._mean_seconds = 0.0  # moving average of the run time of a batch
         self._runtime: AgentRuntime | None = None
         self._lock = threading.Lock()
-        self._space_freed = threading.Condition(self._lock)  # somebody left the room
+        self._space_freed = threading.Condition(self._lock)  # notified when calls are removed
 
     def __repr__(self) -> str:
-        return f"<BatchQueue of {self._executor.name}: {len(self._scheduler)} wait, {self._running} running>"
+        return (
+            f"<BatchQueue of {self._executor.name}: "
+            f"{len(self._scheduler)} waiting, {self._running} running>"
+        )
 
     def __len__(self) -> int:
         return len(self._scheduler)
@@ -69,9 +74,10 @@ class BatchQueue:
         args: Args,
         kwargs: dict[str, Any],
     ) -> Any:
-        """A call arrives: its result if it may run at once, by itself, else `NOT_ALONE`.
+        """Run a call at once if nothing else waits or runs, and return its result.
 
-        This is what a lone caller pays for batching, so it is written to cost little.
+        Return `NOT_ALONE` if it has to be queued. This is the overhead of batching for a lone
+        caller, so it creates no `BatchedCall`.
         """
         if runtime is not self._runtime:
             self._register_with(runtime)
@@ -106,7 +112,10 @@ class BatchQueue:
                 self._start_batch(batch)
 
     def submit(self, call: BatchedCall) -> Any:
-        """A call that does not run at once: its result, or a `DeferredReply`. Raises what the function raises."""
+        """Queue a call. Return its result if it ran on this thread, else a `DeferredReply`.
+
+        Raise what the function raises.
+        """
         run_here = self._mean_seconds < _SLOW_BATCH or blocking.role() is None
         batch = self._enqueue(call)
         if run_here and batch:
@@ -119,22 +128,24 @@ class BatchQueue:
         return DeferredReply(call, lambda: self._abandon(call))
 
     def caller_lost(self, name: str) -> None:
-        """A worker is gone: its calls leave, and nobody waits for it."""
+        """Remove the calls of a lost worker and stop waiting for it."""
         with self._lock:
             removed = self._scheduler.caller_lost(name)
             self._space_freed.notify(len(removed))
             batch = self._take_batch()
         for call in removed:
-            call.complete(PeerLost(f"worker {name!r} was lost while its call waited", peer=name))
+            call.complete(
+                PeerLost(f"worker {name!r} was lost while its call waited for a batch", peer=name)
+            )
         self._start_batch(batch)
 
     def close(self, runtime: AgentRuntime) -> None:
-        """An agent closes: what waits for it will not be sent."""
+        """Fail the calls of an agent that closes."""
         with self._lock:
             removed = self._scheduler.remove_all(lambda call: call.runtime is runtime)
             self._space_freed.notify(len(removed))
             if self._runtime is runtime:
-                self._runtime, self._timer_time = None, math.inf  # its clock no longer rings
+                self._runtime, self._timer_time = None, math.inf  # its clock has stopped
                 self._set_timer()
         for call in removed:
             call.complete(
@@ -142,24 +153,25 @@ class BatchQueue:
             )
 
     def pause(self) -> None:
-        """The running batch is about to block: it may wait for what a call that waits here would do."""
+        """Start the next batch, because the running one blocks and may depend on it."""
         self._start_batch(self._finish_batch())
 
     def resume(self) -> None:
+        """Count a batch as running again, after `pause`."""
         with self._lock:
             self._running += 1
 
-    # Arriving and leaving
+    # Adding and removing calls
 
     def _register_with(self, runtime: AgentRuntime | None) -> None:
-        """The first call through this agent, or the first since one through another."""
+        """Use the threads and the clock of the agent that received the latest call."""
         if runtime is not None:
             runtime.service(QueueRegistry).add(self)
             self._runtime = runtime
 
     def _enqueue(self, call: BatchedCall) -> list[BatchedCall]:
-        """Queue a call; the batch that may start now, if there is one."""
-        call.prepare()  # may fail, so not under the lock
+        """Add a call to the scheduler and return the batch that may start now, if any."""
+        call.prepare()  # may raise, so not under the lock
         more = blocking.more()
         while True:
             with self._lock:
@@ -178,12 +190,16 @@ class BatchQueue:
         return batch
 
     def _verify_callers(self) -> None:
-        """A call may be read after its caller was found to be lost: such a caller must not be waited for."""
+        """Do not wait for callers without a connection.
+
+        A call may be read after its caller was found to be lost.
+        """
         while (name := self._scheduler.next_unverified_caller()) is not None:
             if self._runtime is not None and not _has_connection(self._runtime, name):
                 self.caller_lost(name)
 
     def _has_space(self) -> bool:
+        """Return whether a call may be added. Raise `QueueFull` if it must be rejected."""
         limit = self._options.max_queue
         if limit is None or len(self._scheduler) < limit:
             return True
@@ -191,12 +207,12 @@ class BatchQueue:
             return False
         self.metrics.rejected += 1
         raise QueueFull(
-            f"{len(self._scheduler)} calls of {self._executor.name} wait already",
+            f"the queue of {self._executor.name} is full: {len(self._scheduler)} calls wait",
             call=self._executor.name,
         )
 
     def _wait_for_space(self, call: BatchedCall) -> None:
-        """Hold up the thread that brings calls, so that the caller feels it."""
+        """Block the thread that reads the calls, so that the callers are slowed down."""
         limit, deadline = self._options.max_queue or 0, call.deadline
         role = blocking.hold()
         try:
@@ -209,16 +225,16 @@ class BatchQueue:
             raise self._timeout_error()
 
     def _abandon(self, call: BatchedCall) -> None:
-        """The caller no longer waits."""
+        """Remove a call whose caller no longer waits."""
         with self._lock:
             if self._scheduler.remove(call):
                 self.metrics.given_up += 1
                 self._space_freed.notify()
 
-    # Whose turn it is; all under the lock
+    # Selecting batches and setting timers; the lock is held
 
     def _take_batch(self) -> list[BatchedCall]:
-        """If nothing runs: the batch that does now. Empty if there is none."""
+        """Return the batch that runs now; empty if one runs already or no call may start."""
         if self._running:
             return []
         before = len(self._scheduler)
@@ -228,7 +244,7 @@ class BatchQueue:
         return batch
 
     def _take_batch_if_any(self) -> list[BatchedCall]:
-        """`_take_batch`, for when it is likely that nobody waits."""
+        """Do what `_take_batch` does, faster if no call waits."""
         if not len(self._scheduler):
             return []
         batch = self._take_batch()
@@ -236,7 +252,7 @@ class BatchQueue:
         return batch
 
     def _set_timer(self) -> None:
-        """Make sure that a wait with an end does end. One timer at a time: it looks again when it rings."""
+        """Set a timer for the latest start of the waiting calls. It is set again when it fires."""
         latest_start = self._scheduler.latest_start
         if self._running or latest_start in (self._timer_time, math.inf):
             return
@@ -247,7 +263,7 @@ class BatchQueue:
             _run_at(self._runtime, latest_start, self._on_timer)
 
     def _on_timer(self) -> None:
-        """Runs on the clock, without the lock."""
+        """Start what is due. The clock calls this, without the lock."""
         with self._lock:
             self._timer_time = math.inf
             batch = self._take_batch()
@@ -255,7 +271,7 @@ class BatchQueue:
         self._start_batch(batch)
 
     def _on_idle(self) -> None:
-        """Runs on a thread that reads, which has nothing else to do right now."""
+        """Run what is due, on a thread that reads connections and has nothing else to do."""
         with self._lock:
             self._timer_time = math.inf
             batch = self._take_batch()
@@ -268,11 +284,12 @@ class BatchQueue:
     # Running
 
     def _start_batch(self, batch: list[BatchedCall]) -> None:
+        """Run a batch on another thread, and the batches that follow it."""
         if batch or self._scheduler.expired:
             _start_thread(self._runtime, lambda: self._run_batches(batch))
 
     def _run_batches(self, batch: list[BatchedCall]) -> None:
-        """On a thread of its own: run batches until nobody waits."""
+        """Run a batch and those that follow it, until no call waits."""
         while batch:
             self._run_batch(batch)
             batch = self._finish_batch()
@@ -281,7 +298,10 @@ class BatchQueue:
     def _run_batch(
         self, batch: list[BatchedCall], own_call: BatchedCall | None = None
     ) -> CallOutcome | None:
-        """Run a batch and answer its calls, except `own_call` if it is one of them: its outcome is returned."""
+        """Run a batch and complete its calls.
+
+        If `own_call` is one of them, return its outcome instead of completing it.
+        """
         if self._executor.is_deferred:
             self._run_deferred(batch)
             return None
@@ -289,7 +309,7 @@ class BatchQueue:
         try:
             with running_batch(BatchRole(self), batch):
                 outcomes = self._executor.run(batch)
-        # the thread is being ended; the calls are answered all the same
+        # Something such as SystemExit ends this thread. The calls must be completed all the same.
         except BaseException as error:
             outcomes = [error] * len(batch)
         self._record_batch(len(batch), _failures(outcomes), _now() - started)
@@ -303,7 +323,10 @@ class BatchQueue:
         return own_outcome
 
     def _run_deferred(self, batch: list[BatchedCall]) -> None:
-        """Run a batch of a function that returns a future. With that it is over; the calls are answered later."""
+        """Run a batch of a function that returns a future.
+
+        The batch is over when the function returns; its calls complete when the future does.
+        """
         started = _now()
 
         def finish(outcomes: list[Any]) -> None:
@@ -316,18 +339,20 @@ class BatchQueue:
             self._executor.run_deferred(batch, finish)
 
     def _record_batch(self, size: int, failed: int, seconds: float) -> None:
+        """Update the metrics after a batch."""
         self._mean_seconds += (seconds - self._mean_seconds) * 0.25
         self.metrics.record_batch(size, failed, seconds)
 
     def _finish_batch(self) -> list[BatchedCall]:
-        """A batch is over: the next one, which the caller has to run or start."""
+        """End the running batch and return the next one, which the caller must run or start."""
         with self._lock:
             self._running -= 1
             return self._take_batch_if_any()
 
-    # Too late
+    # Expired calls
 
     def _fail_expired(self) -> None:
+        """Complete the calls whose deadline passed while they waited."""
         with self._lock:
             expired, self._scheduler.expired = self._scheduler.expired, []
         for call in expired:
@@ -335,17 +360,18 @@ class BatchQueue:
 
     def _timeout_error(self) -> CallTimeout:
         return CallTimeout(
-            f"the deadline passed while the call of {self._executor.name} waited",
+            f"the deadline passed while the call of {self._executor.name} waited for a batch",
             call=self._executor.name,
         )
 
 
 class CallOutcome(NamedTuple):
-    """What came out of a call on the thread that brought it."""
+    """The outcome of a call on the thread that received it."""
 
     value: Any
 
     def get(self) -> Any:
+        """Return the result or raise the exception."""
         if isinstance(self.value, BaseException):
             raise self.value
         return self.value
@@ -356,12 +382,12 @@ def _failures(outcomes: list[Any]) -> int:
 
 
 def _has_connection(runtime: AgentRuntime, name: str) -> bool:
-    """Does a worker of this name have a connection to the agent?"""
+    """Return whether a worker of this name is connected to the agent."""
     return any(inbound.peer_name == name for inbound in runtime.connections.server_connections)
 
 
 def _start_thread(runtime: AgentRuntime | None, job: Callable[[], None]) -> None:
-    """Run `job` on a thread of its own."""
+    """Run `job` on a thread of the agent, or on a new one if there is no agent."""
     if runtime is not None and not runtime.closing:
         runtime.threads.start(job)
     else:
@@ -369,7 +395,7 @@ def _start_thread(runtime: AgentRuntime | None, job: Callable[[], None]) -> None
 
 
 def _run_at(runtime: AgentRuntime | None, moment: float, job: Callable[[], None]) -> None:
-    """Run a short `job` at a moment of `time.monotonic`."""
+    """Run a short `job` at a time of `time.monotonic`."""
     if runtime is not None and not runtime.closing:
         runtime.clock.at(moment, job)
         return

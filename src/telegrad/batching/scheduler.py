@@ -1,10 +1,13 @@
-"""`BatchScheduler`: the calls of one batched function that wait, and which of them run next.
+"""`BatchScheduler`: the waiting calls of one batched function, and which of them run next.
 
-A call first waits in the `Company` that gathers until enough are there, if there is such a rule, then in the
-`FairQueue` of those it can run with.
+A call first waits in the `BatchPolicy`, if there is one, until enough calls are there. Then it
+waits in the `FairQueue` of the calls that it may run with (those with the same `batch_key`). In a
+fair queue, the highest priority goes first. Calls of equal priority are taken from their callers in
+turn, so that a caller with many calls does not delay the others; the calls of one caller stay in
+order.
 
-State: all of it is changed under the lock of the queue; nothing here blocks or runs code of the user. `expired` are
-calls that were taken out because they are late; the queue tells their callers.
+State: changed under the lock of the `BatchQueue`. Nothing here blocks or runs user code. `expired`
+has the calls that were removed because their deadline passed; the `BatchQueue` completes them.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from telegrad.batching.calls import BatchedCall
 from telegrad.batching.metrics import QueueMetrics
 from telegrad.batching.policy import BatchOptions, policy_for
 
-CallsByCaller = dict[
-    str | int, collections.deque[BatchedCall]
-]  # by caller; the first in the dict is next
+CallsByCaller = dict[str | int, collections.deque[BatchedCall]]  # the first caller is the next
 
 
 class BatchScheduler:
+    """Hold the waiting calls and select batches from them."""
+
     def __init__(self, options: BatchOptions, metrics: QueueMetrics) -> None:
         self.expired: list[BatchedCall] = []
         self._max_size = options.max_size
@@ -36,23 +39,21 @@ class BatchScheduler:
 
     @property
     def latest_start(self) -> float:
-        """When those who wait for company start, whoever is missing; infinity if there is no such moment."""
+        """Return when the calls of the policy start even if others are missing; may be infinite."""
         return math.inf if self._policy is None else self._policy.latest_start
 
     def runs_alone(self, caller: str | int) -> bool:
-        """Would a call of this caller run at once, if it were the only one?"""
+        """Return whether a call of this caller may start without waiting for others."""
         return self._policy is None or self._policy.runs_alone(caller)
 
     def next_unverified_caller(self) -> str | None:
-        """A worker that is waited for from now on, if there is one that was not named here before."""
-        return (
-            self._policy.unverified_callers.pop()
-            if self._policy is not None and self._policy.unverified_callers
-            else None
-        )
+        """Return a worker that the policy has started to wait for, each of them once; or None."""
+        if self._policy is None or not self._policy.unverified_callers:
+            return None
+        return self._policy.unverified_callers.pop()
 
     def add(self, call: BatchedCall, running: bool, margin: float) -> None:
-        """One more call, which should start `margin` seconds before its deadline."""
+        """Add a call, which should start `margin` seconds before its deadline."""
         call.queued = True
         self._count += 1
         if self._policy is None:
@@ -63,7 +64,7 @@ class BatchScheduler:
         self._policy.add(call, margin)
 
     def remove(self, call: BatchedCall) -> bool:
-        """A call leaves; False if it is not here any more."""
+        """Remove a call; return False if it is no longer queued."""
         if not call.queued:
             return False
         call.queued = False
@@ -78,19 +79,20 @@ class BatchScheduler:
         return True
 
     def remove_all(self, matches: Callable[[BatchedCall], bool]) -> list[BatchedCall]:
+        """Remove and return the calls for which `matches(call)` is true."""
         calls = [] if self._policy is None else self._policy.calls()
         for fair_queue in self._fair_queues.values():
             calls += fair_queue.calls()
         return [call for call in calls if matches(call) and self.remove(call)]
 
     def caller_lost(self, name: str) -> list[BatchedCall]:
-        """A worker is gone: nobody waits for it, and its calls leave."""
+        """Stop waiting for a lost worker, and remove and return its calls."""
         if self._policy is not None:
             self._policy.caller_lost(name)
         return self.remove_all(lambda call: call.caller == name)
 
     def pop_batch(self, now: float) -> list[BatchedCall]:
-        """The next batch; empty if there is none."""
+        """Remove and return the next batch; empty if no call may start."""
         if self._policy is not None and self._policy.is_ready(now):
             released = self._policy.release(now)
             if (
@@ -98,7 +100,7 @@ class BatchScheduler:
                 and len(released) <= self._max_size
                 and _have_same_key(released)
             ):
-                # all of them run, so it does not matter who would go first
+                # All of them run together, so their order does not matter.
                 return self._start_calls(released, now)
             for call in released:
                 self._fair_queue(call.batch_key).add(call)
@@ -108,19 +110,19 @@ class BatchScheduler:
         return batch
 
     def _pop_fair(self, now: float) -> list[BatchedCall]:
-        """Calls that can run together, less those that are too late."""
+        """Remove and return the calls of the first fair queue, without those that have expired."""
         fair_queues = self._fair_queues
-        batch_key = (
-            min(fair_queues, key=lambda each: fair_queues[each].sort_key())
-            if len(fair_queues) > 1
-            else next(iter(fair_queues))
-        )
+        if len(fair_queues) == 1:
+            batch_key = next(iter(fair_queues))
+        else:
+            batch_key = min(fair_queues, key=lambda key: fair_queues[key].sort_key())
         selected = fair_queues[batch_key].pop(self._max_size)
         if not len(fair_queues[batch_key]):
             del fair_queues[batch_key]
         return self._start_calls(selected, now)
 
     def _start_calls(self, selected: list[BatchedCall], now: float) -> list[BatchedCall]:
+        """Mark calls as no longer queued, and return those that have not expired."""
         self._count -= len(selected)
         batch = []
         for call in selected:
@@ -146,6 +148,12 @@ def _have_same_key(calls: list[BatchedCall]) -> bool:
 
 
 class FairQueue:
+    """Calls that may run together, by priority and caller.
+
+    A call that is removed (`BatchedCall.queued` is False) stays inside until its turn and is then
+    skipped.
+    """
+
     def __init__(self) -> None:
         self._by_priority: dict[float, CallsByCaller] = {}
         self._count = 0
@@ -154,16 +162,17 @@ class FairQueue:
         return self._count
 
     def add(self, call: BatchedCall) -> None:
+        """Append a call to those of its caller."""
         by_caller = self._by_priority.setdefault(call.priority, {})
         by_caller.setdefault(call.caller, collections.deque()).append(call)
         self._count += 1
 
     def discard_one(self) -> None:
-        """Somebody in this line no longer wants to be in it."""
+        """Decrease the length, because a call was removed."""
         self._count -= 1
 
     def pop(self, count: int) -> list[BatchedCall]:
-        """The next calls, `count` of them or as many as there are."""
+        """Remove and return the next calls, at most `count`."""
         selected: list[BatchedCall] = []
         while len(selected) < count and self._by_priority:
             priority = max(self._by_priority)
@@ -175,6 +184,7 @@ class FairQueue:
         return selected
 
     def calls(self) -> list[BatchedCall]:
+        """Return the calls that are queued."""
         return [
             call
             for by_caller in self._by_priority.values()
@@ -184,7 +194,7 @@ class FairQueue:
         ]
 
     def sort_key(self) -> tuple[float, float]:
-        """Of several lines, the one with the smallest rank goes first: by priority, then by age."""
+        """Return a key that is smaller for queues that go first: by priority, then by age."""
         priority = max(self._by_priority)
         return -priority, min(
             calls[0].arrival_time for calls in self._by_priority[priority].values()
@@ -192,12 +202,13 @@ class FairQueue:
 
 
 def _pop_round_robin(by_caller: CallsByCaller, count: int, selected: list[BatchedCall]) -> None:
+    """Move up to `count` queued calls to `selected`, one of each caller in turn."""
     end = len(selected) + count
     while by_caller and len(selected) < end:
         caller = next(iter(by_caller))
         calls = by_caller.pop(caller)
         call = calls.popleft()
         if calls:
-            by_caller[caller] = calls  # at the end
+            by_caller[caller] = calls  # its next turn is after those of the other callers
         if call.queued:
             selected.append(call)

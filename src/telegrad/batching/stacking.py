@@ -1,9 +1,9 @@
-"""The arguments of many calls as those of one, and its result as one for each.
+"""Stack the arguments of many calls into those of one, and split its result into one for each call.
 
-Tensors are stacked along a new first dimension. Tuples, lists, dicts and dataclasses that hold
-tensors keep their form, with each leaf stacked. Everything else arrives as a list, one item per
-call. Calls go together only if their `signature_of` is the same. All of it is made of
-differentiable operations.
+Tensors are stacked along a new first dimension. Tuples, lists, dicts and dataclasses that contain
+tensors keep their structure, and each leaf is stacked. Other values become a list with one item for
+each call. Calls can be stacked if their arguments have equal signatures (`signature_of`). All
+operations on tensors are differentiable.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from telegrad.errors import UsageError
 
 Signature = tuple[Any, ...]
 
-_PLAIN: Signature = ()  # the signature of what is not stacked
+_NOT_STACKED: Signature = ()  # the signature of values that contain no tensor
 
 
 def signature_of(value: Any) -> Signature:
-    """Equal for values that can be stacked with each other."""
+    """Return a value that is equal for values that can be stacked with each other."""
     kind = type(value)
     if kind is torch.Tensor or isinstance(value, torch.Tensor):
         return value.dtype, value.shape, value.device, value.layout
@@ -31,21 +31,25 @@ def signature_of(value: Any) -> Signature:
         signatures: Signature = tuple([signature_of(item) for item in value])
     elif kind is dict:
         signatures = tuple([(key, signature_of(item)) for key, item in value.items()])
-        if all(signature == _PLAIN for _, signature in signatures):
-            return _PLAIN
-    elif _is_record(value):
+        if all(signature == _NOT_STACKED for _, signature in signatures):
+            return _NOT_STACKED
+    elif _is_dataclass(value):
         signatures = tuple(
             [signature_of(getattr(value, field.name)) for field in dataclasses.fields(value)]
         )
     else:
-        return _PLAIN
-    return (kind, *signatures) if any(signature != _PLAIN for signature in signatures) else _PLAIN
+        return _NOT_STACKED
+    return (
+        (kind, *signatures)
+        if any(signature != _NOT_STACKED for signature in signatures)
+        else _NOT_STACKED
+    )
 
 
 def stack(values: Sequence[Any], signature: Signature) -> Any:
-    """One value made of many that have this signature."""
+    """Stack values that have this signature into one."""
     first = values[0]
-    if signature == _PLAIN:
+    if signature == _NOT_STACKED:
         return list(values)
     if isinstance(first, torch.Tensor):
         return first.unsqueeze(0) if len(values) == 1 else torch.stack(list(values))
@@ -59,7 +63,7 @@ def stack(values: Sequence[Any], signature: Signature) -> Any:
         ]
         return type(first)(*items) if _is_namedtuple(first) else type(first)(items)
     names = [field.name for field in dataclasses.fields(first)]
-    return _remake(
+    return _copy_dataclass(
         first,
         {
             name: stack([getattr(value, name) for value in values], inner)
@@ -69,10 +73,11 @@ def stack(values: Sequence[Any], signature: Signature) -> Any:
 
 
 def split(value: Any, count: int, name: str, rows: int | None = None) -> list[Any]:
-    """What `name` returned for a batch, as one result per call; if it was padded to `rows`, the first `count`.
+    """Split what the function `name` returned for a batch into `count` results.
 
-    A tensor, array or list is cut along its first dimension; tuples, dicts and dataclasses of those
-    are cut inside; None is None for everybody.
+    A tensor, array or list is split along its first dimension; tuples, dicts and dataclasses of
+    those are split inside; None is the result of every call. The results for padding are dropped if
+    the batch was padded to `rows` rows.
     """
     if isinstance(value, torch.Tensor):
         _check(value.shape[0] if value.dim() else 0, rows or count, name)
@@ -90,17 +95,22 @@ def split(value: Any, count: int, name: str, rows: int | None = None) -> list[An
         return [
             type(value)(*row) if _is_namedtuple(value) else row for row in _rows(columns, count)
         ]
-    if _is_record(value):
+    if _is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         columns = [split(getattr(value, each), count, name, rows) for each in names]
-        return [_remake(value, dict(zip(names, row, strict=True))) for row in _rows(columns, count)]
+        return [
+            _copy_dataclass(value, dict(zip(names, row, strict=True)))
+            for row in _rows(columns, count)
+        ]
     raise UsageError(
-        f"{name} returned {type(value).__name__} for a batch of {count}. A batched function returns a tensor or list "
-        "with one result per call, or a tuple, dict or dataclass of those, or None"
+        f"{name} returned {type(value).__name__} for a batch of {count} calls. A batched function "
+        "must return a tensor, array or list with one result for each call, a tuple, dict or "
+        "dataclass of those, or None"
     )
 
 
 def _rows(columns: list[list[Any]], count: int) -> list[tuple[Any, ...]]:
+    """Return the transpose of `columns`, which has `count` rows."""
     return list(zip(*columns, strict=True)) if columns else [()] * count
 
 
@@ -113,12 +123,15 @@ def _is_namedtuple(value: Any) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
-def _is_record(value: Any) -> bool:
+def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _remake(example: Any, fields: dict[str, Any]) -> Any:
-    """A dataclass like `example` with other values; no code of the user checks them, for they are batches."""
+def _copy_dataclass(example: Any, fields: dict[str, Any]) -> Any:
+    """Return a dataclass of the type of `example` with other field values.
+
+    Its `__init__` and `__post_init__` are not called: they may reject batches.
+    """
     made = object.__new__(type(example))
     for name, value in fields.items():
         object.__setattr__(made, name, value)
