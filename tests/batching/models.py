@@ -14,7 +14,7 @@ from tests.local.gates import PATIENCE, Gate, Log, until
 
 
 class Model:
-    """Notes the size of each batch, and holds the first at a gate so that the others gather."""
+    """Log each batch, and block the first one at a gate while further calls arrive."""
 
     def __init__(self, log: Log, gate: Gate | None = None) -> None:
         self.log = log
@@ -75,7 +75,7 @@ class Model:
 
 
 def waiting(function: Any, count: int) -> None:
-    """Until so many calls of a batched function wait."""
+    """Wait until `count` calls of a batched function are queued."""
     until(lambda: function.batching.statistics().waiting == count)
 
 
@@ -84,7 +84,7 @@ def tensor(value: float) -> torch.Tensor:
 
 
 def answers(futures: list[Any]) -> list[Any]:
-    """What the calls returned, as plain lists; or what they raised."""
+    """Return the results as plain lists, or the exceptions."""
     return [future.exception(PATIENCE) or future.result().tolist() for future in futures]
 
 

@@ -1,4 +1,4 @@
-"""Calls that come at the same time run together, and every caller gets what it would have got alone."""
+"""Concurrent calls run together, and every caller gets the result of a call that runs alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def workers(cluster: Clusters) -> LocalCluster:
 
 
 def crowd(workers: LocalCluster, log: Log, gate: Gate, method: str, *values: float) -> list[Any]:
-    """Calls from w0, which run together except the first; the gate, where it waits, is open afterwards."""
+    """Make calls from w0, of which all but the first run together; then open the gate."""
     call = starting(model_on(workers["w0"], "w1", log, gate), method)
     futures = [call(tensor(values[0]))]
     gate.wait_for()
@@ -369,7 +369,7 @@ def test_a_function_that_does_not_answer_every_call_is_told_so(
         workers["w0"].call("w1", function, 1)
 
 
-# Waiting for company
+# Waiting for other calls
 
 
 def test_a_quorum_is_waited_for(workers: LocalCluster, log: Log) -> None:
@@ -385,7 +385,7 @@ def test_a_quorum_is_waited_for(workers: LocalCluster, log: Log) -> None:
 def from_everybody(
     workers: LocalCluster, log: Log, method: str, gate: Gate | None = None
 ) -> list[Any]:
-    """A way to call a model of w0 from each of the other workers."""
+    """Return functions that call a model of w0 from each of the other workers."""
     model = Model(log, gate)
     workers["w0"]._test_model = model  # type: ignore[attr-defined]  # as long as the worker
     references = [remote("w0", owned_model, agent=workers[name]) for name in ("w1", "w2", "w3")]
@@ -567,8 +567,12 @@ def test_a_full_queue_holds_up_its_callers(
 
 
 def held_up(agent: Agent) -> bool:
-    """Does a pipe wait to be read on? (On a very busy machine: does a call hold a place of the executor?)"""
-    held = any(inbound.held for inbound in agent._runtime.connections.server_connections)
+    """Return whether a connection is not read, because the queue is full.
+
+    On a busy machine, a thread of the executor may be blocked instead.
+    """
+    connections = agent._runtime.connections.server_connections
+    held = any(connection.held for connection in connections)
     return held or agent._runtime.executor.active > 0
 
 
@@ -639,7 +643,7 @@ def test_a_batch_that_waits_for_a_call_lets_the_next_one_run(workers: LocalClust
     assert sorted(future.result(PATIENCE) for future in futures) == [0, 1]
 
 
-# Figures
+# Statistics
 
 
 def test_what_is_counted(workers: LocalCluster, log: Log, gate: Gate) -> None:
@@ -662,7 +666,10 @@ colour: ContextVar[str] = ContextVar("colour", default="none")
 def test_a_batch_has_the_autocast_and_the_context_variables_of_its_callers(
     gate: Gate, in_background: Any
 ) -> None:
-    """Also if the thread of another caller runs it. Calls that differ in them do not run together."""
+    """This holds also if the thread of another caller runs the batch.
+
+    Calls whose modes or variables differ do not run together.
+    """
     seen: list[int] = []
 
     @batched(max_size=8)

@@ -1,4 +1,4 @@
-"""When a batch may be a replay, which needs no GPU to decide; `test_gpu.py` has the replays."""
+"""When a batch is replayed, which needs no GPU to decide; `test_gpu.py` tests the replays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from telegrad.messages.scope import current_scope
 
 
 class Recorded:
-    """Stands for a recording, which only a GPU can make."""
+    """Replace a captured graph, which needs a GPU."""
 
     def __init__(self, *call: Any) -> None:
         return
@@ -32,7 +32,7 @@ def results(calls: cuda_graphs.CudaGraphs, *args: Any) -> list[str]:
     return [calls((), args, {}) for _ in range(4)]
 
 
-def test_the_first_batch_of_a_form_runs(calls: cuda_graphs.CudaGraphs) -> None:
+def test_the_first_batch_of_a_signature_runs(calls: cuda_graphs.CudaGraphs) -> None:
     assert results(calls, torch.ones(3)) == ["run", "replayed", "replayed", "replayed"]
     assert results(calls, torch.ones(4)) == ["run", "replayed", "replayed", "replayed"]
 

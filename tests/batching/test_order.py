@@ -1,4 +1,4 @@
-"""Who goes first, who is waited for and for how long: the rules by themselves, with no threads and no clock."""
+"""Which of the waiting calls run next, and when: fair queues and policies, without threads."""
 
 from __future__ import annotations
 

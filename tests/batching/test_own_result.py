@@ -1,4 +1,4 @@
-"""Whatever comes together, every caller gets its own result, its own error, or its own cancellation."""
+"""Every caller gets its own result, error or cancellation, whatever calls share its batch."""
 
 from __future__ import annotations
 

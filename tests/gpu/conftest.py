@@ -1,4 +1,4 @@
-"""Tests on a CUDA device: real processes that share one GPU, by device memory and through the host."""
+"""Fixtures of the GPU tests: processes that share one GPU, with CUDA IPC and through the host."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=[True, False], ids=["device memory", "host memory"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
-    """Two processes that send CUDA tensors to each other, by either way."""
+    """Two processes that send CUDA tensors to each other, with or without CUDA IPC."""
     with Fleet(2, join, str(tmp_path / "store"), {"config": {"cuda_ipc": request.param}}) as fleet:
         yield fleet

@@ -1,4 +1,4 @@
-"""What a process does first: join its group, with the device maps and settings of the test."""
+"""Join the group of a test, with its device maps and settings."""
 
 from __future__ import annotations
 

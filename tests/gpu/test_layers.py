@@ -1,4 +1,4 @@
-"""References, remote modules, autograd and optimizers on CUDA tensors give what one process gives."""
+"""References, remote modules, autograd and optimizers give the results of one process on CUDA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.relu(self.first(x.to(self.first.weight.device))))
 
-    def references(self) -> list[rpc.RRef]:
+    def references(self) -> list[rpc.RRef[Tensor]]:
         return [rpc.RRef(parameter) for parameter in self.parameters()]
 
 

@@ -35,7 +35,7 @@ def batch(trainer: int, step: int) -> Tensor:
 def train(
     rank: int, servers: list[str], trainers: int, kind: str, device: str, options: dict[str, Any]
 ) -> list[Tensor]:
-    """What one trainer has in its model at the end, on the CPU."""
+    """Train one model and return its parameters on the CPU."""
     optimizer, settings = OPTIMIZERS[kind]
     model = network(device)
     with ps.Optimizer(
@@ -58,7 +58,7 @@ def train(
 
 
 def expected(trainers: int, kind: str) -> list[Tensor]:
-    """The same, with all batches in one process."""
+    """Return the parameters after the same training in one process."""
     optimizer, settings = OPTIMIZERS[kind]
     model = network("cpu")
     local = optimizer(model.parameters(), **settings)

@@ -1,4 +1,4 @@
-"""CUDA tensors as arguments and results: whatever they are like, they arrive as they were when they were sent."""
+"""CUDA tensors of every kind arrive with the values that they had when they were sent."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ KINDS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def echo(value: object) -> object:
+def echo(value: Any) -> Any:
     return value
 
 
@@ -97,7 +98,7 @@ def test_many_tensors_in_one_message_and_many_messages_at_once(pair: Fleet) -> N
     pair[0].do(send_many_at_once)
 
 
-# What was sent stays what it was
+# Later writes do not change what was sent
 
 
 def overwrite_after_sending() -> None:
@@ -141,7 +142,7 @@ def test_a_result_is_what_it_was_when_it_was_returned(pair: Fleet) -> None:
     pair[0].do(read_while_they_change)
 
 
-# Tensors at rest are lent as they are
+# Exclusive tensors are leased without a snapshot
 
 
 LARGE = 5_000_000
@@ -162,7 +163,7 @@ def overwrite_when_the_call_is_over() -> None:
         rpc.rpc_sync("w1", store, args=(tensor,))
         tensor.fill_(-1)
         torch.cuda.synchronize()
-        assert held()[0] == 0
+        assert outstanding()[0] == 0
         assert torch.all(rpc.rpc_sync("w1", weights) == number).item()
 
 
@@ -192,7 +193,7 @@ def receive_late() -> None:
     for late in (False, True):
         results = []
         for number in range(5):
-            # the copy comes later than the next call, which may want the same memory
+            # The copy runs after the next call, which may allocate the same memory.
             torch.cuda._sleep(100_000_000)
             results.append(rpc.rpc_sync("w1", fresh, args=(float(number), late))[0])
         assert all(torch.all(result == number).item() for number, result in enumerate(results))
@@ -200,8 +201,8 @@ def receive_late() -> None:
 
 def test_a_result_is_kept_until_it_is_copied(pair: Fleet) -> None:
     pair[0].do(receive_late)
-    pair[0].do(wait_until_nothing_is_held)
-    pair[1].do(wait_until_nothing_is_held)
+    pair[0].do(wait_until_nothing_is_outstanding)
+    pair[1].do(wait_until_nothing_is_outstanding)
 
 
 def read_what_changes_next() -> None:
@@ -237,12 +238,12 @@ def give_up() -> str:
     return "no error"
 
 
-def test_what_was_lent_to_a_call_that_timed_out_comes_back(pair: Fleet) -> None:
+def test_the_leases_of_a_call_that_timed_out_end(pair: Fleet) -> None:
     pair[0].do(rpc_once)
     assert "timeout" in pair[0].do(give_up)
     pair[1].do(release)
-    pair[0].do(wait_until_nothing_is_held)
-    pair[1].do(wait_until_nothing_is_held)
+    pair[0].do(wait_until_nothing_is_outstanding)
+    pair[1].do(wait_until_nothing_is_outstanding)
 
 
 def rpc_once() -> None:
@@ -300,7 +301,7 @@ def send_few_bytes_while_the_gpu_is_busy() -> None:
     )
 
 
-def test_more_landings_than_there_is_room_for(pair: Fleet) -> None:
+def test_more_small_copies_than_pinned_buffers(pair: Fleet) -> None:
     pair[0].do(send_few_bytes_while_the_gpu_is_busy)
 
 
@@ -364,20 +365,20 @@ def test_work_on_any_stream_is_waited_for(pair: Fleet) -> None:
 # Lifetime
 
 
-def held() -> tuple[int, int]:
-    figures = rpc._get_current_rpc_agent().statistics()
-    return figures["cuda_tensors_lent"], figures["cuda_copies_under_way"]
+def outstanding() -> tuple[int, int]:
+    statistics = rpc._get_current_rpc_agent().statistics()
+    return statistics["cuda_tensors_lent"], statistics["cuda_copies_under_way"]
 
 
-def wait_until_nothing_is_held() -> None:
-    until(lambda: held() == (0, 0))
+def wait_until_nothing_is_outstanding() -> None:
+    until(lambda: outstanding() == (0, 0))
 
 
 def send_and_drop() -> None:
     for size in (1, 1000, 3_000_000):
         for _ in range(50):
             rpc.rpc_sync("w1", echo, args=(torch.ones(size, device="cuda"),))
-            # or the program is ahead of the GPU by as many results as there is time for
+            # Otherwise the program queues more and more results ahead of the GPU.
             torch.cuda.synchronize()
 
 
@@ -386,13 +387,13 @@ def reserved() -> int:
     return torch.cuda.memory_reserved()
 
 
-def test_memory_is_given_back(pair: Fleet) -> None:
+def test_leased_memory_is_freed(pair: Fleet) -> None:
     pair[0].do(send_and_drop)
     first = pair[0].do(reserved), pair[1].do(reserved)
     for _ in range(3):
         pair[0].do(send_and_drop)
-    pair[0].do(wait_until_nothing_is_held)
-    pair[1].do(wait_until_nothing_is_held)
+    pair[0].do(wait_until_nothing_is_outstanding)
+    pair[1].do(wait_until_nothing_is_outstanding)
     again = pair[0].do(reserved), pair[1].do(reserved)
     assert all(now <= 2 * before for now, before in zip(again, first, strict=True))
 
@@ -416,7 +417,7 @@ def test_what_arrived_outlives_its_sender(pair: Fleet) -> None:
     pair[0].do(keep, 3_000_000)
     pair[1].kill()
     assert pair[0].do(is_intact)
-    pair[0].do(wait_until_nothing_is_held)
+    pair[0].do(wait_until_nothing_is_outstanding)
 
 
 def send_to_the_dying() -> str:
@@ -432,9 +433,9 @@ def die_with(tensor: Tensor) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_receiver_that_dies_gives_back_what_it_had(pair: Fleet) -> None:
+def test_the_leases_of_a_receiver_that_dies_end(pair: Fleet) -> None:
     assert pair[0].do(send_to_the_dying) == "PeerLost"
-    pair[0].do(wait_until_nothing_is_held)
+    pair[0].do(wait_until_nothing_is_outstanding)
 
 
 def send_without_room() -> bool:

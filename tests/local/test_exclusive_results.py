@@ -1,4 +1,4 @@
-"""A result may be lent as it is only if nothing else can write to it: whatever else refers to it must be noticed."""
+"""`is_exclusive` detects every other reference to a result: those could write to its memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def in_kept_tuple() -> tuple[Tensor]:
 
 
 def passed_through(function: Callable[[Tensor], Any]) -> Any:
-    """What a worker does: the arguments go before the result is looked at."""
+    """Do what a worker does: drop the arguments before the result is checked."""
     args = (fresh(),)
     value = function(*args)
     del args
@@ -73,9 +73,9 @@ def passed_through(function: Callable[[Tensor], Any]) -> Any:
     ],
     ids=["fresh", "argument", "tuple", "list", "argument in a tuple"],
 )
-def test_what_nobody_else_refers_to_is_sole(make: Callable[[], Any]) -> None:
+def test_a_result_without_other_references_is_exclusive(make: Callable[[], Any]) -> None:
     value = make()
-    # without the lock, counts may be too low
+    # Without the interpreter lock, counts may be too low.
     assert is_exclusive(value, 1, any_device=True) == has_lock()
 
 
@@ -101,12 +101,12 @@ def test_what_nobody_else_refers_to_is_sole(make: Callable[[], Any]) -> None:
         lambda: (torch.nn.Parameter(torch.ones(3)), fresh()),
     ],
 )
-def test_what_somebody_may_refer_to_is_not(make: Callable[[], Any]) -> None:
+def test_a_result_with_another_reference_is_not_exclusive(make: Callable[[], Any]) -> None:
     value = make()
     assert not is_exclusive(value, 1, any_device=True)
 
 
-def test_tensors_of_other_devices_and_small_ones_are_not_looked_at() -> None:
+def test_tensors_of_other_devices_and_small_tensors_are_not_exclusive() -> None:
     value = fresh()
     assert is_exclusive(value, 12, any_device=True) == has_lock()
     assert not is_exclusive(value, 12)

@@ -81,6 +81,8 @@ class BatchQueue:
         """
         if runtime is not self._runtime:
             self._register_with(runtime)
+        # A thread that reads connections must not run slow functions, and first reads the messages
+        # that have arrived, because they may contain calls for the same batch.
         if blocking.role() is not None and (self._mean_seconds > _SLOW_BATCH or blocking.more()):
             return NOT_ALONE
         with self._lock:
@@ -176,13 +178,14 @@ class BatchQueue:
         while True:
             with self._lock:
                 if self._has_space():
+                    # A call should start early enough before its deadline to complete in time.
                     self._scheduler.add(call, bool(self._running), 2 * self._mean_seconds)
                     more = more and len(self._scheduler) < self._options.max_size
                     batch = [] if more else self._take_batch()
                     self._set_timer()
                     break
             self._wait_for_space(call)
-        if more:
+        if more:  # this thread runs the batch when it has read everything
             blocking.afterwards(self, self._on_idle)
         if self._scheduler.expired:
             self._fail_expired()
@@ -256,6 +259,7 @@ class BatchQueue:
         latest_start = self._scheduler.latest_start
         if self._running or latest_start in (self._timer_time, math.inf):
             return
+        # A thread that reads connections can wait itself, which saves a switch to another thread.
         if blocking.at(self, latest_start, self._on_idle):
             self._timer_time = latest_start
         elif latest_start < self._timer_time:
@@ -383,7 +387,8 @@ def _failures(outcomes: list[Any]) -> int:
 
 def _has_connection(runtime: AgentRuntime, name: str) -> bool:
     """Return whether a worker of this name is connected to the agent."""
-    return any(inbound.peer_name == name for inbound in runtime.connections.server_connections)
+    connections = runtime.connections.server_connections
+    return any(connection.peer_name == name for connection in connections)
 
 
 def _start_thread(runtime: AgentRuntime | None, job: Callable[[], None]) -> None:
