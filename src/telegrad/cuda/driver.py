@@ -150,10 +150,12 @@ class CudaDriver:
         return idle
 
     def _check(self, function: str, code: int) -> None:
+        """Raise `CudaError` if `code` is an error that `function` returned."""
         if code:
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(code, ctypes.byref(text))
-            raise CudaError(f"{function}: {(text.value or b'unknown error').decode()} ({code})")
+            reason = (text.value or b"unknown error").decode()
+            raise CudaError(f"the CUDA driver function {function} failed: {reason} ({code})")
 
 
 class _ThreadState(threading.local):
@@ -186,12 +188,13 @@ def ensure_context(index: int) -> None:
     """Initialize the CUDA context of a device in this thread, so that driver calls work."""
     if index not in _thread.ready_devices:
         with torch.cuda.device(index):
-            torch.cuda.Event().record()  # type: ignore[no-untyped-call]  # any operation of torch on the device does it
+            # Any operation of torch on the device initializes the context.
+            torch.cuda.Event().record()  # type: ignore[no-untyped-call]
         _thread.ready_devices |= {index}
 
 
 def is_current_device(index: int) -> bool:
-    """Return whether a device is current. The driver resolves the default stream to that device."""
+    """Return whether a device is current: the driver uses the default stream of that device."""
     ensure_context(index)
     current: int = torch._C._cuda_getDevice()
     return current == index

@@ -63,7 +63,8 @@ class Exports:
         self._lock = threading.Lock()
         self._event_pools: dict[int, tuple[list[IpcEvent], Any]] = {}
         self._slab = self._empty(_SLOT_BYTES * _SLOTS)
-        start, self.slab_location = self._slab.data_ptr(), self.export(self._slab)
+        self.slab_location = self.export(self._slab)
+        start = self._slab.data_ptr()
         self._free = deque(
             (start + offset, self.slab_location._replace(offset=self.slab_location.offset + offset))
             for offset in range(0, _SLOT_BYTES * _SLOTS, _SLOT_BYTES)
@@ -169,9 +170,8 @@ class _IpcMappings:
             mapping = self._mappings.get(handle)
             if mapping is None:
                 with torch.cuda.device(index):
-                    mapping = self._mappings[handle] = _IpcMapping(
-                        cuda_driver().open_ipc_handle(handle), index
-                    )
+                    base = cuda_driver().open_ipc_handle(handle)
+                mapping = self._mappings[handle] = _IpcMapping(base, index)
             mapping.use_count += 1
             return mapping.base
 

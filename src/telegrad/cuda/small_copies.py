@@ -30,9 +30,8 @@ MAX_SMALL_COPY_BYTES = 1 << 16  # larger copies are faster from device to device
 _BUFFERS = 32
 _UINT8_CODE = tensors.code_of(torch.uint8)
 _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
-_PITCH = (
-    MAX_SMALL_COPY_BYTES  # with a gap between the rows, or the driver would merge them into one
-)
+# There must be a gap between the two rows, or the driver would merge them into one.
+_PITCH = MAX_SMALL_COPY_BYTES
 
 
 class _PinnedBuffer:
@@ -80,7 +79,7 @@ class SmallCopies:
             now = time.monotonic()
             give_up_at = give_up_at or now + timeout
             if now > give_up_at:
-                self._busy[stream].append(buffer)
+                self._busy[stream].append(buffer)  # the copy still writes to it
                 return None
         data = ctypes.string_at(buffer.address, size)
         self._free.append(buffer)
@@ -89,30 +88,24 @@ class SmallCopies:
     def copy_to_device(self, data: bytes, code: int, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor with these bytes; the copy is enqueued on the current stream."""
         if len(data) % 2:  # two rows need an even number of bytes
-            return tensors.shaped(
-                code, shape, self.copy_to_device(data + b"\0", _UINT8_CODE, (len(data) + 1,))[:-1]
-            )
+            padded = self.copy_to_device(data + b"\0", _UINT8_CODE, (len(data) + 1,))
+            return tensors.shaped(code, shape, padded[:-1])
         if not driver.is_current_device(self._index):
             with torch.cuda.device(self._index):
                 return self.copy_to_device(data, code, shape)
         stream = driver.current_raw_stream(self._index)
         buffer = self._acquire_buffer(stream)
         if buffer is None:
-            return tensors.shaped(
-                code, shape, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
-            )
-        tensor, half, copy_2d = (
-            tensors.empty(code, shape, self._device),
-            len(data) // 2,
-            buffer.copy_2d,
-        )
+            host = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            return tensors.shaped(code, shape, host.to(self._device))
+        tensor = tensors.empty(code, shape, self._device)
+        half = len(data) // 2
         ctypes.memmove(buffer.address, data, half)
         ctypes.memmove(buffer.address + _PITCH, data[half:], half)
-        copy_2d.destination_device, copy_2d.destination_pitch, copy_2d.width = (
-            tensor.data_ptr(),
-            half,
-            half,
-        )
+        copy_2d = buffer.copy_2d
+        copy_2d.destination_device = tensor.data_ptr()
+        copy_2d.destination_pitch = half
+        copy_2d.width = half
         self._driver.copy_2d_async(copy_2d, stream)
         self._busy[stream].append(buffer)
         return tensor

@@ -149,7 +149,7 @@ class CudaTransfers:
             for receive in receives:
                 receive.release_mappings()
 
-    # Unpacking
+    # Leases of the memory of peers
 
     def open_receive(
         self,
@@ -160,7 +160,7 @@ class CudaTransfers:
         completed: list[int],
         sender_device: int | None,
     ) -> CudaReceive:
-        """Return the receiving side of a `CudaSend`, and end the leases that its sender completed.
+        """Return the receiving side of a `CudaSend`, and end the leases that it reports.
 
         Raise `SerializationError` if the sender has revoked the lease.
         """
@@ -302,12 +302,9 @@ class CudaTransfers:
     def _peer_lost(self, name: str, incarnation: str) -> None:
         """End the leases of a lost peer."""
         with self._lock:
-            for lease_id in [
-                lease_id
-                for lease_id, lease in self._leases.items()
-                if lease.incarnation == incarnation
-            ]:
-                del self._leases[lease_id]
+            for lease_id, lease in list(self._leases.items()):
+                if lease.incarnation == incarnation:
+                    del self._leases[lease_id]
         self.peers.pop(incarnation, None)
 
 
