@@ -15,7 +15,9 @@ from telegrad import Future, batched, blocking
 from telegrad.agent import Agent
 from telegrad.rpc.functions import async_execution
 from telegrad.runtime import active_runtime
-from telegrad.scheduling.event_loop import _FRAMES_PER_TURN, EventLoop, EventLoops, LoopConnection
+from telegrad.scheduling.event_loop import _FRAMES_PER_TURN, EventLoop
+from telegrad.scheduling.event_loops import EventLoops
+from telegrad.scheduling.loop_connection import LoopConnection
 from telegrad.server import connection
 from telegrad.server.functions import DeferredReply
 from telegrad.testing import LocalCluster

@@ -13,7 +13,7 @@ from telegrad.config import Config
 from telegrad.errors import UsageError
 from telegrad.interpreter import has_lock
 from telegrad.runtime import active_runtime
-from telegrad.scheduling import event_loop
+from telegrad.scheduling import event_loops, poller
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Meeting, hold_at
@@ -81,7 +81,7 @@ def test_where_descriptors_run_out_fewer_loops_do(
     def refuse(*_: Any) -> int:
         raise OSError(errno.EMFILE, "too many open files")
 
-    monkeypatch.setattr(event_loop.os, "eventfd", refuse)
+    monkeypatch.setattr(poller.os, "eventfd", refuse)
     assert [workers[name].call("w0", abs, -1) for name in ("w1", "w2")] == [1, 1]
     assert len(list(workers["w0"]._runtime.event_loops)) == 1
 
@@ -90,8 +90,8 @@ def test_a_python_with_an_interpreter_lock_has_one_loop(cluster: Clusters) -> No
     workers = cluster(3)
     assert [workers[name].call("w0", abs, -1) for name in ("w1", "w2")] == [1, 1]
     loops = len(list(workers["w0"]._runtime.event_loops))
-    assert loops == min(2, event_loop.default_count())
-    assert event_loop.default_count() == 1 or not has_lock()
+    assert loops == min(2, event_loops.default_count())
+    assert event_loops.default_count() == 1 or not has_lock()
 
 
 def test_the_number_of_loops_is_checked() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from telegrad.errors import PeerLost, ProtocolError, TelegradError
 from telegrad.refs import remote
-from telegrad.scheduling.threads import Job, ThreadPool
+from telegrad.scheduling.thread_pool import Job, ThreadPool
 from telegrad.server.connection import ServerConnection
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters

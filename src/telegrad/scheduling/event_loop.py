@@ -26,32 +26,27 @@ and `_alarms` belong to the leader. `_posted` and `_late` are added to by anybod
 from __future__ import annotations
 
 import collections
-import functools
 import logging
 import os
-import select
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any
 
 from telegrad import blocking
 from telegrad.errors import ProtocolError
-from telegrad.interpreter import has_lock
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.threads import ThreadPool
-from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.scheduling.leader_role import LeaderRole
+from telegrad.scheduling.loop_connection import LoopConnection
+from telegrad.scheduling.poller import READ, ConnectionPoller
+from telegrad.scheduling.thread_pool import Job, ThreadPool
+from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.stream import CORES, CROWDED, SPIN, spinning
-from telegrad.wire.frames import Frame, Kind
-
-Job = Callable[[], None]
+from telegrad.wire.frames import Frame
 
 _FRAMES_PER_TURN = 32  # of one connection, while others may have something to read
 _LARGE = 1 << 20  # bytes of a frame that are still to come
 _LOOKS = 16  # at one connection, for each look at all
-_MOST_LOOPS = 4
-_READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 
 _log = logging.getLogger(__name__)
 _now = time.monotonic
@@ -64,72 +59,19 @@ class _Local(threading.local):
 _local = _Local()
 
 
-class LoopConnection(ABC):
-    """What a loop reads: a channel, and what is done with its frames."""
-
-    channel: Channel
-    loop: EventLoop  # that reads it
-    group = ""  # connections of one group have about the same traffic
-    stops_reading = True  # while its peer takes nothing
-    queued = False  # the rest belongs to the loop
-    readable = False
-    elsewhere = False  # another thread receives a large frame
-    held = 0  # threads that hold it up
-    mask = 0
-    number = -1
-    _silence = 0.0
-
-    def __init__(self) -> None:
-        self.early: collections.deque[Frame | BaseException] = collections.deque()
-
-    @abstractmethod
-    def handle(self, frame: Frame) -> None:
-        """Handle one frame. `ChannelClosed` and `ProtocolError` end the connection."""
-
-    @abstractmethod
-    def ended(self, error: BaseException) -> None:
-        """The connection is over; called once."""
-
-    def blocked(self) -> None:
-        """The handling of a frame blocks or runs long; called while it still does."""
-        return
-
-    def beat(self, interval: float, patience: float) -> bool:
-        """Give a sign of life; False if the peer has given none for `patience` seconds."""
-        channel = self.channel
-        try:
-            channel.try_send(Kind.ALIVE)
-        except ChannelClosed:
-            return True  # the reader is about to find out
-        if channel.heard or self.held:
-            self._silence = 0.0
-        else:
-            self._silence += interval
-        channel.heard = False
-        return self._silence < patience
-
-
-class EventLoop:
+class EventLoop(ConnectionPoller):
     """Reads connections until they end; see the top of the file."""
 
     def __init__(self, threads: ThreadPool, clock: Clock) -> None:
+        super().__init__()
         self._threads = threads
         self._clock = clock
-        self._lock = threading.Lock()
-        self._epoll = select.epoll()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake, _READ)
-        self._connections: dict[int, LoopConnection] = {}
-        self._members: set[LoopConnection] = set()
-        self._ready: collections.deque[LoopConnection] = collections.deque()
-        self._posted: collections.deque[LoopConnection | None] = collections.deque()
         self._current: LoopConnection | None = None
         self._late: set[LoopConnection] = set()  # added to by anybody
         self._left: dict[Hashable, Job] = {}
         self._alarms: dict[Hashable, tuple[float, Job]] = {}
         self._last: LoopConnection | None = None  # the one that was read last
         self._repeats = False  # it was read twice in a row
-        self._asleep = False
         self._spins = False
         self._leads = False
         self._closed = False
@@ -155,7 +97,7 @@ class EventLoop:
             self._members.add(connection)
             try:
                 if number is not None:
-                    self._watch(connection, number, _READ)
+                    self._watch(connection, number, READ)
                 if not self._leads:
                     self._threads.start(lambda: self._lead_from(0))
                     self._clock.watch(self)
@@ -167,17 +109,6 @@ class EventLoop:
         if number is None:
             connection.channel.notify = lambda: self.post(connection)
         self.post(connection)  # what came before
-
-    def reads(self, connection: LoopConnection) -> bool:
-        """Is this connection read, so that the loop will close it?"""
-        return connection in self._members
-
-    def post(self, connection: LoopConnection | None) -> None:
-        """There may be something to read."""
-        self._posted.append(connection)
-        if self._asleep:
-            self._asleep = False
-            self._rouse()
 
     def flush_soon(self, connection: LoopConnection) -> None:
         """Send what was corked late when there is nothing else to do, or at the next tick."""
@@ -207,78 +138,13 @@ class EventLoop:
                 self._over()
         self.post(None)
 
-    def drop(self) -> None:
-        """After a fork, in the child: the connections are the parent's."""
-        self._epoll.close()
-        os.close(self._wake)
-
-    def _rouse(self) -> None:
-        with self._lock:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
-
-    def _over(self) -> None:
-        """Under the lock: nobody will lead any more."""
-        self._epoll.close()
-        os.close(self._wake)
-        self._wake = -1
-
-    def _watch(self, connection: LoopConnection, number: int, mask: int) -> None:
-        """Under the lock: let epoll look for `mask`; 0: for nothing."""
-        if mask == connection.mask:
-            return
-        if not mask:
-            self._epoll.unregister(number)
-            self._connections.pop(number, None)
-        elif connection.mask:
-            self._epoll.modify(number, mask)
-        else:
-            self._epoll.register(number, mask)
-            self._connections[number] = connection
-            connection.number = number
-        connection.mask = mask
-
-    def _set_mask(
-        self, connection: LoopConnection, mask: int, only_if_watched: bool = False
-    ) -> None:
-        """Look for something else from now on, unless the connection has ended."""
-        number = connection.channel.fileno()
-        if number is None:
-            return
-        with self._lock:
-            if connection not in self._members or (only_if_watched and not connection.mask):
-                return
-            try:
-                self._watch(connection, number, mask)
-            except (OSError, ValueError) as error:
-                _log.debug("a connection ended before it could be watched: %s", error)
-        if mask & _READ:
-            self.post(connection)
-
-    def _await_room(self, connection: LoopConnection) -> None:
-        """The peer takes no more: send the rest when it does. Who holds up or receives a connection sends it later."""
-        self._set_mask(
-            connection, _WRITE if connection.stops_reading else _READ | _WRITE, only_if_watched=True
-        )
-
-    def _forget(self, connection: LoopConnection) -> None:
-        """Under the lock: the connection is over."""
-        self._members.discard(connection)
-        if connection.mask:
-            self._connections.pop(connection.number, None)
-            try:
-                self._epoll.unregister(connection.number)
-            except (OSError, ValueError) as error:
-                _log.debug("a connection was closed already: %s", error)
-            connection.mask = 0
-
     # The leader
 
     def _lead_from(self, epoch: int) -> None:
         """Begin to lead once the hand-over is complete."""
         with self._lock:
             pass
-        blocking.take(_LeaderRole(self, epoch))
+        blocking.take(LeaderRole(self, epoch))
         _local.epoch = epoch
         try:
             while True:
@@ -352,7 +218,7 @@ class EventLoop:
         except BaseException as error:
             connection.early.append(error)
         connection.elsewhere = False
-        self._set_mask(connection, _READ)
+        self._set_mask(connection, READ)
         self.post(connection)
 
     def _choose(self, epoch: int) -> bool:
@@ -383,7 +249,7 @@ class EventLoop:
     def _begin(self, connection: LoopConnection) -> None:
         """Let the next turn be that of this connection."""
         connection.queued = False
-        self._repeats = connection is self._last and connection.mask == _READ
+        self._repeats = connection is self._last and connection.mask == READ
         self._last = self._current = connection
 
     def _run(self, job: Job, epoch: int) -> bool:
@@ -441,7 +307,7 @@ class EventLoop:
         try:
             now = _now()
             last, until = self._last, now + SPIN
-            if not self._repeats or last is None or last.mask != _READ:  # it must not be read now
+            if not self._repeats or last is None or last.mask != READ:  # it must not be read now
                 last = None
             while not self._ready and not self._posted:
                 if last is not None and last.channel.look(_LOOKS):
@@ -460,41 +326,6 @@ class EventLoop:
         finally:
             spinning.release()
         return False
-
-    def _poll(self, timeout: float | None) -> None:
-        """Ask the system which connections can be read or written to."""
-        for number, mask in self._epoll.poll(timeout):
-            if number == self._wake:
-                os.eventfd_read(number)
-                continue
-            connection = self._connections.get(number)
-            if connection is None:
-                continue
-            if mask & _WRITE:
-                self._write(connection)
-            if mask != _WRITE:
-                connection.readable = True
-                self._enqueue(connection)
-
-    def _write(self, connection: LoopConnection) -> None:
-        """The peer takes something again."""
-        try:
-            complete = connection.channel.flush_nowait()
-        except ChannelClosed:
-            complete = True  # whoever reads is about to find out
-        if complete and not connection.held:
-            self._set_mask(connection, _READ)
-
-    def _enqueue(self, connection: LoopConnection) -> None:
-        if not connection.queued and not connection.held and not connection.elsewhere:
-            connection.queued = True
-            self._ready.append(connection)
-
-    def _take_posted(self) -> None:
-        while self._posted:
-            connection = self._posted.popleft()
-            if connection is not None and connection in self._members:
-                self._enqueue(connection)
 
     # Handing over
 
@@ -544,7 +375,7 @@ class EventLoop:
             connection.held -= 1
             if connection.held:
                 return
-        self._set_mask(connection, _READ)
+        self._set_mask(connection, READ)
         self.post(connection)
 
     def tick(self) -> bool:
@@ -584,68 +415,6 @@ class EventLoop:
             return self._epoch == epoch
 
 
-def default_count() -> int:
-    """Return how many loops an agent has: one, or several where threads run in parallel and cores are left for them.
-
-    On two cores, which callers on the same machine use as well, a second loop gained nothing.
-    """
-    return 1 if has_lock() else max(min(CORES // 2, _MOST_LOOPS), 1)
-
-
-class EventLoops:
-    """The loops of an agent, at most `count`. The connections of each group are spread over them in turn.
-
-    State: `_loops` and `_added`, under `_lock`. Loops after the first are made when they are first needed.
-    """
-
-    def __init__(self, threads: ThreadPool, clock: Clock, count: int | None) -> None:
-        self._make = functools.partial(EventLoop, threads, clock)
-        self._count = count if count is not None else default_count()
-        self._loops = [self._make()]
-        self._added: collections.Counter[str] = collections.Counter()
-        self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"<EventLoops {self._loops}>"
-
-    def __iter__(self) -> Iterator[EventLoop]:
-        return iter(list(self._loops))
-
-    def add(self, connection: LoopConnection) -> None:
-        """Let one of the loops read a connection. Raises `ChannelClosed` if they are over."""
-        self._next(connection.group).add(connection)
-
-    def reads(self, connection: LoopConnection) -> bool:
-        """Is this connection read, so that a loop will close it?"""
-        return any(loop.reads(connection) for loop in self)
-
-    def close(self) -> None:
-        """End each loop with its last connection. All must have been told to end."""
-        with self._lock:
-            self._count = len(self._loops)
-        for loop in self:
-            loop.close()
-
-    def drop(self) -> None:
-        """After a fork, in the child: the connections are the parent's."""
-        for loop in self._loops:
-            loop.drop()
-
-    def _next(self, group: str) -> EventLoop:
-        with self._lock:
-            index = self._added[group] % self._count
-            self._added[group] += 1
-            if index >= len(self._loops):
-                try:
-                    self._loops.append(self._make())
-                except OSError as error:
-                    _log.warning(
-                        "no descriptors for another event loop (%s); going on with fewer", error
-                    )
-                    self._count = len(self._loops)
-            return self._loops[index % self._count]
-
-
 def _early(early: collections.deque[Any]) -> Frame:
     frame = early.popleft()
     if isinstance(frame, BaseException):
@@ -653,35 +422,8 @@ def _early(early: collections.deque[Any]) -> Frame:
     return frame  # type: ignore[no-any-return]
 
 
-class _LeaderRole:
-    """The role of a thread that leads."""
+# Until all importers use the modules that these names moved to. At the end of the file, because
+# `event_loops` imports `EventLoop`.
+from telegrad.scheduling.event_loops import EventLoops  # noqa: E402
 
-    def __init__(self, loop: EventLoop, epoch: int) -> None:
-        self._loop = loop
-        self._epoch = epoch
-        self._held: list[LoopConnection] = []
-
-    def pause(self) -> None:
-        self._loop.hand_over(self._epoch)
-
-    def resume(self) -> None:
-        return  # another thread leads now; this one ends after its call
-
-    def hold(self) -> None:
-        connection = self._loop.hold(self._epoch)
-        if connection is not None:
-            self._held.append(connection)
-
-    def release(self) -> None:
-        if self._held:
-            self._loop.release(self._held.pop())
-
-    def more(self) -> bool:
-        return self._loop.more(self._epoch)
-
-    def afterwards(self, key: Hashable, job: Job) -> None:
-        if not self._loop.leave(self._epoch, key, job):
-            job()
-
-    def at(self, key: Hashable, moment: float, job: Job) -> bool:
-        return self._loop.at(self._epoch, key, moment, job)
+__all__ = ["EventLoop", "EventLoops", "LoopConnection"]

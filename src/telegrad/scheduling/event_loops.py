@@ -1,0 +1,82 @@
+"""The event loops of an agent, and how connections are spread over them."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import threading
+from collections.abc import Iterator
+
+from telegrad.interpreter import has_lock
+from telegrad.scheduling.clock import Clock
+from telegrad.scheduling.event_loop import EventLoop
+from telegrad.scheduling.loop_connection import LoopConnection
+from telegrad.scheduling.thread_pool import ThreadPool
+from telegrad.transport.stream import CORES
+
+_MOST_LOOPS = 4
+
+_log = logging.getLogger(__name__)
+
+
+def default_count() -> int:
+    """Return how many loops an agent has: one, or several where threads run in parallel and cores are left for them.
+
+    On two cores, which callers on the same machine use as well, a second loop gained nothing.
+    """
+    return 1 if has_lock() else max(min(CORES // 2, _MOST_LOOPS), 1)
+
+
+class EventLoops:
+    """The loops of an agent, at most `count`. The connections of each group are spread over them in turn.
+
+    State: `_loops` and `_added`, under `_lock`. Loops after the first are made when they are first needed.
+    """
+
+    def __init__(self, threads: ThreadPool, clock: Clock, count: int | None) -> None:
+        self._make = functools.partial(EventLoop, threads, clock)
+        self._count = count if count is not None else default_count()
+        self._loops = [self._make()]
+        self._added: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<EventLoops {self._loops}>"
+
+    def __iter__(self) -> Iterator[EventLoop]:
+        return iter(list(self._loops))
+
+    def add(self, connection: LoopConnection) -> None:
+        """Let one of the loops read a connection. Raises `ChannelClosed` if they are over."""
+        self._next(connection.group).add(connection)
+
+    def reads(self, connection: LoopConnection) -> bool:
+        """Is this connection read, so that a loop will close it?"""
+        return any(loop.reads(connection) for loop in self)
+
+    def close(self) -> None:
+        """End each loop with its last connection. All must have been told to end."""
+        with self._lock:
+            self._count = len(self._loops)
+        for loop in self:
+            loop.close()
+
+    def drop(self) -> None:
+        """After a fork, in the child: the connections are the parent's."""
+        for loop in self._loops:
+            loop.drop()
+
+    def _next(self, group: str) -> EventLoop:
+        with self._lock:
+            index = self._added[group] % self._count
+            self._added[group] += 1
+            if index >= len(self._loops):
+                try:
+                    self._loops.append(self._make())
+                except OSError as error:
+                    _log.warning(
+                        "no descriptors for another event loop (%s); going on with fewer", error
+                    )
+                    self._count = len(self._loops)
+            return self._loops[index % self._count]
