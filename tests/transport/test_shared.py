@@ -18,17 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad.errors import ProtocolError
-from telegrad.transport import shared_memory
+from telegrad.transport import memfd, segments
 from telegrad.transport.channel import SendTimeout
-from telegrad.transport.shared_memory import (
-    SLOTS,
-    SegmentAllocator,
-    SegmentMappings,
-    SegmentUnknown,
-    SharedCopies,
-    SharedMemoryTransfer,
-    SharedSegment,
-)
+from telegrad.transport.segment_mappings import SegmentMappings, SegmentUnknown
+from telegrad.transport.segments import SLOTS, SegmentAllocator, SharedSegment
+from telegrad.transport.shared_copies import SharedCopies
+from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.wire import codec
 from telegrad.wire.frames import BufferPlace, Kind, head
 from tests.transport.pairs import FLOOR, Background, End, Pair, fill_with_frames
@@ -40,7 +35,7 @@ MEGABYTE = 1 << 20
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_SMALLEST", MEGABYTE)
+    monkeypatch.setattr(segments, "_SMALLEST", MEGABYTE)
 
 
 @pytest.fixture
@@ -430,7 +425,7 @@ def test_a_peer_cannot_point_into_the_segments_of_another(ends: tuple[End, End])
         receiver.mappings.locate("mallory", place)
 
 
-def memfd(size: int, *, sealed: bool) -> int:
+def unknown_memfd(size: int, *, sealed: bool) -> int:
     fd = os.memfd_create("telegrad-bogus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     if sealed:
@@ -446,7 +441,7 @@ def memfd(size: int, *, sealed: bool) -> int:
     ids=["not sealed", "empty", "tiny", "less than a page"],
 )
 def test_a_segment_that_could_hurt_us_is_refused(size: int, sealed: bool) -> None:
-    fd = memfd(size, sealed=sealed)
+    fd = unknown_memfd(size, sealed=sealed)
     mappings = SegmentMappings()
     try:
         with pytest.raises(ProtocolError, match="segment"):
@@ -638,14 +633,14 @@ def test_nobody_waits_for_the_arena_while_pages_are_faulted_in(
 ) -> None:
     """The clock gives signs of life; if it waited, a worker that sends gigabytes would look dead."""
     begun, go_on = threading.Event(), threading.Event()
-    populate = shared_memory._populate
+    populate = memfd.populate
 
     def populate_slowly(*args: Any) -> bool:
         begun.set()
         assert go_on.wait(LATE)
         return populate(*args)
 
-    monkeypatch.setattr(shared_memory, "_populate", populate_slowly)
+    monkeypatch.setattr(memfd, "populate", populate_slowly)
     taken = background(arena.take, MEGABYTE, "peer", None)
     try:
         assert begun.wait(LATE)
@@ -658,14 +653,14 @@ def test_nobody_waits_for_the_arena_while_pages_are_faulted_in(
 
 def test_many_pages_are_faulted_in_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step holds the interpreter's lock."""
-    monkeypatch.setattr(shared_memory, "_POPULATE_STEP", 16 * PAGE)
+    monkeypatch.setattr(memfd, "_POPULATE_STEP", 16 * PAGE)
     steps: list[tuple[int, int]] = []
 
     class Recorder:
         def madvise(self, option: int, start: int, length: int) -> None:
             steps.append((start, length))
 
-    assert shared_memory._populate(Recorder(), PAGE, 40 * PAGE)  # type: ignore[arg-type]
+    assert memfd.populate(Recorder(), PAGE, 40 * PAGE)  # type: ignore[arg-type]
     assert steps == [(PAGE, 16 * PAGE), (17 * PAGE, 16 * PAGE), (33 * PAGE, 8 * PAGE)]
 
 
@@ -673,7 +668,7 @@ def test_a_block_without_memory_is_given_back(
     arena: SegmentAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(shared_memory, "_populate", lambda *args: False)
+        patch.setattr(memfd, "populate", lambda *args: False)
         assert arena.take(FLOOR, "peer", None) is None
     segment, place = arena.take(FLOOR, "peer", None) or pytest.fail("there is no room")
     assert (place.offset, len(segment.used)) == (PAGE, 1)

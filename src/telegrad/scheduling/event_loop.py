@@ -41,7 +41,7 @@ from telegrad.scheduling.loop_connection import LoopConnection
 from telegrad.scheduling.poller import READ, ConnectionPoller
 from telegrad.scheduling.thread_pool import Job, ThreadPool
 from telegrad.transport.channel import ChannelClosed
-from telegrad.transport.stream import CORES, CROWDED, SPIN, spinning
+from telegrad.transport.spinning import CORES, CROWDED, SPIN, spinning
 from telegrad.wire.frames import Frame
 
 _FRAMES_PER_TURN = 32  # of one connection, while others may have something to read

@@ -13,7 +13,7 @@ from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.loop_connection import LoopConnection
 from telegrad.scheduling.thread_pool import ThreadPool
-from telegrad.transport.stream import CORES
+from telegrad.transport.spinning import CORES
 
 _MOST_LOOPS = 4
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 
 from telegrad.transport.channel import Channel, ChannelClosed
-from telegrad.transport.shared_memory import SharedCopies
+from telegrad.transport.shared_copies import SharedCopies
 from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import Frame
 

@@ -15,7 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from telegrad.errors import ProtocolError
-from telegrad.transport.shared_memory import SegmentMappings, SharedSegment
+from telegrad.transport.segment_mappings import SegmentMappings
+from telegrad.transport.segments import SharedSegment
 from telegrad.wire.handshake import Introduction
 
 ConnectFunction = Callable[[str, None, str, float], tuple[socket.socket, Introduction]]

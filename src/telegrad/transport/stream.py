@@ -6,7 +6,7 @@ settimeout would add a poll to every call.
 
 A frame goes out whole or not at all. A time limit, or an exception that a signal handler raises, may end a send at any
 moment; what is left of a frame that has begun is copied to `_owed` and goes out before the next frame, and a frame that
-has not begun is dropped. For that, a send is described by a `_PendingSend` before its first byte leaves, and the number
+has not begun is dropped. For that, a send is described by a `PendingSend` before its first byte leaves, and the number
 of bytes that left is stored in the same C call that sends them (`progress.extend(map(send, ...))`): signal handlers run
 between two calls that Python code makes, so the number is never lost.
 """
@@ -27,66 +27,25 @@ from telegrad import blocking
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.interpreter import snapshot
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
-from telegrad.transport.shared_memory import SharedCopies, SharedMemoryTransfer
+from telegrad.transport.pending_send import PendingSend
+from telegrad.transport.shared_copies import SharedCopies
+from telegrad.transport.shared_memory import SharedMemoryTransfer
+from telegrad.transport.spinning import CORES, CROWDED, SPIN, spinning
 from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import HEADER, BufferPlace, Frame, FrameDecoder, head
 
 _IOV_MAX = 1000
 # smaller frames are joined into one buffer; a system call with many parts costs more
 _JOIN_BELOW = 1 << 15
-CORES = len(os.sched_getaffinity(0))
-SPIN = 0.0002 if CORES >= 8 else 0.0003  # seconds that a thread looks for bytes before it sleeps
-CROWDED = 0.0001  # seconds: if a few looks take longer, others need this core
 _LOOKS = 8  # for bytes, for each look at the clock
 _SEND_SLICE = 0.25  # seconds after which a blocked sender looks at its deadline
 
 _pack = HEADER.pack
-spinning = threading.Lock()  # held by the one thread of this process that waits awake
 _popleft = collections.deque.popleft
 _yield = os.sched_yield
 _thread_id = threading.get_ident
 _main_thread = threading.main_thread().ident  # the one that signal handlers run on
 _DONTWAIT = int(socket.MSG_DONTWAIT)
-
-
-class _PendingSend:
-    """Bytes on their way out: what was owed, then what was corked, then one frame of our own."""
-
-    __slots__ = ("before", "corked", "popped", "progress", "views")
-
-    def __init__(self, views: list[memoryview], before: int = 0, corked: int = 0) -> None:
-        self.views = views  # what has not left, as far as `progress` was accounted for
-        # bytes before the own frame that have not left; negative once that has begun
-        self.before = before
-        self.corked = corked  # frames of the queue of corked ones that are part of this
-        self.popped: list[bytes] = []  # those of them that were taken from the queue
-        self.progress: list[int] = []  # bytes that left since the last `advance`
-
-    def advance(self) -> None:
-        """Account for the bytes that have left."""
-        sent = sum(self.progress)
-        views = self.views
-        before = self.before - sent
-        index = 0
-        while index < len(views) and sent >= views[index].nbytes:
-            sent -= views[index].nbytes
-            index += 1
-        views = views[index:]
-        if sent:
-            views[0] = views[0][sent:]
-        self.views, self.before, self.progress = views, before, []
-
-    def rest(self) -> bytes:
-        """Return what must still go out: the own frame counts only if it has begun."""
-        if self.before < 0:
-            return b"".join(self.views)
-        parts, left = [], self.before
-        for view in self.views:
-            if left <= 0:
-                break
-            parts.append(view[:left])
-            left -= view.nbytes
-        return b"".join(parts)
 
 
 class StreamChannel(Channel):
@@ -110,7 +69,7 @@ class StreamChannel(Channel):
         # as `_corked`, but for `flush_deferred` only
         self._late: collections.deque[bytes] = collections.deque()
         self._owed = b""  # what must go out before anything else
-        self._flight: _PendingSend | None = None
+        self._flight: PendingSend | None = None
         self._begun = False  # did the own frame of the last flight begin?
         self._patience: float | None = None
         self._shut = False
@@ -140,7 +99,7 @@ class StreamChannel(Channel):
             data = _pack(size, call, function, left_ms, 0, kind, flags, 0) + body
             with self._send_lock:
                 if not self._owed and not self._corked and self._flight is None:
-                    flight = self._flight = _PendingSend([memoryview(data)])
+                    flight = self._flight = PendingSend([memoryview(data)])
                     try:
                         flight.progress.extend(map(self._sock.send, (data,), (_DONTWAIT,)))
                     except BlockingIOError:
@@ -269,14 +228,12 @@ class StreamChannel(Channel):
         corked = snapshot(self._corked)
         owed = [memoryview(data) for data in (self._owed, *corked) if data]
         before = sum(view.nbytes for view in owed)
-        flight = _PendingSend(
-            [*owed, *(view for view in frame if view.nbytes)], before, len(corked)
-        )
+        flight = PendingSend([*owed, *(view for view in frame if view.nbytes)], before, len(corked))
         self._begun = bool(frame)  # until it is known better
         self._flight = flight
         return self._send_flight(flight, timeout, wait)
 
-    def _send_flight(self, flight: _PendingSend, timeout: float | None, wait: bool = True) -> bool:
+    def _send_flight(self, flight: PendingSend, timeout: float | None, wait: bool = True) -> bool:
         until = math.inf if timeout is None else time.monotonic() + timeout
         flags = _DONTWAIT
         role = None
@@ -304,7 +261,7 @@ class StreamChannel(Channel):
             self._settle(flight)
             blocking.resume(role)
 
-    def _settle(self, flight: _PendingSend) -> None:
+    def _settle(self, flight: PendingSend) -> None:
         """Under the lock: a send is over, or was interrupted; keep what must still go out. May be repeated."""
         flight.advance()
         left = flight.corked - len(flight.popped)
