@@ -15,7 +15,7 @@ from telegrad import Future, batched, blocking
 from telegrad.agent import Agent
 from telegrad.rpc.functions import async_execution
 from telegrad.runtime import active_runtime
-from telegrad.scheduling.event_loop import _FRAMES_PER_TURN, EventLoop
+from telegrad.scheduling.event_loop import _FRAMES_PER_READ, EventLoop
 from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.loop_connection import LoopConnection
 from telegrad.server import connection
@@ -183,7 +183,7 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
         if each.peer_name == "w1" and each.is_shared
     )
     if inbound.channel.kind != "memory":
-        until(lambda: inbound.mask == select.EPOLLOUT)
+        until(lambda: inbound.watched_events == select.EPOLLOUT)
     assert workers["w2"].call("w0", abs, -2) == 2
     awake.set()
     assert all(len(future.result(PATIENCE)) == 1 << 13 for future in futures)
@@ -292,7 +292,7 @@ def test_an_alarm_rings_on_the_thread_that_reads(line: Callable[[], Line]) -> No
 def test_one_connection_does_not_keep_the_others_waiting(line: Callable[[], Line]) -> None:
     one, two = line(), line()
     order: list[str] = []
-    many = 4 * _FRAMES_PER_TURN
+    many = 4 * _FRAMES_PER_READ
     one.recorder.act = lambda _: order.append("one")
     two.recorder.act = lambda _: order.append("two")
     hold, go = line(), threading.Event()
@@ -349,7 +349,7 @@ def test_who_holds_up_its_own_connection_holds_up_no_other(line: Callable[[], Li
     two.send(1)
     until(lambda: two.recorder.calls == [1])
     assert one.recorder.calls == [1]
-    assert one.recorder.held == 1
+    assert one.recorder.hold_count == 1
     go.set()
     until(lambda: one.recorder.calls == [1, 2, 3])
 
@@ -421,12 +421,16 @@ def test_an_executor_that_is_full_holds_up_who_fills_it(
     target = w0._runtime.target(hold_at)
     target.seconds = 1.0  # it is known to be slow
     futures = [workers["w1"].submit("w0", hold_at, gate) for _ in range(8)]
-    until(lambda: any(inbound.held for inbound in w0._runtime.connections.server_connections))
+    until(lambda: any(inbound.hold_count for inbound in w0._runtime.connections.server_connections))
     assert workers["w2"].call("w0", abs, -3) == 3
     gate.open()
     for future in futures:
         future.result(PATIENCE)
-    until(lambda: not any(inbound.held for inbound in w0._runtime.connections.server_connections))
+    until(
+        lambda: (
+            not any(inbound.hold_count for inbound in w0._runtime.connections.server_connections)
+        )
+    )
 
 
 def test_a_connection_that_must_not_be_read_is_not_looked_at_either(
@@ -434,13 +438,13 @@ def test_a_connection_that_must_not_be_read_is_not_looked_at_either(
 ) -> None:
     # nobody leads this loop but this test
     one, loop = line(), EventLoop(agent._runtime.threads, agent._runtime.clock)
-    loop._last, loop._repeats = one.recorder, True
+    loop._last_read, loop._is_repeated = one.recorder, True
     one.send(1)
-    one.recorder.mask = select.EPOLLOUT  # its peer takes no answers
+    one.recorder.watched_events = select.EPOLLOUT  # its peer takes no answers
     assert not loop._spin()
     assert not one.recorder.channel.has_frame()
-    one.recorder.mask = select.EPOLLIN
+    one.recorder.watched_events = select.EPOLLIN
     assert loop._spin()
     assert one.recorder.channel.has_frame()
-    one.recorder.mask = 0
+    one.recorder.watched_events = 0
     loop.close()

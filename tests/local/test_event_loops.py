@@ -90,8 +90,8 @@ def test_a_python_with_an_interpreter_lock_has_one_loop(cluster: Clusters) -> No
     workers = cluster(3)
     assert [workers[name].call("w0", abs, -1) for name in ("w1", "w2")] == [1, 1]
     loops = len(list(workers["w0"]._runtime.event_loops))
-    assert loops == min(2, event_loops.default_count())
-    assert event_loops.default_count() == 1 or not has_lock()
+    assert loops == min(2, event_loops.default_loop_count())
+    assert event_loops.default_loop_count() == 1 or not has_lock()
 
 
 def test_the_number_of_loops_is_checked() -> None:

@@ -120,7 +120,7 @@ def test_the_memory_is_free_when_all_receivers_are_done(workers: LocalCluster) -
     del futures, meeting
     gc.collect()
     arena = workers["w0"]._runtime.connections.arena
-    blocks = sum(len(segment.used) for segment in arena._segments)
+    blocks = sum(len(segment.blocks) for segment in arena._segments)
     assert blocks in (0, len(CALLERS))  # none where memory is not shared
     values.pop()
     del values
@@ -128,13 +128,13 @@ def test_the_memory_is_free_when_all_receivers_are_done(workers: LocalCluster) -
 
     def swept() -> bool:
         for segment in arena._segments:
-            segment.sweep()
-        return not any(segment.used for segment in arena._segments)
+            segment.reclaim()
+        return not any(segment.blocks for segment in arena._segments)
 
     until(swept)
     for segment in arena._segments:
-        assert not segment._sharers
-        assert len(segment._free) == 1
+        assert not segment._shared_slots
+        assert len(segment._free_ranges) == 1
 
 
 def test_a_caller_that_gave_up_costs_nothing(workers: LocalCluster) -> None:

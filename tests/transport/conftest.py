@@ -14,7 +14,7 @@ from tests.transport.pairs import STREAMS, Background, Pair, connected
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A blocked sender looks at its deadline soon."""
-    monkeypatch.setattr(stream, "_SEND_SLICE", 0.02)
+    monkeypatch.setattr(stream, "_SEND_TIMEOUT", 0.02)
 
 
 @pytest.fixture

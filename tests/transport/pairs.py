@@ -38,9 +38,9 @@ class End:
         announced: set[int] = set()
 
         def announce(segment: SharedSegment, until: float) -> bool:
-            if segment.number not in announced:
-                other.mappings.add(self.name, segment.number, segment.fd)
-                announced.add(segment.number)
+            if segment.segment_id not in announced:
+                other.mappings.add(self.name, segment.segment_id, segment.fd)
+                announced.add(segment.segment_id)
             return True
 
         return SharedMemoryTransfer(self.arena, self.mappings, other.name, announce)

@@ -642,7 +642,7 @@ def test_what_is_offered_arrives(pair: Pair) -> None:
 
 def test_what_is_not_taken_at_once_is_left_for_later(streams: Pair, background: Background) -> None:
     full: list[bool] = []
-    streams.near.when_full = lambda: full.append(True)
+    streams.near.on_send_blocked = lambda: full.append(True)
     sent = 0
     while streams.near.offer(Kind.REPLY, sent, bytes(4096)):
         sent += 1
@@ -700,7 +700,7 @@ def test_many_threads_cork_while_others_flush(pair: Pair, background: Background
             pair.near.flush_nowait()
 
     full = threading.Semaphore(0)
-    pair.near.when_full = full.release
+    pair.near.on_send_blocked = full.release
     receiving = background(lambda: [pair.far.recv(LATE).call for _ in range(threads * count)])
     sending = [background(reply, number * count) for number in range(threads)]
     for each in sending:

@@ -35,7 +35,7 @@ MEGABYTE = 1 << 20
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_SMALLEST", MEGABYTE)
+    monkeypatch.setattr(segments, "_MIN_SEGMENT", MEGABYTE)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def placed(
 def taken(
     arena: SegmentAllocator, nbytes: int, peer: str = "receiver"
 ) -> tuple[SharedSegment, BufferPlace]:
-    found = arena.take(nbytes, peer, SENDER)
+    found = arena.allocate(nbytes, peer, SENDER)
     assert found is not None
     return found
 
@@ -105,7 +105,7 @@ def test_what_the_sender_wrote_is_what_the_receiver_reads(ends: tuple[End, End])
 def test_the_receiver_sits_on_the_senders_pages(ends: tuple[End, End]) -> None:
     sender, receiver = ends
     segment, place = taken(sender.arena, 10_000)
-    receiver.mappings.add("sender", segment.number, segment.fd)
+    receiver.mappings.add("sender", segment.segment_id, segment.fd)
     memory = receiver.mappings.locate("sender", place)
     memory[5] = 77
     assert segment.bytes[place.offset + 5] == 77
@@ -151,7 +151,7 @@ def test_a_block_that_came_back_is_the_first_to_go_out_again(ends: tuple[End, En
     places = []
     for size in (100_000, 99_000, 98_000):
         segment, place = taken(sender.arena, size)
-        receiver.mappings.add("sender", segment.number, segment.fd)
+        receiver.mappings.add("sender", segment.segment_id, segment.fd)
         receiver.mappings.locate("sender", place)
         places.append((place.segment, place.offset))
     assert places == [(1, PAGE)] * 3
@@ -163,10 +163,10 @@ def test_a_callback_that_runs_late_does_not_free_the_next_use_of_its_block(
     """Another thread may find that the tensor is gone, and free its block, before the callback of the tensor runs."""
     sender, receiver = ends
     memory = send(sender, receiver, bytes(100_000))
-    [(_, ended, _)] = receiver.mappings._live.values()
+    [(_, ended, _)] = receiver.mappings._in_use.values()
     late: Any = ended.__callback__
     del memory
-    receiver.mappings.reconcile()
+    receiver.mappings.release_dead()
     data = os.urandom(100_000)
     again = send(sender, receiver, data)  # in the same block
     late(ended)
@@ -187,14 +187,14 @@ def test_blocks_in_use_are_never_given_out_again(ends: tuple[End, End]) -> None:
 
 def test_a_block_nobody_was_told_of_can_be_returned(arena: SegmentAllocator) -> None:
     _, place = taken(arena, 10_000)
-    arena.take_back([place])
+    arena.release([place])
     assert taken(arena, 10_000)[1] == place
 
 
 def test_neighbours_that_are_free_become_one_block(arena: SegmentAllocator) -> None:
     found = [taken(arena, 200_000) for _ in range(4)]
     for index in (1, 3, 0, 2):
-        arena.take_back([found[index][1]])
+        arena.release([found[index][1]])
     assert taken(arena, 900_000)[1].segment == 1
 
 
@@ -209,31 +209,31 @@ def test_blocks_never_overlap(sizes: list[int], random: Any) -> None:
         held: list[BufferPlace] = []
         for size in sizes:
             if size:
-                place = segment.take(size, "receiver", SENDER)
+                place = segment.allocate(size, "receiver", SENDER)
                 held += [place] if place else []
             elif held:
-                segment.give_back(held.pop(random.randrange(len(held))).slot)
+                segment.release_slot(held.pop(random.randrange(len(held))).slot)
             spans = sorted((place.offset, place.offset + place.nbytes) for place in held)
             assert all(start >= PAGE and end <= MEGABYTE for start, end in spans)
             assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
             assert len({place.slot for place in held}) == len(held)
         for place in held:
-            segment.give_back(place.slot)
-        assert segment.take(MEGABYTE - PAGE, "receiver", SENDER) is not None
+            segment.release_slot(place.slot)
+        assert segment.allocate(MEGABYTE - PAGE, "receiver", SENDER) is not None
     finally:
-        segment.retire()
+        segment.close()
 
 
 def test_a_segment_has_so_many_slots_and_no_more() -> None:
     segment = SharedSegment(1, 32 * MEGABYTE)
     try:
-        places = [segment.take(1, "receiver", SENDER) for _ in range(SLOTS)]
+        places = [segment.allocate(1, "receiver", SENDER) for _ in range(SLOTS)]
         assert len({place.slot for place in places if place}) == SLOTS
-        assert segment.take(1, "receiver", SENDER) is None
-        segment.give_back(7)
-        assert segment.take(1, "receiver", SENDER) is not None
+        assert segment.allocate(1, "receiver", SENDER) is None
+        segment.release_slot(7)
+        assert segment.allocate(1, "receiver", SENDER) is not None
     finally:
-        segment.retire()
+        segment.close()
 
 
 # Limits
@@ -241,7 +241,7 @@ def test_a_segment_has_so_many_slots_and_no_more() -> None:
 
 def test_beyond_the_limit_there_is_no_room(arena: SegmentAllocator) -> None:
     assert taken(arena, 3_000_000)[0].size == 4 * MEGABYTE
-    assert arena.take(3_000_000, "receiver", SENDER) is None
+    assert arena.allocate(3_000_000, "receiver", SENDER) is None
     assert taken(arena, 1_000_000)[1].segment == 1
 
 
@@ -279,12 +279,12 @@ def test_without_descriptors_everything_stays_in_the_stream(
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(os, "memfd_create", no_more)
-    assert arena.take(FLOOR, "receiver", SENDER) is None
+    assert arena.allocate(FLOOR, "receiver", SENDER) is None
 
 
 def test_a_closed_arena_has_no_room(arena: SegmentAllocator) -> None:
     arena.close()
-    assert arena.take(FLOOR, "receiver", SENDER) is None
+    assert arena.allocate(FLOOR, "receiver", SENDER) is None
 
 
 # When a connection or a peer is lost
@@ -295,7 +295,7 @@ def test_a_block_on_its_way_through_a_broken_connection_is_never_used_again(
 ) -> None:
     sender, receiver = ends
     segment, place = taken(sender.arena, 10_000)
-    receiver.mappings.add("sender", segment.number, segment.fd)
+    receiver.mappings.add("sender", segment.segment_id, segment.fd)
     sender.arena.abandon("receiver", SENDER)
     assert taken(sender.arena, 10_000)[1].segment == 2
     memory = receiver.mappings.locate("sender", place)  # it may still arrive
@@ -360,7 +360,7 @@ def test_a_segment_that_is_retired_while_it_is_being_passed_on_keeps_its_descrip
         arena.abandon("receiver", SENDER)
         # a new segment, which would get the number of a closed descriptor
         taken(arena, 50_000, "another")
-        receiver.add("sender", segment.number, segment.fd)
+        receiver.add("sender", segment.segment_id, segment.fd)
         return True
 
     [place], _ = placed(
@@ -399,7 +399,7 @@ def test_a_place_that_does_not_exist_breaks_the_protocol(
 ) -> None:
     sender, receiver = ends
     segment, place = taken(sender.arena, 10_000)
-    receiver.mappings.add("sender", segment.number, segment.fd)
+    receiver.mappings.add("sender", segment.segment_id, segment.fd)
     with pytest.raises(ProtocolError, match="shared"):
         receiver.mappings.locate("sender", bogus(place, **changes))
     assert receiver.mappings.live == 0
@@ -408,7 +408,7 @@ def test_a_place_that_does_not_exist_breaks_the_protocol(
 def test_a_block_can_be_taken_once(ends: tuple[End, End]) -> None:
     sender, receiver = ends
     segment, place = taken(sender.arena, 10_000)
-    receiver.mappings.add("sender", segment.number, segment.fd)
+    receiver.mappings.add("sender", segment.segment_id, segment.fd)
     memory = receiver.mappings.locate("sender", place)
     with pytest.raises(ProtocolError):
         receiver.mappings.locate("sender", place)
@@ -420,7 +420,7 @@ def test_a_block_can_be_taken_once(ends: tuple[End, End]) -> None:
 def test_a_peer_cannot_point_into_the_segments_of_another(ends: tuple[End, End]) -> None:
     sender, receiver = ends
     segment, place = taken(sender.arena, 10_000)
-    receiver.mappings.add("sender", segment.number, segment.fd)
+    receiver.mappings.add("sender", segment.segment_id, segment.fd)
     with pytest.raises(SegmentUnknown):
         receiver.mappings.locate("mallory", place)
 
@@ -474,7 +474,7 @@ def test_any_place_is_inside_a_sent_block_of_a_known_segment_or_refused(place: B
     sender, receiver = End("sender", SegmentAllocator(FLOOR, 4 * MEGABYTE)), End("receiver")
     try:
         segment, _ = taken(sender.arena, 10_000)
-        receiver.mappings.add("sender", segment.number, segment.fd)
+        receiver.mappings.add("sender", segment.segment_id, segment.fd)
         try:
             memory = receiver.mappings.locate("sender", place)
         except (ProtocolError, SegmentUnknown):
@@ -605,7 +605,7 @@ def test_a_segment_is_found_while_another_connection_carries_a_block_of_it(
     ended, other = (sender.sharing_with(receiver) for _ in range(2))
     placed(ended, [memoryview(b"e" * 10_000)])
     [place], _ = placed(other, [memoryview(b"o" * 10_000)])
-    ended.ended()
+    ended.close()
     receiver.mappings.forget()
     # a block of unknown fate: the segment is not used again
     assert taken(sender.arena, 10_000)[1].segment == 2
@@ -641,7 +641,7 @@ def test_nobody_waits_for_the_arena_while_pages_are_faulted_in(
         return populate(*args)
 
     monkeypatch.setattr(memfd, "populate", populate_slowly)
-    taken = background(arena.take, MEGABYTE, "peer", None)
+    taken = background(arena.allocate, MEGABYTE, "peer", None)
     try:
         assert begun.wait(LATE)
         for use in (arena.tidy, arena.trim, lambda: arena.abandon("another", None)):
@@ -669,16 +669,16 @@ def test_a_block_without_memory_is_given_back(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(memfd, "populate", lambda *args: False)
-        assert arena.take(FLOOR, "peer", None) is None
-    segment, place = arena.take(FLOOR, "peer", None) or pytest.fail("there is no room")
-    assert (place.offset, len(segment.used)) == (PAGE, 1)
+        assert arena.allocate(FLOOR, "peer", None) is None
+    segment, place = arena.allocate(FLOOR, "peer", None) or pytest.fail("there is no room")
+    assert (place.offset, len(segment.blocks)) == (PAGE, 1)
 
 
 def test_two_threads_that_ask_for_the_same_copy_share_it(
     monkeypatch: pytest.MonkeyPatch, background: Background
 ) -> None:
     arena = SegmentAllocator(FLOOR, 1 << 30)
-    take, both_are_here = arena.take_for_many, threading.Barrier(2)
+    take, both_are_here = arena.allocate_for_many, threading.Barrier(2)
 
     def take_together(nbytes: int) -> Any:
         # as it must be: only one thread comes here
@@ -686,18 +686,18 @@ def test_two_threads_that_ask_for_the_same_copy_share_it(
             both_are_here.wait(0.3)
         return take(nbytes)
 
-    monkeypatch.setattr(arena, "take_for_many", take_together)
+    monkeypatch.setattr(arena, "allocate_for_many", take_together)
     copies, buffer = SharedCopies(), memoryview(bytes([7]) * 10_000)
-    found = [background(copies.block, arena, 0, buffer) for _ in range(2)]
+    found = [background(copies.get_block, arena, 0, buffer) for _ in range(2)]
     (segment, place), again = (each.result(LATE) for each in found)
     assert again == (segment, place)
-    assert len(segment.used) == 1
+    assert len(segment.blocks) == 1
     assert bytes(segment.bytes[place.offset : place.offset + place.nbytes]) == bytes(buffer)
     copies.close()
-    assert not segment.used
+    assert not segment.blocks
     arena.close()
 
 
 def test_one_receiver_is_admitted_once() -> None:
     copies = SharedCopies()
-    assert [copies.admits(peer) for peer in ("a", "b", "a")] == [True, True, False]
+    assert [copies.is_first_message_to(peer) for peer in ("a", "b", "a")] == [True, True, False]

@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 TICK = 0.005
-_DROWSY_TICKS = 40
+_IDLE_TICKS = 40
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Clock:
         self.awake = False
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._watched: tuple[TickListener, ...] = ()
+        self._listeners: tuple[TickListener, ...] = ()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._closed = False
@@ -65,13 +65,13 @@ class Clock:
 
         self.at(time.monotonic() + seconds, again)
 
-    def watch(self, watched: TickListener) -> None:
+    def watch(self, listener: TickListener) -> None:
         with self._lock:
-            self._watched = (*self._watched, watched)
+            self._listeners = (*self._listeners, listener)
 
-    def unwatch(self, watched: TickListener) -> None:
+    def unwatch(self, listener: TickListener) -> None:
         with self._lock:
-            self._watched = tuple(each for each in self._watched if each is not watched)
+            self._listeners = tuple(each for each in self._listeners if each is not listener)
 
     def wake(self) -> None:
         """Start ticking: something is going on."""
@@ -88,31 +88,31 @@ class Clock:
             self._thread.join()
 
     def _run(self) -> None:
-        quiet = 0
+        idle_ticks = 0
         while True:
-            due = self._sleep()
+            due = self._wait_for_due()
             if due is None:
                 return
             for run in due:
-                _attempt(run)
+                _run_logged(run)
             if self.awake:
-                quiet = 0 if self._tick() else quiet + 1
-                if quiet > _DROWSY_TICKS:
-                    quiet = 0
-                    self._drowse()
+                idle_ticks = 0 if self._tick() else idle_ticks + 1
+                if idle_ticks > _IDLE_TICKS:
+                    idle_ticks = 0
+                    self._stop_ticking()
 
     def _tick(self) -> bool:
         """Look at all that is watched. True if anything happened."""
-        active = [_attempt(each.tick) for each in self._watched]  # every one of them
+        active = [_run_logged(each.tick) for each in self._listeners]  # every one of them
         return any(active)
 
-    def _drowse(self) -> None:
+    def _stop_ticking(self) -> None:
         """Stop ticking, unless something has begun that counted on the clock: it did so before it read `awake`."""
         self.awake = False
         if self._tick():
             self.awake = True
 
-    def _sleep(self) -> list[Callable[[], None]] | None:
+    def _wait_for_due(self) -> list[Callable[[], None]] | None:
         """Wait for the next timer or tick; what is due, or None at the end."""
         with self._lock:
             if not self._closed:
@@ -130,7 +130,7 @@ class Clock:
             return due
 
 
-def _attempt(run: Callable[[], T]) -> T | None:
+def _run_logged(run: Callable[[], T]) -> T | None:
     try:
         return run()
     except BaseException:

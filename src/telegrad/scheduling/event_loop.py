@@ -11,16 +11,16 @@ the frames behind the one it handles, so it gives the loop to another thread
 Either thread continues on its own from there: the new leader with the next frame, the old one with its call.
 
 A connection is not read while its peer does not take what it was answered with, and while a thread holds it up on
-purpose (`waiting.hold`: back-pressure). The rest of a frame of more than `_LARGE` bytes is received by a thread of its
-own, so that the others do not wait for it.
+purpose (`waiting.hold`: back-pressure). The rest of a frame of more than `_LARGE_FRAME` bytes is received by
+a thread of its own, so that the others do not wait for it.
 
 An agent has one loop for all connections. Where Python has no interpreter lock, threads do not compete, and it has
 several (`EventLoops`). A connection stays with the loop that it was given to.
 
 State: under `_lock`, `_epoch` counts the hand-overs; a thread leads while its own epoch is the current one. `_busy` is
-True while the leader handles something; only then can the loop be taken from it. `_connections` (those with a file
-descriptor) and what epoll watches are changed under the lock, too. `_ready`, `_current`, `_last`, `_repeats`, `_left`
-and `_alarms` belong to the leader. `_posted` and `_late` are added to by anybody.
+True while the leader handles something; only then can the loop be taken from it. `_by_fd` (those with a file
+descriptor) and what epoll watches are changed under the lock, too. `_ready`, `_current`, `_last_read`, `_is_repeated`,
+`_idle_jobs` and `_timers` belong to the leader. `_posted` and `_deferred` are added to by anybody.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from telegrad.scheduling.loop_connection import LoopConnection
 from telegrad.scheduling.poller import READ, ConnectionPoller
 from telegrad.scheduling.thread_pool import Job, ThreadPool
 from telegrad.transport.channel import ChannelClosed
-from telegrad.transport.spinning import CORES, CROWDED, SPIN, spinning
+from telegrad.transport.spinning import CONTENDED_SECONDS, CORES, SPIN_SECONDS, spin_permit
 from telegrad.wire.frames import Frame
 
-_FRAMES_PER_TURN = 32  # of one connection, while others may have something to read
-_LARGE = 1 << 20  # bytes of a frame that are still to come
-_LOOKS = 16  # at one connection, for each look at all
+_FRAMES_PER_READ = 32  # of one connection, while others may have something to read
+_LARGE_FRAME = 1 << 20  # bytes of a frame that are still to come
+_POLLS_PER_EPOLL = 16  # at one connection, for each look at all
 
 _log = logging.getLogger(__name__)
 _now = time.monotonic
@@ -67,59 +67,59 @@ class EventLoop(ConnectionPoller):
         self._threads = threads
         self._clock = clock
         self._current: LoopConnection | None = None
-        self._late: set[LoopConnection] = set()  # added to by anybody
-        self._left: dict[Hashable, Job] = {}
-        self._alarms: dict[Hashable, tuple[float, Job]] = {}
-        self._last: LoopConnection | None = None  # the one that was read last
-        self._repeats = False  # it was read twice in a row
-        self._spins = False
-        self._leads = False
+        self._deferred: set[LoopConnection] = set()  # added to by anybody
+        self._idle_jobs: dict[Hashable, Job] = {}
+        self._timers: dict[Hashable, tuple[float, Job]] = {}
+        self._last_read: LoopConnection | None = None  # the one that was read last
+        self._is_repeated = False  # it was read twice in a row
+        self._should_spin = False
+        self._started = False
         self._closed = False
         self._epoch = 0
         self._busy = False
-        self._serial = 0
-        self._seen = -1
+        self._handled = 0
+        self._handled_at_tick = -1
         self.hand_overs = 0
 
     def __repr__(self) -> str:
         state = "busy" if self._busy else "waiting"
-        return f"<EventLoop {len(self._members)} connections, {self._serial} frames, {state}>"
+        return f"<EventLoop {len(self._connections)} connections, {self._handled} frames, {state}>"
 
     # Connections; by any thread
 
     def add(self, connection: LoopConnection) -> None:
         """Read a connection from now on. Raises `ChannelClosed` if the loop is over."""
-        number = connection.channel.fileno()
+        fd = connection.channel.fileno()
         connection.loop = self
         with self._lock:
-            if self._wake < 0:
+            if self._wake_fd < 0:
                 raise ChannelClosed("this worker is shutting down")
-            self._members.add(connection)
+            self._connections.add(connection)
             try:
-                if number is not None:
-                    self._watch(connection, number, READ)
-                if not self._leads:
-                    self._threads.start(lambda: self._lead_from(0))
+                if fd is not None:
+                    self._update_epoll(connection, fd, READ)
+                if not self._started:
+                    self._threads.start(lambda: self._lead(0))
                     self._clock.watch(self)
-                    self._leads = True
+                    self._started = True
             except BaseException:
-                self._forget(connection)
+                self._remove(connection)
                 raise
-        connection.channel.when_full = lambda: self._await_room(connection)
-        if number is None:
-            connection.channel.notify = lambda: self.post(connection)
+        connection.channel.on_send_blocked = lambda: self._watch_until_writable(connection)
+        if fd is None:
+            connection.channel.on_frame = lambda: self.post(connection)
         self.post(connection)  # what came before
 
     def flush_soon(self, connection: LoopConnection) -> None:
         """Send what was corked late when there is nothing else to do, or at the next tick."""
-        self._late.add(connection)
+        self._deferred.add(connection)
         if self._asleep:
             self.post(None)
 
-    def _flush_late(self) -> None:
-        while self._late:
+    def _flush_deferred(self) -> None:
+        while self._deferred:
             try:
-                connection = self._late.pop()
+                connection = self._deferred.pop()
             except KeyError:
                 return  # another thread was faster: the leader and the clock come here
             try:
@@ -127,20 +127,20 @@ class EventLoop(ConnectionPoller):
             except ChannelClosed as error:
                 _log.debug("nobody is left to take an answer: %s", error)
             except BaseException:
-                self._late.add(connection)  # the next tick tries again
+                self._deferred.add(connection)  # the next tick tries again
                 raise
 
     def close(self) -> None:
         """End with the last connection. All must have been told to end."""
         with self._lock:
             self._closed = True
-            if not self._leads:
-                self._over()
+            if not self._started:
+                self._close_descriptors()
         self.post(None)
 
     # The leader
 
-    def _lead_from(self, epoch: int) -> None:
+    def _lead(self, epoch: int) -> None:
         """Begin to lead once the hand-over is complete."""
         with self._lock:
             pass
@@ -148,9 +148,9 @@ class EventLoop(ConnectionPoller):
         _local.epoch = epoch
         try:
             while True:
-                if self._current is None and not self._choose(epoch):
+                if self._current is None and not self._wait_for_connection(epoch):
                     return
-                if not self._turn(epoch):
+                if not self._read_current(epoch):
                     return
         except BaseException:
             _log.exception("the event loop failed; it goes on. Please report this")
@@ -158,25 +158,25 @@ class EventLoop(ConnectionPoller):
                 if self._epoch != epoch or self._closed:
                     return
                 self._current, self._busy = None, False
-            self._threads.start_when_possible(lambda: self._lead_from(epoch), self._clock)
+            self._threads.start_when_possible(lambda: self._lead(epoch), self._clock)
 
-    def _turn(self, epoch: int) -> bool:
+    def _read_current(self, epoch: int) -> bool:
         """Handle what the current connection has received. False if another thread leads now."""
         connection = self._current
         assert connection is not None
         channel, lock = connection.channel, self._lock
-        next_frame, early = channel.next_frame, connection.early
+        next_frame, received = channel.next_frame, connection.received
         clock, count = self._clock, 0
         try:
             if connection.readable:
                 connection.readable = False
                 channel.receive()
-            while count < _FRAMES_PER_TURN:
-                frame = next_frame() if not early else _early(early)
+            while count < _FRAMES_PER_READ:
+                frame = next_frame() if not received else _take_received(received)
                 if frame is None:
                     break
                 count += 1
-                self._serial += 1
+                self._handled += 1
                 self._busy = True
                 if not clock.awake:  # asked last: see `Clock._drowse`
                     clock.wake()
@@ -190,71 +190,71 @@ class EventLoop(ConnectionPoller):
         except BaseException as error:
             if not isinstance(error, ChannelClosed | ProtocolError):
                 _log.exception("a connection failed in an unexpected way; please report this")
-            return self._end(connection, error, epoch)
+            return self._end_connection(connection, error, epoch)
         self._current = None
-        if count == _FRAMES_PER_TURN:
+        if count == _FRAMES_PER_READ:
             self._enqueue(connection)
             self._poll(0)
-        elif channel.expected > _LARGE:
-            connection.elsewhere = True
-            self._set_mask(connection, 0)
+        elif channel.missing_bytes > _LARGE_FRAME:
+            connection.receives_large_frame = True
+            self._watch(connection, 0)
             self._threads.start_when_possible(lambda: self._receive_large(connection), self._clock)
         return True
 
-    def _end(self, connection: LoopConnection, error: BaseException, epoch: int) -> bool:
+    def _end_connection(self, connection: LoopConnection, error: BaseException, epoch: int) -> bool:
         """A connection is over. False if another thread leads now, which will find that out itself."""
         with self._lock:
             if self._epoch != epoch:
                 connection.channel.shut()
                 return False
-            self._forget(connection)
+            self._remove(connection)
             self._current = None
-        return self._run(lambda: connection.ended(error), epoch)
+        return self._run_job(lambda: connection.ended(error), epoch)
 
     def _receive_large(self, connection: LoopConnection) -> None:
         """Receive a large frame on a thread of its own, then let the loop go on with the connection."""
         try:
-            connection.early.append(connection.channel.recv())
+            connection.received.append(connection.channel.recv())
         except BaseException as error:
-            connection.early.append(error)
-        connection.elsewhere = False
-        self._set_mask(connection, READ)
+            connection.received.append(error)
+        connection.receives_large_frame = False
+        self._watch(connection, READ)
         self.post(connection)
 
-    def _choose(self, epoch: int) -> bool:
+    def _wait_for_connection(self, epoch: int) -> bool:
         """Wait until a connection has something to read. False if another thread leads now, or the loop is over."""
         while True:
             if self._posted:
-                self._take_posted()
+                self._enqueue_posted()
             if self._ready:
-                self._begin(self._ready.popleft())
+                self._set_current(self._ready.popleft())
                 return True
-            if self._closed and not self._members:
+            if self._closed and not self._connections:
                 self._clock.unwatch(self)
                 with self._lock:
-                    self._over()
+                    self._close_descriptors()
                 return False
-            if self._left:
+            if self._idle_jobs:
                 self._poll(0)  # what has arrived meanwhile goes first
-                if not self._ready and not self._run(self._left.popitem()[1], epoch):
+                if not self._ready and not self._run_job(self._idle_jobs.popitem()[1], epoch):
                     return False
                 continue
-            due = self._due() if self._alarms else None
+            due = self._take_due_timer() if self._timers else None
             if due is not None:
-                if not self._run(due, epoch):
+                if not self._run_job(due, epoch):
                     return False
-            elif self._wait():
+            elif self._sleep():
                 return True
 
-    def _begin(self, connection: LoopConnection) -> None:
+    def _set_current(self, connection: LoopConnection) -> None:
         """Let the next turn be that of this connection."""
         connection.queued = False
-        self._repeats = connection is self._last and connection.mask == READ
-        self._last = self._current = connection
+        self._is_repeated = connection is self._last_read and connection.watched_events == READ
+        self._last_read = self._current = connection
 
-    def _run(self, job: Job, epoch: int) -> bool:
+    def _run_job(self, job: Job, epoch: int) -> bool:
         """Run a job that is no frame. False if another thread leads now."""
-        self._serial += 1
+        self._handled += 1
         self._busy = True
         if not self._clock.awake:
             self._clock.wake()
@@ -265,36 +265,36 @@ class EventLoop(ConnectionPoller):
             self._busy = False
             return True
 
-    def _due(self) -> Job | None:
+    def _take_due_timer(self) -> Job | None:
         """Return an alarm whose moment has come."""
         now = _now()
-        for key, (moment, job) in self._alarms.items():
+        for key, (moment, job) in self._timers.items():
             if moment <= now:
-                del self._alarms[key]
+                del self._timers[key]
                 return job
         return None
 
-    def _wait(self) -> bool:
+    def _sleep(self) -> bool:
         """Sleep until something arrives or an alarm is due. Where the last wait was short, stay awake for a moment:
 
         waking a core that went to sleep takes longer than a short call. True: the next turn has been chosen.
         """
-        if self._spins and not self._alarms:
+        if self._should_spin and not self._timers:
             if self._spin():
                 return True
             if self._ready or self._posted:
                 return False
-        if self._late:
-            self._flush_late()
+        if self._deferred:
+            self._flush_deferred()
         timeout: float | None = None
-        if self._alarms:
-            timeout = max(min(moment for moment, _ in self._alarms.values()) - _now(), 0.0)
+        if self._timers:
+            timeout = max(min(moment for moment, _ in self._timers.values()) - _now(), 0.0)
         started = _now()
         self._asleep = True
         if not self._posted:  # whoever posts from now on wakes us
             self._poll(timeout)
         self._asleep = False
-        self._spins = CORES > 1 and _now() - started < SPIN
+        self._should_spin = CORES > 1 and _now() - started < SPIN_SECONDS
         return False
 
     def _spin(self) -> bool:
@@ -302,29 +302,31 @@ class EventLoop(ConnectionPoller):
 
         If one connection has had the last two turns, it is looked at most often: that costs less than a look at all.
         """
-        if not spinning.acquire(blocking=False):
+        if not spin_permit.acquire(blocking=False):
             return False
         try:
             now = _now()
-            last, until = self._last, now + SPIN
-            if not self._repeats or last is None or last.mask != READ:  # it must not be read now
+            last, until = self._last_read, now + SPIN_SECONDS
+            if (
+                not self._is_repeated or last is None or last.watched_events != READ
+            ):  # it must not be read now
                 last = None
             while not self._ready and not self._posted:
-                if last is not None and last.channel.look(_LOOKS):
+                if last is not None and last.channel.poll(_POLLS_PER_EPOLL):
                     self._current = last
                     return True
                 self._poll(0)
                 before, now = now, _now()
-                if now > until or now > before + CROWDED:
-                    self._spins = False
+                if now > until or now > before + CONTENDED_SECONDS:
+                    self._should_spin = False
                     return False
                 os.sched_yield()
         except ChannelClosed:
             assert last is not None
-            last.readable = True  # `_turn` meets the end again
+            last.readable = True  # `_read_current` meets the end again
             self._enqueue(last)
         finally:
-            spinning.release()
+            spin_permit.release()
         return False
 
     # Handing over
@@ -345,12 +347,12 @@ class EventLoop(ConnectionPoller):
         If no thread can be started, the loop stays where it is, and the error is raised.
         """
         with self._lock:
-            return self._hand_over(epoch)
+            return self._hand_over_locked(epoch)
 
-    def _hand_over(self, epoch: int) -> bool:
+    def _hand_over_locked(self, epoch: int) -> bool:
         if self._epoch != epoch or not self._busy:
             return False
-        self._threads.start(lambda: self._lead_from(epoch + 1))
+        self._threads.start(lambda: self._lead(epoch + 1))
         self._epoch = epoch + 1
         self._busy = False
         self.hand_overs += 1
@@ -360,63 +362,63 @@ class EventLoop(ConnectionPoller):
         """The thread of `epoch` blocks on purpose: hand over, and do not read the connection it came from."""
         with self._lock:
             connection = self._current
-            if not self._hand_over(epoch) or connection is None:
+            if not self._hand_over_locked(epoch) or connection is None:
                 return None
-            connection.held += 1
+            connection.hold_count += 1
             self._current = None
-            number = connection.channel.fileno()
-            if number is not None and connection.mask:
-                self._watch(connection, number, 0)
+            fd = connection.channel.fileno()
+            if fd is not None and connection.watched_events:
+                self._update_epoll(connection, fd, 0)
             return connection
 
     def release(self, connection: LoopConnection) -> None:
         """Read a connection that was held up again."""
         with self._lock:
-            connection.held -= 1
-            if connection.held:
+            connection.hold_count -= 1
+            if connection.hold_count:
                 return
-        self._set_mask(connection, READ)
+        self._watch(connection, READ)
         self.post(connection)
 
     def tick(self) -> bool:
         """The clock looks in: has the leader been inside one frame since the last time?"""
-        if self._late:
-            self._flush_late()
-        serial, busy, epoch, connection = self._serial, self._busy, self._epoch, self._current
-        if busy and serial == self._seen:
+        if self._deferred:
+            self._flush_deferred()
+        serial, busy, epoch, connection = self._handled, self._busy, self._epoch, self._current
+        if busy and serial == self._handled_at_tick:
             if self.hand_over(epoch) and connection is not None:
                 connection.blocked()
             return True
-        moved = serial != self._seen
-        self._seen = serial
+        moved = serial != self._handled_at_tick
+        self._handled_at_tick = serial
         return moved
 
     # What a thread that leads can ask for (see `waiting`)
 
-    def more(self, epoch: int) -> bool:
+    def has_more_input(self, epoch: int) -> bool:
         """Will the thread of `epoch` read another frame at once?"""
         current = self._current
         return self._epoch == epoch and bool(
             self._ready or (current is not None and current.channel.has_frame())
         )
 
-    def leave(self, epoch: int, key: Hashable, job: Job) -> bool:
+    def run_when_idle(self, epoch: int, key: Hashable, job: Job) -> bool:
         """Do this when nothing more is here. False: the thread of `epoch` does not lead any more."""
         with self._lock:
             if self._epoch == epoch:
-                self._left[key] = job
+                self._idle_jobs[key] = job
             return self._epoch == epoch
 
-    def at(self, epoch: int, key: Hashable, moment: float, job: Job) -> bool:
+    def run_at(self, epoch: int, key: Hashable, moment: float, job: Job) -> bool:
         """Do this at that moment. False: the thread of `epoch` does not lead any more."""
         with self._lock:
             if self._epoch == epoch:
-                self._alarms[key] = moment, job
+                self._timers[key] = moment, job
             return self._epoch == epoch
 
 
-def _early(early: collections.deque[Any]) -> Frame:
-    frame = early.popleft()
+def _take_received(received: collections.deque[Any]) -> Frame:
+    frame = received.popleft()
     if isinstance(frame, BaseException):
         raise frame
     return frame  # type: ignore[no-any-return]

@@ -15,30 +15,30 @@ from telegrad.scheduling.loop_connection import LoopConnection
 from telegrad.scheduling.thread_pool import ThreadPool
 from telegrad.transport.spinning import CORES
 
-_MOST_LOOPS = 4
+_MAX_LOOPS = 4
 
 _log = logging.getLogger(__name__)
 
 
-def default_count() -> int:
+def default_loop_count() -> int:
     """Return how many loops an agent has: one, or several where threads run in parallel and cores are left for them.
 
     On two cores, which callers on the same machine use as well, a second loop gained nothing.
     """
-    return 1 if has_lock() else max(min(CORES // 2, _MOST_LOOPS), 1)
+    return 1 if has_lock() else max(min(CORES // 2, _MAX_LOOPS), 1)
 
 
 class EventLoops:
     """The loops of an agent, at most `count`. The connections of each group are spread over them in turn.
 
-    State: `_loops` and `_added`, under `_lock`. Loops after the first are made when they are first needed.
+    State: `_loops` and `_added_per_group`, under `_lock`. Loops after the first are made when they are first needed.
     """
 
     def __init__(self, threads: ThreadPool, clock: Clock, count: int | None) -> None:
-        self._make = functools.partial(EventLoop, threads, clock)
-        self._count = count if count is not None else default_count()
-        self._loops = [self._make()]
-        self._added: collections.Counter[str] = collections.Counter()
+        self._create_loop = functools.partial(EventLoop, threads, clock)
+        self._count = count if count is not None else default_loop_count()
+        self._loops = [self._create_loop()]
+        self._added_per_group: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -49,7 +49,7 @@ class EventLoops:
 
     def add(self, connection: LoopConnection) -> None:
         """Let one of the loops read a connection. Raises `ChannelClosed` if they are over."""
-        self._next(connection.group).add(connection)
+        self._next_loop(connection.group).add(connection)
 
     def reads(self, connection: LoopConnection) -> bool:
         """Is this connection read, so that a loop will close it?"""
@@ -67,13 +67,13 @@ class EventLoops:
         for loop in self._loops:
             loop.drop()
 
-    def _next(self, group: str) -> EventLoop:
+    def _next_loop(self, group: str) -> EventLoop:
         with self._lock:
-            index = self._added[group] % self._count
-            self._added[group] += 1
+            index = self._added_per_group[group] % self._count
+            self._added_per_group[group] += 1
             if index >= len(self._loops):
                 try:
-                    self._loops.append(self._make())
+                    self._loops.append(self._create_loop())
                 except OSError as error:
                     _log.warning(
                         "no descriptors for another event loop (%s); going on with fewer", error

@@ -18,7 +18,7 @@ class LeaderRole:
     def __init__(self, loop: EventLoop, epoch: int) -> None:
         self._loop = loop
         self._epoch = epoch
-        self._held: list[LoopConnection] = []
+        self._held_connections: list[LoopConnection] = []
 
     def pause(self) -> None:
         self._loop.hand_over(self._epoch)
@@ -29,18 +29,18 @@ class LeaderRole:
     def hold(self) -> None:
         connection = self._loop.hold(self._epoch)
         if connection is not None:
-            self._held.append(connection)
+            self._held_connections.append(connection)
 
     def release(self) -> None:
-        if self._held:
-            self._loop.release(self._held.pop())
+        if self._held_connections:
+            self._loop.release(self._held_connections.pop())
 
     def more(self) -> bool:
-        return self._loop.more(self._epoch)
+        return self._loop.has_more_input(self._epoch)
 
     def afterwards(self, key: Hashable, job: Job) -> None:
-        if not self._loop.leave(self._epoch, key, job):
+        if not self._loop.run_when_idle(self._epoch, key, job):
             job()
 
     def at(self, key: Hashable, moment: float, job: Job) -> bool:
-        return self._loop.at(self._epoch, key, moment, job)
+        return self._loop.run_at(self._epoch, key, moment, job)

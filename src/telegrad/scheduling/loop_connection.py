@@ -22,14 +22,14 @@ class LoopConnection(ABC):
     stops_reading = True  # while its peer takes nothing
     queued = False  # the rest belongs to the loop
     readable = False
-    elsewhere = False  # another thread receives a large frame
-    held = 0  # threads that hold it up
-    mask = 0
-    number = -1
-    _silence = 0.0
+    receives_large_frame = False  # another thread receives a large frame
+    hold_count = 0  # threads that hold it up
+    watched_events = 0
+    fd = -1
+    _silent_seconds = 0.0
 
     def __init__(self) -> None:
-        self.early: collections.deque[Frame | BaseException] = collections.deque()
+        self.received: collections.deque[Frame | BaseException] = collections.deque()
 
     @abstractmethod
     def handle(self, frame: Frame) -> None:
@@ -43,16 +43,16 @@ class LoopConnection(ABC):
         """The handling of a frame blocks or runs long; called while it still does."""
         return
 
-    def beat(self, interval: float, patience: float) -> bool:
-        """Give a sign of life; False if the peer has given none for `patience` seconds."""
+    def beat(self, interval: float, timeout: float) -> bool:
+        """Give a sign of life; False if the peer has given none for `timeout` seconds."""
         channel = self.channel
         try:
             channel.try_send(Kind.ALIVE)
         except ChannelClosed:
             return True  # the reader is about to find out
-        if channel.heard or self.held:
-            self._silence = 0.0
+        if channel.heard or self.hold_count:
+            self._silent_seconds = 0.0
         else:
-            self._silence += interval
+            self._silent_seconds += interval
         channel.heard = False
-        return self._silence < patience
+        return self._silent_seconds < timeout

@@ -23,20 +23,20 @@ from telegrad.scheduling.clock import Clock
 Job = Callable[[], None]
 
 _IDLE_SECONDS = 10.0
-_RETRY = 0.05  # seconds until a thread that the system refused is asked for again
+_RETRY_SECONDS = 0.05  # seconds until a thread that the system refused is asked for again
 _log = logging.getLogger(__name__)
 
 
 class ThreadPool:
-    """Daemon threads, each running one job at a time. `setup` runs first on each new one.
+    """Daemon threads, each running one job at a time. `initializer` runs first on each new one.
 
     The thread that was idle for the shortest time is used first: its caches are warm, and so are the threads that
     OpenMP made for it.
     """
 
-    def __init__(self, name: str, setup: Job) -> None:
+    def __init__(self, name: str, initializer: Job) -> None:
         self._name = name
-        self._setup = setup
+        self._initializer = initializer
         self._idle: list[_IdleThread] = []
         self._count = 0
         self._closed = False
@@ -70,17 +70,19 @@ class ThreadPool:
             if self._closed:
                 return
             _log.warning("%s cannot start a thread (%s); trying again", self._name, error)
-            clock.at(time.monotonic() + _RETRY, lambda: self.start_when_possible(job, clock))
+            clock.at(
+                time.monotonic() + _RETRY_SECONDS, lambda: self.start_when_possible(job, clock)
+            )
 
-    def _run(self, given: list[Job]) -> None:
+    def _run(self, job_box: list[Job]) -> None:
         # Free-threaded Python 3.14 lets a thread inherit the context variables of the one that starts it, such as the
         # scope of the call that it happens to run.
-        contextvars.Context().run(self._run_jobs, given)
+        contextvars.Context().run(self._run_jobs, job_box)
 
-    def _run_jobs(self, given: list[Job]) -> None:
-        job: Job | None = given.pop()
+    def _run_jobs(self, job_box: list[Job]) -> None:
+        job: Job | None = job_box.pop()
         try:
-            self._setup()
+            self._initializer()
             while job is not None:
                 try:
                     job()
@@ -89,7 +91,7 @@ class ThreadPool:
                 del job
                 blocking.take(None)
                 try:
-                    job = self._next()
+                    job = self._wait_for_job()
                 # a shortage: one idle thread fewer
                 except (MemoryError, OSError, SystemExit) as error:
                     _log.info("an idle thread ends: %s", error)
@@ -97,19 +99,19 @@ class ThreadPool:
         finally:
             self._alive.discard(threading.current_thread())
 
-    def _next(self) -> Job | None:
-        parked = _IdleThread()
+    def _wait_for_job(self) -> Job | None:
+        idle_thread = _IdleThread()
         with self._lock:
             if self._closed:
                 return None
-            self._idle.append(parked)
-        if not parked.sleep(_IDLE_SECONDS):
+            self._idle.append(idle_thread)
+        if not idle_thread.sleep(_IDLE_SECONDS):
             with self._lock:
-                if parked in self._idle:
-                    self._idle.remove(parked)
+                if idle_thread in self._idle:
+                    self._idle.remove(idle_thread)
                     return None
-            parked.sleep(None)  # it was given a job at this moment
-        return parked.job
+            idle_thread.sleep(None)  # it was given a job at this moment
+        return idle_thread.job
 
     def close(self, timeout: float) -> None:
         """End the idle threads and wait for the others, which must have been told to end."""

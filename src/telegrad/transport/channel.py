@@ -53,9 +53,9 @@ class Channel(ABC):
 
     kind: str
     # called when a frame arrives, by channels that have no `fileno`
-    notify: Callable[[], None] | None = None
+    on_frame: Callable[[], None] | None = None
     # called when the peer took only a part of what was corked
-    when_full: Callable[[], None] | None = None
+    on_send_blocked: Callable[[], None] | None = None
     # set whenever bytes arrive, cleared by the heartbeat: a long frame is a sign of life, too
     heard = False
 
@@ -101,7 +101,10 @@ class Channel(ABC):
 
     @abstractmethod
     def flush_nowait(self) -> bool:
-        """Send what `cork` queued as far as the peer takes it at once. If some is left, call `when_full`: False."""
+        """Send what `cork` queued as far as the peer takes it at once. If some is left, call
+
+        `on_send_blocked`: False.
+        """
 
     def offer(self, kind: int, call: int, body: bytes) -> bool:
         """Send a small frame as far as the peer takes it at once; see `flush_nowait`."""
@@ -113,14 +116,14 @@ class Channel(ABC):
         """Wait for the next frame."""
 
     def fileno(self) -> int | None:
-        """What the system can wait for, together with other channels; None: `notify` tells when a frame arrives."""
+        """What the system can wait for, together with other channels; None: `on_frame` tells when a frame arrives."""
         return None
 
     def receive(self) -> bool:
         """Take what has arrived, without waiting. False: there was nothing, or it is known already."""
         return False
 
-    def look(self, times: int) -> bool:
+    def poll(self, attempts: int) -> bool:
         """Like `receive`, but look so many times before giving up."""
         return self.receive()
 
@@ -129,7 +132,7 @@ class Channel(ABC):
         """The next frame if it is here, without asking the system."""
 
     @property
-    def expected(self) -> int:
+    def missing_bytes(self) -> int:
         """Bytes that are still to come of a frame that has begun, as far as that is known."""
         return 0
 

@@ -26,23 +26,23 @@ class _ChannelState:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.over = False
+        self.closed = False
         self.ends: tuple[MemoryChannel, ...] = ()
 
 
 class MemoryChannel(Channel):
     kind = "memory"
 
-    def __init__(self, inbox: Inbox, outbox: Inbox, pool: BufferPool, line: _ChannelState) -> None:
+    def __init__(self, inbox: Inbox, outbox: Inbox, pool: BufferPool, state: _ChannelState) -> None:
         self._inbox = inbox
         self._outbox = outbox
         self._pool = pool
-        self._line = line
+        self._state = state
         self._corked: collections.deque[Frame] = collections.deque()  # added to by anybody
-        self._done: collections.deque[None] = collections.deque(maxlen=0)
+        self._discard: collections.deque[None] = collections.deque(maxlen=0)
 
     def __repr__(self) -> str:
-        return f"<MemoryChannel {self._inbox.qsize()} frames waiting{' shut' if self._line.over else ''}>"
+        return f"<MemoryChannel {self._inbox.qsize()} frames waiting{' shut' if self._state.closed else ''}>"
 
     def send(
         self,
@@ -56,12 +56,12 @@ class MemoryChannel(Channel):
         timeout: float | None = None,
         copies: SharedCopies | None = None,
     ) -> None:
-        own = [self._copy(buffer) for buffer in buffers]
-        frame = Frame(kind, flags, call, function, left_ms, body, own)
-        with self._line.lock:
+        copies_of_buffers = [self._copy(buffer) for buffer in buffers]
+        frame = Frame(kind, flags, call, function, left_ms, body, copies_of_buffers)
+        with self._state.lock:
             self._flush()
             self._outbox.put(frame)
-        self._tell_other()
+        self._notify_peer()
 
     def try_send(self, kind: int) -> None:
         self.send(kind, 0, b"")
@@ -71,26 +71,26 @@ class MemoryChannel(Channel):
 
     def flush_nowait(self) -> bool:
         if self._corked:
-            with self._line.lock:
+            with self._state.lock:
                 self._flush()
-            self._tell_other()
+            self._notify_peer()
         return True
 
-    def _tell_other(self) -> None:
-        notify = self._other().notify
-        if notify is not None:
-            notify()
+    def _notify_peer(self) -> None:
+        on_frame = self._peer_end().on_frame
+        if on_frame is not None:
+            on_frame()
 
-    def _other(self) -> MemoryChannel:
-        left, right = self._line.ends
+    def _peer_end(self) -> MemoryChannel:
+        left, right = self._state.ends
         return right if left is self else left
 
     def _flush(self) -> None:
-        if self._line.over:
+        if self._state.closed:
             raise ChannelClosed("the channel is shut")
         frames = map(_popleft, itertools.repeat(self._corked, len(self._corked)))
         # one call: no signal handler runs in between
-        self._done.extend(map(self._outbox.put, frames))
+        self._discard.extend(map(self._outbox.put, frames))
 
     def recv(self, timeout: float | None = None) -> Frame:
         try:
@@ -110,15 +110,15 @@ class MemoryChannel(Channel):
         return not self._inbox.empty()
 
     def shut(self) -> None:
-        with self._line.lock:
-            if self._line.over:
+        with self._state.lock:
+            if self._state.closed:
                 return
-            self._line.over = True
+            self._state.closed = True
             self._inbox.put(None)
             self._outbox.put(None)
-        for each in self._line.ends:
-            if each.notify is not None:
-                each.notify()
+        for each in self._state.ends:
+            if each.on_frame is not None:
+                each.on_frame()
 
     def close(self) -> None:
         self.shut()
@@ -136,7 +136,7 @@ def pair(pool: BufferPool) -> tuple[MemoryChannel, MemoryChannel]:
     """Two channels that are each other's peer."""
     left: Inbox = queue.SimpleQueue()
     right: Inbox = queue.SimpleQueue()
-    line = _ChannelState()
-    near, far = MemoryChannel(left, right, pool, line), MemoryChannel(right, left, pool, line)
-    line.ends = near, far
+    state = _ChannelState()
+    near, far = MemoryChannel(left, right, pool, state), MemoryChannel(right, left, pool, state)
+    state.ends = near, far
     return near, far

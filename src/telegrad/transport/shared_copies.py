@@ -21,29 +21,29 @@ class SharedCopies:
         # those that have received it: a second private view of a block would be the same
         self._peers: set[str] = set()
 
-    def admits(self, peer: str) -> bool:
+    def is_first_message_to(self, peer: str) -> bool:
         """Is this the first message to `peer`?"""
         with self._lock:
             is_first = peer not in self._peers
             self._peers.add(peer)
             return is_first
 
-    def block(
-        self, arena: SegmentAllocator, index: int, buffer: memoryview
+    def get_block(
+        self, allocator: SegmentAllocator, index: int, buffer: memoryview
     ) -> tuple[SharedSegment, BufferPlace] | None:
         """A block with the bytes of the buffer number `index`, copied when it is first asked for."""
         with self._lock:
             if index not in self._blocks:
-                found = arena.take_for_many(buffer.nbytes)
+                found = allocator.allocate_for_many(buffer.nbytes)
                 if found is None:
                     return None
                 segment, place = found
-                self._blocks[index] = arena, segment, place
+                self._blocks[index] = allocator, segment, place
                 copy_buffer(segment.bytes[place.offset : place.offset + place.nbytes], buffer)
             return self._blocks[index][1:]
 
     def close(self) -> None:
         """No more receivers will come."""
         while self._blocks:
-            arena, _, place = self._blocks.popitem()[1]
-            arena.take_back([place])
+            allocator, _, place = self._blocks.popitem()[1]
+            allocator.release([place])

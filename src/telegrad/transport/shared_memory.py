@@ -54,12 +54,12 @@ class SharedMemoryTransfer:
 
     def __init__(
         self,
-        arena: SegmentAllocator,
+        allocator: SegmentAllocator,
         mappings: SegmentMappings,
         peer: str,
         announce: Callable[[SharedSegment, float], bool],
     ) -> None:
-        self._arena = arena
+        self._allocator = allocator
         self._mappings = mappings
         self._peer = peer
         self._announce = announce
@@ -75,74 +75,76 @@ class SharedMemoryTransfer:
 
         `places` is filled as the blocks are taken, so that whoever is interrupted knows what to give back.
         """
-        inside: list[memoryview] = []
-        until = math.inf if timeout is None else time.monotonic() + timeout
-        if copies is not None and not copies.admits(self._peer):
+        in_stream: list[memoryview] = []
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        if copies is not None and not copies.is_first_message_to(self._peer):
             copies = None
         for index, buffer in enumerate(buffers):
-            if buffer.nbytes < self._arena.floor or not (
-                (copies is not None and self._share_again(buffer, places, index, until, copies))
-                or self._share(buffer, places, index, until)
+            if buffer.nbytes < self._allocator.min_bytes or not (
+                (copies is not None and self._share_copy(buffer, places, index, deadline, copies))
+                or self._share_buffer(buffer, places, index, deadline)
             ):
-                inside.append(buffer)
-        return inside
+                in_stream.append(buffer)
+        return in_stream
 
     def copy_to_shared_block(
         self, copies: SharedCopies, index: int, buffer: memoryview
     ) -> memoryview | None:
         """Copy a large buffer into a block for several receivers; the memory of that block."""
         found = (
-            copies.block(self._arena, index, buffer) if buffer.nbytes >= self._arena.floor else None
+            copies.get_block(self._allocator, index, buffer)
+            if buffer.nbytes >= self._allocator.min_bytes
+            else None
         )
         if found is None:
             return None
         segment, place = found
         return memoryview(segment.bytes[place.offset : place.offset + place.nbytes])
 
-    def _share_again(
+    def _share_copy(
         self,
         buffer: memoryview,
         places: list[BufferPlace],
         index: int,
-        until: float,
+        deadline: float,
         copies: SharedCopies,
     ) -> bool:
-        found = copies.block(self._arena, index, buffer)
+        found = copies.get_block(self._allocator, index, buffer)
         if found is None:
             return False
         segment, first = found
-        place = self._arena.take_again(segment, first, self._peer, self)
+        place = self._allocator.add_receiver(segment, first, self._peer, self)
         if place is None:
             return False
         places[index] = place._replace(slot=place.slot | PRIVATE)
-        if self._announce(segment, until):
+        if self._announce(segment, deadline):
             return True
         places[index] = BufferPlace(buffer.nbytes)
-        self._arena.take_back([place])
+        self._allocator.release([place])
         return False
 
-    def _share(
-        self, buffer: memoryview, places: list[BufferPlace], index: int, until: float
+    def _share_buffer(
+        self, buffer: memoryview, places: list[BufferPlace], index: int, deadline: float
     ) -> bool:
-        found = self._arena.take(buffer.nbytes, self._peer, self)
+        found = self._allocator.allocate(buffer.nbytes, self._peer, self)
         if found is None:
             return False
         segment, place = found
         places[index] = place
-        if not self._announce(segment, until):
+        if not self._announce(segment, deadline):
             places[index] = BufferPlace(buffer.nbytes)
-            self._arena.take_back([place])
+            self._allocator.release([place])
             return False
         copy_buffer(segment.bytes[place.offset : place.offset + place.nbytes], buffer)
         return True
 
-    def take_back(self, places: Sequence[BufferPlace]) -> None:
+    def release(self, places: Sequence[BufferPlace]) -> None:
         """The frame with these buffers was not sent."""
-        self._arena.take_back(places)
+        self._allocator.release(places)
 
     def locate(self, place: BufferPlace) -> memoryview:
         return self._mappings.locate(self._peer, place)
 
-    def ended(self) -> None:
+    def close(self) -> None:
         """The channel is closed: blocks that were on their way through it are lost."""
-        self._arena.abandon(self._peer, self)
+        self._allocator.abandon(self._peer, self)

@@ -76,14 +76,14 @@ def check_user(sock: socket.socket) -> None:
 def shake_hands(sock: socket.socket, steps: Steps, timeout: float) -> Introduction:
     """Run one side of the handshake over a fresh connection. What the peer says about itself."""
     # for all of it: a peer that sends drop by drop gains nothing
-    until = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     try:
         send, count = next(steps)
         while True:
             if send:
-                _hurry(sock, until)
+                _limit_to(sock, deadline)
                 sock.sendall(send)
-            send, count = steps.send(_read(sock, count, until))
+            send, count = steps.send(_read(sock, count, deadline))
     except StopIteration as done:
         introduction: Introduction = done.value
         return introduction
@@ -91,10 +91,10 @@ def shake_hands(sock: socket.socket, steps: Steps, timeout: float) -> Introducti
         raise ProtocolError(f"the peer did not finish its handshake within {timeout} s") from None
 
 
-def _read(sock: socket.socket, count: int, until: float) -> bytes:
+def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
     data = b""
     while len(data) < count:
-        _hurry(sock, until)
+        _limit_to(sock, deadline)
         part = sock.recv(count - len(data))
         if not part:
             raise ProtocolError("the peer closed the connection during the handshake")
@@ -102,8 +102,8 @@ def _read(sock: socket.socket, count: int, until: float) -> bytes:
     return data
 
 
-def _hurry(sock: socket.socket, until: float) -> None:
-    left = until - time.monotonic()
+def _limit_to(sock: socket.socket, deadline: float) -> None:
+    left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
     sock.settimeout(left)

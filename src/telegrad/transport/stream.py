@@ -1,14 +1,14 @@
 """A channel over a stream socket, unix or TCP. Large buffers may go through shared memory instead (see `shared`).
 
-State: `_send_lock` guards the sending side (`_owed`, `_flight`, and taking from `_corked`); the decoder belongs to the
-reading thread. Time limits are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): they cost nothing on the fast path, where
+State: `_send_lock` guards the sending side (`_unsent`, `_pending`, and taking from `_corked`); the decoder belongs to
+the reading thread. Time limits are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): they cost nothing on the fast path, where
 settimeout would add a poll to every call.
 
 A frame goes out whole or not at all. A time limit, or an exception that a signal handler raises, may end a send at any
-moment; what is left of a frame that has begun is copied to `_owed` and goes out before the next frame, and a frame that
-has not begun is dropped. For that, a send is described by a `PendingSend` before its first byte leaves, and the number
-of bytes that left is stored in the same C call that sends them (`progress.extend(map(send, ...))`): signal handlers run
-between two calls that Python code makes, so the number is never lost.
+moment; what is left of a frame that has begun is copied to `_unsent` and goes out before the next frame, and a frame
+that has not begun is dropped. For that, a send is described by a `PendingSend` before its first byte leaves, and the
+number of bytes that left is stored in the same C call that sends them (`sent_counts.extend(map(send, ...))`): signal
+handlers run between two calls that Python code makes, so the number is never lost.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
 from telegrad.transport.pending_send import PendingSend
 from telegrad.transport.shared_copies import SharedCopies
 from telegrad.transport.shared_memory import SharedMemoryTransfer
-from telegrad.transport.spinning import CORES, CROWDED, SPIN, spinning
+from telegrad.transport.spinning import CONTENDED_SECONDS, CORES, SPIN_SECONDS, spin_permit
 from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import HEADER, BufferPlace, Frame, FrameDecoder, head
 
 _IOV_MAX = 1000
 # smaller frames are joined into one buffer; a system call with many parts costs more
 _JOIN_BELOW = 1 << 15
-_LOOKS = 8  # for bytes, for each look at the clock
-_SEND_SLICE = 0.25  # seconds after which a blocked sender looks at its deadline
+_POLLS_PER_CLOCK_READ = 8  # for bytes, for each look at the clock
+_SEND_TIMEOUT = 0.25  # seconds after which a blocked sender looks at its deadline
 
 _pack = HEADER.pack
 _popleft = collections.deque.popleft
@@ -67,20 +67,21 @@ class StreamChannel(Channel):
         self._send_lock = threading.Lock()
         self._corked: collections.deque[bytes] = collections.deque()  # added to by anybody
         # as `_corked`, but for `flush_deferred` only
-        self._late: collections.deque[bytes] = collections.deque()
-        self._owed = b""  # what must go out before anything else
-        self._flight: PendingSend | None = None
-        self._begun = False  # did the own frame of the last flight begin?
-        self._patience: float | None = None
-        self._shut = False
-        self._spins = False  # the last frame came so fast that the next is awaited awake
+        self._deferred: collections.deque[bytes] = collections.deque()
+        self._unsent = b""  # what must go out before anything else
+        self._pending: PendingSend | None = None
+        self._frame_begun = False  # did the own frame of the last flight begin?
+        self._receive_timeout: float | None = None
+        self._is_shut = False
+        self._should_spin = False  # the last frame came so fast that the next is awaited awake
         sock.settimeout(None)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_SLICE))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_TIMEOUT))
         if self.kind == "tcp":
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def __repr__(self) -> str:
-        return f"<StreamChannel {self.kind} fd={self._sock.fileno()}{' shut' if self._shut else ''} {self._decoder!r}>"
+        shut = " shut" if self._is_shut else ""
+        return f"<StreamChannel {self.kind} fd={self._sock.fileno()}{shut} {self._decoder!r}>"
 
     def send(
         self,
@@ -98,18 +99,18 @@ class StreamChannel(Channel):
         if not buffers and size < _JOIN_BELOW:
             data = _pack(size, call, function, left_ms, 0, kind, flags, 0) + body
             with self._send_lock:
-                if not self._owed and not self._corked and self._flight is None:
-                    flight = self._flight = PendingSend([memoryview(data)])
+                if not self._unsent and not self._corked and self._pending is None:
+                    pending = self._pending = PendingSend([memoryview(data)])
                     try:
-                        flight.progress.extend(map(self._sock.send, (data,), (_DONTWAIT,)))
+                        pending.sent_counts.extend(map(self._sock.send, (data,), (_DONTWAIT,)))
                     except BlockingIOError:
                         pass
                     except OSError as error:
                         raise ChannelClosed(str(error)) from None
-                    if flight.progress and flight.progress[0] == len(data):
-                        self._flight = None
+                    if pending.sent_counts and pending.sent_counts[0] == len(data):
+                        self._pending = None
                     else:
-                        self._send_flight(flight, timeout)
+                        self._send_pending(pending, timeout)
                 else:
                     self._send_all([memoryview(data)], timeout)
             if self._corked:
@@ -122,26 +123,26 @@ class StreamChannel(Channel):
                 "raise Config.max_frame there"
             )
         places = [BufferPlace(buffer.nbytes) for buffer in buffers]
-        inside = list(buffers)
+        in_stream = list(buffers)
         begun = False
-        until = 0.0 if timeout is None else time.monotonic() + timeout
+        deadline = 0.0 if timeout is None else time.monotonic() + timeout
         try:
             if self._sharing is not None:
-                inside = self._sharing.place(buffers, places, timeout, copies)
+                in_stream = self._sharing.place(buffers, places, timeout, copies)
             start = head(
                 kind, call, body, function=function, left_ms=left_ms, flags=flags, places=places
             )
             with self._send_lock:
                 try:
-                    left = None if timeout is None else max(until - time.monotonic(), 0.0)
-                    self._send_all([memoryview(start), memoryview(body), *inside], left)
+                    left = None if timeout is None else max(deadline - time.monotonic(), 0.0)
+                    self._send_all([memoryview(start), memoryview(body), *in_stream], left)
                 finally:
-                    begun = self._begun
+                    begun = self._frame_begun
             if self._corked:
                 self.flush_nowait()
         except BaseException:
             if self._sharing is not None and not begun:
-                self._sharing.take_back(places)  # the peer will never hear of them
+                self._sharing.release(places)  # the peer will never hear of them
             raise
 
     def copy_to_shared_block(
@@ -157,13 +158,13 @@ class StreamChannel(Channel):
         if not self._send_lock.acquire(blocking=False):
             return
         try:
-            if not self._owed:  # what is owed is a sign of life, too
+            if not self._unsent:  # what is owed is a sign of life, too
                 self._corked.append(_pack(0, 0, 0, 0, 0, kind, 0, 0))
             complete = self._send_all([], 0.0, wait=False)
         finally:
             self._send_lock.release()
-        if not complete and self.when_full is not None:
-            self.when_full()
+        if not complete and self.on_send_blocked is not None:
+            self.on_send_blocked()
         if complete and self._corked:  # whoever corked these found the lock taken
             self.flush_nowait()
 
@@ -171,17 +172,17 @@ class StreamChannel(Channel):
         self._corked.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
 
     def cork_deferred(self, kind: int, call: int, body: bytes) -> None:
-        self._late.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
+        self._deferred.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
 
     def flush_deferred(self) -> None:
         try:
             while True:
-                self._corked.append(self._late.popleft())
+                self._corked.append(self._deferred.popleft())
         except IndexError:  # empty; two threads may be here
             self.flush_nowait()
 
     def flush_nowait(self) -> bool:
-        while self._corked or self._owed:
+        while self._corked or self._unsent:
             held: list[bool] = []
             try:
                 # one call: no signal handler runs in between
@@ -193,14 +194,14 @@ class StreamChannel(Channel):
                 if held and held[0]:
                     self._send_lock.release()
             if not complete:
-                if self.when_full is not None:
-                    self.when_full()
+                if self.on_send_blocked is not None:
+                    self.on_send_blocked()
                 return False
         return True
 
     def _send_corked(self) -> bool:
         """Under the lock: send what is owed and corked, without waiting. False: not all of it."""
-        if self._owed or self._flight is not None or _thread_id() == _main_thread:
+        if self._unsent or self._pending is not None or _thread_id() == _main_thread:
             return self._send_all([], None, wait=False)
         # No signal handler runs on this thread, so nothing can come in between.
         corked = self._corked
@@ -218,68 +219,70 @@ class StreamChannel(Channel):
             self.shut()  # whatever it was: the answers that are lost with it must not be waited for
             raise ChannelClosed(str(error)) from None
         finally:
-            self._owed = data[sent:]
-        return not self._owed
+            self._unsent = data[sent:]
+        return not self._unsent
 
     def _send_all(self, frame: list[memoryview], timeout: float | None, wait: bool = True) -> bool:
         """Under the lock: send what is owed and corked, then `frame`. False: not all of it (only without `wait`)."""
-        if self._flight is not None:
-            self._settle(self._flight)  # a send was interrupted
+        if self._pending is not None:
+            self._finish_send(self._pending)  # a send was interrupted
         corked = snapshot(self._corked)
-        owed = [memoryview(data) for data in (self._owed, *corked) if data]
-        before = sum(view.nbytes for view in owed)
-        flight = PendingSend([*owed, *(view for view in frame if view.nbytes)], before, len(corked))
-        self._begun = bool(frame)  # until it is known better
-        self._flight = flight
-        return self._send_flight(flight, timeout, wait)
+        unsent = [memoryview(data) for data in (self._unsent, *corked) if data]
+        before = sum(view.nbytes for view in unsent)
+        pending = PendingSend(
+            [*unsent, *(view for view in frame if view.nbytes)], before, len(corked)
+        )
+        self._frame_begun = bool(frame)  # until it is known better
+        self._pending = pending
+        return self._send_pending(pending, timeout, wait)
 
-    def _send_flight(self, flight: PendingSend, timeout: float | None, wait: bool = True) -> bool:
-        until = math.inf if timeout is None else time.monotonic() + timeout
+    def _send_pending(self, pending: PendingSend, timeout: float | None, wait: bool = True) -> bool:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         flags = _DONTWAIT
         role = None
         try:
-            flight.advance()
-            while flight.views:
+            pending.advance()
+            while pending.views:
                 try:
-                    flight.progress.extend(
-                        map(self._sock.sendmsg, (flight.views[:_IOV_MAX],), ((),), (flags,))
+                    pending.sent_counts.extend(
+                        map(self._sock.sendmsg, (pending.views[:_IOV_MAX],), ((),), (flags,))
                     )
                 except BlockingIOError:
-                    if self._shut:
+                    if self._is_shut:
                         raise ChannelClosed("the channel was shut") from None
                     if not wait:
                         return False
-                    if time.monotonic() >= until:
-                        raise SendTimeout(begun=flight.before < 0) from None
+                    if time.monotonic() >= deadline:
+                        raise SendTimeout(begun=pending.bytes_before_frame < 0) from None
                     if flags:
                         flags, role = 0, blocking.pause()
                 except OSError as error:
                     raise ChannelClosed(str(error)) from None
-                flight.advance()
+                pending.advance()
             return True
         finally:
-            self._settle(flight)
+            self._finish_send(pending)
             blocking.resume(role)
 
-    def _settle(self, flight: PendingSend) -> None:
+    def _finish_send(self, pending: PendingSend) -> None:
         """Under the lock: a send is over, or was interrupted; keep what must still go out. May be repeated."""
-        flight.advance()
-        left = flight.corked - len(flight.popped)
-        flight.popped.extend(map(_popleft, itertools.repeat(self._corked, left)))
-        self._owed = flight.rest() if flight.views else b""
-        self._begun = flight.before < 0
-        self._flight = None
+        pending.advance()
+        left = pending.corked_count - len(pending.popped_frames)
+        pending.popped_frames.extend(map(_popleft, itertools.repeat(self._corked, left)))
+        self._unsent = pending.unsent_bytes() if pending.views else b""
+        self._frame_begun = pending.bytes_before_frame < 0
+        self._pending = None
 
     def recv(self, timeout: float | None = None) -> Frame:
         decoder = self._decoder
         frame = decoder.next()
         if frame is not None:
             return frame
-        if timeout != self._patience:
-            self._set_patience(timeout)
+        if timeout != self._receive_timeout:
+            self._set_receive_timeout(timeout)
         started = time.monotonic()
         receive = self._sock.recv_into
-        if self._spins and self._spin(started):
+        if self._should_spin and self._spin(started):
             frame = decoder.next()
             if frame is not None:
                 return frame
@@ -296,13 +299,13 @@ class StreamChannel(Channel):
             self.heard = True
             frame = decoder.next()
             if frame is not None:
-                self._spins = CORES > 1 and time.monotonic() - started < SPIN
+                self._should_spin = CORES > 1 and time.monotonic() - started < SPIN_SECONDS
                 return frame
             if timeout is not None:
                 left = timeout - (time.monotonic() - started)
                 if left <= 0:
                     raise TimeoutError("nothing arrived in time")
-                self._set_patience(left)
+                self._set_receive_timeout(left)
 
     def _spin(self, started: float) -> bool:
         """Look for bytes for a moment without sleeping; True if some came.
@@ -313,35 +316,35 @@ class StreamChannel(Channel):
         held: list[bool] = []
         try:
             # one call: no signal handler runs in between
-            held.extend(map(spinning.acquire, (False,)))
+            held.extend(map(spin_permit.acquire, (False,)))
             if not held[0]:
                 return False
             now = started
-            while not self.look(_LOOKS):
+            while not self.poll(_POLLS_PER_CLOCK_READ):
                 before, now = now, time.monotonic()
-                if now > started + SPIN or now > before + CROWDED:
-                    self._spins = False
+                if now > started + SPIN_SECONDS or now > before + CONTENDED_SECONDS:
+                    self._should_spin = False
                     return False
             return True
         finally:
             if held and held[0]:
-                spinning.release()
+                spin_permit.release()
 
     def fileno(self) -> int | None:
         return self._sock.fileno()
 
     def receive(self) -> bool:
-        return self.look(1)
+        return self.poll(1)
 
-    def look(self, times: int) -> bool:
+    def poll(self, attempts: int) -> bool:
         receive, space = self._sock.recv_into, self._decoder.space()
         while True:
             try:
                 count = receive(space, 0, _DONTWAIT)
                 break
             except BlockingIOError:
-                times -= 1
-                if not times:
+                attempts -= 1
+                if not attempts:
                     return False
                 _yield()
             except OSError as error:
@@ -356,14 +359,14 @@ class StreamChannel(Channel):
         return self._decoder.next()
 
     @property
-    def expected(self) -> int:
+    def missing_bytes(self) -> int:
         return self._decoder.expected
 
     def has_frame(self) -> bool:
         return self._decoder.has_frame()
 
     def shut(self) -> None:
-        self._shut = True
+        self._is_shut = True
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -375,13 +378,13 @@ class StreamChannel(Channel):
         finally:
             self._sock.close()
             if self._sharing is not None:
-                self._sharing.ended()
+                self._sharing.close()
 
     def drop(self) -> None:
         self._sock.close()
 
-    def _set_patience(self, seconds: float | None) -> None:
-        self._patience = seconds
+    def _set_receive_timeout(self, seconds: float | None) -> None:
+        self._receive_timeout = seconds
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
         except OSError as error:
