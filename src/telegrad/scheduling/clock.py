@@ -1,11 +1,15 @@
-"""The agent's one thread that watches time: deadlines, heartbeats, and whether a reader is stuck in a call.
+"""`Clock`: one thread per agent that runs timers and detects event loops that do not progress.
 
-Timers run on this thread, so they must be short and never block. What a timer raises is logged; it runs again when it
-is next due. While connections are busy it also ticks every few milliseconds (see `TickListener`); when nothing happens
-for a while, it sleeps until the next timer. `awake` is read without a lock by readers on their fast path: only if it is
-False do they pay for waking the clock.
+Timers run on the clock's thread, so they must be short and must not block. An exception of a timer
+is logged, and a periodic timer runs again when it is next due.
 
-State: the heap of timers and the set of watched objects, under `_lock`.
+While connections are in use the clock also *ticks* every few milliseconds: it calls `tick` of each
+`TickListener`. When nothing has happened for `_IDLE_TICKS` ticks, it stops ticking and sleeps until
+the next timer. Event loops read `awake` without a lock for each frame; only if it is False do they
+call `wake`, which takes the lock.
+
+State: the heap of timers and the tuple of listeners are changed under `_lock`. `awake` is set under
+`_lock` and cleared by the clock's thread (see `_stop_ticking`).
 """
 
 from __future__ import annotations
@@ -20,22 +24,26 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
-TICK = 0.005
-_IDLE_TICKS = 40
+TICK = 0.005  # seconds between two ticks
+_IDLE_TICKS = 40  # ticks without any activity after which the clock stops ticking
 
 _log = logging.getLogger(__name__)
 
 
 class TickListener(Protocol):
+    """An object that the clock calls at every tick."""
+
     def tick(self) -> bool:
-        """Called every few milliseconds while the clock is awake. True if anything happened since the last time."""
+        """Return True if anything has happened since the last tick."""
 
 
 class Clock:
+    """Run timers and ticks on one thread."""
+
     def __init__(self, name: str) -> None:
-        self.awake = False
+        self.awake = False  # whether the clock ticks
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
+        self._order = itertools.count()  # breaks ties in the heap
         self._listeners: tuple[TickListener, ...] = ()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -47,7 +55,7 @@ class Clock:
         return f"<Clock {len(self._timers)} timers, {'awake' if self.awake else 'asleep'}>"
 
     def at(self, moment: float, run: Callable[[], None]) -> None:
-        """Run a short function at a moment of `time.monotonic`."""
+        """Run a short function once, at a moment of `time.monotonic`."""
         with self._lock:
             soonest = not self._timers or moment < self._timers[0][0]
             heapq.heappush(self._timers, (moment, next(self._order), run))
@@ -55,32 +63,35 @@ class Clock:
                 self._changed.notify()
 
     def every(self, seconds: float, run: Callable[[], None]) -> None:
-        """Run a short function again and again until the clock is closed."""
+        """Run a short function periodically until the clock is closed."""
 
-        def again() -> None:
+        def run_and_repeat() -> None:
             try:
                 run()
             finally:
-                self.at(time.monotonic() + seconds, again)
+                self.at(time.monotonic() + seconds, run_and_repeat)
 
-        self.at(time.monotonic() + seconds, again)
+        self.at(time.monotonic() + seconds, run_and_repeat)
 
     def watch(self, listener: TickListener) -> None:
+        """Call `listener.tick` at every tick from now on."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
 
     def unwatch(self, listener: TickListener) -> None:
+        """Undo `watch`."""
         with self._lock:
             self._listeners = tuple(each for each in self._listeners if each is not listener)
 
     def wake(self) -> None:
-        """Start ticking: something is going on."""
+        """Start to tick, because there is activity."""
         with self._lock:
             if not self.awake:
                 self.awake = True
                 self._changed.notify()
 
     def close(self) -> None:
+        """End the thread, and wait for it unless this is called by a timer."""
         with self._lock:
             self._closed = True
             self._changed.notify()
@@ -102,18 +113,23 @@ class Clock:
                     self._stop_ticking()
 
     def _tick(self) -> bool:
-        """Look at all that is watched. True if anything happened."""
-        active = [_run_logged(each.tick) for each in self._listeners]  # every one of them
+        """Call all listeners. Return True if any of them reports activity."""
+        # a list, because `any` over a generator would skip the listeners after the first active one
+        active = [_run_logged(each.tick) for each in self._listeners]
         return any(active)
 
     def _stop_ticking(self) -> None:
-        """Stop ticking, unless something has begun that counted on the clock: it did so before it read `awake`."""
+        """Stop to tick, unless there is activity again.
+
+        An event loop marks itself busy before it reads `awake`. So if it read `awake` before this
+        method cleared it, the tick that follows sees that the loop is busy.
+        """
         self.awake = False
         if self._tick():
             self.awake = True
 
     def _wait_for_due(self) -> list[Callable[[], None]] | None:
-        """Wait for the next timer or tick; what is due, or None at the end."""
+        """Wait for the next timer or tick. Return the timers that are due, None after `close`."""
         with self._lock:
             if not self._closed:
                 now = time.monotonic()
@@ -131,6 +147,7 @@ class Clock:
 
 
 def _run_logged(run: Callable[[], T]) -> T | None:
+    """Run a timer or a tick; log what it raises, so that the clock continues."""
     try:
         return run()
     except BaseException:

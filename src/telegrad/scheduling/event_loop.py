@@ -1,37 +1,34 @@
-"""`EventLoop`: one thread at a time reads many connections of an agent and handles each frame where it read it.
+"""`EventLoop`: one thread at a time reads many connections of an agent and handles their frames.
 
-Handing a message to another thread costs more than most calls do, and a thread for each connection would compete for
-the interpreter lock with all others. So one thread, the *leader*, waits for all of them (epoll). It reads what has
-arrived, handles every frame, and sends what a connection's frames were answered with in one go. It must not hold up
-the frames behind the one it handles, so it gives the loop to another thread
+Handing a message to another thread costs more than most calls do, and one thread per connection
+would compete for the interpreter lock with all others. So the threads follow the leader/follower
+pattern: one thread, the *leader*, waits for all connections (epoll). It receives what has arrived,
+handles every frame on the spot, and sends the replies to a connection's frames together.
 
-- before it blocks in a wait that we know of (`waiting.pause`: a nested call, `Future.wait`, a full socket), or
-- when the clock finds it inside the same frame at two ticks (`tick`).
+The leader must not delay the frames behind the one that it handles. So it hands the loop over to
+another thread
 
-Either thread continues on its own from there: the new leader with the next frame, the old one with its call.
+- before it blocks in a known wait (`blocking.pause`: a nested call, `Future.wait`, a full socket),
+- or when the clock finds it inside the same frame at two consecutive ticks (`tick`).
 
-A connection is not read while its peer does not take what it was answered with, and while a thread holds it up on
-purpose (`waiting.hold`: back-pressure). The rest of a frame of more than `_LARGE_FRAME` bytes is received by
-a thread of its own, so that the others do not wait for it.
+Then the new leader continues with the next frame and the former leader with its call, after which
+its thread ends. `ConnectionPoller` says which connections are not read. The rest of a frame of more
+than `_LARGE_FRAME` bytes is received by a thread of its own, so that it does not delay the others.
 
-An agent has one loop for all connections. Where Python has no interpreter lock, threads do not compete, and it has
-several (`EventLoops`). A connection stays with the loop that it was given to.
-
-State: under `_lock`, `_epoch` counts the hand-overs; a thread leads while its own epoch is the current one. `_busy` is
-True while the leader handles something; only then can the loop be taken from it. `_by_fd` (those with a file
-descriptor) and what epoll watches are changed under the lock, too. `_ready`, `_current`, `_last_read`, `_is_repeated`,
-`_idle_jobs` and `_timers` belong to the leader. `_posted` and `_deferred` are added to by anybody.
+State: `_epoch` counts the hand-overs, under `_lock`. A thread leads while the epoch in which it
+began to lead is the current one; it compares them after each frame. `_busy` is True while the
+leader handles something; only then can the loop be handed over. `_current`, `_last_read`,
+`_is_repeated`, `_should_spin`, `_idle_jobs` and `_timers` belong to the leader; a hand-over passes
+them on.
 """
 
 from __future__ import annotations
 
-import collections
 import logging
 import os
 import threading
 import time
 from collections.abc import Hashable
-from typing import Any
 
 from telegrad import blocking
 from telegrad.errors import ProtocolError
@@ -42,42 +39,40 @@ from telegrad.scheduling.poller import READ, ConnectionPoller
 from telegrad.scheduling.thread_pool import Job, ThreadPool
 from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.spinning import CONTENDED_SECONDS, CORES, SPIN_SECONDS, spin_permit
-from telegrad.wire.frames import Frame
 
-_FRAMES_PER_READ = 32  # of one connection, while others may have something to read
-_LARGE_FRAME = 1 << 20  # bytes of a frame that are still to come
-_POLLS_PER_EPOLL = 16  # at one connection, for each look at all
+_FRAMES_PER_READ = 32  # frames of one connection that are handled before others are checked
+_LARGE_FRAME = 1 << 20  # missing bytes of a frame from which on another thread receives it
+_POLLS_PER_EPOLL = 16  # polls of the last connection for each poll of all connections
 
 _log = logging.getLogger(__name__)
 _now = time.monotonic
 
 
 class _Local(threading.local):
-    epoch = -1
+    epoch = -1  # the epoch in which this thread leads or led
 
 
 _local = _Local()
 
 
 class EventLoop(ConnectionPoller):
-    """Reads connections until they end; see the top of the file."""
+    """Read connections until they end; see the module's docstring."""
 
     def __init__(self, threads: ThreadPool, clock: Clock) -> None:
         super().__init__()
         self._threads = threads
         self._clock = clock
-        self._current: LoopConnection | None = None
-        self._deferred: set[LoopConnection] = set()  # added to by anybody
-        self._idle_jobs: dict[Hashable, Job] = {}
+        self._current: LoopConnection | None = None  # the connection whose frames are handled
+        self._idle_jobs: dict[Hashable, Job] = {}  # run when no frames are here
         self._timers: dict[Hashable, tuple[float, Job]] = {}
-        self._last_read: LoopConnection | None = None  # the one that was read last
-        self._is_repeated = False  # it was read twice in a row
-        self._should_spin = False
+        self._last_read: LoopConnection | None = None
+        self._is_repeated = False  # `_last_read` was read twice in succession
+        self._should_spin = False  # the last wait was short, so the next one begins with spinning
         self._started = False
         self._closed = False
         self._epoch = 0
         self._busy = False
-        self._handled = 0
+        self._handled = 0  # frames and jobs so far
         self._handled_at_tick = -1
         self.hand_overs = 0
 
@@ -85,10 +80,8 @@ class EventLoop(ConnectionPoller):
         state = "busy" if self._busy else "waiting"
         return f"<EventLoop {len(self._connections)} connections, {self._handled} frames, {state}>"
 
-    # Connections; by any thread
-
     def add(self, connection: LoopConnection) -> None:
-        """Read a connection from now on. Raises `ChannelClosed` if the loop is over."""
+        """Read a connection from now on. Raise `ChannelClosed` if the loop has ended."""
         fd = connection.channel.fileno()
         connection.loop = self
         with self._lock:
@@ -108,30 +101,10 @@ class EventLoop(ConnectionPoller):
         connection.channel.on_send_blocked = lambda: self._watch_until_writable(connection)
         if fd is None:
             connection.channel.on_frame = lambda: self.post(connection)
-        self.post(connection)  # what came before
-
-    def flush_soon(self, connection: LoopConnection) -> None:
-        """Send what was corked late when there is nothing else to do, or at the next tick."""
-        self._deferred.add(connection)
-        if self._asleep:
-            self.post(None)
-
-    def _flush_deferred(self) -> None:
-        while self._deferred:
-            try:
-                connection = self._deferred.pop()
-            except KeyError:
-                return  # another thread was faster: the leader and the clock come here
-            try:
-                connection.channel.flush_deferred()
-            except ChannelClosed as error:
-                _log.debug("nobody is left to take an answer: %s", error)
-            except BaseException:
-                self._deferred.add(connection)  # the next tick tries again
-                raise
+        self.post(connection)  # frames may have arrived before
 
     def close(self) -> None:
-        """End with the last connection. All must have been told to end."""
+        """End after the last connection. All connections must be ending."""
         with self._lock:
             self._closed = True
             if not self._started:
@@ -141,9 +114,9 @@ class EventLoop(ConnectionPoller):
     # The leader
 
     def _lead(self, epoch: int) -> None:
-        """Begin to lead once the hand-over is complete."""
+        """Lead the loop in `epoch`: handle frames until another thread leads or the loop ends."""
         with self._lock:
-            pass
+            pass  # wait until the hand-over that started this thread is complete
         blocking.take(LeaderRole(self, epoch))
         _local.epoch = epoch
         try:
@@ -153,7 +126,7 @@ class EventLoop(ConnectionPoller):
                 if not self._read_current(epoch):
                     return
         except BaseException:
-            _log.exception("the event loop failed; it goes on. Please report this")
+            _log.exception("the event loop failed and is restarted; please report this")
             with self._lock:
                 if self._epoch != epoch or self._closed:
                     return
@@ -161,7 +134,7 @@ class EventLoop(ConnectionPoller):
             self._threads.start_when_possible(lambda: self._lead(epoch), self._clock)
 
     def _read_current(self, epoch: int) -> bool:
-        """Handle what the current connection has received. False if another thread leads now."""
+        """Handle the frames of the current connection. Return False if another thread leads now."""
         connection = self._current
         assert connection is not None
         channel, lock = connection.channel, self._lock
@@ -172,16 +145,16 @@ class EventLoop(ConnectionPoller):
                 connection.readable = False
                 channel.receive()
             while count < _FRAMES_PER_READ:
-                frame = next_frame() if not received else _take_received(received)
+                frame = next_frame() if not received else connection.take_received()
                 if frame is None:
                     break
                 count += 1
                 self._handled += 1
                 self._busy = True
-                if not clock.awake:  # asked last: see `Clock._drowse`
+                if not clock.awake:  # read after `_busy` is set: see `Clock._stop_ticking`
                     clock.wake()
                 connection.handle(frame)
-                del frame
+                del frame  # it may keep shared memory of the sender
                 with lock:
                     if self._epoch != epoch:
                         return False
@@ -193,7 +166,7 @@ class EventLoop(ConnectionPoller):
             return self._end_connection(connection, error, epoch)
         self._current = None
         if count == _FRAMES_PER_READ:
-            self._enqueue(connection)
+            self._enqueue(connection)  # behind the connections that can be read by now
             self._poll(0)
         elif channel.missing_bytes > _LARGE_FRAME:
             connection.receives_large_frame = True
@@ -202,7 +175,7 @@ class EventLoop(ConnectionPoller):
         return True
 
     def _end_connection(self, connection: LoopConnection, error: BaseException, epoch: int) -> bool:
-        """A connection is over. False if another thread leads now, which will find that out itself."""
+        """End a connection. Return False if another thread leads now: then that thread ends it."""
         with self._lock:
             if self._epoch != epoch:
                 connection.channel.shut()
@@ -212,7 +185,7 @@ class EventLoop(ConnectionPoller):
         return self._run_job(lambda: connection.ended(error), epoch)
 
     def _receive_large(self, connection: LoopConnection) -> None:
-        """Receive a large frame on a thread of its own, then let the loop go on with the connection."""
+        """Receive a large frame on a thread of its own, then let the loop read the connection."""
         try:
             connection.received.append(connection.channel.recv())
         except BaseException as error:
@@ -222,7 +195,10 @@ class EventLoop(ConnectionPoller):
         self.post(connection)
 
     def _wait_for_connection(self, epoch: int) -> bool:
-        """Wait until a connection has something to read. False if another thread leads now, or the loop is over."""
+        """Wait until `_current` is a connection that can be read; run jobs meanwhile.
+
+        Return False if another thread leads now, or if the loop has ended.
+        """
         while True:
             if self._posted:
                 self._enqueue_posted()
@@ -235,7 +211,7 @@ class EventLoop(ConnectionPoller):
                     self._close_descriptors()
                 return False
             if self._idle_jobs:
-                self._poll(0)  # what has arrived meanwhile goes first
+                self._poll(0)  # frames that have arrived meanwhile go first
                 if not self._ready and not self._run_job(self._idle_jobs.popitem()[1], epoch):
                     return False
                 continue
@@ -247,13 +223,13 @@ class EventLoop(ConnectionPoller):
                 return True
 
     def _set_current(self, connection: LoopConnection) -> None:
-        """Let the next turn be that of this connection."""
+        """Let the leader read this connection next."""
         connection.queued = False
         self._is_repeated = connection is self._last_read and connection.watched_events == READ
         self._last_read = self._current = connection
 
     def _run_job(self, job: Job, epoch: int) -> bool:
-        """Run a job that is no frame. False if another thread leads now."""
+        """Run a job that does not handle a frame. Return False if another thread leads now."""
         self._handled += 1
         self._busy = True
         if not self._clock.awake:
@@ -266,7 +242,7 @@ class EventLoop(ConnectionPoller):
             return True
 
     def _take_due_timer(self) -> Job | None:
-        """Return an alarm whose moment has come."""
+        """Remove a timer that is due and return its job."""
         now = _now()
         for key, (moment, job) in self._timers.items():
             if moment <= now:
@@ -275,9 +251,10 @@ class EventLoop(ConnectionPoller):
         return None
 
     def _sleep(self) -> bool:
-        """Sleep until something arrives or an alarm is due. Where the last wait was short, stay awake for a moment:
+        """Wait until something arrives or a timer is due. Return True if `_current` is set.
 
-        waking a core that went to sleep takes longer than a short call. True: the next turn has been chosen.
+        If the last wait was short, poll for a moment before sleeping: waking a core that sleeps
+        takes longer than a short call.
         """
         if self._should_spin and not self._timers:
             if self._spin():
@@ -291,25 +268,26 @@ class EventLoop(ConnectionPoller):
             timeout = max(min(moment for moment, _ in self._timers.values()) - _now(), 0.0)
         started = _now()
         self._asleep = True
-        if not self._posted:  # whoever posts from now on wakes us
+        # `post` appends before it reads `_asleep`: a later post wakes the leader
+        if not self._posted:
             self._poll(timeout)
         self._asleep = False
         self._should_spin = CORES > 1 and _now() - started < SPIN_SECONDS
         return False
 
     def _spin(self) -> bool:
-        """Look for bytes for a moment without sleeping. True: the next turn has been chosen.
+        """Poll for bytes for a moment without sleeping. Return True if `_current` is set.
 
-        If one connection has had the last two turns, it is looked at most often: that costs less than a look at all.
+        If one connection was read twice in succession, poll mostly that one: a `recv` costs less
+        than a poll of all connections.
         """
         if not spin_permit.acquire(blocking=False):
             return False
         try:
             now = _now()
             last, until = self._last_read, now + SPIN_SECONDS
-            if (
-                not self._is_repeated or last is None or last.watched_events != READ
-            ):  # it must not be read now
+            # not if it must not be read now
+            if not self._is_repeated or last is None or last.watched_events != READ:
                 last = None
             while not self._ready and not self._posted:
                 if last is not None and last.channel.poll(_POLLS_PER_EPOLL):
@@ -323,28 +301,28 @@ class EventLoop(ConnectionPoller):
                 os.sched_yield()
         except ChannelClosed:
             assert last is not None
-            last.readable = True  # `_read_current` meets the end again
+            last.readable = True  # `_read_current` receives the same error and handles it
             self._enqueue(last)
         finally:
             spin_permit.release()
         return False
 
-    # Handing over
+    # Hand-over
 
     @property
     def epoch(self) -> int:
-        """Which leader leads; a thread that finds another number than `own_epoch` leads no more."""
+        """Return the current epoch. A thread for which `own_epoch` differs no longer leads."""
         return self._epoch
 
     @property
     def own_epoch(self) -> int:
-        """In a thread that leads or has led: when it did. Unlike `epoch`, this never changes during a call."""
+        """Return the epoch in which this thread leads or led. It never changes during a call."""
         return _local.epoch
 
     def hand_over(self, epoch: int) -> bool:
-        """Let another thread lead, if the thread of `epoch` still does and is handling something.
+        """Let another thread lead, if the thread of `epoch` still leads and handles something.
 
-        If no thread can be started, the loop stays where it is, and the error is raised.
+        If no thread can be started, nothing changes, and the error is raised.
         """
         with self._lock:
             return self._hand_over_locked(epoch)
@@ -359,7 +337,10 @@ class EventLoop(ConnectionPoller):
         return True
 
     def hold(self, epoch: int) -> LoopConnection | None:
-        """The thread of `epoch` blocks on purpose: hand over, and do not read the connection it came from."""
+        """Hand over, and stop reading the connection whose frame the leader handles.
+
+        For back-pressure. Return the connection, or None if the thread of `epoch` does not lead.
+        """
         with self._lock:
             connection = self._current
             if not self._hand_over_locked(epoch) or connection is None:
@@ -372,7 +353,7 @@ class EventLoop(ConnectionPoller):
             return connection
 
     def release(self, connection: LoopConnection) -> None:
-        """Read a connection that was held up again."""
+        """Undo one `hold`. Read the connection again after the last one."""
         with self._lock:
             connection.hold_count -= 1
             if connection.hold_count:
@@ -381,47 +362,49 @@ class EventLoop(ConnectionPoller):
         self.post(connection)
 
     def tick(self) -> bool:
-        """The clock looks in: has the leader been inside one frame since the last time?"""
+        """Hand over if the leader has been inside one frame since the last tick.
+
+        Called by the clock. Return True if anything has happened since the last tick.
+        """
         if self._deferred:
             self._flush_deferred()
-        serial, busy, epoch, connection = self._handled, self._busy, self._epoch, self._current
-        if busy and serial == self._handled_at_tick:
+        handled, busy, epoch, connection = self._handled, self._busy, self._epoch, self._current
+        if busy and handled == self._handled_at_tick:
             if self.hand_over(epoch) and connection is not None:
                 connection.blocked()
             return True
-        moved = serial != self._handled_at_tick
-        self._handled_at_tick = serial
-        return moved
+        is_active = handled != self._handled_at_tick
+        self._handled_at_tick = handled
+        return is_active
 
-    # What a thread that leads can ask for (see `waiting`)
+    # Requests of the leader's thread (see `LeaderRole`)
 
     def has_more_input(self, epoch: int) -> bool:
-        """Will the thread of `epoch` read another frame at once?"""
+        """Return whether the thread of `epoch` leads and will handle another frame at once."""
         current = self._current
         return self._epoch == epoch and bool(
             self._ready or (current is not None and current.channel.has_frame())
         )
 
     def run_when_idle(self, epoch: int, key: Hashable, job: Job) -> bool:
-        """Do this when nothing more is here. False: the thread of `epoch` does not lead any more."""
+        """Run `job` when no frames are here. Return False if the thread of `epoch` does not lead.
+
+        A job with the same key is replaced.
+        """
         with self._lock:
             if self._epoch == epoch:
                 self._idle_jobs[key] = job
             return self._epoch == epoch
 
     def run_at(self, epoch: int, key: Hashable, moment: float, job: Job) -> bool:
-        """Do this at that moment. False: the thread of `epoch` does not lead any more."""
+        """Run `job` at `moment`. Return False if the thread of `epoch` does not lead.
+
+        A job with the same key is replaced.
+        """
         with self._lock:
             if self._epoch == epoch:
                 self._timers[key] = moment, job
             return self._epoch == epoch
-
-
-def _take_received(received: collections.deque[Any]) -> Frame:
-    frame = received.popleft()
-    if isinstance(frame, BaseException):
-        raise frame
-    return frame  # type: ignore[no-any-return]
 
 
 # Until all importers use the modules that these names moved to. At the end of the file, because

@@ -1,4 +1,11 @@
-"""The event loops of an agent, and how connections are spread over them."""
+"""`EventLoops`: the event loops of an agent, and how connections are spread over them.
+
+With an interpreter lock, an agent has one loop: more threads would only compete for the lock.
+Without it, an agent has several, each with a leader of its own. A connection stays with the loop
+that it was added to.
+
+State: `_loops`, `_count` and `_added_per_group`, under `_lock`.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +28,19 @@ _log = logging.getLogger(__name__)
 
 
 def default_loop_count() -> int:
-    """Return how many loops an agent has: one, or several where threads run in parallel and cores are left for them.
+    """Return how many loops an agent has: several only if threads run in parallel.
 
-    On two cores, which callers on the same machine use as well, a second loop gained nothing.
+    Half of the cores are left to other threads. On two cores, which callers on the same machine use
+    as well, a second loop gained nothing.
     """
     return 1 if has_lock() else max(min(CORES // 2, _MAX_LOOPS), 1)
 
 
 class EventLoops:
-    """The loops of an agent, at most `count`. The connections of each group are spread over them in turn.
+    """The loops of an agent, at most `count`.
 
-    State: `_loops` and `_added_per_group`, under `_lock`. Loops after the first are made when they are first needed.
+    The connections of each group are distributed round-robin. Loops after the first are created
+    when they are first needed.
     """
 
     def __init__(self, threads: ThreadPool, clock: Clock, count: int | None) -> None:
@@ -48,22 +57,22 @@ class EventLoops:
         return iter(list(self._loops))
 
     def add(self, connection: LoopConnection) -> None:
-        """Let one of the loops read a connection. Raises `ChannelClosed` if they are over."""
+        """Let one of the loops read a connection. Raise `ChannelClosed` if the loops are closed."""
         self._next_loop(connection.group).add(connection)
 
     def reads(self, connection: LoopConnection) -> bool:
-        """Is this connection read, so that a loop will close it?"""
+        """Return whether a loop reads this connection, so that the loop will close it."""
         return any(loop.reads(connection) for loop in self)
 
     def close(self) -> None:
-        """End each loop with its last connection. All must have been told to end."""
+        """Let each loop end after its last connection. All connections must be ending."""
         with self._lock:
-            self._count = len(self._loops)
+            self._count = len(self._loops)  # create no more loops
         for loop in self:
             loop.close()
 
     def drop(self) -> None:
-        """After a fork, in the child: the connections are the parent's."""
+        """Close the descriptors in the child of a fork. The connections belong to the parent."""
         for loop in self._loops:
             loop.drop()
 
@@ -76,7 +85,9 @@ class EventLoops:
                     self._loops.append(self._create_loop())
                 except OSError as error:
                     _log.warning(
-                        "no descriptors for another event loop (%s); going on with fewer", error
+                        "cannot create another event loop (%s); continuing with %d",
+                        error,
+                        len(self._loops),
                     )
                     self._count = len(self._loops)
             return self._loops[index % self._count]

@@ -1,14 +1,18 @@
-"""A pool that grows when its threads are blocked rather than busy.
+"""`Executor`: run calls on a limited number of threads; grow when the calls block.
 
-`Executor` runs calls on threads of a `ThreadPool`: up to `initial_limit` at once. More wait in a queue, but
+The executor runs up to `initial_limit` calls at once. More calls wait in a queue, except that
 
-- a call that is inside a wait we know of (a nested call, `Future.wait`) does not count, and
-- when nothing has finished between two ticks of the watchdog, the calls are taken to be blocked and the limit doubles,
+- a call inside a known wait (a nested call, `Future.wait`) does not count, and
+- the limit doubles when no call has finished between two ticks of the clock, because the running
+  calls are then considered blocked. It returns to `initial_limit` when the queue is empty.
 
-so calls that wait for each other always make progress, and calls that compute do not trample each other. `max_limit` is
-the end of it: from there on the queue is back-pressure.
+So calls that wait for each other always progress, and calls that compute do not compete for cores.
+The limit never exceeds `max_limit`. When as many calls wait in the queue, `submit` blocks, which is
+back-pressure on the callers.
 
-State: the counters and the queue under `Executor._lock`.
+Threads of the executor have the executor as their `ThreadRole` (`telegrad.blocking`).
+
+State: the counters and the queue, under `_lock`.
 """
 
 from __future__ import annotations
@@ -23,19 +27,19 @@ from telegrad import blocking
 from telegrad.errors import InternalError
 from telegrad.scheduling.thread_pool import Job, ThreadPool
 
-SLOW = 0.002  # seconds: a function or a callback that takes longer is run by the executor
+SLOW = 0.002  # seconds; a function or callback that takes longer is run by the executor
 _log = logging.getLogger(__name__)
 
 
 class Executor:
-    """Runs calls on threads; see the top of the file."""
+    """Run calls on threads of `threads`; see the module's docstring."""
 
     def __init__(self, threads: ThreadPool, initial_limit: int, max_limit: int) -> None:
         self._threads = threads
         self._initial_limit = initial_limit
         self._max_limit = max_limit
         self._limit = initial_limit
-        self._active = 0
+        self._active = 0  # threads that run calls and are not in a known wait
         self._finished = 0
         self._finished_at_tick = 0
         self._queue: collections.deque[Job] = collections.deque()
@@ -48,16 +52,16 @@ class Executor:
 
     @property
     def active(self) -> int:
-        """Calls that run or wait for a thread."""
+        """Return the number of calls that run or are queued."""
         return self._active + len(self._queue)
 
     @property
     def limit(self) -> int:
-        """How many calls may run at once now."""
+        """Return how many calls may run at once now."""
         return self._limit
 
     def submit(self, job: Job) -> None:
-        """Run `job` as soon as a place is free. Blocks while too many wait already."""
+        """Run `job` as soon as the limit permits. Block while the queue is full."""
         if len(self._queue) >= self._max_limit:
             self._wait_for_room()
         with self._lock:
@@ -73,7 +77,11 @@ class Executor:
             raise
 
     def offer(self, job: Job) -> bool:
-        """Like `submit`, but never blocks. False: the job might wait for those before it for ever, or has no thread."""
+        """Submit `job` without blocking. Return False if it was not accepted.
+
+        That is the case if it might wait forever for the calls before it, or if the system refuses
+        a thread.
+        """
         if self._active + len(self._queue) >= self._max_limit:
             return False
         try:
@@ -84,7 +92,7 @@ class Executor:
         return True
 
     def _wait_for_room(self) -> None:
-        """Hold up the thread that brings calls, so that the caller feels it."""
+        """Block the thread that delivers calls. Its connection is not read meanwhile."""
         role = blocking.hold()
         try:
             with self._lock:
@@ -94,6 +102,7 @@ class Executor:
             blocking.release(role)
 
     def _run_jobs(self, job_box: list[Job]) -> None:
+        """Run a job, then queued jobs while the limit permits. `job_box`: see `thread_pool`."""
         job: Job | None = job_box.pop()
         blocking.take(self)
         while job is not None:
@@ -108,59 +117,73 @@ class Executor:
                     self._active -= 1
 
     def _next_job(self) -> Job | None:
-        """The next queued job, if the calling thread may run it."""
+        """Under the lock: remove and return a queued job that the calling thread may run."""
         if not self._queue or self._active > self._limit:
             return None
         job = self._queue.popleft()
         self._has_room.notify()
         return job
 
+    # The role of the executor's threads
+
     def pause(self) -> None:
-        """This thread is about to block in a wait that we know of: its place is free."""
+        """Let another call run, because this thread is about to block in a known wait."""
         with self._lock:
             self._active -= 1
             self._start_queued()
 
     def resume(self) -> None:
+        """Count this thread again after its wait."""
         with self._lock:
             self._active += 1
 
     def hold(self) -> None:
-        return  # its place stays taken, which is what back-pressure means here
+        """Do nothing: the thread still counts, so back-pressure reaches the queue."""
+        return
 
     def release(self) -> None:
+        """Do nothing; see `hold`."""
         return
 
     def more(self) -> bool:
+        """Return False: this thread reads no connection."""
         return False
 
     def afterwards(self, key: Hashable, job: Job) -> None:
-        raise InternalError("a thread that reads nothing has nothing to wait for")
+        """Raise `InternalError`: this is only called if `more` returned True."""
+        raise InternalError("a thread of the executor reads no connection: `more` is never true")
 
     def at(self, key: Hashable, moment: float, job: Job) -> bool:
+        """Return False: this thread does not run timers."""
         return False
 
     def close(self) -> None:
-        """Forget the calls that have not begun and let nobody wait for room."""
+        """Discard the calls that have not begun, and wake the threads that wait for room."""
         with self._lock:
             self._closed = True
             self._queue.clear()
             self._has_room.notify_all()
 
     def tick(self) -> bool:
-        """Called by the clock: let more calls run if those that run make no progress."""
+        """Raise the limit if the running calls do not progress.
+
+        Called by the clock. Return True if there has been activity since the last tick.
+        """
         with self._lock:
             if self._queue and self._finished == self._finished_at_tick:
                 self._limit = min(self._limit * 2, self._max_limit)
                 self._start_queued()
             elif not self._queue:
                 self._limit = self._initial_limit
-            moved = self._finished_at_tick != self._finished or bool(self._queue)
+            is_active = self._finished_at_tick != self._finished or bool(self._queue)
             self._finished_at_tick = self._finished
-            return moved
+            return is_active
 
     def _start_queued(self) -> None:
-        """Start queued calls while places are free. If the system refuses a thread, the next tick tries again."""
+        """Under the lock: start queued calls while the limit permits.
+
+        If the system refuses a thread, the next tick tries again.
+        """
         while self._queue and self._active < self._limit:
             try:
                 self._threads.start(functools.partial(self._run_jobs, [self._queue[0]]))

@@ -1,4 +1,8 @@
-"""The role of the thread that leads an event loop."""
+"""`LeaderRole`: what `telegrad.blocking` calls on the thread that leads an event loop.
+
+A thread keeps its role after it has handed the loop over: it still runs its call. All methods name
+the epoch in which the thread led, and the loop ignores requests of a former leader.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LeaderRole:
-    """The role of a thread that leads."""
+    """The `ThreadRole` of the thread that leads `loop` in `epoch`."""
 
     def __init__(self, loop: EventLoop, epoch: int) -> None:
         self._loop = loop
@@ -21,26 +25,33 @@ class LeaderRole:
         self._held_connections: list[LoopConnection] = []
 
     def pause(self) -> None:
+        """Hand the loop over, because this thread is about to block."""
         self._loop.hand_over(self._epoch)
 
     def resume(self) -> None:
-        return  # another thread leads now; this one ends after its call
+        """Do nothing: another thread leads now, and this one ends after its call."""
+        return
 
     def hold(self) -> None:
+        """Hand the loop over, and stop reading the connection whose frame is handled here."""
         connection = self._loop.hold(self._epoch)
         if connection is not None:
             self._held_connections.append(connection)
 
     def release(self) -> None:
+        """Undo the last `hold`: read the connection again."""
         if self._held_connections:
             self._loop.release(self._held_connections.pop())
 
     def more(self) -> bool:
+        """Return whether this thread will handle another frame at once."""
         return self._loop.has_more_input(self._epoch)
 
     def afterwards(self, key: Hashable, job: Job) -> None:
+        """Run `job` when no more frames are here; at once if this thread no longer leads."""
         if not self._loop.run_when_idle(self._epoch, key, job):
             job()
 
     def at(self, key: Hashable, moment: float, job: Job) -> bool:
+        """Run `job` at `moment`. Return False if this thread no longer leads."""
         return self._loop.run_at(self._epoch, key, moment, job)

@@ -1,4 +1,12 @@
-"""What an event loop reads."""
+"""`LoopConnection`: a connection that an event loop reads.
+
+Subclasses say how the frames are handled: `server.connection` for the calls that peers send,
+`client.multiplexed` for replies.
+
+State: `hold_count`, `watched_events` and `fd` are changed under the lock of the loop; `queued` and
+`readable` belong to the leader of the loop; `received` and `receives_large_frame` are set by the
+leader and by the thread that receives a large frame, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +22,31 @@ if TYPE_CHECKING:
 
 
 class LoopConnection(ABC):
-    """What a loop reads: a channel, and what is done with its frames."""
+    """A channel, and what is done with the frames that arrive through it."""
 
     channel: Channel
-    loop: EventLoop  # that reads it
-    group = ""  # connections of one group have about the same traffic
-    stops_reading = True  # while its peer takes nothing
-    queued = False  # the rest belongs to the loop
-    readable = False
-    receives_large_frame = False  # another thread receives a large frame
-    hold_count = 0  # threads that hold it up
-    watched_events = 0
-    fd = -1
+    loop: EventLoop  # the loop that reads this connection
+    group = ""  # connections of one group have similar traffic; see `EventLoops`
+    stops_reading = True  # do not read while the peer does not receive what was sent to it
+    # The following attributes are set by the event loop only.
+    queued = False  # in the loop's queue of connections that are ready
+    readable = False  # epoll has reported bytes that were not received yet
+    receives_large_frame = False  # another thread receives the rest of a large frame
+    hold_count = 0  # threads that asked the loop not to read this connection
+    watched_events = 0  # the events that epoll watches; 0: not registered
+    fd = -1  # the descriptor that is registered with epoll
     _silent_seconds = 0.0
 
     def __init__(self) -> None:
+        # frames, or the error, that another thread received; handled before those of the channel
         self.received: collections.deque[Frame | BaseException] = collections.deque()
+
+    def take_received(self) -> Frame:
+        """Return the next frame that another thread received, or raise its error."""
+        frame = self.received.popleft()
+        if isinstance(frame, BaseException):
+            raise frame
+        return frame
 
     @abstractmethod
     def handle(self, frame: Frame) -> None:
@@ -37,19 +54,23 @@ class LoopConnection(ABC):
 
     @abstractmethod
     def ended(self, error: BaseException) -> None:
-        """The connection is over; called once."""
+        """Clean up after the connection has ended because of `error`. Called once."""
 
     def blocked(self) -> None:
-        """The handling of a frame blocks or runs long; called while it still does."""
+        """Take note that the current `handle` blocks or runs long. Called while it still runs."""
         return
 
     def beat(self, interval: float, timeout: float) -> bool:
-        """Give a sign of life; False if the peer has given none for `timeout` seconds."""
+        """Send a heartbeat. Return False if the peer has sent nothing for `timeout` seconds.
+
+        Called every `interval` seconds. A connection that is held is not read, so its silence does
+        not count.
+        """
         channel = self.channel
         try:
             channel.try_send(Kind.ALIVE)
         except ChannelClosed:
-            return True  # the reader is about to find out
+            return True  # the loop will end the connection
         if channel.heard or self.hold_count:
             self._silent_seconds = 0.0
         else:

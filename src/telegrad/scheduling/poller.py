@@ -1,4 +1,16 @@
-"""Which connections a loop reads, and what epoll watches of them."""
+"""`ConnectionPoller`: the connections of one event loop, and what epoll watches of them.
+
+A connection becomes *ready* when epoll reports it or when it is posted (`post`). A connection is
+not read, and so never becomes ready, while
+
+- its peer does not receive what was sent to it (`_watch_until_writable`),
+- a thread holds it for back-pressure (`hold_count`), or
+- another thread receives a large frame from it (`receives_large_frame`).
+
+State: `_connections` (all of them), `_by_fd` (those that epoll watches) and the registrations with
+epoll are changed under `_lock`. `_ready` belongs to the leader. Any thread appends to `_posted` and
+adds to `_deferred`.
+"""
 
 from __future__ import annotations
 
@@ -17,48 +29,71 @@ _log = logging.getLogger(__name__)
 
 
 class ConnectionPoller:
-    """The connections of one event loop."""
+    """Track which connections can be read. The base class of `EventLoop`, which reads them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # Not `selectors`: a poll takes 0.6 us with it instead of 0.3 us, and 1.1 us instead of 0.6 us
+        # when a socket is readable (Python 3.13, 1 to 64 sockets).
         self._epoll = select.epoll()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # -1 once it is closed
         self._epoll.register(self._wake_fd, READ)
         self._by_fd: dict[int, LoopConnection] = {}
         self._connections: set[LoopConnection] = set()
         self._ready: collections.deque[LoopConnection] = collections.deque()
         self._posted: collections.deque[LoopConnection | None] = collections.deque()
-        self._asleep = False
+        self._deferred: set[LoopConnection] = set()  # those with frames for `flush_deferred`
+        self._asleep = False  # the leader sleeps in epoll, or is about to
+
+    # Called by any thread
 
     def reads(self, connection: LoopConnection) -> bool:
-        """Is this connection read, so that the loop will close it?"""
+        """Return whether this loop reads the connection, so that the loop will close it."""
         return connection in self._connections
 
     def post(self, connection: LoopConnection | None) -> None:
-        """There may be something to read."""
+        """Let the leader check a connection for frames. None only wakes the leader."""
         self._posted.append(connection)
         if self._asleep:
             self._asleep = False
             self._wake_up()
 
+    def flush_soon(self, connection: LoopConnection) -> None:
+        """Send the deferred frames when the leader is idle, at the latest at the next tick."""
+        self._deferred.add(connection)
+        if self._asleep:
+            self.post(None)
+
     def drop(self) -> None:
-        """After a fork, in the child: the connections are the parent's."""
+        """Close the descriptors in the child of a fork. The connections belong to the parent."""
         self._epoll.close()
         os.close(self._wake_fd)
 
     def _wake_up(self) -> None:
+        """Interrupt the sleep of the leader."""
         with self._lock:
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
 
-    def _close_descriptors(self) -> None:
-        """Under the lock: nobody will lead any more."""
-        self._epoll.close()
-        os.close(self._wake_fd)
-        self._wake_fd = -1
+    def _flush_deferred(self) -> None:
+        """Send the deferred frames of all connections. Called by the leader and by the clock."""
+        while self._deferred:
+            try:
+                connection = self._deferred.pop()
+            except KeyError:
+                return  # the other thread took the last one
+            try:
+                connection.channel.flush_deferred()
+            except ChannelClosed as error:
+                _log.debug("a deferred reply was not sent, the channel is closed: %s", error)
+            except BaseException:
+                self._deferred.add(connection)  # the next tick tries again
+                raise
+
+    # Registration with epoll
 
     def _update_epoll(self, connection: LoopConnection, fd: int, events: int) -> None:
-        """Under the lock: let epoll look for `events`; 0: for nothing."""
+        """Under the lock: let epoll watch the connection for `events`; 0 unregisters it."""
         if events == connection.watched_events:
             return
         if not events:
@@ -75,41 +110,52 @@ class ConnectionPoller:
     def _watch(
         self, connection: LoopConnection, events: int, only_if_watched: bool = False
     ) -> None:
-        """Look for something else from now on, unless the connection has ended."""
+        """Watch a connection for other events from now on, unless it has ended."""
         fd = connection.channel.fileno()
         if fd is None:
             return
         with self._lock:
-            if connection not in self._connections or (
-                only_if_watched and not connection.watched_events
-            ):
+            if connection not in self._connections:
+                return
+            if only_if_watched and not connection.watched_events:
                 return
             try:
                 self._update_epoll(connection, fd, events)
             except (OSError, ValueError) as error:
                 _log.debug("a connection ended before it could be watched: %s", error)
         if events & READ:
-            self.post(connection)
+            self.post(connection)  # the channel may have complete frames that epoll cannot see
 
     def _watch_until_writable(self, connection: LoopConnection) -> None:
-        """The peer takes no more: send the rest when it does. Who holds up or receives a connection sends it later."""
-        self._watch(
-            connection, WRITE if connection.stops_reading else READ | WRITE, only_if_watched=True
-        )
+        """Send the rest of the queued frames once the peer receives again.
+
+        A connection that epoll does not watch is held, or a large frame is received from it. Then
+        nothing is changed: the rest is sent after that.
+        """
+        events = WRITE if connection.stops_reading else READ | WRITE
+        self._watch(connection, events, only_if_watched=True)
 
     def _remove(self, connection: LoopConnection) -> None:
-        """Under the lock: the connection is over."""
+        """Under the lock: forget a connection that has ended."""
         self._connections.discard(connection)
         if connection.watched_events:
             self._by_fd.pop(connection.fd, None)
             try:
                 self._epoll.unregister(connection.fd)
             except (OSError, ValueError) as error:
-                _log.debug("a connection was closed already: %s", error)
+                _log.debug("a connection was already closed: %s", error)
             connection.watched_events = 0
 
+    def _close_descriptors(self) -> None:
+        """Under the lock: free epoll and the eventfd, because the loop has ended."""
+        self._epoll.close()
+        os.close(self._wake_fd)
+        self._wake_fd = -1
+
+    # Called by the leader
+
     def _poll(self, timeout: float | None) -> None:
-        """Ask the system which connections can be read or written to."""
+        """Wait up to `timeout` seconds for events; make connections ready that can be read."""
         for fd, events in self._epoll.poll(timeout):
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
@@ -124,15 +170,16 @@ class ConnectionPoller:
                 self._enqueue(connection)
 
     def _flush(self, connection: LoopConnection) -> None:
-        """The peer takes something again."""
+        """Send queued frames, because the peer receives again. Read again once all are sent."""
         try:
             complete = connection.channel.flush_nowait()
         except ChannelClosed:
-            complete = True  # whoever reads is about to find out
+            complete = True  # the next read finds that the channel is closed
         if complete and not connection.hold_count:
             self._watch(connection, READ)
 
     def _enqueue(self, connection: LoopConnection) -> None:
+        """Append a connection to the ready queue, unless it is queued or must not be read."""
         if (
             not connection.queued
             and not connection.hold_count
@@ -142,6 +189,7 @@ class ConnectionPoller:
             self._ready.append(connection)
 
     def _enqueue_posted(self) -> None:
+        """Move the posted connections to the ready queue."""
         while self._posted:
             connection = self._posted.popleft()
             if connection is not None and connection in self._connections:

@@ -1,12 +1,13 @@
-"""Threads that are reused.
+"""`ThreadPool`: daemon threads that are reused.
 
-`ThreadPool` starts a function on an idle thread or a new one, without a bound; idle ones end after a while.
+The pool has no limit: `start` uses an idle thread or creates one. Idle threads end after
+`_IDLE_SECONDS`.
 
-A job that has ended is referenced by nobody, since it holds the message that it served, and with
-that shared memory of the sender. A thread runs one job after the other, and what it was started
-with lives as long as it does. So a job is given to a thread in a list, from which the thread takes it.
+Nothing refers to a job that has ended, because a job holds the message that it served, and with
+that shared memory of the sender. The arguments of a thread live as long as the thread does. So a
+job is passed to a new thread in a list (`job_box`), from which the thread removes it.
 
-State: `ThreadPool._idle` under its lock.
+State: `_idle`, `_count` and `_closed`, under `_lock`. `_alive` is changed by single operations.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from telegrad.scheduling.clock import Clock
 
 Job = Callable[[], None]
 
-_IDLE_SECONDS = 10.0
-_RETRY_SECONDS = 0.05  # seconds until a thread that the system refused is asked for again
+_IDLE_SECONDS = 10.0  # after which an idle thread ends
+_RETRY_SECONDS = 0.05  # after which a thread that the system refused is requested again
 _log = logging.getLogger(__name__)
 
 
 class ThreadPool:
-    """Daemon threads, each running one job at a time. `initializer` runs first on each new one.
+    """Threads that each run one job at a time. `initializer` runs first on each new thread.
 
-    The thread that was idle for the shortest time is used first: its caches are warm, and so are the threads that
-    OpenMP made for it.
+    The thread that became idle last is used first: its caches, and the threads that OpenMP created
+    for it, were used most recently.
     """
 
     def __init__(self, name: str, initializer: Job) -> None:
         self._name = name
         self._initializer = initializer
         self._idle: list[_IdleThread] = []
-        self._count = 0
+        self._count = 0  # threads created so far
         self._closed = False
         self._lock = threading.Lock()
         self._alive: set[threading.Thread] = set()
@@ -47,7 +48,10 @@ class ThreadPool:
         return f"<ThreadPool {self._name}: {len(self._alive)} alive, {len(self._idle)} idle>"
 
     def start(self, job: Job) -> None:
-        """Run `job` at once on a thread of its own."""
+        """Run `job` at once on a thread that runs nothing else.
+
+        Raise `RuntimeError` if the system refuses a thread.
+        """
         with self._lock:
             if self._idle:
                 self._idle.pop().wake(job)
@@ -63,20 +67,22 @@ class ThreadPool:
             raise
 
     def start_when_possible(self, job: Job, clock: Clock) -> None:
-        """Like `start`, but if the system refuses a thread, try again until it does not. For what must not be lost."""
+        """Start `job`; if the system refuses a thread, retry until it does not.
+
+        For jobs that must not be lost.
+        """
         try:
             self.start(job)
         except RuntimeError as error:
             if self._closed:
                 return
-            _log.warning("%s cannot start a thread (%s); trying again", self._name, error)
-            clock.at(
-                time.monotonic() + _RETRY_SECONDS, lambda: self.start_when_possible(job, clock)
-            )
+            _log.warning("%s cannot start a thread (%s); retrying", self._name, error)
+            retry_at = time.monotonic() + _RETRY_SECONDS
+            clock.at(retry_at, lambda: self.start_when_possible(job, clock))
 
     def _run(self, job_box: list[Job]) -> None:
-        # Free-threaded Python 3.14 lets a thread inherit the context variables of the one that starts it, such as the
-        # scope of the call that it happens to run.
+        # In free-threaded Python 3.14 a thread inherits the context variables of the thread that
+        # starts it, such as the scope of the call that happens to run there. Start without them.
         contextvars.Context().run(self._run_jobs, job_box)
 
     def _run_jobs(self, job_box: list[Job]) -> None:
@@ -92,7 +98,7 @@ class ThreadPool:
                 blocking.take(None)
                 try:
                     job = self._wait_for_job()
-                # a shortage: one idle thread fewer
+                # out of memory or descriptors: one idle thread fewer
                 except (MemoryError, OSError, SystemExit) as error:
                     _log.info("an idle thread ends: %s", error)
                     return
@@ -100,6 +106,7 @@ class ThreadPool:
             self._alive.discard(threading.current_thread())
 
     def _wait_for_job(self) -> Job | None:
+        """Wait for the next job of this thread. Return None if the thread shall end."""
         idle_thread = _IdleThread()
         with self._lock:
             if self._closed:
@@ -110,11 +117,11 @@ class ThreadPool:
                 if idle_thread in self._idle:
                     self._idle.remove(idle_thread)
                     return None
-            idle_thread.sleep(None)  # it was given a job at this moment
+            idle_thread.sleep(None)  # `start` has just chosen this thread: the job is on its way
         return idle_thread.job
 
     def close(self, timeout: float) -> None:
-        """End the idle threads and wait for the others, which must have been told to end."""
+        """End the idle threads and wait for the others, whose jobs must be ending."""
         with self._lock:
             self._closed = True
             while self._idle:
@@ -127,7 +134,7 @@ class ThreadPool:
 
 
 class _IdleThread:
-    """An idle thread."""
+    """A thread that waits for a job."""
 
     __slots__ = ("_lock", "job")
 
@@ -137,8 +144,10 @@ class _IdleThread:
         self._lock.acquire()
 
     def wake(self, job: Job | None) -> None:
+        """Give the thread a job; None ends the thread."""
         self.job = job
         self._lock.release()
 
     def sleep(self, timeout: float | None) -> bool:
+        """Wait for `wake`. Return False after `timeout` seconds."""
         return self._lock.acquire(timeout=-1 if timeout is None else timeout)
