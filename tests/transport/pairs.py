@@ -30,7 +30,7 @@ class End:
     """What one side of a pair has."""
 
     name: str
-    arena: SegmentAllocator = field(default_factory=lambda: SegmentAllocator(FLOOR, 1 << 30))
+    allocator: SegmentAllocator = field(default_factory=lambda: SegmentAllocator(FLOOR, 1 << 30))
     mappings: SegmentMappings = field(default_factory=SegmentMappings)
 
     def sharing_with(self, other: End) -> SharedMemoryTransfer:
@@ -43,10 +43,10 @@ class End:
                 announced.add(segment.segment_id)
             return True
 
-        return SharedMemoryTransfer(self.arena, self.mappings, other.name, announce)
+        return SharedMemoryTransfer(self.allocator, self.mappings, other.name, announce)
 
     def close(self) -> None:
-        self.arena.close()
+        self.allocator.close()
         self.mappings.close()
 
 

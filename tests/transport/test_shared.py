@@ -39,10 +39,10 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def arena() -> Iterator[SegmentAllocator]:
-    arena = SegmentAllocator(FLOOR, 4 * MEGABYTE)
-    yield arena
-    arena.close()
+def allocator() -> Iterator[SegmentAllocator]:
+    allocator = SegmentAllocator(FLOOR, 4 * MEGABYTE)
+    yield allocator
+    allocator.close()
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def placed(
 
 
 def taken(
-    arena: SegmentAllocator, nbytes: int, peer: str = "receiver"
+    allocator: SegmentAllocator, nbytes: int, peer: str = "receiver"
 ) -> tuple[SharedSegment, BufferPlace]:
-    found = arena.allocate(nbytes, peer, SENDER)
+    found = allocator.allocate(nbytes, peer, SENDER)
     assert found is not None
     return found
 
@@ -104,7 +104,7 @@ def test_what_the_sender_wrote_is_what_the_receiver_reads(ends: tuple[End, End])
 
 def test_the_receiver_sits_on_the_senders_pages(ends: tuple[End, End]) -> None:
     sender, receiver = ends
-    segment, place = taken(sender.arena, 10_000)
+    segment, place = taken(sender.allocator, 10_000)
     receiver.mappings.add("sender", segment.segment_id, segment.fd)
     memory = receiver.mappings.locate("sender", place)
     memory[5] = 77
@@ -120,8 +120,8 @@ def test_a_block_goes_back_when_its_last_holder_dies(ends: tuple[End, End]) -> N
     assert receiver.mappings.live == 1
     del part
     assert receiver.mappings.live == 0
-    sender.arena.trim()
-    assert repr(sender.arena) == "<SegmentAllocator []>"
+    sender.allocator.trim()
+    assert repr(sender.allocator) == "<SegmentAllocator []>"
 
 
 @pytest.mark.parametrize("kind", ["tensor", "view", "numpy", "parameter"])
@@ -139,8 +139,8 @@ def test_a_tensor_or_a_view_of_it_holds_the_block(ends: tuple[End, End], kind: s
     }[kind]
     del tensor
     assert receiver.mappings.live == 1
-    sender.arena.trim()
-    assert repr(sender.arena) != "<SegmentAllocator []>"
+    sender.allocator.trim()
+    assert repr(sender.allocator) != "<SegmentAllocator []>"
     assert holder.reshape(-1)[-1] in (9999, 698)
     del holder
     assert receiver.mappings.live == 0
@@ -150,7 +150,7 @@ def test_a_block_that_came_back_is_the_first_to_go_out_again(ends: tuple[End, En
     sender, receiver = ends
     places = []
     for size in (100_000, 99_000, 98_000):
-        segment, place = taken(sender.arena, size)
+        segment, place = taken(sender.allocator, size)
         receiver.mappings.add("sender", segment.segment_id, segment.fd)
         receiver.mappings.locate("sender", place)
         places.append((place.segment, place.offset))
@@ -185,17 +185,17 @@ def test_blocks_in_use_are_never_given_out_again(ends: tuple[End, End]) -> None:
     assert receiver.mappings.live == len(held) == 26
 
 
-def test_a_block_nobody_was_told_of_can_be_returned(arena: SegmentAllocator) -> None:
-    _, place = taken(arena, 10_000)
-    arena.release([place])
-    assert taken(arena, 10_000)[1] == place
+def test_a_block_nobody_was_told_of_can_be_returned(allocator: SegmentAllocator) -> None:
+    _, place = taken(allocator, 10_000)
+    allocator.release([place])
+    assert taken(allocator, 10_000)[1] == place
 
 
-def test_neighbours_that_are_free_become_one_block(arena: SegmentAllocator) -> None:
-    found = [taken(arena, 200_000) for _ in range(4)]
+def test_neighbours_that_are_free_become_one_block(allocator: SegmentAllocator) -> None:
+    found = [taken(allocator, 200_000) for _ in range(4)]
     for index in (1, 3, 0, 2):
-        arena.release([found[index][1]])
-    assert taken(arena, 900_000)[1].segment == 1
+        allocator.release([found[index][1]])
+    assert taken(allocator, 900_000)[1].segment == 1
 
 
 @settings(deadline=None, max_examples=40)
@@ -239,17 +239,17 @@ def test_a_segment_has_so_many_slots_and_no_more() -> None:
 # Limits
 
 
-def test_beyond_the_limit_there_is_no_room(arena: SegmentAllocator) -> None:
-    assert taken(arena, 3_000_000)[0].size == 4 * MEGABYTE
-    assert arena.allocate(3_000_000, "receiver", SENDER) is None
-    assert taken(arena, 1_000_000)[1].segment == 1
+def test_beyond_the_limit_there_is_no_room(allocator: SegmentAllocator) -> None:
+    assert taken(allocator, 3_000_000)[0].size == 4 * MEGABYTE
+    assert allocator.allocate(3_000_000, "receiver", SENDER) is None
+    assert taken(allocator, 1_000_000)[1].segment == 1
 
 
 @pytest.mark.parametrize(
     "nbytes", [1, PAGE, MEGABYTE - PAGE, MEGABYTE - PAGE + 1, MEGABYTE, 2 * MEGABYTE - PAGE]
 )
-def test_a_new_segment_is_always_large_enough(arena: SegmentAllocator, nbytes: int) -> None:
-    segment, place = taken(arena, nbytes)
+def test_a_new_segment_is_always_large_enough(allocator: SegmentAllocator, nbytes: int) -> None:
+    segment, place = taken(allocator, nbytes)
     assert place.offset + nbytes <= segment.size
 
 
@@ -262,29 +262,29 @@ def test_small_buffers_and_those_without_room_stay_in_the_stream(ends: tuple[End
     assert inside == [buffers[0], buffers[2], buffers[3]]
 
 
-def test_a_segment_that_cannot_be_passed_on_is_not_used(arena: SegmentAllocator) -> None:
+def test_a_segment_that_cannot_be_passed_on_is_not_used(allocator: SegmentAllocator) -> None:
     sharing = SharedMemoryTransfer(
-        arena, SegmentMappings(), "receiver", lambda segment, until: False
+        allocator, SegmentMappings(), "receiver", lambda segment, until: False
     )
     places, inside = placed(sharing, [memoryview(bytes(FLOOR))])
     assert ([place.segment for place in places], len(inside)) == ([0], 1)
-    arena.trim()
-    assert repr(arena) == "<SegmentAllocator []>"
+    allocator.trim()
+    assert repr(allocator) == "<SegmentAllocator []>"
 
 
 def test_without_descriptors_everything_stays_in_the_stream(
-    arena: SegmentAllocator, monkeypatch: pytest.MonkeyPatch
+    allocator: SegmentAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_more(*_: Any) -> int:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(os, "memfd_create", no_more)
-    assert arena.allocate(FLOOR, "receiver", SENDER) is None
+    assert allocator.allocate(FLOOR, "receiver", SENDER) is None
 
 
-def test_a_closed_arena_has_no_room(arena: SegmentAllocator) -> None:
-    arena.close()
-    assert arena.allocate(FLOOR, "receiver", SENDER) is None
+def test_a_closed_arena_has_no_room(allocator: SegmentAllocator) -> None:
+    allocator.close()
+    assert allocator.allocate(FLOOR, "receiver", SENDER) is None
 
 
 # When a connection or a peer is lost
@@ -294,10 +294,10 @@ def test_a_block_on_its_way_through_a_broken_connection_is_never_used_again(
     ends: tuple[End, End],
 ) -> None:
     sender, receiver = ends
-    segment, place = taken(sender.arena, 10_000)
+    segment, place = taken(sender.allocator, 10_000)
     receiver.mappings.add("sender", segment.segment_id, segment.fd)
-    sender.arena.abandon("receiver", SENDER)
-    assert taken(sender.arena, 10_000)[1].segment == 2
+    sender.allocator.abandon("receiver", SENDER)
+    assert taken(sender.allocator, 10_000)[1].segment == 2
     memory = receiver.mappings.locate("sender", place)  # it may still arrive
     memory[:] = b"x" * 10_000
 
@@ -308,23 +308,23 @@ def test_blocks_that_arrived_or_came_back_survive_a_broken_connection(
     sender, receiver = ends
     held = send(sender, receiver, bytes(10_000))
     send(sender, receiver, bytes(10_000))
-    sender.arena.abandon("receiver", SENDER)
-    assert taken(sender.arena, 10_000)[1].segment == 1
+    sender.allocator.abandon("receiver", SENDER)
+    assert taken(sender.allocator, 10_000)[1].segment == 1
     del held
 
 
 def test_the_blocks_of_a_lost_receiver_are_never_used_again(ends: tuple[End, End]) -> None:
     sender, receiver = ends
     held = send(sender, receiver, b"y" * 10_000)
-    sender.arena.abandon("receiver", None)
-    assert taken(sender.arena, 10_000, "another")[1].segment == 2
+    sender.allocator.abandon("receiver", None)
+    assert taken(sender.allocator, 10_000, "another")[1].segment == 2
     assert bytes(held) == b"y" * 10_000
 
 
-def test_another_peers_loss_changes_nothing(arena: SegmentAllocator) -> None:
-    taken(arena, 10_000)
-    arena.abandon("stranger", None)
-    assert taken(arena, 10_000)[1].segment == 1
+def test_another_peers_loss_changes_nothing(allocator: SegmentAllocator) -> None:
+    taken(allocator, 10_000)
+    allocator.abandon("stranger", None)
+    assert taken(allocator, 10_000)[1].segment == 1
 
 
 def test_a_retired_segment_is_forgotten_but_its_tensors_live_on(ends: tuple[End, End]) -> None:
@@ -332,7 +332,7 @@ def test_a_retired_segment_is_forgotten_but_its_tensors_live_on(ends: tuple[End,
     held = send(sender, receiver, b"z" * 10_000)
     receiver.mappings.forget()
     assert "1 segments" in repr(receiver.mappings)
-    sender.arena.abandon("receiver", None)
+    sender.allocator.abandon("receiver", None)
     receiver.mappings.forget()
     assert "0 segments" in repr(receiver.mappings)
     assert bytes(held) == b"z" * 10_000
@@ -351,20 +351,20 @@ def test_the_segments_of_a_lost_sender_are_forgotten(ends: tuple[End, End]) -> N
 
 
 def test_a_segment_that_is_retired_while_it_is_being_passed_on_keeps_its_descriptor(
-    arena: SegmentAllocator,
+    allocator: SegmentAllocator,
 ) -> None:
     """Another thread may close a connection between `take` and `announce`; the number must not go to another file."""
     receiver = SegmentMappings()
 
     def announce(segment: SharedSegment, until: float) -> bool:
-        arena.abandon("receiver", SENDER)
+        allocator.abandon("receiver", SENDER)
         # a new segment, which would get the number of a closed descriptor
-        taken(arena, 50_000, "another")
+        taken(allocator, 50_000, "another")
         receiver.add("sender", segment.segment_id, segment.fd)
         return True
 
     [place], _ = placed(
-        SharedMemoryTransfer(arena, SegmentMappings(), "receiver", announce),
+        SharedMemoryTransfer(allocator, SegmentMappings(), "receiver", announce),
         [memoryview(b"m" * 20_000)],
     )
     if place.segment:
@@ -398,7 +398,7 @@ def test_a_place_that_does_not_exist_breaks_the_protocol(
     ends: tuple[End, End], changes: dict[str, int]
 ) -> None:
     sender, receiver = ends
-    segment, place = taken(sender.arena, 10_000)
+    segment, place = taken(sender.allocator, 10_000)
     receiver.mappings.add("sender", segment.segment_id, segment.fd)
     with pytest.raises(ProtocolError, match="shared"):
         receiver.mappings.locate("sender", bogus(place, **changes))
@@ -407,7 +407,7 @@ def test_a_place_that_does_not_exist_breaks_the_protocol(
 
 def test_a_block_can_be_taken_once(ends: tuple[End, End]) -> None:
     sender, receiver = ends
-    segment, place = taken(sender.arena, 10_000)
+    segment, place = taken(sender.allocator, 10_000)
     receiver.mappings.add("sender", segment.segment_id, segment.fd)
     memory = receiver.mappings.locate("sender", place)
     with pytest.raises(ProtocolError):
@@ -419,7 +419,7 @@ def test_a_block_can_be_taken_once(ends: tuple[End, End]) -> None:
 
 def test_a_peer_cannot_point_into_the_segments_of_another(ends: tuple[End, End]) -> None:
     sender, receiver = ends
-    segment, place = taken(sender.arena, 10_000)
+    segment, place = taken(sender.allocator, 10_000)
     receiver.mappings.add("sender", segment.segment_id, segment.fd)
     with pytest.raises(SegmentUnknown):
         receiver.mappings.locate("mallory", place)
@@ -473,7 +473,7 @@ def test_a_descriptor_that_is_no_memory_at_all_is_refused() -> None:
 def test_any_place_is_inside_a_sent_block_of_a_known_segment_or_refused(place: BufferPlace) -> None:
     sender, receiver = End("sender", SegmentAllocator(FLOOR, 4 * MEGABYTE)), End("receiver")
     try:
-        segment, _ = taken(sender.arena, 10_000)
+        segment, _ = taken(sender.allocator, 10_000)
         receiver.mappings.add("sender", segment.segment_id, segment.fd)
         try:
             memory = receiver.mappings.locate("sender", place)
@@ -495,7 +495,7 @@ def test_no_descriptor_or_mapping_outlives_its_owners() -> None:
     sender, receiver = End("sender", SegmentAllocator(FLOOR, 64 * MEGABYTE)), End("receiver")
     held = [send(sender, receiver, bytes(900_000)) for _ in range(5)]
     assert memfds() > before
-    sender.arena.abandon("receiver", None)
+    sender.allocator.abandon("receiver", None)
     send(sender, receiver, bytes(900_000))
     sender.close()
     receiver.close()
@@ -506,16 +506,16 @@ def test_no_descriptor_or_mapping_outlives_its_owners() -> None:
 def test_trim_returns_what_nobody_uses_and_nothing_else(ends: tuple[End, End]) -> None:
     sender, receiver = ends
     held = [send(sender, receiver, bytes(900_000)) for _ in range(3)]
-    assert repr(sender.arena).count("1 blocks") == 3
+    assert repr(sender.allocator).count("1 blocks") == 3
     del held[0]
     before = memfds()
-    sender.arena.trim()
+    sender.allocator.trim()
     receiver.mappings.forget()
-    assert repr(sender.arena).count("SharedSegment") == 2
+    assert repr(sender.allocator).count("SharedSegment") == 2
     assert memfds() < before
     del held
-    sender.arena.trim()
-    assert repr(sender.arena) == "<SegmentAllocator []>"
+    sender.allocator.trim()
+    assert repr(sender.allocator) == "<SegmentAllocator []>"
 
 
 def test_a_sender_may_close_while_its_blocks_are_in_use(ends: tuple[End, End]) -> None:
@@ -541,7 +541,7 @@ def test_large_buffers_take_the_short_way_and_small_ones_the_stream(shared: Pair
 def test_without_room_a_large_buffer_goes_through_the_stream(
     shared: Pair, background: Background
 ) -> None:
-    shared.near_end.arena.close()
+    shared.near_end.allocator.close()
     data = os.urandom(3 * MEGABYTE)
     received = background(shared.far.recv, LATE)
     shared.near.send(Kind.CALL, 1, b"", [memoryview(data)])
@@ -557,21 +557,21 @@ def test_a_thousand_sends_reuse_the_same_memory(shared: Pair) -> None:
         frame = shared.far.recv(LATE)
         assert frame.buffers[0][0] == frame.buffers[0][-1] == value % 256
         del frame
-    assert repr(shared.near_end.arena).count("SharedSegment") == 1
+    assert repr(shared.near_end.allocator).count("SharedSegment") == 1
 
 
 def test_a_closed_channel_abandons_what_was_on_its_way(shared: Pair) -> None:
     shared.near.send(Kind.CALL, 1, b"", [memoryview(bytes(10_000))])
     shared.near.close()
-    assert repr(shared.near_end.arena) == "<SegmentAllocator []>"
+    assert repr(shared.near_end.allocator) == "<SegmentAllocator []>"
 
 
 def test_a_frame_that_was_never_sent_gives_its_blocks_back(shared: Pair) -> None:
     fill_with_frames(shared.near_socket)
     with pytest.raises(TimeoutError):
         shared.near.send(Kind.CALL, 1, b"", [memoryview(bytes(10_000))], timeout=0.05)
-    shared.near_end.arena.trim()
-    assert repr(shared.near_end.arena) == "<SegmentAllocator []>"
+    shared.near_end.allocator.trim()
+    assert repr(shared.near_end.allocator) == "<SegmentAllocator []>"
 
 
 def test_a_frame_that_is_finished_later_keeps_its_blocks(
@@ -594,7 +594,7 @@ def test_a_frame_that_was_never_sent_returns_its_blocks(shared: Pair) -> None:
     with pytest.raises(SendTimeout) as late:
         shared.near.send(Kind.CALL, 2, b"", [memoryview(b"k" * 10_000)], timeout=0.05)
     assert not late.value.begun
-    assert "0 blocks" in repr(shared.near_end.arena)
+    assert "0 blocks" in repr(shared.near_end.allocator)
 
 
 def test_a_segment_is_found_while_another_connection_carries_a_block_of_it(
@@ -608,13 +608,13 @@ def test_a_segment_is_found_while_another_connection_carries_a_block_of_it(
     ended.close()
     receiver.mappings.forget()
     # a block of unknown fate: the segment is not used again
-    assert taken(sender.arena, 10_000)[1].segment == 2
+    assert taken(sender.allocator, 10_000)[1].segment == 2
     block = receiver.mappings.locate("sender", place)
     assert bytes(block) == b"o" * 10_000
-    sender.arena.tidy()
+    sender.allocator.tidy()
     receiver.mappings.forget()
     assert "0 segments" in repr(receiver.mappings)  # it has drained
-    assert "draining" not in repr(sender.arena)
+    assert "draining" not in repr(sender.allocator)
     del block
 
 
@@ -629,7 +629,7 @@ def test_a_bogus_place_on_a_channel_breaks_the_protocol(shared: Pair) -> None:
 
 
 def test_nobody_waits_for_the_arena_while_pages_are_faulted_in(
-    arena: SegmentAllocator, background: Background, monkeypatch: pytest.MonkeyPatch
+    allocator: SegmentAllocator, background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock gives signs of life; if it waited, a worker that sends gigabytes would look dead."""
     begun, go_on = threading.Event(), threading.Event()
@@ -641,10 +641,10 @@ def test_nobody_waits_for_the_arena_while_pages_are_faulted_in(
         return populate(*args)
 
     monkeypatch.setattr(memfd, "populate", populate_slowly)
-    taken = background(arena.allocate, MEGABYTE, "peer", None)
+    taken = background(allocator.allocate, MEGABYTE, "peer", None)
     try:
         assert begun.wait(LATE)
-        for use in (arena.tidy, arena.trim, lambda: arena.abandon("another", None)):
+        for use in (allocator.tidy, allocator.trim, lambda: allocator.abandon("another", None)):
             background(use).result(LATE)
     finally:
         go_on.set()
@@ -665,20 +665,20 @@ def test_many_pages_are_faulted_in_step_by_step(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_block_without_memory_is_given_back(
-    arena: SegmentAllocator, monkeypatch: pytest.MonkeyPatch
+    allocator: SegmentAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(memfd, "populate", lambda *args: False)
-        assert arena.allocate(FLOOR, "peer", None) is None
-    segment, place = arena.allocate(FLOOR, "peer", None) or pytest.fail("there is no room")
+        assert allocator.allocate(FLOOR, "peer", None) is None
+    segment, place = allocator.allocate(FLOOR, "peer", None) or pytest.fail("there is no room")
     assert (place.offset, len(segment.blocks)) == (PAGE, 1)
 
 
 def test_two_threads_that_ask_for_the_same_copy_share_it(
     monkeypatch: pytest.MonkeyPatch, background: Background
 ) -> None:
-    arena = SegmentAllocator(FLOOR, 1 << 30)
-    take, both_are_here = arena.allocate_for_many, threading.Barrier(2)
+    allocator = SegmentAllocator(FLOOR, 1 << 30)
+    take, both_are_here = allocator.allocate_for_many, threading.Barrier(2)
 
     def take_together(nbytes: int) -> Any:
         # as it must be: only one thread comes here
@@ -686,16 +686,16 @@ def test_two_threads_that_ask_for_the_same_copy_share_it(
             both_are_here.wait(0.3)
         return take(nbytes)
 
-    monkeypatch.setattr(arena, "allocate_for_many", take_together)
+    monkeypatch.setattr(allocator, "allocate_for_many", take_together)
     copies, buffer = SharedCopies(), memoryview(bytes([7]) * 10_000)
-    found = [background(copies.get_block, arena, 0, buffer) for _ in range(2)]
+    found = [background(copies.get_block, allocator, 0, buffer) for _ in range(2)]
     (segment, place), again = (each.result(LATE) for each in found)
     assert again == (segment, place)
     assert len(segment.blocks) == 1
     assert bytes(segment.bytes[place.offset : place.offset + place.nbytes]) == bytes(buffer)
     copies.close()
     assert not segment.blocks
-    arena.close()
+    allocator.close()
 
 
 def test_one_receiver_is_admitted_once() -> None:

@@ -1,1 +1,9 @@
-"""Messages between two peers: in one process, on one host, between hosts."""
+"""Transports: how frames travel between two agents.
+
+`channel` defines what a transport offers. `stream` (unix and TCP sockets) and `in_process`
+implement it. Large buffers between processes of one machine go through shared memory:
+`shared_memory` describes how, and `segments`, `segment_mappings`, `segment_transfer`,
+`shared_copies` and `memfd` are its parts. `sockets` opens connections.
+
+Transports carry frames (`wire.frames`) and know nothing about calls, agents or tensors.
+"""

@@ -1,14 +1,16 @@
-"""What every transport offers: a `Channel` carries frames both ways between two peers, in order.
+"""`Channel`: what every transport offers. A channel carries frames in both directions, in order.
 
 Rules for all implementations (one test suite checks them all):
-- `send` may be called from any thread. A frame goes out whole or not at all, also if a signal handler raises inside
-  `send`, or the channel is closed. It returns once the bytes and buffers belong to the transport, so the caller may
-  change its tensors.
-- `recv` is called by one thread at a time. `TimeoutError` leaves the channel usable; `ChannelClosed` is final.
-- `shut` may be called from any thread: it wakes whoever is inside `recv` or `send`. `close` frees what the channel
-  holds and is called by the thread that reads, or when nobody does.
-- `cork` may gather small frames; the next `send` or `flush_nowait` takes them along, in order.
-- `receive` and `next_frame` are what a thread calls that reads many channels, in place of `recv`.
+
+- `send` may be called from any thread. A frame is sent completely or not at all, even if a signal
+  handler raises inside `send`, or the channel is closed. `send` returns once the transport has its
+  own copy of the bytes and buffers, so the caller may change its tensors.
+- `recv` is called by one thread at a time. After `TimeoutError` the channel is still usable;
+  `ChannelClosed` is final.
+- `shut` may be called from any thread: it wakes the threads inside `recv` and `send`. `close` frees
+  the resources of the channel. It is called by the reading thread, or when no thread reads.
+- `cork` may collect small frames. The next `send` or `flush_nowait` sends them, in order.
+- A thread that reads many channels calls `receive` and `next_frame` instead of `recv`.
 """
 
 from __future__ import annotations
@@ -24,39 +26,42 @@ _log = logging.getLogger(__name__)
 
 
 class ChannelClosed(Exception):
-    """The channel is closed, by this side or the other."""
+    """The channel was closed by this side or by the peer."""
 
 
 class SendTimeout(TimeoutError):
-    """The peer took no data for too long. `begun`: part of the frame has left, and the rest will before the next."""
+    """The peer received no data for too long.
+
+    `begun`: a part of the frame was sent. The rest will be sent before the next frame.
+    """
 
     def __init__(self, begun: bool) -> None:
-        super().__init__("the peer takes no data")
+        super().__init__("the peer receives no data")
         self.begun = begun
 
 
 class PeerClosed(ChannelClosed):
-    """The peer left on its own account. `words` is what it said."""
+    """The peer closed the channel with a BYE frame. `words` is the reason that it gave."""
 
     def __init__(self, frame: Frame) -> None:
-        super().__init__("the peer said good-bye")
+        super().__init__("the peer closed the connection with a goodbye message")
         self.words = text_of_frame(frame)
 
 
 def text_of_frame(frame: Frame) -> str:
-    """Return the text of a BYE or an END."""
+    """Return the text of a BYE or END frame."""
     return bytes(frame.body).decode("utf-8", "replace")
 
 
 class Channel(ABC):
     """A connection to one peer."""
 
-    kind: str
-    # called when a frame arrives, by channels that have no `fileno`
+    kind: str  # the transport: "unix", "tcp" or "memory"
+    # called when a frame arrives; only by channels without `fileno`
     on_frame: Callable[[], None] | None = None
-    # called when the peer took only a part of what was corked
+    # called when the peer did not receive all of the corked frames
     on_send_blocked: Callable[[], None] | None = None
-    # set whenever bytes arrive, cleared by the heartbeat: a long frame is a sign of life, too
+    # Set whenever bytes arrive, cleared by the heartbeat. So a long frame is a sign of life, too.
     heard = False
 
     @abstractmethod
@@ -72,101 +77,115 @@ class Channel(ABC):
         timeout: float | None = None,
         copies: SharedCopies | None = None,
     ) -> None:
-        """Send one frame. Raises `SendTimeout` if the peer takes nothing for `timeout` seconds.
+        """Send one frame. Raise `SendTimeout` if it is not sent within `timeout` seconds.
 
-        Messages with the same `copies` have the same buffers: they may be copied once for all receivers.
+        Messages with the same `copies` have the same buffers, which may be copied once for all
+        receivers.
         """
 
     def copy_to_shared_block(
         self, copies: SharedCopies, number: int, buffer: memoryview
     ) -> memoryview | None:
-        """Copy the buffer with this number to where receivers of `copies` find it. None: there is no such place."""
+        """Copy buffer `number` to memory that all receivers of `copies` can use, and return that.
+
+        Return None if this channel has no such memory.
+        """
         return None
 
     @abstractmethod
     def try_send(self, kind: int) -> None:
-        """Send an empty frame without ever blocking; it may be delayed or, if somebody else is sending, left out."""
+        """Send an empty frame without blocking.
+
+        It may be delayed, or omitted if another thread is sending.
+        """
 
     @abstractmethod
     def cork(self, kind: int, call: int, body: bytes) -> None:
-        """Queue a small frame."""
+        """Queue a small frame for the next `send` or `flush_nowait`."""
 
     def cork_deferred(self, kind: int, call: int, body: bytes) -> None:
-        """Queue a small frame that only `flush_deferred` sends."""
+        """Queue a small frame for the next `flush_deferred`."""
         self.offer(kind, call, body)
 
     def flush_deferred(self) -> None:
-        """Send what `cork_deferred` queued, and all else, without waiting."""
+        """Send the frames that `cork_deferred` and `cork` queued, without blocking."""
         self.flush_nowait()
 
     @abstractmethod
     def flush_nowait(self) -> bool:
-        """Send what `cork` queued as far as the peer takes it at once. If some is left, call
+        """Send corked frames without blocking.
 
-        `on_send_blocked`: False.
+        Return True if all were sent, or if the thread that is sending now will send them. If some
+        are left, call `on_send_blocked` and return False.
         """
 
     def offer(self, kind: int, call: int, body: bytes) -> bool:
-        """Send a small frame as far as the peer takes it at once; see `flush_nowait`."""
+        """Send a small frame without blocking, or queue it; see `flush_nowait`."""
         self.cork(kind, call, body)
         return self.flush_nowait()
 
     @abstractmethod
     def recv(self, timeout: float | None = None) -> Frame:
-        """Wait for the next frame."""
+        """Wait for the next frame. Raise `TimeoutError` after `timeout` seconds."""
 
     def fileno(self) -> int | None:
-        """What the system can wait for, together with other channels; None: `on_frame` tells when a frame arrives."""
+        """Return the descriptor for epoll; None if `on_frame` is called instead."""
         return None
 
     def receive(self) -> bool:
-        """Take what has arrived, without waiting. False: there was nothing, or it is known already."""
+        """Receive available bytes without blocking. Return False if there were none.
+
+        Channels without `fileno` always return False: `next_frame` has all that arrived.
+        """
         return False
 
     def poll(self, attempts: int) -> bool:
-        """Like `receive`, but look so many times before giving up."""
+        """Call `receive` up to `attempts` times, until bytes arrive."""
         return self.receive()
 
     @abstractmethod
     def next_frame(self) -> Frame | None:
-        """The next frame if it is here, without asking the system."""
+        """Return the next complete frame, or None; without a system call."""
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that are still to come of a frame that has begun, as far as that is known."""
+        """Return how many bytes of a frame that has begun are missing, as far as known."""
         return 0
 
     @abstractmethod
     def has_frame(self) -> bool:
-        """Would `next_frame` return a frame?"""
+        """Return whether `next_frame` would return a frame."""
 
     @abstractmethod
     def shut(self) -> None:
-        """End the conversation; wakes everybody who uses the channel."""
+        """End the connection and wake all threads that use the channel."""
 
     @abstractmethod
     def close(self) -> None:
-        """Shut and free the channel."""
+        """End the connection and free the resources of the channel."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Free this process's copy of the channel without ending the conversation: for the child of a fork."""
+        """Close this process's descriptor without ending the connection; in the child of a fork."""
 
 
 def send_goodbye(channel: Channel, last_words: str | None) -> None:
-    """Tell the peer that this side leaves, and why; None: leave without a word."""
+    """Tell the peer that this side leaves, and why. None: do not send anything."""
     if last_words is not None:
         try:
             channel.send(Kind.BYE, 0, last_words.encode(), timeout=1.0)
         except (ChannelClosed, TimeoutError) as error:
-            _log.debug("nobody is left to hear the good-bye: %s", error)
+            _log.debug("the goodbye was not sent, the channel is closed: %s", error)
 
 
 def close_with_reason(channel: Channel, last_words: str | None, kind: Kind = Kind.BYE) -> None:
-    """Shut a channel; tell the peer why if it takes that at once. `Kind.END`: other connections with it go on."""
+    """Shut a channel. Tell the peer why if it can be sent without blocking.
+
+    `Kind.BYE` ends all connections with the peer, `Kind.END` only this one.
+    """
     if last_words is not None:
         try:
             channel.offer(kind, 0, last_words.encode())
         except ChannelClosed as error:
-            _log.debug("nobody is left to hear the good-bye: %s", error)
+            _log.debug("the goodbye was not sent, the channel is closed: %s", error)
     channel.shut()

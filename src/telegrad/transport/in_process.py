@@ -1,7 +1,7 @@
-"""A channel between two agents of one process: frames are handed over, buffers are copied once into pooled memory.
+"""A channel between two agents of one process: queues of frames. Buffers are copied once.
 
-State: each end has an inbox (a queue of frames, None for the end). The `_ChannelState` between them says whether it is
-over, which it only ever becomes; nothing is put into an inbox after the end, by neither side. Its lock guards that.
+State: each end has an inbox, a queue of frames in which None marks the end. The two ends share a
+`_ChannelState`, whose lock guards `closed`. Nothing is put into an inbox after None.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _popleft = collections.deque.popleft
 
 
 class _ChannelState:
-    """What the two ends share."""
+    """The state that the two ends of a channel share."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -31,6 +31,8 @@ class _ChannelState:
 
 
 class MemoryChannel(Channel):
+    """One end of a channel between two agents of this process."""
+
     kind = "memory"
 
     def __init__(self, inbox: Inbox, outbox: Inbox, pool: BufferPool, state: _ChannelState) -> None:
@@ -38,11 +40,13 @@ class MemoryChannel(Channel):
         self._outbox = outbox
         self._pool = pool
         self._state = state
-        self._corked: collections.deque[Frame] = collections.deque()  # added to by anybody
+        self._corked: collections.deque[Frame] = collections.deque()  # any thread appends
+        # `extend` runs an iterator in one C call
         self._discard: collections.deque[None] = collections.deque(maxlen=0)
 
     def __repr__(self) -> str:
-        return f"<MemoryChannel {self._inbox.qsize()} frames waiting{' shut' if self._state.closed else ''}>"
+        shut = " shut" if self._state.closed else ""
+        return f"<MemoryChannel {self._inbox.qsize()} frames waiting{shut}>"
 
     def send(
         self,
@@ -56,8 +60,8 @@ class MemoryChannel(Channel):
         timeout: float | None = None,
         copies: SharedCopies | None = None,
     ) -> None:
-        copies_of_buffers = [self._copy(buffer) for buffer in buffers]
-        frame = Frame(kind, flags, call, function, left_ms, body, copies_of_buffers)
+        copied = [self._copy(buffer) for buffer in buffers]
+        frame = Frame(kind, flags, call, function, left_ms, body, copied)
         with self._state.lock:
             self._flush()
             self._outbox.put(frame)
@@ -77,6 +81,7 @@ class MemoryChannel(Channel):
         return True
 
     def _notify_peer(self) -> None:
+        """Tell the event loop of the other end, if one reads it, that frames have arrived."""
         on_frame = self._peer_end().on_frame
         if on_frame is not None:
             on_frame()
@@ -86,10 +91,11 @@ class MemoryChannel(Channel):
         return right if left is self else left
 
     def _flush(self) -> None:
+        """Under the lock: move the corked frames to the outbox."""
         if self._state.closed:
             raise ChannelClosed("the channel is shut")
         frames = map(_popleft, itertools.repeat(self._corked, len(self._corked)))
-        # one call: no signal handler runs in between
+        # one C call, so that no signal handler can interrupt it and lose a frame
         self._discard.extend(map(self._outbox.put, frames))
 
     def recv(self, timeout: float | None = None) -> Frame:
@@ -98,7 +104,7 @@ class MemoryChannel(Channel):
         except queue.Empty:
             raise TimeoutError("nothing arrived in time") from None
         if frame is None:
-            self._inbox.put(None)  # every later reader must see the end too
+            self._inbox.put(None)  # later readers must see the end, too
             raise ChannelClosed("the peer closed the connection")
         self.heard = True
         return frame
@@ -124,7 +130,7 @@ class MemoryChannel(Channel):
         self.shut()
 
     def drop(self) -> None:
-        return  # both ends were in this process
+        return  # there is no descriptor to close
 
     def _copy(self, buffer: memoryview) -> memoryview:
         copy = self._pool.reserve(buffer.nbytes)
@@ -133,7 +139,7 @@ class MemoryChannel(Channel):
 
 
 def pair(pool: BufferPool) -> tuple[MemoryChannel, MemoryChannel]:
-    """Two channels that are each other's peer."""
+    """Return the two ends of a new channel."""
     left: Inbox = queue.SimpleQueue()
     right: Inbox = queue.SimpleQueue()
     state = _ChannelState()

@@ -1,4 +1,11 @@
-"""The shared memory that an agent sends from: segments, and the blocks in them."""
+"""The sender's side of shared memory: segments, the blocks in them, and their allocator.
+
+`shared_memory` describes the protocol between sender and receiver.
+
+State: the segments with their blocks and free lists, under `SegmentAllocator._lock`. The clock's
+thread takes this lock, too. So no thread holds it while pages are faulted in, which takes seconds
+for gigabytes.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from telegrad.transport import memfd
-from telegrad.transport.memfd import PAGE
+from telegrad.transport.memfd import PAGE, round_to_pages
 from telegrad.wire.frames import BufferPlace
 
+# The first page of a segment: one byte for each slot, then the byte at `CLOSED_AT`.
 FREE, SENT, IN_USE = 0, 1, 2
-SLOTS = 4096 - 1
-# in `BufferPlace.slot`: others may receive the same block, so it is mapped privately
+SLOTS = PAGE - 1
+CLOSED_AT = SLOTS  # 1 when the sender no longer uses the segment, so that receivers may unmap it
+# A flag in `BufferPlace.slot`: other receivers may have the same block, so it is mapped privately.
 PRIVATE = 1 << 31
-CLOSED_AT = SLOTS  # the last byte of the first page: 1 when the sender is done with the segment
-_MIN_SEGMENT = 64 << 20
+_MIN_SEGMENT = 64 << 20  # bytes
 
 Bytes = npt.NDArray[np.uint8]
 _log = logging.getLogger(__name__)
@@ -29,37 +37,45 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class SharedBlock:
+    """One use of a block by one receiver."""
+
     offset: int
     size: int
     peer: str
-    connection: object  # the connection that it is sent through; None when that has ended
+    connection: object  # the connection that carries it; None when that has ended
 
 
 class SharedSegment:
-    """Memory that this agent shares with peers. Used under the lock of its arena."""
+    """Memory that this agent shares with peers. Used under the lock of its allocator."""
 
     def __init__(self, segment_id: int, size: int) -> None:
         self.segment_id = segment_id
         self.size = size
-        # Whoever holds a segment may be passing its descriptor on, so it is closed with the last holder, not before:
-        # its number could belong to another file by then.
+        # The descriptor is closed when this object is freed, not before: another thread that refers
+        # to the segment may be passing it to a peer, and the number may be reused after a close.
         self.fd = memfd.create(f"telegrad-{segment_id}", size, self)
         self._mapping = mmap.mmap(self.fd, size)
         self.bytes: Bytes = np.frombuffer(self._mapping, np.uint8)
-        self.blocks: dict[int, SharedBlock] = {}
-        self._shared_slots: dict[int, int] = {}  # by offset: slots of a block that has several
-        self._free_ranges = [(PAGE, size - PAGE)]
-        self._populated_end = PAGE
+        self.blocks: dict[int, SharedBlock] = {}  # by slot
+        self._shared_slots: dict[int, int] = {}  # offset of a block -> how many slots, if several
+        self._free_ranges = [(PAGE, size - PAGE)]  # (offset, size), sorted and merged
         self._free_slots = list(range(SLOTS - 1, -1, -1))
+        self._populated_end = PAGE  # pages up to here were faulted in
 
     def __repr__(self) -> str:
-        return (
-            f"<SharedSegment {self.segment_id}: {self.size >> 20} MiB, {len(self.blocks)} blocks>"
-        )
+        mebibytes = self.size >> 20
+        return f"<SharedSegment {self.segment_id}: {mebibytes} MiB, {len(self.blocks)} blocks>"
+
+    def view(self, place: BufferPlace) -> Bytes:
+        """Return the memory of a block."""
+        return self.bytes[place.offset : place.offset + place.nbytes]
 
     def allocate(self, nbytes: int, peer: str, connection: object) -> BufferPlace | None:
-        """A block at the lowest free offset, so that warm pages are used first. None: no room."""
-        size = -(-nbytes // PAGE) * PAGE
+        """Allocate a block. Return None if there is no room.
+
+        It has the lowest free offset, so that pages that were faulted in are used first.
+        """
+        size = round_to_pages(nbytes)
         for index, (offset, room) in enumerate(self._free_ranges):
             if room >= size and self._free_slots:
                 rest = [(offset + size, room - size)] if room > size else []
@@ -71,23 +87,23 @@ class SharedSegment:
         return None
 
     def add_receiver(self, place: BufferPlace, peer: str, connection: object) -> BufferPlace | None:
-        """Another slot for a block that has one, which must stay in use meanwhile. None: there is none left."""
+        """Allocate another slot for a block that is in use. Return None if no slot is free."""
         if not self._free_slots:
             return None
         slot = self._free_slots.pop()
-        self.blocks[slot] = SharedBlock(
-            place.offset, self.blocks[place.slot].size, peer, connection
-        )
+        size = self.blocks[place.slot].size
+        self.blocks[slot] = SharedBlock(place.offset, size, peer, connection)
         self._shared_slots[place.offset] = self._shared_slots.get(place.offset, 1) + 1
         self.bytes[slot] = SENT
         return place._replace(slot=slot)
 
     def reclaim(self) -> None:
-        """Take back the blocks that their receivers have freed."""
+        """Free the blocks that their receivers have released."""
         for slot in [slot for slot in self.blocks if self.bytes[slot] == FREE]:
             self.release_slot(slot)
 
     def release_slot(self, slot: int) -> None:
+        """Free a slot, and its block if no other slot uses it."""
         block = self.blocks.pop(slot)
         self.bytes[slot] = FREE
         self._free_slots.append(slot)
@@ -100,61 +116,68 @@ class SharedSegment:
         self._free_ranges.sort()
         merged = [self._free_ranges[0]]
         for offset, size in self._free_ranges[1:]:
-            if merged[-1][0] + merged[-1][1] == offset:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            last_offset, last_size = merged[-1]
+            if last_offset + last_size == offset:
+                merged[-1] = (last_offset, last_size + size)
             else:
                 merged.append((offset, size))
         self._free_ranges = merged
 
     def has_lost_block(self, peer: str, connection: object) -> bool:
-        """Has a block of `peer` an unknown fate now that `connection` has ended, or (None) that the peer is lost?"""
-        return any(
-            block.peer == peer
-            and (
-                (self.bytes[slot] == SENT and block.connection is connection)
-                or (connection is None and self.bytes[slot] != FREE)
-            )
-            for slot, block in self.blocks.items()
-        )
+        """Return whether it is unknown if `peer` uses a block after `connection` has ended.
+
+        `connection` None: the peer is lost, and with it all blocks that it has.
+        """
+        for slot, block in self.blocks.items():
+            if block.peer != peer:
+                continue
+            if self.bytes[slot] == SENT and block.connection is connection:
+                return True
+            if connection is None and self.bytes[slot] != FREE:
+                return True
+        return False
 
     def detach(self, peer: str, connection: object) -> None:
-        """`connection` has ended, or (None) all connections to `peer`: what they carried no longer keeps it."""
+        """Note that `connection`, or all connections to `peer` (None), no longer carry blocks."""
         for block in self.blocks.values():
             if block.peer == peer and (connection is None or block.connection is connection):
                 block.connection = None
 
     def close_if_drained(self) -> bool:
-        """Let receivers unmap the segment unless a block is on its way through an open connection."""
-        if any(
-            self.bytes[slot] == SENT and block.connection is not None
-            for slot, block in self.blocks.items()
-        ):
-            return False
+        """Close the segment unless an open connection carries a block. Return whether it did."""
+        for slot, block in self.blocks.items():
+            if self.bytes[slot] == SENT and block.connection is not None:
+                return False
         self.close()
         return True
 
     def close(self) -> None:
+        """Permit receivers to unmap the segment: no more frames will name it."""
         self.bytes[CLOSED_AT] = 1
 
     def populate(self, place: BufferPlace) -> bool:
-        """Fault new pages in at once instead of one by one during the copy. False: there is no memory for them.
+        """Fault the pages of a new block in. Return False if there is no memory for them.
 
-        Called without the lock, for as long as it may take. Two threads may fault the same pages in.
+        That is faster than one page fault after the other during the copy. Called without the lock,
+        because it may take long. Two threads may fault the same pages in.
         """
-        touched, end = self._populated_end, -(-(place.offset + place.nbytes) // PAGE) * PAGE
-        if end > touched:
-            if not memfd.populate(self._mapping, touched, end - touched):
+        start, end = self._populated_end, round_to_pages(place.offset + place.nbytes)
+        if end > start:
+            if not memfd.populate(self._mapping, start, end - start):
                 return False
             self._populated_end = max(self._populated_end, end)
         return True
 
 
 class SegmentAllocator:
-    """The shared memory that one agent sends from."""
+    """The shared memory that one agent sends from: up to `max_bytes`.
 
-    def __init__(self, min_bytes: int, limit: int) -> None:
+    Buffers of less than `min_bytes` are not worth a block; the callers check that.
+    """
+
+    def __init__(self, min_bytes: int, max_bytes: int) -> None:
         self.min_bytes = min_bytes
-        self._max_bytes = limit
+        self._max_bytes = max_bytes
         self._segments: list[SharedSegment] = []
         self._draining: list[SharedSegment] = []
         self._segment_ids = itertools.count(1)
@@ -162,12 +185,13 @@ class SegmentAllocator:
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<SegmentAllocator {self._segments}{f', {len(self._draining)} draining' if self._draining else ''}>"
+        draining = f", {len(self._draining)} draining" if self._draining else ""
+        return f"<SegmentAllocator {self._segments}{draining}>"
 
     def allocate(
         self, nbytes: int, peer: str, connection: object
     ) -> tuple[SharedSegment, BufferPlace] | None:
-        """Room for one buffer, or None if there is none within the limit, or no memory."""
+        """Allocate a block for one buffer. Return None at the limit or if memory is short."""
         found = self._reserve(nbytes, peer, connection)
         if found is None:
             return None
@@ -183,6 +207,7 @@ class SegmentAllocator:
     def _reserve(
         self, nbytes: int, peer: str, connection: object
     ) -> tuple[SharedSegment, BufferPlace] | None:
+        """Find a block in a segment, or create a segment for it."""
         with self._lock:
             for segment in self._segments:
                 segment.reclaim()
@@ -190,7 +215,8 @@ class SegmentAllocator:
                 if place is not None:
                     return segment, place
             size = max(_MIN_SEGMENT, 1 << (nbytes + PAGE - 1).bit_length())
-            if self._closed or sum(each.size for each in self._segments) + size > self._max_bytes:
+            total = sum(each.size for each in self._segments)
+            if self._closed or total + size > self._max_bytes:
                 return None
             try:
                 segment = SharedSegment(next(self._segment_ids), size)
@@ -202,34 +228,36 @@ class SegmentAllocator:
             return None if place is None else (segment, place)
 
     def allocate_for_many(self, nbytes: int) -> tuple[SharedSegment, BufferPlace] | None:
-        """Room for a buffer that goes to several receivers. It stays in use until `release`."""
+        """Allocate a block for several receivers. It stays in use until it is released."""
         found = self.allocate(nbytes, "", None)
         if found is not None:
-            found[0].bytes[found[1].slot] = IN_USE
+            segment, place = found
+            segment.bytes[place.slot] = IN_USE
         return found
 
     def add_receiver(
         self, segment: SharedSegment, place: BufferPlace, peer: str, connection: object
     ) -> BufferPlace | None:
-        """Let one more receiver have a block. None: the segment is no longer used."""
+        """Let one more receiver use a block. Return None if its segment is draining or full."""
         with self._lock:
-            return (
-                segment.add_receiver(place, peer, connection) if segment in self._segments else None
-            )
+            if segment not in self._segments:
+                return None
+            return segment.add_receiver(place, peer, connection)
 
     def release(self, places: Sequence[BufferPlace]) -> None:
-        """Return the blocks of a frame that no receiver was told of."""
+        """Free blocks that were not sent: no receiver knows of them."""
         with self._lock:
-            segments = {
-                segment.segment_id: segment for segment in (*self._segments, *self._draining)
-            }
+            segments = {each.segment_id: each for each in (*self._segments, *self._draining)}
             for place in places:
                 segment, slot = segments.get(place.segment), place.slot & ~PRIVATE
                 if segment is not None and slot in segment.blocks:
                     segment.release_slot(slot)
 
     def abandon(self, peer: str, connection: object) -> None:
-        """`connection` to `peer` ended, or (None) all of them. Blocks of unknown fate are not used again."""
+        """Give up the blocks that `connection` carried; None: all blocks of a lost `peer`.
+
+        Segments with blocks whose use is unknown are not used again.
+        """
         with self._lock:
             for segment in list(self._segments):
                 if segment.has_lost_block(peer, connection):
@@ -240,12 +268,12 @@ class SegmentAllocator:
             self._close_drained()
 
     def tidy(self) -> None:
-        """Retire what has drained."""
+        """Close the segments that have drained."""
         with self._lock:
             self._close_drained()
 
     def trim(self) -> None:
-        """Give memory that nobody uses back to the system."""
+        """Close the segments that nobody uses, so that the kernel can free their memory."""
         with self._lock:
             self._close_drained()
             for segment in list(self._segments):
@@ -255,6 +283,7 @@ class SegmentAllocator:
                     segment.close()
 
     def close(self) -> None:
+        """Close all segments and allocate no more."""
         with self._lock:
             self._closed = True
             for segment in (*self._segments, *self._draining):

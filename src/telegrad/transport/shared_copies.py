@@ -1,4 +1,8 @@
-"""Copies of the buffers of one message for several receivers."""
+"""`SharedCopies`: the buffers of one message for several receivers, copied to shared memory once.
+
+Each receiver may be served by a thread of its own. The first one copies a buffer; the others wait
+for it and use the same block.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,20 @@ from telegrad.wire.frames import BufferPlace
 
 
 class SharedCopies:
-    """What was copied of the buffers of one message that goes to several receivers, each from a thread of its own.
+    """The blocks that hold the buffers of one message.
 
-    State, under `_lock`: `_blocks`, which are complete once they are there, and `_peers`.
+    State, under `_lock`: `_blocks`, each complete once it is in the dict, and `_peers`.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks: dict[int, tuple[SegmentAllocator, SharedSegment, BufferPlace]] = {}
-        # those that have received it: a second private view of a block would be the same
+        # Peers that have received the message. A peer must not receive a block twice: it maps a
+        # segment privately only once, so two tensors would have the same memory.
         self._peers: set[str] = set()
 
     def is_first_message_to(self, peer: str) -> bool:
-        """Is this the first message to `peer`?"""
+        """Return whether this is the first message to `peer`, and remember the peer."""
         with self._lock:
             is_first = peer not in self._peers
             self._peers.add(peer)
@@ -31,7 +36,10 @@ class SharedCopies:
     def get_block(
         self, allocator: SegmentAllocator, index: int, buffer: memoryview
     ) -> tuple[SharedSegment, BufferPlace] | None:
-        """A block with the bytes of the buffer number `index`, copied when it is first asked for."""
+        """Return a block with the bytes of the message's buffer `index`. None: there is no room.
+
+        The first caller copies the buffer.
+        """
         with self._lock:
             if index not in self._blocks:
                 found = allocator.allocate_for_many(buffer.nbytes)
@@ -39,11 +47,11 @@ class SharedCopies:
                     return None
                 segment, place = found
                 self._blocks[index] = allocator, segment, place
-                copy_buffer(segment.bytes[place.offset : place.offset + place.nbytes], buffer)
+                copy_buffer(segment.view(place), buffer)
             return self._blocks[index][1:]
 
     def close(self) -> None:
-        """No more receivers will come."""
+        """Release the blocks; receivers that have them keep them. No more receivers may follow."""
         while self._blocks:
             allocator, _, place = self._blocks.popitem()[1]
             allocator.release([place])

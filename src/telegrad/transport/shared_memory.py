@@ -1,26 +1,32 @@
-"""Large buffers through shared memory: the sender copies once, the receiver's tensor sits on the very same pages.
+"""Large buffers through shared memory: the sender copies once, the receiver uses the same pages.
 
-A sender's `SegmentAllocator` owns segments (memfds). A segment's first page holds one byte per slot; the rest is
-blocks:
+How it works:
 
-    FREE (0)   nobody uses the block: the sender may give it out again
-    SENT (1)   the sender wrote it and told the receiver about it in a frame
-    TAKEN (2)  the receiver has read that frame; a tensor of its may sit on the block
+- The sender's `SegmentAllocator` owns segments (sealed memfds) and allocates a block for each large
+  buffer (`segments`). It copies the buffer into the block. The frame says where the block is.
+- A receiver maps a segment when it first learns of it, through a connection that passes the memfd
+  (`segment_transfer`). Its tensor uses the pages of the block directly (`segment_mappings`).
+- The first page of a segment has one byte for each slot. A slot is one use of a block by one
+  receiver. The byte says who owns that use:
 
-Only the sender moves FREE -> SENT, only the receiver SENT -> TAKEN -> FREE, the last when the tensor dies. That is one
-store to memory, safe inside the garbage collector; the sender notices when it next needs room. A receiver learns
-of a segment once, over a connection of its own that passes the memfd.
+      FREE (0)     unused: the sender may allocate the slot
+      SENT (1)     the sender wrote the block and names it in a frame
+      IN_USE (2)   the receiver has read that frame; a tensor of it may use the block
 
-One block may be sent to several receivers (`SharedCopies`). Each has a slot of its own, and the block is free when all
-slots are. Such a receiver maps the segment a second time, privately: the pages that it writes to become its own.
+  Only the sender changes FREE -> SENT, only the receiver SENT -> IN_USE -> FREE, the last when the
+  tensor is freed. That is a single store to memory, which is safe inside the garbage collector. The
+  sender sees it when it next needs memory.
+- A block may be sent to several receivers (`SharedCopies`). Each has a slot of its own, and the
+  block is free when all of its slots are. Such a receiver maps the segment a second time,
+  privately: pages that it writes to become its own.
 
-State: the arena's segments and their free lists, under `SegmentAllocator._lock`, for which the clock waits, too: nobody
-holds it while pages are faulted in, which takes seconds for gigabytes; the receiver's `SegmentMappings`, under its
-lock. A block whose fate is unknown (the connection that it was sent through ended while it was SENT, or its receiver
-was lost) is never used again. Its segment is *draining* from then on: no new block is taken from it. Other connections
-may still carry frames that name its blocks, and their receivers must find it. So it is *retired*, which lets receivers
-unmap it, only when no block of it is on its way through a connection that is open. The kernel frees it with the last
-mapping.
+A block whose use is unknown (its connection ended while it was SENT, or its receiver was lost) is
+never used again, and its segment becomes *draining*: no block of it is allocated any more. Other
+connections may still carry frames that name its blocks, and their receivers must find it. So the
+segment is *closed*, which permits receivers to unmap it, only when no block of it is SENT through
+an open connection. The kernel frees the memory with the last mapping.
+
+This module has the part of one channel: `SharedMemoryTransfer`.
 """
 
 from __future__ import annotations
@@ -47,9 +53,10 @@ __all__ = [
 
 
 class SharedMemoryTransfer:
-    """Shared memory with one peer, as seen by one channel.
+    """Shared memory with one peer, for one channel. It has no state of its own.
 
-    `announce(segment, until)` makes sure that the peer has mapped a segment; False if that fails.
+    `announce(segment, deadline)` ensures that the peer has mapped a segment. It returns False if
+    that failed.
     """
 
     def __init__(
@@ -71,35 +78,39 @@ class SharedMemoryTransfer:
         timeout: float | None = None,
         copies: SharedCopies | None = None,
     ) -> list[memoryview]:
-        """Copy large buffers into shared memory and note in `places` where; return those that stay in the stream.
+        """Copy large buffers into shared memory. Return the buffers that stay in the stream.
 
-        `places` is filled as the blocks are taken, so that whoever is interrupted knows what to give back.
+        `places[i]` becomes the block of `buffers[i]` as soon as that is allocated. If this method
+        is interrupted, the caller passes `places` to `release`.
         """
         in_stream: list[memoryview] = []
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         if copies is not None and not copies.is_first_message_to(self._peer):
             copies = None
         for index, buffer in enumerate(buffers):
-            if buffer.nbytes < self._allocator.min_bytes or not (
-                (copies is not None and self._share_copy(buffer, places, index, deadline, copies))
-                or self._share_buffer(buffer, places, index, deadline)
-            ):
+            is_shared = False
+            if buffer.nbytes >= self._allocator.min_bytes:
+                if copies is not None:
+                    is_shared = self._share_copy(buffer, places, index, deadline, copies)
+                is_shared = is_shared or self._share_buffer(buffer, places, index, deadline)
+            if not is_shared:
                 in_stream.append(buffer)
         return in_stream
 
     def copy_to_shared_block(
         self, copies: SharedCopies, index: int, buffer: memoryview
     ) -> memoryview | None:
-        """Copy a large buffer into a block for several receivers; the memory of that block."""
-        found = (
-            copies.get_block(self._allocator, index, buffer)
-            if buffer.nbytes >= self._allocator.min_bytes
-            else None
-        )
+        """Copy a large buffer into a block for several receivers. Return the block's memory.
+
+        Return None if the buffer is small or there is no room.
+        """
+        if buffer.nbytes < self._allocator.min_bytes:
+            return None
+        found = copies.get_block(self._allocator, index, buffer)
         if found is None:
             return None
         segment, place = found
-        return memoryview(segment.bytes[place.offset : place.offset + place.nbytes])
+        return memoryview(segment.view(place))
 
     def _share_copy(
         self,
@@ -109,6 +120,7 @@ class SharedMemoryTransfer:
         deadline: float,
         copies: SharedCopies,
     ) -> bool:
+        """Let the peer use the block of this buffer in `copies`. Return False if it cannot."""
         found = copies.get_block(self._allocator, index, buffer)
         if found is None:
             return False
@@ -126,6 +138,7 @@ class SharedMemoryTransfer:
     def _share_buffer(
         self, buffer: memoryview, places: list[BufferPlace], index: int, deadline: float
     ) -> bool:
+        """Copy a buffer into a block for this peer alone. Return False if there is no room."""
         found = self._allocator.allocate(buffer.nbytes, self._peer, self)
         if found is None:
             return False
@@ -135,16 +148,17 @@ class SharedMemoryTransfer:
             places[index] = BufferPlace(buffer.nbytes)
             self._allocator.release([place])
             return False
-        copy_buffer(segment.bytes[place.offset : place.offset + place.nbytes], buffer)
+        copy_buffer(segment.view(place), buffer)
         return True
 
     def release(self, places: Sequence[BufferPlace]) -> None:
-        """The frame with these buffers was not sent."""
+        """Free the blocks of a frame that was not sent."""
         self._allocator.release(places)
 
     def locate(self, place: BufferPlace) -> memoryview:
+        """Return the memory of a received buffer; see `SegmentMappings.locate`."""
         return self._mappings.locate(self._peer, place)
 
     def close(self) -> None:
-        """The channel is closed: blocks that were on their way through it are lost."""
+        """Give up the blocks that were on their way through this channel, which is closed."""
         self._allocator.abandon(self._peer, self)

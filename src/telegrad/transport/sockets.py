@@ -1,4 +1,7 @@
-"""Making and accepting connections. Addresses are text: ``unix:@name``, ``tcp:host:port``, ``memory:name``."""
+"""Open and accept socket connections, and run the handshake over them.
+
+Addresses are strings: ``unix:@name``, ``tcp:host:port``, ``memory:name`` (`in_process`).
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ from telegrad.errors import AuthenticationError, ProtocolError, UsageError
 from telegrad.wire.handshake import Introduction, Steps
 
 _BACKLOG = 1024
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
 def listen(transport: str, host: str) -> tuple[socket.socket, str]:
-    """A listening socket and its address. Unix sockets have abstract names, which vanish with their process."""
+    """Return a listening socket and its address. `host` is used by TCP only.
+
+    Unix sockets have abstract names, which the kernel removes with their process.
+    """
     if transport == "unix":
         name = f"telegrad-{os.getpid()}-{secrets.token_hex(8)}"
         listener = socket.socket(socket.AF_UNIX)
@@ -43,15 +49,15 @@ def listen(transport: str, host: str) -> tuple[socket.socket, str]:
 
 
 def connect(address: str, timeout: float) -> socket.socket:
-    """A connection to `address`; raises OSError if nobody is there."""
+    """Return a connection to `address`. Raise `OSError` if nobody listens there."""
     kind, _, rest = address.partition(":")
     if kind == "unix":
         sock = socket.socket(socket.AF_UNIX)
         try:
-            # A full backlog makes a unix connect with a Python timeout fail at once; the kernel's time limit waits.
-            sock.setsockopt(
-                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", max(int(timeout), 1), 0)
-            )
+            # With a Python timeout, a unix connect fails at once if the backlog is full. With the
+            # kernel's timeout, it waits.
+            timeval = struct.pack("ll", max(int(timeout), 1), 0)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
             sock.connect("\0" + rest.removeprefix("@"))
         except BaseException:
             sock.close()
@@ -62,7 +68,7 @@ def connect(address: str, timeout: float) -> socket.socket:
 
 
 def check_user(sock: socket.socket) -> None:
-    """On a unix socket, only processes of the same user may come in."""
+    """Raise `AuthenticationError` if a unix socket's peer belongs to another user, except root."""
     if sock.family != socket.AF_UNIX or sys.platform != "linux":
         return
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -74,14 +80,14 @@ def check_user(sock: socket.socket) -> None:
 
 
 def shake_hands(sock: socket.socket, steps: Steps, timeout: float) -> Introduction:
-    """Run one side of the handshake over a fresh connection. What the peer says about itself."""
-    # for all of it: a peer that sends drop by drop gains nothing
+    """Run one side of the handshake over a new connection. Return the peer's introduction."""
+    # one deadline for the whole handshake: a peer cannot extend it by sending single bytes
     deadline = time.monotonic() + timeout
     try:
         send, count = next(steps)
         while True:
             if send:
-                _limit_to(sock, deadline)
+                _set_timeout(sock, deadline)
                 sock.sendall(send)
             send, count = steps.send(_read(sock, count, deadline))
     except StopIteration as done:
@@ -92,9 +98,10 @@ def shake_hands(sock: socket.socket, steps: Steps, timeout: float) -> Introducti
 
 
 def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
+    """Receive exactly `count` bytes."""
     data = b""
     while len(data) < count:
-        _limit_to(sock, deadline)
+        _set_timeout(sock, deadline)
         part = sock.recv(count - len(data))
         if not part:
             raise ProtocolError("the peer closed the connection during the handshake")
@@ -102,7 +109,8 @@ def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
     return data
 
 
-def _limit_to(sock: socket.socket, deadline: float) -> None:
+def _set_timeout(sock: socket.socket, deadline: float) -> None:
+    """Let the next operation end at `deadline`. Raise `TimeoutError` if that has passed."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError

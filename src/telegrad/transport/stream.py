@@ -1,14 +1,21 @@
-"""A channel over a stream socket, unix or TCP. Large buffers may go through shared memory instead (see `shared`).
+"""`StreamChannel`: a channel over a stream socket, unix or TCP.
 
-State: `_send_lock` guards the sending side (`_unsent`, `_pending`, and taking from `_corked`); the decoder belongs to
-the reading thread. Time limits are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO): they cost nothing on the fast path, where
-settimeout would add a poll to every call.
+Large buffers may go through shared memory instead of the stream (`shared_memory`).
 
-A frame goes out whole or not at all. A time limit, or an exception that a signal handler raises, may end a send at any
-moment; what is left of a frame that has begun is copied to `_unsent` and goes out before the next frame, and a frame
-that has not begun is dropped. For that, a send is described by a `PendingSend` before its first byte leaves, and the
-number of bytes that left is stored in the same C call that sends them (`sent_counts.extend(map(send, ...))`): signal
-handlers run between two calls that Python code makes, so the number is never lost.
+Timeouts are those of the kernel (SO_RCVTIMEO, SO_SNDTIMEO): they cost nothing on the fast path,
+where `settimeout` would add a poll to every call.
+
+A frame is sent completely or not at all. A timeout, or an exception of a signal handler, may end
+a send at any moment. Then the rest of a frame that has begun is copied to `_unsent` and is sent
+before the next frame; a frame that has not begun is discarded. For that, a send is described by a
+`PendingSend` before its first byte is sent, and the number of sent bytes is recorded in the same C
+call that sends them (`sent_counts.extend(map(send, ...))`). Signal handlers run between two calls
+of Python code, so the number is never lost.
+
+State: `_send_lock` guards the sending side: `_unsent`, `_pending`, `_frame_begun`, and removing
+from `_corked`. Any thread appends to `_corked` and `_deferred`. A thread that finds the lock taken
+leaves its corked frames to the thread that has it, which checks `_corked` again after releasing it.
+The decoder, `_receive_timeout` and `_should_spin` belong to the reading thread.
 """
 
 from __future__ import annotations
@@ -34,21 +41,23 @@ from telegrad.transport.spinning import CONTENDED_SECONDS, CORES, SPIN_SECONDS, 
 from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import HEADER, BufferPlace, Frame, FrameDecoder, head
 
-_IOV_MAX = 1000
-# smaller frames are joined into one buffer; a system call with many parts costs more
+_IOV_MAX = 1000  # buffers per `sendmsg`; the kernel permits 1024
+# Smaller frames are joined into one buffer: a system call with several buffers costs more.
 _JOIN_BELOW = 1 << 15
-_POLLS_PER_CLOCK_READ = 8  # for bytes, for each look at the clock
-_SEND_TIMEOUT = 0.25  # seconds after which a blocked sender looks at its deadline
+_POLLS_PER_CLOCK_READ = 8  # polls of the socket between two readings of the clock
+_SEND_TIMEOUT = 0.25  # seconds after which a blocked `send` compares the time with its deadline
 
 _pack = HEADER.pack
 _popleft = collections.deque.popleft
 _yield = os.sched_yield
 _thread_id = threading.get_ident
-_main_thread = threading.main_thread().ident  # the one that signal handlers run on
+_main_thread = threading.main_thread().ident  # signal handlers run on this thread only
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 
 
 class StreamChannel(Channel):
+    """A channel over a connected stream socket."""
+
     def __init__(
         self,
         sock: socket.socket,
@@ -63,17 +72,18 @@ class StreamChannel(Channel):
         self._peer_max_frame = max_frame if peer_max_frame is None else peer_max_frame
         locate = sharing.locate if sharing is not None else _no_segments
         self._decoder = FrameDecoder(pool.reserve, locate, max_frame)
-        self.next_frame = self._decoder.next  # type: ignore[method-assign]  # without a call in between
+        # an instance attribute instead of the method: one call fewer per frame
+        self.next_frame = self._decoder.next  # type: ignore[method-assign]
         self._send_lock = threading.Lock()
-        self._corked: collections.deque[bytes] = collections.deque()  # added to by anybody
-        # as `_corked`, but for `flush_deferred` only
+        self._corked: collections.deque[bytes] = collections.deque()  # encoded frames
+        # encoded frames that only `flush_deferred` sends
         self._deferred: collections.deque[bytes] = collections.deque()
-        self._unsent = b""  # what must go out before anything else
-        self._pending: PendingSend | None = None
-        self._frame_begun = False  # did the own frame of the last flight begin?
+        self._unsent = b""  # rest of earlier frames, sent before anything else
+        self._pending: PendingSend | None = None  # a send that is running or was interrupted
+        self._frame_begun = False  # whether the caller's frame of the last send has begun
         self._receive_timeout: float | None = None
         self._is_shut = False
-        self._should_spin = False  # the last frame came so fast that the next is awaited awake
+        self._should_spin = False  # the last frame arrived soon, so `recv` polls before it sleeps
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_TIMEOUT))
         if self.kind == "tcp":
@@ -99,6 +109,7 @@ class StreamChannel(Channel):
         if not buffers and size < _JOIN_BELOW:
             data = _pack(size, call, function, left_ms, 0, kind, flags, 0) + body
             with self._send_lock:
+                # the fast path: nothing is to be sent before this frame
                 if not self._unsent and not self._corked and self._pending is None:
                     pending = self._pending = PendingSend([memoryview(data)])
                     try:
@@ -113,14 +124,14 @@ class StreamChannel(Channel):
                         self._send_pending(pending, timeout)
                 else:
                     self._send_all([memoryview(data)], timeout)
-            if self._corked:
+            if self._corked:  # corked by a thread that found the lock taken
                 self.flush_nowait()
             return
         total = size + sum(buffer.nbytes for buffer in buffers)
         if total > self._peer_max_frame:
             raise SerializationError(
-                f"a message of {total} bytes exceeds the limit of {self._peer_max_frame} that its receiver accepts; "
-                "raise Config.max_frame there"
+                f"a message of {total} bytes exceeds the limit of {self._peer_max_frame} bytes "
+                "that its receiver accepts; raise Config.max_frame there"
             )
         places = [BufferPlace(buffer.nbytes) for buffer in buffers]
         in_stream = list(buffers)
@@ -142,30 +153,28 @@ class StreamChannel(Channel):
                 self.flush_nowait()
         except BaseException:
             if self._sharing is not None and not begun:
-                self._sharing.release(places)  # the peer will never hear of them
+                self._sharing.release(places)  # no frame names these blocks
             raise
 
     def copy_to_shared_block(
         self, copies: SharedCopies, number: int, buffer: memoryview
     ) -> memoryview | None:
-        return (
-            None
-            if self._sharing is None
-            else self._sharing.copy_to_shared_block(copies, number, buffer)
-        )
+        if self._sharing is None:
+            return None
+        return self._sharing.copy_to_shared_block(copies, number, buffer)
 
     def try_send(self, kind: int) -> None:
         if not self._send_lock.acquire(blocking=False):
             return
         try:
-            if not self._unsent:  # what is owed is a sign of life, too
+            if not self._unsent:  # else the unsent bytes are a sign of life themselves
                 self._corked.append(_pack(0, 0, 0, 0, 0, kind, 0, 0))
             complete = self._send_all([], 0.0, wait=False)
         finally:
             self._send_lock.release()
         if not complete and self.on_send_blocked is not None:
             self.on_send_blocked()
-        if complete and self._corked:  # whoever corked these found the lock taken
+        if complete and self._corked:  # corked by a thread that found the lock taken
             self.flush_nowait()
 
     def cork(self, kind: int, call: int, body: bytes) -> None:
@@ -178,20 +187,20 @@ class StreamChannel(Channel):
         try:
             while True:
                 self._corked.append(self._deferred.popleft())
-        except IndexError:  # empty; two threads may be here
+        except IndexError:  # empty; two threads may run this loop
             self.flush_nowait()
 
     def flush_nowait(self) -> bool:
         while self._corked or self._unsent:
-            held: list[bool] = []
+            acquired: list[bool] = []
             try:
-                # one call: no signal handler runs in between
-                held.extend(map(self._send_lock.acquire, (False,)))
-                if not held[0]:
-                    return True  # whoever holds it looks again when it is done
+                # one C call: no signal handler runs between acquiring the lock and recording it
+                acquired.extend(map(self._send_lock.acquire, (False,)))
+                if not acquired[0]:
+                    return True  # the thread that has the lock sends the corked frames
                 complete = self._send_corked()
             finally:
-                if held and held[0]:
+                if acquired and acquired[0]:
                     self._send_lock.release()
             if not complete:
                 if self.on_send_blocked is not None:
@@ -200,43 +209,48 @@ class StreamChannel(Channel):
         return True
 
     def _send_corked(self) -> bool:
-        """Under the lock: send what is owed and corked, without waiting. False: not all of it."""
+        """Under the lock: send unsent bytes and corked frames without blocking.
+
+        Return False if some are left.
+        """
         if self._unsent or self._pending is not None or _thread_id() == _main_thread:
             return self._send_all([], None, wait=False)
-        # No signal handler runs on this thread, so nothing can come in between.
+        # No signal handler runs on this thread, so no `PendingSend` is needed.
         corked = self._corked
-        data = (
-            corked.popleft()
-            if len(corked) == 1
-            else b"".join([corked.popleft() for _ in range(len(corked))])
-        )
+        if len(corked) == 1:
+            data = corked.popleft()
+        else:
+            data = b"".join([corked.popleft() for _ in range(len(corked))])
         sent = 0
         try:
             sent = self._sock.send(data, _DONTWAIT)
         except BlockingIOError:
             pass
         except OSError as error:
-            self.shut()  # whatever it was: the answers that are lost with it must not be waited for
+            self.shut()  # these replies are lost, so the peer must not wait for them
             raise ChannelClosed(str(error)) from None
         finally:
             self._unsent = data[sent:]
         return not self._unsent
 
     def _send_all(self, frame: list[memoryview], timeout: float | None, wait: bool = True) -> bool:
-        """Under the lock: send what is owed and corked, then `frame`. False: not all of it (only without `wait`)."""
+        """Under the lock: send unsent bytes, corked frames, then `frame`.
+
+        Return False if some are left, which happens only without `wait`.
+        """
         if self._pending is not None:
-            self._finish_send(self._pending)  # a send was interrupted
+            self._finish_send(self._pending)  # a signal handler interrupted that send
         corked = snapshot(self._corked)
-        unsent = [memoryview(data) for data in (self._unsent, *corked) if data]
-        before = sum(view.nbytes for view in unsent)
-        pending = PendingSend(
-            [*unsent, *(view for view in frame if view.nbytes)], before, len(corked)
-        )
-        self._frame_begun = bool(frame)  # until it is known better
+        earlier = [memoryview(data) for data in (self._unsent, *corked) if data]
+        earlier_bytes = sum(view.nbytes for view in earlier)
+        own = [view for view in frame if view.nbytes]
+        pending = PendingSend([*earlier, *own], earlier_bytes, len(corked))
+        self._frame_begun = bool(frame)  # assumed until `_finish_send` knows
         self._pending = pending
         return self._send_pending(pending, timeout, wait)
 
     def _send_pending(self, pending: PendingSend, timeout: float | None, wait: bool = True) -> bool:
+        """Under the lock: send all bytes of `pending`. `wait`, result: see `_send_all`."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         flags = _DONTWAIT
         role = None
@@ -255,6 +269,7 @@ class StreamChannel(Channel):
                     if time.monotonic() >= deadline:
                         raise SendTimeout(begun=pending.bytes_before_frame < 0) from None
                     if flags:
+                        # block in the kernel from now on, and let another thread read meanwhile
                         flags, role = 0, blocking.pause()
                 except OSError as error:
                     raise ChannelClosed(str(error)) from None
@@ -265,7 +280,10 @@ class StreamChannel(Channel):
             blocking.resume(role)
 
     def _finish_send(self, pending: PendingSend) -> None:
-        """Under the lock: a send is over, or was interrupted; keep what must still go out. May be repeated."""
+        """Under the lock: keep the bytes that a send has left. It may be called again.
+
+        A signal handler may interrupt this method; the next send repeats it.
+        """
         pending.advance()
         left = pending.corked_count - len(pending.popped_frames)
         pending.popped_frames.extend(map(_popleft, itertools.repeat(self._corked, left)))
@@ -308,16 +326,15 @@ class StreamChannel(Channel):
                 self._set_receive_timeout(left)
 
     def _spin(self, started: float) -> bool:
-        """Look for bytes for a moment without sleeping; True if some came.
+        """Poll for bytes for a moment without sleeping. Return True if some arrived.
 
-        Waking a core that went to sleep takes longer than a short call. So where the last answer came fast, the next
-        is awaited awake; where it did not, or another thread of this process does so already, we sleep at once.
+        Return at once if another thread of this process does so already; see `spinning`.
         """
-        held: list[bool] = []
+        acquired: list[bool] = []
         try:
-            # one call: no signal handler runs in between
-            held.extend(map(spin_permit.acquire, (False,)))
-            if not held[0]:
+            # one C call: no signal handler runs between acquiring the lock and recording it
+            acquired.extend(map(spin_permit.acquire, (False,)))
+            if not acquired[0]:
                 return False
             now = started
             while not self.poll(_POLLS_PER_CLOCK_READ):
@@ -327,7 +344,7 @@ class StreamChannel(Channel):
                     return False
             return True
         finally:
-            if held and held[0]:
+            if acquired and acquired[0]:
                 spin_permit.release()
 
     def fileno(self) -> int | None:
@@ -392,6 +409,7 @@ class StreamChannel(Channel):
 
 
 def _timeval(seconds: float | None) -> bytes:
+    """Encode a timeout for `setsockopt`: at least 1 ms, because 0 means no timeout."""
     if seconds is None:
         return struct.pack("ll", 0, 0)
     whole = int(seconds)
@@ -399,4 +417,4 @@ def _timeval(seconds: float | None) -> bytes:
 
 
 def _no_segments(place: BufferPlace) -> memoryview:
-    raise ProtocolError("a buffer in shared memory on a connection that has none")
+    raise ProtocolError("a buffer is in shared memory, but this connection does not use any")
