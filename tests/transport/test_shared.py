@@ -282,7 +282,7 @@ def test_without_descriptors_everything_stays_in_the_stream(
     assert allocator.allocate(FLOOR, "receiver", SENDER) is None
 
 
-def test_a_closed_arena_has_no_room(allocator: SegmentAllocator) -> None:
+def test_a_closed_allocator_has_no_room(allocator: SegmentAllocator) -> None:
     allocator.close()
     assert allocator.allocate(FLOOR, "receiver", SENDER) is None
 
@@ -628,7 +628,7 @@ def test_a_bogus_place_on_a_channel_breaks_the_protocol(shared: Pair) -> None:
     del first
 
 
-def test_nobody_waits_for_the_arena_while_pages_are_faulted_in(
+def test_nobody_waits_for_the_allocator_while_pages_are_faulted_in(
     allocator: SegmentAllocator, background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock gives signs of life; if it waited, a worker that sends gigabytes would look dead."""

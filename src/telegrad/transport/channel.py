@@ -84,9 +84,9 @@ class Channel(ABC):
         """
 
     def copy_to_shared_block(
-        self, copies: SharedCopies, number: int, buffer: memoryview
+        self, copies: SharedCopies, index: int, buffer: memoryview
     ) -> memoryview | None:
-        """Copy buffer `number` to memory that all receivers of `copies` can use, and return that.
+        """Copy buffer `index` to memory that all receivers of `copies` can use, and return that.
 
         Return None if this channel has no such memory.
         """
@@ -169,23 +169,23 @@ class Channel(ABC):
         """Close this process's descriptor without ending the connection; in the child of a fork."""
 
 
-def send_goodbye(channel: Channel, last_words: str | None) -> None:
+def send_goodbye(channel: Channel, reason: str | None) -> None:
     """Tell the peer that this side leaves, and why. None: do not send anything."""
-    if last_words is not None:
+    if reason is not None:
         try:
-            channel.send(Kind.BYE, 0, last_words.encode(), timeout=1.0)
+            channel.send(Kind.BYE, 0, reason.encode(), timeout=1.0)
         except (ChannelClosed, TimeoutError) as error:
             _log.debug("the goodbye was not sent, the channel is closed: %s", error)
 
 
-def close_with_reason(channel: Channel, last_words: str | None, kind: Kind = Kind.BYE) -> None:
+def close_with_reason(channel: Channel, reason: str | None, kind: Kind = Kind.BYE) -> None:
     """Shut a channel. Tell the peer why if it can be sent without blocking.
 
     `Kind.BYE` ends all connections with the peer, `Kind.END` only this one.
     """
-    if last_words is not None:
+    if reason is not None:
         try:
-            channel.offer(kind, 0, last_words.encode())
+            channel.offer(kind, 0, reason.encode())
         except ChannelClosed as error:
             _log.debug("the goodbye was not sent, the channel is closed: %s", error)
     channel.shut()

@@ -157,11 +157,11 @@ class StreamChannel(Channel):
             raise
 
     def copy_to_shared_block(
-        self, copies: SharedCopies, number: int, buffer: memoryview
+        self, copies: SharedCopies, index: int, buffer: memoryview
     ) -> memoryview | None:
         if self._sharing is None:
             return None
-        return self._sharing.copy_to_shared_block(copies, number, buffer)
+        return self._sharing.copy_to_shared_block(copies, index, buffer)
 
     def try_send(self, kind: int) -> None:
         if not self._send_lock.acquire(blocking=False):
