@@ -3,8 +3,8 @@
 This package decides on which thread work runs. It does not know what a call is: frames are handled
 by subclasses of `LoopConnection` (`server.connection`, `client.multiplexed`).
 
-Where a served call runs. The thread that receives a call runs it, because handing a message to
-another thread costs more than most calls do. The exceptions:
+Where a served call runs. The thread that receives a call also runs it if possible, because handing
+a message to another thread costs more than most calls do. The rules:
 
 1. The *leader* of the event loop reads a frame, runs the call and queues the reply (`event_loop`).
    The replies to one peer are sent together once its frames are handled.
@@ -18,8 +18,9 @@ another thread costs more than most calls do. The exceptions:
    futures that did (`client.multiplexed`).
 5. The executor runs up to a limit of calls at once. Calls in a known wait do not count. When no
    call finishes between two ticks, the limit doubles, so calls that wait for each other progress.
-6. At the maximum limit, `Executor.submit` blocks, and the connection that delivers more such calls
-   is not read until there is room (`blocking.hold`): the back-pressure reaches the caller.
+6. When the queue of the executor is full, `Executor.submit` blocks, and the connection that
+   delivers more such calls is not read until there is room (`blocking.hold`). So the back-pressure
+   reaches the caller.
 7. The rest of a frame of more than 1 MiB is received by a thread of its own, so that the other
    connections of the loop are still read.
 8. With an interpreter lock an agent has one event loop. Without it, an agent has several, and each

@@ -9,7 +9,7 @@ the next timer. Event loops read `awake` without a lock for each frame; only if 
 call `wake`, which takes the lock.
 
 State: the heap of timers and the tuple of listeners are changed under `_lock`. `awake` is set under
-`_lock` and cleared by the clock's thread (see `_stop_ticking`).
+`_lock` by any thread and cleared by the clock's thread (see `_stop_ticking`).
 """
 
 from __future__ import annotations

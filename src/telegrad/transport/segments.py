@@ -273,7 +273,7 @@ class SegmentAllocator:
             self._close_drained()
 
     def trim(self) -> None:
-        """Close the segments that nobody uses, so that the kernel can free their memory."""
+        """Close the segments that no receiver uses, so that the kernel can free their memory."""
         with self._lock:
             self._close_drained()
             for segment in list(self._segments):

@@ -49,7 +49,7 @@ def listen(transport: str, host: str) -> tuple[socket.socket, str]:
 
 
 def connect(address: str, timeout: float) -> socket.socket:
-    """Return a connection to `address`. Raise `OSError` if nobody listens there."""
+    """Return a connection to `address`. Raise `OSError` if no process listens there."""
     kind, _, rest = address.partition(":")
     if kind == "unix":
         sock = socket.socket(socket.AF_UNIX)
