@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from telegrad import ps
 from telegrad.errors import StaleReference
+from telegrad.ps import gradient_buckets
+from telegrad.ps.gradient_buckets import divide_into_buckets
 from telegrad.ps.layout import ParameterLayout
+from telegrad.ps.server.gradient_buffer import GradientBuffer
 from telegrad.ps.server.service import ParameterShards
 from telegrad.ps.server.shard import ParameterShard
-from telegrad.ps.trainer import overlap
-from telegrad.ps.trainer.overlap import GradientBuffer, OverlappedPush, divide_into_buckets
+from telegrad.ps.trainer.overlap import OverlappedPush
 from telegrad.testing import LocalCluster
 from tests.local.gates import until
 from tests.ps import training
@@ -33,7 +35,7 @@ def transport() -> str:
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "_SIZE", 128)
+    monkeypatch.setattr(gradient_buckets, "_SIZE", 128)
 
 
 class Both:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from telegrad.errors import UsageError
 from telegrad.ps import flat_memory
+from telegrad.ps.gradient_buckets import GradientBucket
 from telegrad.ps.layout import DtypeRun, ServerRange
-from telegrad.ps.trainer.overlap import GradientBucket
 
 _LARGE = (torch.float32, torch.float64)
 _SMALL = (torch.float16, torch.bfloat16)

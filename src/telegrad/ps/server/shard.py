@@ -25,8 +25,8 @@ from telegrad.ps.messages import Gradients, JoinReply, PushReply, ShardSpec, Ste
 from telegrad.ps.server.base_shard import SINGLE_SERVER, BaseShard, ServerRole, run_actions
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
 from telegrad.ps.server.coordinator import StepReport
+from telegrad.ps.server.gradient_buffer import GradientBuffer
 from telegrad.ps.server.shard_optimizer import Options, ShardOptimizer, State, works_by_element
-from telegrad.ps.trainer.overlap import GradientBuffer
 
 
 class _PushedContent(NamedTuple):

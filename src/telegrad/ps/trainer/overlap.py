@@ -8,57 +8,23 @@ steps.
 
 State of an `OverlappedPush`, under `_changed`: `_passes`, how often backward has passed each parameter since the last
 step; `_open`, how many parameters each bucket still waits for; `_queue`, what is ready; `_sent`, what the server has,
-as it was sent. One thread at a time sends (`_sending`). A `GradientBuffer`, which is the server's side, has a lock of
-its own.
+as it was sent. One thread at a time sends (`_sending`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from telegrad import blocking
 from telegrad.errors import PeerLost, StaleReference
-from telegrad.ps import flat_memory
+from telegrad.ps.gradient_buckets import GradientBucket, divide_into_buckets
 from telegrad.ps.layout import ServerRange
 
-# bytes: large enough to fill a fast network, small enough that most leave before backward ends
-_SIZE = 4 << 20
 _LONGEST = 64  # steps without another try
-
-
-class GradientBucket(NamedTuple):
-    """Elements `first` up to `last` of a run, and the numbers of the parameters that they belong to."""
-
-    number: int
-    run: int
-    first: int
-    last: int
-    slots: frozenset[int]
-
-    def of(self, runs: Sequence[Tensor]) -> Tensor:
-        return runs[self.run][self.first : self.last]
-
-
-def divide_into_buckets(share: ServerRange) -> list[GradientBucket]:
-    """The buckets of a range. Trainers and servers find the same."""
-    found: list[GradientBucket] = []
-    for number, run in enumerate(share.runs):
-        size = run.dtype.itemsize
-        for start in range(run.offset, run.offset + run.nbytes, _SIZE):
-            stop = min(start + _SIZE, run.offset + run.nbytes)
-            slots = [
-                part.slot.number
-                for part in run.parts
-                if part.offset < stop and part.offset + part.nbytes > start
-            ]
-            first, last = (start - run.offset) // size, (stop - run.offset) // size
-            found.append(GradientBucket(len(found), number, first, last, frozenset(slots)))
-    return found
 
 
 class OverlappedPush:
@@ -177,39 +143,6 @@ class OverlappedPush:
                 with self._changed:
                     self._queue.clear()
                     self._error = error
-
-
-class GradientBuffer:
-    """Where a server gathers the gradients of one trainer for the step to come."""
-
-    def __init__(self, share: ServerRange) -> None:
-        self._buckets = divide_into_buckets(share)
-        self._flat = flat_memory.allocate_private(share.nbytes)
-        self._runs = [run.of(self._flat) for run in share.runs]
-        self._step = 0
-        self._here: set[int] = set()
-        self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"<GradientBuffer: {len(self._here)} of {len(self._buckets)} buckets of step {self._step}>"
-
-    def bring(self, step: int, pieces: Mapping[int, Tensor]) -> None:
-        with self._lock:
-            if step != self._step:
-                self._step = step
-                self._here.clear()
-            for number, piece in pieces.items():
-                self._buckets[number].of(self._runs).copy_(piece)
-                self._here.add(number)
-
-    def complete(self, step: int, pieces: Mapping[int, Tensor]) -> Tensor:
-        """The gradients of a step: these, and what was brought before."""
-        self.bring(step, pieces)
-        if len(self._here) < len(self._buckets):
-            raise StaleReference(
-                "some of these gradients were brought to an earlier life of this server"
-            )
-        return self._flat
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -21,12 +21,13 @@ from telegrad.futures import Future
 from telegrad.ps import flat_memory
 from telegrad.ps.compression import Compressor
 from telegrad.ps.flat_memory import MappedMemory, SegmentHandle
+from telegrad.ps.gradient_buckets import GradientBucket
 from telegrad.ps.messages import Gradients, JoinReply, PushReply, SavedVersions, ShardSpec
 from telegrad.ps.server import service
 from telegrad.ps.server.shard_optimizer import Options, State
 from telegrad.ps.trainer.flat_parameters import FlatParameters
 from telegrad.ps.trainer.joining import LOSS_ERRORS, LocalTrainers, retry_until_answered, settled
-from telegrad.ps.trainer.overlap import GradientBucket, OverlappedPush
+from telegrad.ps.trainer.overlap import OverlappedPush
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
