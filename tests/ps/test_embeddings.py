@@ -357,7 +357,7 @@ def test_storage_grows(cluster: Clusters, monkeypatch: pytest.MonkeyPatch, reser
     def refuse(*_: object, **__: object) -> None:
         raise OSError("cannot allocate memory")
 
-    monkeypatch.setattr(growable_array, "_MOST", reserved)
+    monkeypatch.setattr(growable_array, "_MAXIMUM_RESERVATION", reserved)
     if not reserved:
         monkeypatch.setattr(growable_array.mmap, "mmap", refuse)
     bag = ps.EmbeddingBag(
@@ -458,11 +458,11 @@ def test_few_rows_are_used_again() -> None:
     recent = RowCache(steps=1, limit=4, dim=1, dtype=torch.float64)
     for now, ids in ((0, [1, 2, 3]), (1, [3, 4]), (2, [5, 6, 7])):
         tensor = torch.tensor(ids)
-        recent.note(tensor, 10.0 * now + tensor[:, None].double(), now)
+        recent.add(tensor, 10.0 * now + tensor[:, None].double(), now)
     known, rows = recent.find(torch.tensor([1, 3, 5, 6, 7]), 2)
     assert known.tolist() == [False, False, True, True, True]
     assert rows.flatten().tolist() == [25, 26, 27]
-    recent.note(torch.arange(9), torch.zeros(9, 1, dtype=torch.float64), 2)  # more than fit
+    recent.add(torch.arange(9), torch.zeros(9, 1, dtype=torch.float64), 2)  # more than fit
     assert recent.find(torch.tensor([5]), 3)[1].tolist() == [[25.0]]
 
 
@@ -532,7 +532,7 @@ def test_a_state_dict_names_the_table(cluster: Clusters) -> None:
         (lambda bag: bag.put(torch.tensor([1]), torch.zeros(1, DIM + 1)), "once each"),
         (lambda bag: bag.tables.change("table", ps.RowAdam()), "cannot become"),
         (lambda bag: ps.EmbeddingBag(ROWS, DIM, bag.tables, name="table"), "another name"),
-        (lambda bag: ps.EmbeddingBag(ROWS, DIM, bag.tables, trainers=2), "said once"),
+        (lambda bag: ps.EmbeddingBag(ROWS, DIM, bag.tables, trainers=2), "not to each table"),
         (lambda bag: ps.EmbeddingBag(0, DIM, bag.tables), "1 or more rows"),
         (lambda bag: ps.EmbeddingBag(ROWS, DIM, bag.tables, padding_idx=ROWS), "padding_idx"),
         (lambda bag: ps.EmbeddingBag(ROWS, DIM, bag.tables, mode="median"), "sum, mean or max"),
@@ -548,7 +548,7 @@ def test_mistakes_are_named(cluster: Clusters, wrong: Callable[[Any], Any], mess
 def test_trainers_must_agree(cluster: Clusters) -> None:
     workers = cluster(3)
     table(ps.EmbeddingBag, workers, consistency=ps.Async())
-    with pytest.raises(UsageError, match=r"disagree: Sync.* but there is Async"):
+    with pytest.raises(UsageError, match=r"disagree: Sync.* but this server has Async"):
         table(ps.EmbeddingBag, workers, "w2")
     with pytest.raises(UsageError, match="disagree about a table"):
         table(ps.EmbeddingBag, workers, "w2", consistency=ps.Async(), seed=1)
@@ -675,7 +675,7 @@ def test_what_is_pushed_again_counts_once(cluster: Clusters) -> None:
     workers = cluster(2)
     bag = table(ps.EmbeddingBag, workers, optimizer=ps.RowSGD(lr=1.0), std=0.0)
     push(bag)
-    (attachment,) = bag.tables._attachments
+    (attachment,) = bag.tables._clients
     update = service.RowUpdate("table", torch.tensor([7]), torch.ones(1, DIM, dtype=torch.float64))
     for _ in range(2):
         assert attachment.push(1, 0, [update]).wait().version == 1
@@ -721,7 +721,7 @@ def inputs_of_bags(case: str) -> tuple[Tensor, Tensor | None, bool]:
 def test_bags_and_their_gradients_are_those_of_torch(case: str, mode: str, servers: int) -> None:
     input, offsets, last = inputs_of_bags(case)
     batch = RowBatch.of(input.reshape(-1), servers)
-    places = batch.places.view(input.shape)
+    places = batch.positions.view(input.shape)
     leaves = [torch.randn(len(batch.ids), 4, dtype=torch.float64).requires_grad_()]
     leaves.append(leaves[0].detach().clone().requires_grad_())
     ours = lookup.embedding_bag(leaves[0], batch, places, offsets, mode, last)
@@ -744,7 +744,7 @@ def test_embeddings_and_their_gradients_are_those_of_torch(servers: int) -> None
     batch = RowBatch.of(input.reshape(-1), servers)
     rows = torch.randn(len(batch.ids), 4, dtype=torch.float64).requires_grad_()
     ours = lookup.embedding(rows, batch, input.shape)
-    theirs = F.embedding(batch.places.view(input.shape), rows)
+    theirs = F.embedding(batch.positions.view(input.shape), rows)
     assert torch.equal(ours, theirs)
     weights = torch.randn_like(ours)
     torch.testing.assert_close(
@@ -765,7 +765,7 @@ def test_a_batch_has_each_row_once_and_knows_where_it_is_used(
 ) -> None:
     ids = torch.tensor(numbers, dtype=torch.int64)
     batch = RowBatch.of(ids, servers)
-    assert torch.equal(batch.ids[batch.places], ids)
+    assert torch.equal(batch.ids[batch.positions], ids)
     assert sorted(batch.ids.tolist()) == sorted(set(numbers))
     assert sum(batch.counts) == len(batch.ids)
     ends = [*batch.starts.tolist()[1:], len(ids)] if len(ids) else []

@@ -15,7 +15,7 @@ from torch import nn
 from telegrad import ps
 from telegrad.errors import UsageError
 from telegrad.ps.server.service import ParameterShards
-from telegrad.ps.trainer.registration import TrainerNames
+from telegrad.ps.trainer.registration import TrainerRegistry
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 
@@ -57,7 +57,7 @@ def test_a_name_that_is_in_use_is_an_error(cluster: Clusters) -> None:
     net = nn.Linear(2, 1)
     with ps.Optimizer(net, "w1", name="a", lr=0.1, agent=agent) as optimizer:
         with pytest.raises(
-            UsageError, match="parameter server 'a' already, and would wait for itself"
+            UsageError, match="already a trainer of parameter server 'a', and a second"
         ):
             ps.Optimizer(nn.Linear(2, 1), "w1", name="a", lr=0.1, agent=agent)
         step(optimizer, net)
@@ -65,7 +65,7 @@ def test_a_name_that_is_in_use_is_an_error(cluster: Clusters) -> None:
     with ps.Optimizer(net, "w1", name="a", lr=0.1, agent=agent) as optimizer:
         assert optimizer.version == 1
     table = ps.Embedding(5, 2, "w1", name="b", agent=agent)
-    with pytest.raises(UsageError, match="tables 'b' already"):
+    with pytest.raises(UsageError, match="already a trainer of tables 'b'"):
         ps.Embedding(5, 2, "w1", name="b", agent=agent)
     other, third = ps.Embedding(5, 2, "w1", agent=agent), ps.EmbeddingBag(5, 2, "w1", agent=agent)
     assert [table.name, other.name, third.name] == ["b", "table", "table-2"]
@@ -97,7 +97,7 @@ def test_one_that_is_dropped_leaves(cluster: Clusters, make: str) -> None:
     assert len(members()) == 2
     del dropped
     gc.collect()
-    agent._runtime.service(TrainerNames)._look()  # as the clock does
+    agent._runtime.service(TrainerRegistry)._check_collected()  # as the clock does
     until(lambda: len(members()) == 1)
     again = made(agent)
     assert len(members()) == 2

@@ -53,7 +53,7 @@ class Both:
         return [
             early
             for each in self.remote._attachments
-            for early in [each._early]
+            for early in [each._overlapped]
             if early is not None
         ]
 

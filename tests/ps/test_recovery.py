@@ -263,7 +263,7 @@ def test_a_step_that_was_interrupted_is_no_write_to_the_model(
     ((net, optimizer),) = trainers(workers, ["w1"], ["w0"])
     step(net, optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr(ShardClient, "take", _interrupt)
+        patch.setattr(ShardClient, "apply_reply", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             step(net, optimizer)
     assert step(net, optimizer) == [-2.0, -2.0]  # its gradients are of a round that is over
@@ -288,7 +288,7 @@ def test_a_trainer_joins_after_servers_with_different_versions_were_restarted(
     ahead = optimizer._attachments[0]
     # a trainer that dies between its calls to servers leaves such versions behind
     for number in range(2, 6):
-        ahead.take(ahead.push(PushRequest(number, ahead.version, {})))
+        ahead.apply_reply(ahead.push(PushRequest(number, ahead.version, {})))
     for server in ("w0", "w1"):
         kill(workers, server)
         restart(workers, server)

@@ -216,7 +216,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(cluster: Clusters, tmp_pat
     push(bag)
     bag.tables.close()
     workers.close()
-    with pytest.raises(UsageError, match="another kind of table or optimizer"):
+    with pytest.raises(UsageError, match="another dimension or optimizer"):
         table(ps.EmbeddingBag, cluster(2), optimizer=ps.RowSGD(), checkpoint=point)
 
 

@@ -1,6 +1,8 @@
-"""Memory for many lines of numbers that grows without being copied: addresses are reserved, pages come when used.
+"""Two-dimensional arrays that grow without being copied.
 
-Where the system does not give so many addresses, or there are more lines than were reserved for, memory doubles.
+The address space for all rows is reserved at the start; the system allocates pages when they are
+first written. If the reservation fails, or there are more rows than reserved, the array is copied
+to memory of twice the size.
 """
 
 from __future__ import annotations
@@ -11,34 +13,35 @@ import mmap
 import torch
 from torch import Tensor
 
-# bytes to reserve; of the addresses of a process, several hundred times as many can be used
-_MOST = 1 << 38
-_AT_LEAST = 1024  # lines
-# Linux's number, for versions of Python that do not name it
+# bytes; the address space of a process is several hundred times as large
+_MAXIMUM_RESERVATION = 1 << 38
+_MINIMUM_ROWS = 1024
+# Linux's value, for versions of Python that do not define it
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def reserve_rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Lines for up to `count`, of which none has a page of memory yet; maybe fewer, maybe none."""
-    nbytes = min(count * width * dtype.itemsize, _MOST)
+    """Reserve address space for up to `count` rows, possibly for fewer or none."""
+    row_nbytes = width * dtype.itemsize
+    nbytes = min(count * row_nbytes, _MAXIMUM_RESERVATION)
     with contextlib.suppress(OSError):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         flat = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
-        count = nbytes // (width * dtype.itemsize)
-        return flat[: count * width * dtype.itemsize].view(dtype).view(count, width)
+        count = nbytes // row_nbytes
+        return flat[: count * row_nbytes].view(dtype).view(count, width)
     return torch.empty(0, width, dtype=dtype)
 
 
-def grow_rows(lines: Tensor, count: int) -> Tensor:
-    """The same lines, and room for at least `count` of them.
+def grow_rows(rows: Tensor, count: int) -> Tensor:
+    """Return an array with the same contents and at least `count` rows.
 
-    >>> lines = reserve_rows(3, 2, torch.float32)
-    >>> lines.shape, grow_rows(lines, 3) is lines, grow_rows(lines, 4).shape
+    >>> rows = reserve_rows(3, 2, torch.float32)
+    >>> rows.shape, grow_rows(rows, 3) is rows, grow_rows(rows, 4).shape
     (torch.Size([3, 2]), True, torch.Size([1024, 2]))
     """
-    have = len(lines)
-    if count <= have:
-        return lines
-    larger = lines.new_empty(max(count, 2 * have, _AT_LEAST), lines.shape[1])
-    larger[:have] = lines
+    capacity = len(rows)
+    if count <= capacity:
+        return rows
+    larger = rows.new_empty(max(count, 2 * capacity, _MINIMUM_ROWS), rows.shape[1])
+    larger[:capacity] = rows
     return larger

@@ -1,4 +1,4 @@
-"""`RowBatch`: the rows that some input uses, each once, those of one server together and sorted."""
+"""`RowBatch`: the unique rows that an input uses, ordered by server and id."""
 
 from __future__ import annotations
 
@@ -13,56 +13,62 @@ from telegrad.ps.embeddings.row_hash import owners
 
 
 class RowBatch(NamedTuple):
-    """
+    """The unique ids of an input, and how to map between the input and them.
+
     >>> batch = RowBatch.of(torch.tensor([30, 10, 30]), servers=1)
-    >>> batch.ids.tolist(), batch.places.tolist(), batch.counts
+    >>> batch.ids.tolist(), batch.positions.tolist(), batch.counts
     ([10, 30], [1, 0, 1], [2])
     >>> batch.order.tolist(), batch.starts.tolist()
     ([1, 0, 2], [0, 1])
     """
 
     ids: Tensor
-    places: Tensor  # where each number of the input stands in `ids`
-    counts: list[int]  # how many of them are of each server
-    order: Tensor  # the positions of the input, those of one row together
-    starts: Tensor  # where those of each row start in `order`
+    positions: Tensor  # for each element of the input, the position of its id in `ids`
+    counts: list[int]  # the number of `ids` on each server
+    order: Tensor  # indices of the input, grouped by id
+    starts: Tensor  # for each of `ids`, where its group starts in `order`
 
     @classmethod
     def of(cls, ids: Tensor, servers: int) -> RowBatch:
-        """`ids` are the numbers of rows, in one dimension, on the CPU."""
-        order, starts, ranks = _grouped(ids)
+        """Return the batch of an input: one-dimensional, on the CPU, with repetitions."""
+        order, starts, ranks = _group(ids)
         unique = ids.index_select(0, order.index_select(0, starts))
-        places = torch.empty_like(order).scatter_(0, order, ranks)
+        positions = torch.empty_like(order).scatter_(0, order, ranks)
         if servers == 1:
-            return cls(unique, places, [len(unique)], order, starts)
+            return cls(unique, positions, [len(unique)], order, starts)
         owner = owners(unique, servers)
         by_owner = owner.argsort(stable=True)
         rank = torch.empty_like(by_owner)
         rank[by_owner] = torch.arange(len(by_owner))
-        places = rank[places]
+        positions = rank[positions]
         counts = owner.bincount(minlength=servers).tolist()
-        return cls(unique[by_owner], places, counts, *_grouped(places)[:2])
+        order, starts, _ = _group(positions)
+        return cls(unique[by_owner], positions, counts, order, starts)
 
     def only(self, mask: Tensor) -> RowBatch:
-        """Some of the rows."""
+        """Return a batch of some of the ids, without the mapping to the input."""
         counts = [int(part.sum()) for part in mask.split_with_sizes(self.counts)]
-        nothing = self.places[:0]
-        return RowBatch(self.ids[mask], nothing, counts, nothing, nothing)
+        empty = self.positions[:0]
+        return RowBatch(self.ids[mask], empty, counts, empty, empty)
 
     def split(self, lines: Tensor) -> Sequence[Tensor]:
-        """Something with a line for each row, by server."""
+        """Split a tensor with one line for each id into those of each server."""
         return lines.split_with_sizes(self.counts)
 
 
-def _grouped(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the positions of `numbers` in the order of the numbers, where each number starts there, and the ranks."""
-    count = len(numbers)
+def _group(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort integers that are not negative.
+
+    Return the indices that sort them, where each distinct value starts there, and for each sorted
+    value its rank among the distinct ones.
+    """
+    count = len(values)
     bits = max(1, count - 1).bit_length()
-    if count and int(numbers.max()) >> (63 - bits):
-        order = numbers.argsort(stable=True)
-        ordered = numbers[order].numpy()
-    else:  # number and position fit into one integer: sorting those takes a sixth of the time
-        keys = (numbers.numpy() << bits) | np.arange(count)
+    if count and int(values.max()) >> (63 - bits):
+        order = values.argsort(stable=True)
+        ordered = values[order].numpy()
+    else:  # value and index fit into one integer: sorting those takes a sixth of the time
+        keys = (values.numpy() << bits) | np.arange(count)
         keys.sort()
         order = torch.from_numpy(keys & ((1 << bits) - 1))
         ordered = keys >> bits
@@ -73,17 +79,18 @@ def _grouped(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return order, torch.from_numpy(np.flatnonzero(is_first)), torch.from_numpy(ranks)
 
 
-def total(gradients: Sequence[tuple[RowBatch, Tensor]], servers: int) -> tuple[RowBatch, Tensor]:
-    """The sum of several gradients of one table."""
+def sum_gradients(
+    gradients: Sequence[tuple[RowBatch, Tensor]], servers: int
+) -> tuple[RowBatch, Tensor]:
+    """Return the sum of several gradients of one table, each with its batch."""
     if len(gradients) == 1:
         return gradients[0]
     batch = RowBatch.of(torch.cat([each.ids for each, _ in gradients]), servers)
-    summed = gradients[0][1].new_zeros(len(batch.ids), gradients[0][1].shape[1])
-    for (_, gradient), places in zip(
-        gradients, batch.places.split_with_sizes(_sizes(gradients)), strict=True
-    ):
-        summed.index_add_(0, places, gradient)
-    return batch, summed
+    total = gradients[0][1].new_zeros(len(batch.ids), gradients[0][1].shape[1])
+    positions = batch.positions.split_with_sizes(_sizes(gradients))
+    for (_, gradient), targets in zip(gradients, positions, strict=True):
+        total.index_add_(0, targets, gradient)
+    return batch, total
 
 
 def _sizes(gradients: Iterable[tuple[RowBatch, Tensor]]) -> list[int]:

@@ -1,12 +1,14 @@
-"""`RowGradients`: the gradients of a table's rows since the last step, and `RowsParameter`, which shows them to torch.
+"""`RowGradients` collects the gradients of a table; `RowsParameter` shows them as `grad`.
 
-Whoever works on gradients in PyTorch reads and writes `parameter.grad`: `GradScaler`, `clip_grad_norm_`, hooks of
-training frameworks. A table that an `Optimizer` steps has a parameter for them. It has no elements and requires no
-gradient, so nothing counts, initialises or reduces it, but its `grad` has a line for each row that the backward passes
-have reached, which are added up when somebody asks. What is done to it in place is what the servers get.
+Code that works on gradients in PyTorch reads and writes `parameter.grad`: `GradScaler`,
+`clip_grad_norm_`, hooks of training frameworks. So a table has a parameter. It has no elements and
+requires no gradient, so that nothing counts, initializes or reduces it. Its `grad` has one line for
+each row that backward passes have reached since the last step; they are summed on first access.
+In-place changes of `grad` change what is sent to the servers.
 
-State of a `RowGradients`: `_parts`, what backward passes have left, to which whoever runs one appends; `shown`, whether
-an `Optimizer` steps the table. Without one, `grad` is None, so that optimizers of torch leave the parameter alone.
+State of `RowGradients`: `_batches`, the gradients of backward passes, appended by the threads that
+run them; `shown`, whether an `Optimizer` steps the table. Otherwise `grad` is None, so that
+optimizers of torch ignore the parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.errors import UsageError
-from telegrad.ps.embeddings.row_batch import RowBatch, total
+from telegrad.ps.embeddings.row_batch import RowBatch, sum_gradients
 
 if TYPE_CHECKING:
     from telegrad.ps.embeddings.tables import Tables
@@ -27,46 +29,48 @@ class RowGradients:
     def __init__(self, servers: int) -> None:
         self.shown = False
         self._servers = servers
-        self._parts: list[tuple[RowBatch, Tensor]] = []
+        self._batches: list[tuple[RowBatch, Tensor]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._parts)
+        return bool(self._batches)
 
     def add(self, batch: RowBatch, gradient: Tensor) -> None:
-        self._parts.append((batch, gradient))
+        """Add the gradient of one backward pass."""
+        self._batches.append((batch, gradient))
 
     def clear(self) -> None:
-        self._parts.clear()
+        self._batches.clear()
 
     def sum(self) -> tuple[RowBatch, Tensor]:
-        """Return the rows that have gradients, each once, and their gradients."""
-        parts = list(self._parts)
-        if len(parts) > 1:
-            self._parts[: len(parts)] = [total(parts, self._servers)]
-        return self._parts[0]
+        """Return the unique rows that have gradients, and the sums of their gradients."""
+        batches = list(self._batches)
+        if len(batches) > 1:
+            # other threads may append meanwhile, so replace only what was summed
+            self._batches[: len(batches)] = [sum_gradients(batches, self._servers)]
+        return self._batches[0]
 
     def replace(self, gradient: Tensor) -> None:
-        """Take other gradients for the same rows."""
+        """Replace the gradients of the same rows."""
         batch, before = self.sum()
         if gradient.shape != before.shape:
             raise UsageError(
-                f"the gradients of {len(before)} rows of a table cannot be replaced by a tensor of "
-                f"shape {tuple(gradient.shape)}"
+                f"the gradients of {len(before)} rows of a table cannot be replaced by a tensor "
+                f"of shape {tuple(gradient.shape)}"
             )
-        self._parts[0] = batch, gradient
+        self._batches[0] = batch, gradient
 
 
 class RowsParameter(nn.Parameter):
-    """A parameter without elements whose `grad` is that of the rows of a table."""
+    """A parameter without elements whose `grad` is the gradient of the rows of a table."""
 
     tables: Tables
     _rows: RowGradients
 
     @classmethod
     def of(cls, rows: RowGradients, tables: Tables, dim: int, dtype: torch.dtype) -> RowsParameter:
-        made = cls(torch.empty(0, dim, dtype=dtype), requires_grad=False)
-        made.tables, made._rows = tables, rows
-        return made
+        parameter = cls(torch.empty(0, dim, dtype=dtype), requires_grad=False)
+        parameter.tables, parameter._rows = tables, rows
+        return parameter
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -85,7 +89,7 @@ class RowsParameter(nn.Parameter):
         self._rows.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowsParameter:
-        """Return a parameter of the same rows, which are on servers."""
+        """Return a parameter of the same rows, which are on the servers."""
         if id(self) not in memo:
             copied = RowsParameter.of(self._rows, self.tables, self.shape[1], self.dtype)
             memo[id(self)] = copied

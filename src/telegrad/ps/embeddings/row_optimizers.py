@@ -1,6 +1,7 @@
-"""How servers update rows: the optimizers of tables, which touch only the rows that have a gradient.
+"""The optimizers of tables. Servers run them on the rows that have a gradient, and on no others.
 
-A rule has no state. What it keeps for each row it is given as tensors, one line per slot of the storage.
+An optimizer object has no state. `update` gets the state of the rows as tensors with one line for
+each slot of the storage.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ class RowSGD:
     def __post_init__(self) -> None:
         _check(self.lr >= 0, self)
 
-    def keeps(self, dim: int) -> dict[str, tuple[int, float]]:
-        """What it keeps of each row: by name, how many numbers, and what they are at first."""
+    def state_spec(self, dim: int) -> dict[str, tuple[int, float]]:
+        """Return the state of each row: by name, the number of elements and their first value."""
         return {}
 
     def update(
-        self, rows: Tensor, kept: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int
+        self, rows: Tensor, state: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int
     ) -> None:
-        """Step number `step`, from 1 on, of the rows in `slots`; none of them is there twice."""
+        """Update the rows in `slots`, which are unique. Steps are counted from 1 on."""
         _add(rows, slots, gradients * -self.lr)
 
 
 @dataclass(frozen=True)
 class RowAdagrad:
-    """Adagrad with one accumulator for each row, to which the mean of the squares of its gradient is added.
+    """Adagrad with one accumulator for each row, which sums the mean squares of its gradients.
 
     With `per_element` there is one for each element, as in `torch.optim.Adagrad`.
     """
@@ -49,17 +50,17 @@ class RowAdagrad:
     def __post_init__(self) -> None:
         _check(self.lr >= 0 and self.eps >= 0 and self.initial_accumulator_value >= 0, self)
 
-    def keeps(self, dim: int) -> dict[str, tuple[int, float]]:
+    def state_spec(self, dim: int) -> dict[str, tuple[int, float]]:
         return {"sum": (dim if self.per_element else 1, self.initial_accumulator_value)}
 
     def update(
-        self, rows: Tensor, kept: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int
+        self, rows: Tensor, state: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int
     ) -> None:
         squares = gradients.square()
         if not self.per_element:
             squares = squares.mean(1, keepdim=True)
-        sums = kept["sum"].index_select(0, slots).add_(squares)
-        kept["sum"].index_copy_(0, slots, sums)
+        sums = state["sum"].index_select(0, slots).add_(squares)
+        state["sum"].index_copy_(0, slots, sums)
         _add(rows, slots, (gradients / sums.sqrt_().add_(self.eps)).mul_(-self.lr))
 
 
@@ -74,29 +75,29 @@ class RowAdam:
     def __post_init__(self) -> None:
         _check(self.lr >= 0 and self.eps > 0 and all(0 <= beta < 1 for beta in self.betas), self)
 
-    def keeps(self, dim: int) -> dict[str, tuple[int, float]]:
+    def state_spec(self, dim: int) -> dict[str, tuple[int, float]]:
         return {"exp_avg": (dim, 0.0), "exp_avg_sq": (dim, 0.0)}
 
     def update(
-        self, rows: Tensor, kept: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int
+        self, rows: Tensor, state: Mapping[str, Tensor], slots: Tensor, gradients: Tensor, step: int
     ) -> None:
-        first, second = self.betas
-        mean = kept["exp_avg"].index_select(0, slots).lerp_(gradients, 1 - first)
-        kept["exp_avg"].index_copy_(0, slots, mean)
-        square = kept["exp_avg_sq"].index_select(0, slots).lerp_(gradients.square(), 1 - second)
-        kept["exp_avg_sq"].index_copy_(0, slots, square)
-        size = self.lr * math.sqrt(1 - second**step) / (1 - first**step)
-        _add(rows, slots, mean.div_(square.sqrt_().add_(self.eps)).mul_(-size))
+        beta1, beta2 = self.betas
+        mean = state["exp_avg"].index_select(0, slots).lerp_(gradients, 1 - beta1)
+        state["exp_avg"].index_copy_(0, slots, mean)
+        square = state["exp_avg_sq"].index_select(0, slots).lerp_(gradients.square(), 1 - beta2)
+        state["exp_avg_sq"].index_copy_(0, slots, square)
+        step_size = self.lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        _add(rows, slots, mean.div_(square.sqrt_().add_(self.eps)).mul_(-step_size))
 
 
 RowOptimizer = RowSGD | RowAdagrad | RowAdam
 
 
 def _add(rows: Tensor, slots: Tensor, changes: Tensor) -> None:
-    """Add to some rows. `index_add_` does the same and takes up to three times as long."""
+    """Add `changes` to the rows in `slots`. `index_add_` takes up to three times as long."""
     rows.scatter_add_(0, slots.unsqueeze(1).expand_as(changes), changes)
 
 
-def _check(valid: bool, rule: object) -> None:
+def _check(valid: bool, optimizer: object) -> None:
     if not valid:
-        raise UsageError(f"{rule} has a number that is out of its range")
+        raise UsageError(f"{optimizer} has an option that is out of its range")

@@ -1,4 +1,7 @@
-"""What trainers call on a server that holds tables. The first that comes makes the shard there."""
+"""The remote functions of servers that hold tables. The first trainer that joins creates the shard.
+
+They have no state of their own: shards are in the `ShardRegistry` of the agent.
+"""
 
 from __future__ import annotations
 
@@ -18,54 +21,53 @@ from telegrad.server.functions import trusted
 
 
 def find(name: str) -> TableShard:
-    """What is here of these tables."""
-    return ShardRegistry.here().find(_what(name), TableShard)
+    """Return the shard of the tables `name` on this worker."""
+    return ShardRegistry.here().find(_key(name), TableShard)
 
 
-def _what(name: str) -> str:
+def _key(name: str) -> str:
+    """Return the key in the registry, which also names the tables in errors."""
     return f"tables {name!r}"
 
 
-def _have(holdings: ShardRegistry, plan: TablesSpec, back: bool) -> TableShard:
-    """Return the shard, made if need be. One that trainers come `back` to must have a checkpoint."""
-    what = _what(plan.name)
-    with holdings.lock:
-        if not holdings.has(what):
+def _find_or_create(registry: ShardRegistry, spec: TablesSpec, rejoining: bool) -> TableShard:
+    """Return the shard. Create it if there is none, for `rejoining` trainers from a checkpoint."""
+    key = _key(spec.name)
+    with registry.lock:
+        if not registry.has(key):
             protocol = LeaderProtocol(
-                holdings.agent, what, plan.servers, patient=plan.checkpoint is not None
+                registry.agent, key, spec.servers, patient=spec.checkpoint is not None
             )
-            shard, expected = _made(holdings, plan, protocol, back)
-            holdings.add(what, shard)
-            holdings.expect(shard, expected)
+            shard, expected = _create(registry, spec, protocol, rejoining)
+            registry.add(key, shard)
+            registry.expect(shard, expected)
             shard.start()
             protocol.look_around()
-        return holdings.find(what, TableShard)
+        return registry.find(key, TableShard)
 
 
-def _made(
-    holdings: ShardRegistry, plan: TablesSpec, protocol: LeaderProtocol, back: bool
+def _create(
+    registry: ShardRegistry, spec: TablesSpec, protocol: LeaderProtocol, rejoining: bool
 ) -> tuple[TableShard, list[str]]:
     """Return a new shard, and the trainers that it has to wait for."""
-    agent, rule = holdings.agent, plan.checkpoint
-    archive = (
-        None
-        if rule is None
-        else CheckpointArchive(rule, f"{plan.name}.tables", agent.name, agent.threads.start)
-    )
-    shard = TableShard(plan, agent.group, archive, protocol.role)
+    agent, rule = registry.agent, spec.checkpoint
+    archive = None
+    if rule is not None:
+        archive = CheckpointArchive(rule, f"{spec.name}.tables", agent.name, agent.threads.start)
+    shard = TableShard(spec, agent.group, archive, protocol.role)
     snapshot = None if archive is None else archive.newest()
-    ours = snapshot is not None and snapshot.run == agent.group
-    if back and not ours:
+    is_same_run = snapshot is not None and snapshot.run == agent.group
+    if rejoining and not is_same_run:
         raise JoinError(
-            f"worker {agent.name!r} has come back without its part of tables {plan.name!r}: there is no checkpoint of "
-            "this run that can be read. Start the training anew"
+            f"worker {agent.name!r} was restarted without its part of tables {spec.name!r}: it "
+            "has no readable checkpoint of this run. Start the training again"
         )
     if archive is None or rule is None:
         return shard, []
     expected: list[str] = []
-    if snapshot is not None and (ours or rule.resume):
+    if snapshot is not None and (is_same_run or rule.resume):
         members, started = archive.members()
-        expected = members if ours else []
+        expected = members if is_same_run else []
         shard.restore(snapshot, expected, started)
     else:
         archive.clear()
@@ -74,74 +76,82 @@ def _made(
 
 
 @trusted
-def announce(plan: TablesSpec, trainer: str) -> int:
-    holdings = ShardRegistry.here()
-    shard = _have(holdings, plan, back=False)
-    first = shard.announce(trainer, plan)
-    holdings.check(shard, trainer)
-    return first
+def announce(spec: TablesSpec, trainer: str) -> int:
+    """Announce a trainer. Return the round from which on this server waits for it."""
+    registry = ShardRegistry.here()
+    shard = _find_or_create(registry, spec, rejoining=False)
+    first_round = shard.announce(trainer, spec)
+    registry.check(shard, trainer)
+    return first_round
 
 
 @trusted
-def enter(name: str, trainer: str, first: int) -> Any:
-    holdings = ShardRegistry.here()
-    shard = holdings.find(_what(name), TableShard)
-    entered = shard.enter(trainer, first)
-    holdings.check(shard, trainer)
-    return value_or_deferred(entered)
+def enter(name: str, trainer: str, first_round: int) -> Any:
+    """Let a trainer join. Reply when it may start, in `first_round`."""
+    registry = ShardRegistry.here()
+    shard = registry.find(_key(name), TableShard)
+    joined = shard.enter(trainer, first_round)
+    registry.check(shard, trainer)
+    return value_or_deferred(joined)
 
 
 @trusted
 def resume(
-    plan: TablesSpec,
+    spec: TablesSpec,
     tables: list[TableDefinition],
     trainer: str,
-    first: int,
+    first_round: int,
     acknowledged: int,
     version: int,
 ) -> PushReply:
-    """Let a trainer come back to a server that has lost it, most likely because it was restarted."""
-    holdings = ShardRegistry.here()
-    holdings.refuse_lost(trainer)
-    shard = _have(holdings, plan, back=True)
+    """Let a trainer rejoin a server that was restarted."""
+    registry = ShardRegistry.here()
+    registry.refuse_lost(trainer)
+    shard = _find_or_create(registry, spec, rejoining=True)
     shard.define(tables)
-    answer = shard.resume(trainer, first, acknowledged, version)
-    holdings.check(shard, trainer)
-    return answer
+    reply = shard.resume(trainer, first_round, acknowledged, version)
+    registry.check(shard, trainer)
+    return reply
 
 
 @trusted
 def has_member(name: str, trainer: str) -> bool:
-    """Return whether a trainer takes part here."""
+    """Return whether a trainer is a member here."""
     return find(name).has_member(trainer)
 
 
 @trusted
 def define(name: str, tables: list[TableDefinition]) -> None:
+    """Create tables that do not exist yet."""
     find(name).define(tables)
 
 
 @trusted
-def pull(name: str, wanted: Sequence[RowRequest], keep: bool) -> tuple[int, list[Tensor]]:
-    return find(name).pull(wanted, keep)
+def pull(name: str, requests: Sequence[RowRequest], keep: bool) -> tuple[int, list[Tensor]]:
+    """Return the version and the requested rows. `keep` stores rows that are new."""
+    return find(name).pull(requests, keep)
 
 
 @trusted
 def push(name: str, trainer: str, step: int, version: int, updates: list[RowUpdate] | None) -> Any:
+    """Report the gradients of a step. Reply when the trainer may continue."""
     return value_or_deferred(find(name).push(trainer, step, version, updates))
 
 
 @trusted
-def put(name: str, table: str, ids: Tensor, values: Tensor) -> None:
-    find(name).put(table, ids, values)
+def write_rows(name: str, table: str, ids: Tensor, values: Tensor) -> None:
+    """Replace the values of rows."""
+    find(name).write_rows(table, ids, values)
 
 
 @trusted
-def part(name: str, table: str, start: int, count: int) -> tuple[Tensor, Tensor]:
-    return find(name).part(table, start, count)
+def stored_rows(name: str, table: str, start: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return the ids and values of `count` stored rows from position `start` on."""
+    return find(name).stored_rows(table, start, count)
 
 
 @trusted
 def leave(name: str, trainer: str) -> None:
-    if ShardRegistry.here().has(_what(name)):
+    """Do not wait for a trainer any more."""
+    if ShardRegistry.here().has(_key(name)):
         find(name).leave(trainer)

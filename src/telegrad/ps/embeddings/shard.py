@@ -1,7 +1,7 @@
-"""`TableShard`: what one server holds of a group of tables.
+"""`TableShard`: the part of a group of tables that one server holds.
 
-State, all of it under the lock of a `BaseShard`: the storages by name, and `_restored`, what a checkpoint had of tables
-that no trainer has named yet.
+State, all of it under the lock of `BaseShard`: `_storages`, the rows of each table; `_restored`,
+the contents of tables in a checkpoint that no trainer has defined yet.
 """
 
 from __future__ import annotations
@@ -27,117 +27,122 @@ _log = logging.getLogger(__name__)
 class TableShard(BaseShard):
     def __init__(
         self,
-        plan: TablesSpec,
+        spec: TablesSpec,
         run: str,
         archive: CheckpointArchive | None,
         role: ServerRole = SINGLE_SERVER,
     ) -> None:
-        super().__init__(plan.consistency, plan.trainers, run, archive, role)
-        self.plan = plan
+        super().__init__(spec.consistency, spec.trainers, run, archive, role)
+        self.spec = spec
         self._storages: dict[str, RowStorage] = {}
         self._restored: dict[str, tuple[dict[str, Tensor], int]] = {}
 
     def __repr__(self) -> str:
-        return f"<TableShard of tables {self.plan.name!r}: {list(self._storages.values())}, {self._coordinator!r}>"
+        storages = list(self._storages.values())
+        return f"<TableShard of tables {self.spec.name!r}: {storages}, {self._coordinator!r}>"
 
     def define(self, tables: Iterable[TableDefinition]) -> None:
-        """Have these tables; those that are here already must be the same."""
+        """Create tables. Raise `UsageError` if one exists with other properties."""
         with self._lock:
-            for shape, rule in tables:
-                known = self._storages.get(shape.name)
+            for spec, optimizer in tables:
+                known = self._storages.get(spec.name)
                 if known is None:
-                    self._storages[shape.name] = self._made(RowStorage(shape, rule))
-                elif known.shape != shape:
+                    storage = self._storages[spec.name] = RowStorage(spec, optimizer)
+                    if spec.name in self._restored:
+                        storage.restore(*self._restored.pop(spec.name))
+                elif known.spec != spec:
                     raise UsageError(
-                        f"trainers disagree about a table: {shape} is known as {known.shape}"
+                        f"trainers disagree about a table: {spec} is known as {known.spec}"
                     )
 
-    def _made(self, storage: RowStorage) -> RowStorage:
-        if storage.shape.name in self._restored:
-            storage.restore(*self._restored.pop(storage.shape.name))
-        return storage
+    # Membership
 
-    # Who takes part
-
-    def announce(self, trainer: str, plan: TablesSpec) -> int:
-        if (plan.servers, plan.consistency) != (self.plan.servers, self.plan.consistency):
+    def announce(self, trainer: str, spec: TablesSpec) -> int:
+        """Return the round from which on this server waits for the trainer."""
+        if (spec.servers, spec.consistency) != (self.spec.servers, self.spec.consistency):
             raise UsageError(
-                f"the trainers of tables {self.plan.name!r} disagree: {plan.consistency} on {', '.join(plan.servers)}, "
-                f"but there is {self.plan.consistency} on {', '.join(self.plan.servers)}"
+                f"the trainers of tables {self.spec.name!r} disagree: {spec.consistency} on "
+                f"{', '.join(spec.servers)}, but this server has {self.spec.consistency} on "
+                f"{', '.join(self.spec.servers)}"
             )
         with self._lock:
             return self._coordinator.announce(trainer)
 
-    def enter(self, trainer: str, first: int) -> Future[PushReply]:
-        """A trainer is here; the answer comes when it may start, which is in round `first`."""
+    def enter(self, trainer: str, first_round: int) -> Future[PushReply]:
+        """Let a trainer join. The future completes when it may start, in `first_round`."""
         future: Future[PushReply] = Future()
         with self._lock:
-            actions = self._enter(trainer, first, future)
+            actions = self._enter(trainer, first_round, future)
         run_actions(actions)
         return future
 
-    def resume(self, trainer: str, first: int, acknowledged: int, version: int) -> PushReply:
-        """A trainer comes back to a server that was restarted."""
+    def resume(self, trainer: str, first_round: int, acknowledged: int, version: int) -> PushReply:
+        """Let a trainer rejoin after this server was restarted."""
         with self._lock:
             if version > self.version and self._coordinator.applied:
-                lost = f"{version - self.version} steps of tables {self.plan.name!r}"
                 _log.warning(
-                    "%s were not in the checkpoint of a server that was restarted, and are lost",
-                    lost,
+                    "%s steps of tables %r are lost: they were not in the checkpoint of a server "
+                    "that was restarted",
+                    version - self.version,
+                    self.spec.name,
                 )
-            actions = self._resume(trainer, first, acknowledged, version, {})
-            answer = PushReply(self.version)
+            actions = self._resume(trainer, first_round, acknowledged, version, {})
+            reply = PushReply(self.version)
         run_actions(actions)
-        return answer
+        return reply
 
-    # What they bring and get
+    # Rows and gradients
 
-    def pull(self, wanted: Sequence[RowRequest], keep: bool) -> tuple[int, list[Tensor]]:
-        """The version, and these rows of each table; `keep`: they are to be trained."""
+    def pull(self, requests: Sequence[RowRequest], keep: bool) -> tuple[int, list[Tensor]]:
+        """Return the version and the requested rows. `keep` stores rows that are new."""
         with self._lock:
-            return self.version, [self._find(table).read(ids, keep) for table, ids in wanted]
+            return self.version, [self._find(table).read(ids, keep) for table, ids in requests]
 
     def push(
         self, trainer: str, step: int, version: int, updates: list[RowUpdate] | None
     ) -> Future[PushReply]:
-        """Gradients of rows; None if they are not finite, and the round that they are part of makes no step."""
+        """Report gradients; None if they are not finite, so that the round makes no step."""
         future: Future[PushReply] = Future()
         report = StepReport(trainer, step, version, updates, future)
         with self._lock:
+            # fail here, where only this trainer gets the error
             for update in updates or ():
                 self._find(update.table)
             actions = self._carry_out(self._coordinator.report(report))
         run_actions(actions)
         return future
 
-    def put(self, table: str, ids: Tensor, values: Tensor) -> None:
+    def write_rows(self, table: str, ids: Tensor, values: Tensor) -> None:
+        """Replace the values of rows."""
         with self._lock:
             self._find(table).write(ids, values)
 
-    def part(self, table: str, start: int, count: int) -> tuple[Tensor, Tensor]:
+    def stored_rows(self, table: str, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return the ids and values of `count` stored rows from position `start` on."""
         with self._lock:
-            return self._find(table).part(start, count)
+            return self._find(table).stored_rows(start, count)
 
     # Checkpoints
 
     def restore(
         self, snapshot: ShardSnapshot, expected: Sequence[str] = (), started: bool = False
     ) -> None:
-        """Begin where a snapshot ends. Of the same run, the trainers that took part are waited for."""
-        (about,) = snapshot.groups
-        number, servers = about["servers"]
-        if (number, servers) != (self.plan.number, len(self.plan.servers)):
+        """Start with a snapshot. If it is of the same run, wait for the `expected` trainers."""
+        (metadata,) = snapshot.groups
+        number, servers = metadata["servers"]
+        if (number, servers) != (self.spec.number, len(self.spec.servers)):
             raise UsageError(
-                f"the checkpoint of tables {self.plan.name!r} is of server {number + 1} of {servers}, not "
-                f"{self.plan.number + 1} of {len(self.plan.servers)}: resume with the same servers"
+                f"the checkpoint of tables {self.spec.name!r} is of server {number + 1} of "
+                f"{servers}, not {self.spec.number + 1} of {len(self.spec.servers)}: resume with "
+                "the same servers"
             )
         with self._lock:
             self._load(snapshot)
             self._restore(snapshot, expected, started)
 
     def _load(self, snapshot: ShardSnapshot) -> None:
-        (about,) = snapshot.groups
-        for table, steps in about["tables"].items():
+        (metadata,) = snapshot.groups
+        for table, steps in metadata["tables"].items():
             prefix = f"{table}/"
             contents = {
                 key.removeprefix(prefix): each
@@ -149,29 +154,34 @@ class TableShard(BaseShard):
             else:
                 self._restored[table] = contents, steps
         for table, storage in self._storages.items():
-            if table not in about["tables"]:  # it was defined after that snapshot was made
-                self._storages[table] = RowStorage(storage.shape, storage.rule)
+            if table not in metadata["tables"]:  # it was defined after the snapshot
+                self._storages[table] = RowStorage(storage.spec, storage.optimizer)
 
     def _snapshot(self) -> ShardSnapshot:
         tables = {
             name: (storage.contents(), storage.steps) for name, storage in self._storages.items()
         }
-        tables.update(self._restored)  # that no trainer has named yet
+        tables.update(self._restored)  # no trainer has defined them yet
         values = {
             f"{name}/{key}": each
             for name, (contents, _) in tables.items()
             for key, each in contents.items()
         }
-        about: dict[str, Any] = {
-            "servers": [self.plan.number, len(self.plan.servers)],
+        metadata: dict[str, Any] = {
+            "servers": [self.spec.number, len(self.spec.servers)],
             "tables": {name: steps for name, (_, steps) in tables.items()},
         }
-        applied = dict(self._coordinator.applied)
         return ShardSnapshot(
-            self.version, self._run, values, [], [about], applied, self._last_round
+            self.version,
+            self._run,
+            values,
+            [],
+            [metadata],
+            dict(self._coordinator.applied),
+            self._last_round,
         )
 
-    # Inside, under the lock
+    # Internal, under the lock
 
     def _find(self, table: str) -> RowStorage:
         storage = self._storages.get(table)
@@ -180,14 +190,16 @@ class TableShard(BaseShard):
         return storage
 
     def apply(self, reports: list[StepReport]) -> None:
+        """Make a step with the mean gradients of the reports."""
         by_table: dict[str, list[RowUpdate]] = {}
         for report in reports:
             for update in report.content or ():
                 by_table.setdefault(update.table, []).append(update)
+        # changed options are applied even if the step itself is skipped
         for table, updates in by_table.items():
             for update in updates:
-                if update.rule is not None:
-                    self._storages[table].change(update.rule)
+                if update.optimizer is not None:
+                    self._storages[table].change_optimizer(update.optimizer)
         if any(report.content is None for report in reports):
             return
         for table, updates in by_table.items():

@@ -1,163 +1,122 @@
-"""`TableClient`: a trainer's side of one server that holds tables.
+"""`TableClient`: a trainer's client for one server that holds rows of tables.
 
-State: `version`, which the rows that the trainer has in use are of at least; `current`, whether rows have been fetched
-since the last answer to a push. Used by the thread that trains.
+State besides that of `ServerClient`: `version`, the oldest version of the rows that the trainer
+uses; `has_rows`, whether it has fetched rows since the last reply to a push; `_last_tables` and
+`_last_step`, the tables and the last step for rejoining between steps, under `_busy_lock`.
 """
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from telegrad.errors import CallTimeout
 from telegrad.futures import Future
 from telegrad.ps.embeddings import service
 from telegrad.ps.embeddings.messages import RowRequest, RowUpdate, TableDefinition, TablesSpec
 from telegrad.ps.messages import PushReply
-from telegrad.ps.trainer.joining import LOSS_ERRORS, LocalTrainers, retry_until_answered, settled
+from telegrad.ps.trainer.server_client import ServerClient
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
-
 T = TypeVar("T")
 
 
-class TableClient:
-    def __init__(self, agent: AgentRuntime, trainer: str, server: str, plan: TablesSpec) -> None:
-        self.server = server
-        self.plan = plan
-        self.version = 0
-        self.current = False
-        self.step_limit: Callable[[], float | None] = lambda: None  # seconds
-        self._agent = agent
-        self._me = trainer
-        self._busy = True  # it joins, or is in the middle of a step
-        self._change = threading.Lock()  # of `_busy`
-        self._idle: tuple[Sequence[TableDefinition], int] = (), 0  # the tables, and the last step
-        self._first = 0  # the round, or clock, that this trainer has started with
+class TableClient(ServerClient[TablesSpec]):
+    def __init__(
+        self, agent: AgentRuntime, trainer: str, server: str, plan: TablesSpec, patience: float
+    ) -> None:
+        super().__init__(agent, trainer, server, plan, service, patience)
+        self.has_rows = False
+        self._last_tables: Sequence[TableDefinition] = ()
+        self._last_step = 0
 
     def __repr__(self) -> str:
         return (
             f"<TableClient to tables {self.plan.name!r} on {self.server!r}: version {self.version}>"
         )
 
-    # Coming and going
+    # Joining
 
-    def announce(self) -> int:
-        self._agent.service(LocalTrainers).sides[self._me, self.server] = self
-        return int(self._agent.invoke(self.server, service.announce, (self.plan, self._me)))
+    def start_join(self, first_round: int, timeout: float) -> Future[PushReply]:
+        self._first_round = first_round
+        arguments = (self.plan.name, self._me, first_round)
+        return self._agent.start(self.server, service.enter, arguments, None, timeout)
 
-    def enter(self, first: int, timeout: float) -> Future[PushReply]:
-        self._first = first
-        return self._agent.start(
-            self.server, service.enter, (self.plan.name, self._me, first), None, timeout
-        )
+    def finish_join(self, reply: PushReply) -> None:
+        self.apply_reply(reply)
 
-    def define(self, tables: list[TableDefinition]) -> Future[None]:
-        return self._start(service.define, tables)
+    def _rejoin(self, tables: Sequence[TableDefinition], acknowledged: int, version: int) -> None:
+        """Rejoin a server that was restarted. `acknowledged`: the last step it replied to."""
+        arguments = (self.plan, list(tables), self._me, self._first_round, acknowledged, version)
+        self._agent.invoke(self.server, service.resume, arguments)
 
-    def entered(self, answer: PushReply) -> None:
-        self.pushed(answer)
+    def _rejoin_between_steps(self) -> None:
+        self._rejoin(self._last_tables, self._last_step, self.version)
 
-    def leave(self) -> Future[None]:
-        self._agent.service(LocalTrainers).sides.pop((self._me, self.server), None)
-        return self._start(service.leave, self._me)
+    def set_idle(self, tables: Sequence[TableDefinition], step: int) -> None:
+        """Allow `rejoin_if_idle`: a step is complete, or a table was defined between steps."""
+        with self._busy_lock:
+            self._busy, self._last_tables, self._last_step = False, tables, step
 
-    # Rows
+    def ensure_member(self, tables: Sequence[TableDefinition], step: int, reply: PushReply) -> None:
+        """Rejoin the server if it was restarted after its reply to this step."""
+        self._ensure_member(partial(self._rejoin, tables, step, reply.version))
 
-    def pull(self, wanted: list[RowRequest], keep: bool) -> Future[tuple[int, list[Tensor]]]:
-        return self._start(service.pull, wanted, keep)
-
-    def pulled(self, answer: tuple[int, list[Tensor]]) -> list[Tensor]:
-        version, rows = answer
-        if not self.current:
-            self.version, self.current = max(self.version, version), True
-        return rows
-
-    def push(self, step: int, version: int, updates: list[RowUpdate] | None) -> Future[PushReply]:
-        with self._change:
-            self._busy = True
-        arguments = (self.plan.name, self._me, step, version, updates)
-        return self._agent.start(self.server, service.push, arguments, None, self.step_limit())
-
-    def pushed(self, answer: PushReply) -> PushReply:
-        self.version, self.current = answer.version, False
-        if answer.problem is not None:
-            warnings.warn(
-                f"tables {self.plan.name!r} on {self.server!r}: {answer.problem}", stacklevel=4
-            )
-        return answer
-
-    def put(self, table: str, ids: Tensor, values: Tensor) -> Future[None]:
-        return self._start(service.put, table, ids, values)
-
-    def part(self, table: str, start: int, count: int) -> tuple[Tensor, Tensor]:
-        part: tuple[Tensor, Tensor] = self._start(service.part, table, start, count).wait()
-        return part
-
-    def again(
+    def retry(
         self,
         call: Callable[[], Future[T]],
         tables: Sequence[TableDefinition],
         acknowledged: int,
-        patience: float,
         error: Exception,
     ) -> Future[T]:
-        """Wait until a server that is gone has come back, and make a call that it has not answered."""
-        if self.plan.checkpoint is None:
-            raise error
+        """Wait for a lost server, rejoin it, and repeat a call that failed with `error`."""
 
-        def attempt(reached: Callable[[], None]) -> Future[T]:
-            self._come_back(tables, acknowledged, self.version)
-            reached()
-            return settled(call())
+        def rejoin() -> None:
+            self._rejoin(tables, acknowledged, self.version)
 
-        return retry_until_answered(attempt, patience)
+        return self._rejoin_and_retry(rejoin, call, error)
 
-    def is_member(self) -> bool:
-        """Return whether the server knows this trainer."""
-        return bool(self._agent.invoke(self.server, service.has_member, (self.plan.name, self._me)))
+    # Tables and rows
 
-    def come_back_if_idle(self) -> None:
-        """Come back to a server that was restarted, unless there is a step under way, which does that itself."""
-        with self._change:
-            if self._busy or self.plan.checkpoint is None:
-                return
-            try:
-                self._come_back(*self._idle, self.version)
-            except (CallTimeout, *LOSS_ERRORS):
-                return  # it was restarted again
+    def define(self, tables: list[TableDefinition]) -> Future[None]:
+        return self._start(service.define, tables)
 
-    def rest(self, tables: Sequence[TableDefinition], step: int) -> None:
-        """Note that a step is over, or that there is a new table."""
-        with self._change:
-            self._busy, self._idle = False, (tables, step)
+    def pull(self, requests: list[RowRequest], keep: bool) -> Future[tuple[int, list[Tensor]]]:
+        """Fetch rows. `keep`: the server stores those that it has not stored yet."""
+        return self._start(service.pull, requests, keep)
 
-    def stay(self, tables: Sequence[TableDefinition], step: int, answer: PushReply) -> None:
-        """Make sure that a server that has answered this step still has this trainer, which other servers may need."""
-        try:
-            if self.is_member():
-                return
-        except CallTimeout:
-            return  # it is there, and busy
-        except LOSS_ERRORS:
-            if self.plan.checkpoint is None:
-                raise
-        try:
-            self._come_back(tables, step, answer.version)
-        except (CallTimeout, *LOSS_ERRORS):
-            return  # it is tried again as long as another server has not answered
+    def apply_pull(self, reply: tuple[int, list[Tensor]]) -> list[Tensor]:
+        """Return the rows of a reply to `pull`."""
+        version, rows = reply
+        if not self.has_rows:
+            self.version, self.has_rows = max(self.version, version), True
+        return rows
 
-    def _come_back(
-        self, tables: Sequence[TableDefinition], acknowledged: int, version: int
-    ) -> None:
-        arguments = (self.plan, list(tables), self._me, self._first, acknowledged, version)
-        self._agent.invoke(self.server, service.resume, arguments)
+    def push(self, step: int, version: int, updates: list[RowUpdate] | None) -> Future[PushReply]:
+        """Send the gradients of a step; None if they are not finite."""
+        with self._busy_lock:
+            self._busy = True
+        arguments = (self.plan.name, self._me, step, version, updates)
+        return self._agent.start(self.server, service.push, arguments, None, self.step_timeout())
 
-    def _start(self, function: Any, *args: Any) -> Future[Any]:
-        return self._agent.start(self.server, function, (self.plan.name, *args), None, None)
+    def apply_reply(self, reply: PushReply) -> None:
+        """Take over the version of a reply to `push` or `start_join`."""
+        self.version, self.has_rows = reply.version, False
+        if reply.problem is not None:
+            warnings.warn(
+                f"tables {self.plan.name!r} on {self.server!r}: {reply.problem}", stacklevel=4
+            )
+
+    def write_rows(self, table: str, ids: Tensor, values: Tensor) -> Future[None]:
+        """Replace the values of rows."""
+        return self._start(service.write_rows, table, ids, values)
+
+    def stored_rows(self, table: str, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return the ids and values of `count` stored rows from position `start` on."""
+        rows: tuple[Tensor, Tensor] = self._start(service.stored_rows, table, start, count).wait()
+        return rows

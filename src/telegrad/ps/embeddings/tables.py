@@ -1,9 +1,10 @@
-"""`Tables`: tables that are trained together, as a trainer sees them.
+"""`Tables`: a trainer's view of embedding tables that are trained together.
 
-State: `_definitions`, the tables by name, and `_told`, the rules that servers know of; `_gradients`, what backward
-passes have left for each table; `_shown`, whether an `Optimizer` steps the tables; `_pushed`, the answers that a step
-under way waits for, and `_acknowledged`, the last step that was answered. Used by one thread at a time, but for
-`_gradients`, to which whoever runs a backward pass adds.
+State: `_definitions`, the tables by name; `_sent_optimizers`, the optimizer of each table that the
+servers know; `_gradients`, the gradients of each table since the last step; `_shows_gradients`,
+whether an `Optimizer` steps the tables; `_pending_pushes`, the calls of a step that is under way;
+`_acknowledged`, the last step that all servers have replied to. Used by one thread at a time,
+except `_gradients`, to which backward passes on any thread add.
 """
 
 from __future__ import annotations
@@ -19,39 +20,44 @@ from torch import Tensor
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
-from telegrad.ps.embeddings.messages import RowRequest, RowUpdate, TableDefinition, TablesSpec
+from telegrad.ps.embeddings.messages import (
+    RowRequest,
+    RowUpdate,
+    TableDefinition,
+    TableSpec,
+    TablesSpec,
+)
 from telegrad.ps.embeddings.row_batch import RowBatch
 from telegrad.ps.embeddings.row_gradients import RowGradients
 from telegrad.ps.embeddings.row_optimizers import RowOptimizer
-from telegrad.ps.embeddings.row_storage import TableSpec
 from telegrad.ps.embeddings.table_client import TableClient
 from telegrad.ps.messages import PushReply, trainer_name
 from telegrad.ps.server.checkpoint import Checkpoint
 from telegrad.ps.trainer.joining import (
-    ServerCall,
-    answers,
-    closing,
+    close_on_shutdown,
     find_servers,
     join,
     leave,
-    leave_all,
     require_runtime,
+    start_leaving,
 )
-from telegrad.ps.trainer.registration import TrainerNames
+from telegrad.ps.trainer.registration import TrainerRegistry
+from telegrad.ps.trainer.server_calls import ServerCall, gather_replies
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
 
-_numbers = itertools.count(1)
+_trainer_ids = itertools.count(1)
 
 
 class Tables:
-    """Tables on these servers that are trained together: one call to each server fetches or updates rows of all.
+    """Tables on the same servers that are trained together, with one call to each server.
 
-    `servers` are workers: a pattern of names, or names. Trainers that say the same `name` train together, with
-    `consistency` as `telegrad.ps.Optimizer` has it; they start when `trainers` have come. `step` sends the gradients
-    that backward passes have left; an `Optimizer` of a model that has such tables does it along with its own.
-    With `checkpoint`, a server that dies is waited for, `patience` seconds long.
+    `servers` are workers: a pattern of names, or a list of names. Trainers that pass the same
+    `name` train together, with the same `consistency` rules as `telegrad.ps.Optimizer`. They start
+    when `trainers` of them have joined. `step` sends the gradients of the backward passes; if a
+    model with such tables has a `telegrad.ps.Optimizer`, its `step` does that. With `checkpoint`,
+    a trainer waits up to `patience` seconds for a server that is restarted.
     """
 
     def __init__(
@@ -71,46 +77,41 @@ class Tables:
         self.dropped = 0
         self._agent = require_runtime(agent)
         self._consistency = consistency or Sync()
-        self._patience = patience
         self._definitions: dict[str, TableDefinition] = {}
-        self._told: dict[str, RowOptimizer] = {}
+        self._sent_optimizers: dict[str, RowOptimizer] = {}
         self._gradients: dict[str, RowGradients] = {}
-        self._shown = False
-        self._pushed: list[ServerCall[PushReply]] = []
+        self._shows_gradients = False
+        self._pending_pushes: list[ServerCall[PushReply]] = []
         self._acknowledged = 0
-        self._member = True
-        trainer = trainer_name(self._agent.local_member.incarnation, next(_numbers))
-        names = find_servers(self._agent, servers)
-        self._name = self._agent.service(TrainerNames).take(
+        self._is_member = True
+        trainer = trainer_name(self._agent.local_member.incarnation, next(_trainer_ids))
+        workers = find_servers(self._agent, servers)
+        self._registration = self._agent.service(TrainerRegistry).register(
             "tables", name, default_name, waits_for_quorum(self._consistency)
         )
-        self.name = self._name.name
-        self._attachments = [
-            TableClient(
-                self._agent,
-                trainer,
-                server,
-                TablesSpec(
-                    self.name, number, tuple(names), self._consistency, trainers, checkpoint
-                ),
+        self.name = self._registration.name
+        self._clients: list[TableClient] = []
+        for index, server in enumerate(workers):
+            spec = TablesSpec(
+                self.name, index, tuple(workers), self._consistency, trainers, checkpoint
             )
-            for number, server in enumerate(names)
-        ]
-        for each in self._attachments:
-            each.step_limit = self._name.step_limit
+            client = TableClient(self._agent, trainer, server, spec, patience)
+            client.step_timeout = self._registration.step_timeout
+            self._clients.append(client)
         try:
-            self._join()
+            self._join(None if checkpoint is None else patience)
         except BaseException:
-            self._name.give_back(unused=True)
+            self._registration.release(unused=True)
             raise
-        self._name.belongs_to(self, partial(leave_all, self._attachments))
-        self._agent.on_shutdown(closing(self))
+        self._registration.leave_when_collected(self, partial(start_leaving, self._clients))
+        close_on_shutdown(self._agent, self)
 
     def __repr__(self) -> str:
-        servers = ", ".join(each.server for each in self._attachments)
+        servers = ", ".join(client.server for client in self._clients)
         return (
-            f"<ps.Tables {self.name!r}: {len(self._definitions)} on {servers}, {self._consistency}: "
-            f"{self.steps} steps, staleness {self.staleness}, {self.dropped} dropped>"
+            f"<ps.Tables {self.name!r}: {len(self._definitions)} on {servers}, "
+            f"{self._consistency}: {self.steps} steps, staleness {self.staleness}, "
+            f"{self.dropped} dropped>"
         )
 
     def __enter__(self) -> Tables:
@@ -127,83 +128,89 @@ class Tables:
 
     @property
     def servers(self) -> int:
-        """How many there are."""
-        return len(self._attachments)
+        """The number of servers."""
+        return len(self._clients)
 
     @property
     def version(self) -> int:
-        """How many steps the servers had made when they last answered."""
-        return min(each.version for each in self._attachments)
+        """The number of steps that the servers had made when they last replied."""
+        return min(client.version for client in self._clients)
 
     def close(self) -> None:
-        """Leave: the other trainers no longer wait for this one. Rows can still be read."""
-        if self._member:
-            leave(self._agent, self._attachments)
-            self._name.give_back()
-        self._member = False
+        """Leave, so that other trainers no longer wait for this one. Rows can still be read."""
+        if self._is_member:
+            leave(self._agent, self._clients)
+            self._registration.release()
+        self._is_member = False
 
-    # What tables need
+    # Used by the modules
 
-    def define(self, shape: TableSpec, rule: RowOptimizer) -> RowGradients:
-        """Have a table; its gradients belong into what is returned."""
-        if shape.name in self._definitions:
-            raise UsageError(
-                f"there is a table {shape.name!r} in {self.name!r} already; give each another name"
-            )
-        definition = TableDefinition(shape, rule)
-        self._everywhere([partial(each.define, [definition]) for each in self._attachments])
-        self._definitions[shape.name] = definition
-        self._told[shape.name] = rule
-        gradients = self._gradients[shape.name] = RowGradients(self.servers)
-        gradients.shown = self._shown
-        self._rest()
+    def define(self, spec: TableSpec, optimizer: RowOptimizer) -> RowGradients:
+        """Create a table. Return the object that collects its gradients."""
+        if spec.name in self._definitions:
+            raise UsageError(f"{self.name!r} already has a table {spec.name!r}: pass another name")
+        definition = TableDefinition(spec, optimizer)
+        self._call_all([partial(client.define, [definition]) for client in self._clients])
+        self._definitions[spec.name] = definition
+        self._sent_optimizers[spec.name] = optimizer
+        gradients = self._gradients[spec.name] = RowGradients(self.servers)
+        gradients.shown = self._shows_gradients
+        self._set_idle()
         return gradients
 
-    def change(self, table: str, rule: RowOptimizer) -> None:
-        """Train a table with other numbers from the next step on."""
-        shape, before = self._definitions[table]
-        if rule.keeps(shape.dim).keys() != before.keeps(shape.dim).keys():
+    def change(self, table: str, optimizer: RowOptimizer) -> None:
+        """Train a table with other options of the same optimizer from the next step on."""
+        spec, before = self._definitions[table]
+        if optimizer.state_spec(spec.dim).keys() != before.state_spec(spec.dim).keys():
             raise UsageError(
-                f"table {table!r} is trained with {before}, which cannot become {rule}"
+                f"table {table!r} is trained with {before}, which cannot become {optimizer}"
             )
-        self._definitions[table] = TableDefinition(shape, rule)
+        self._definitions[table] = TableDefinition(spec, optimizer)
 
-    def fetch(self, wanted: Sequence[tuple[str, RowBatch]], keep: bool) -> list[Tensor]:
-        """The rows of batches; `keep`: they are to be trained. One call to each server that has some of them."""
-        by_server: list[list[RowRequest]] = [[] for _ in self._attachments]
-        for table, batch in wanted:
-            for requests, ids in zip(by_server, batch.split(batch.ids), strict=True):
+    def fetch(self, requests: Sequence[tuple[str, RowBatch]], keep: bool) -> list[Tensor]:
+        """Return the rows of each batch, with one call to each server that has some of them.
+
+        `keep`: the rows are to be trained, so the servers store those that are new.
+        """
+        by_server: list[list[RowRequest]] = [[] for _ in self._clients]
+        for table, batch in requests:
+            for server_requests, ids in zip(by_server, batch.split(batch.ids), strict=True):
                 if len(ids):
-                    requests.append(RowRequest(table, ids))
-        asked = [each for each in zip(self._attachments, by_server, strict=True) if each[1]]
-        calls = [
-            self._started(each, partial(each.pull, requests, keep)) for each, requests in asked
-        ]
-        answered = zip(asked, answers(self._agent, calls), strict=True)
-        rows = {each.server: iter(each.pulled(answer)) for (each, _), answer in answered}
-        servers = [each.server for each in self._attachments]
-        return [
-            _together(
-                [
-                    next(rows[server])
-                    for server, count in zip(servers, batch.counts, strict=True)
-                    if count
-                ],
-                self._definitions[table].shape,
-            )
-            for table, batch in wanted
-        ]
+                    server_requests.append(RowRequest(table, ids))
+        calls, used = [], []
+        for client, server_requests in zip(self._clients, by_server, strict=True):
+            if server_requests:
+                calls.append(self._start_call(client, partial(client.pull, server_requests, keep)))
+                used.append(client)
+        replies = gather_replies(self._agent, calls)
+        # of each server: its rows for each batch that has some there, in order
+        rows = {
+            client.server: iter(client.apply_pull(reply))
+            for client, reply in zip(used, replies, strict=True)
+        }
+        found = []
+        for table, batch in requests:
+            pieces = [
+                next(rows[client.server])
+                for client, count in zip(self._clients, batch.counts, strict=True)
+                if count
+            ]
+            found.append(_concatenate(pieces, self._definitions[table].spec))
+        return found
 
-    def put(self, table: str, batch: RowBatch, values: Tensor) -> None:
-        parts = zip(self._attachments, batch.split(batch.ids), batch.split(values), strict=True)
-        self._everywhere([partial(each.put, table, ids, lines) for each, ids, lines in parts])
+    def write_rows(self, table: str, batch: RowBatch, values: Tensor) -> None:
+        """Replace the values of rows. `values` has one line for each row of the batch."""
+        pieces = zip(self._clients, batch.split(batch.ids), batch.split(values), strict=True)
+        self._call_all(
+            [partial(client.write_rows, table, ids, lines) for client, ids, lines in pieces]
+        )
 
-    def parts(self, table: str, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """All rows of a table that were ever trained, `count` at a time."""
-        for each in self._attachments:
+    def stored_rows(self, table: str, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the ids and values of all rows that servers store, up to `count` at a time."""
+        for client in self._clients:
             start = 0
             while True:
-                ids, rows = each.part(table, start, count)
+                ids, rows = client.stored_rows(table, start, count)
                 if not len(ids):
                     break
                 yield ids, rows
@@ -212,130 +219,126 @@ class Tables:
     # Steps
 
     def show_gradients(self, shown: bool) -> None:
-        """Let the parameters of tables have gradients: an `Optimizer` steps these tables, or no longer does."""
-        self._shown = shown
-        self._name.quorum = not shown and waits_for_quorum(self._consistency)
+        """Show gradients as `grad` of the tables' parameters, because an `Optimizer` steps them."""
+        self._shows_gradients = shown
+        self._registration.quorum = not shown and waits_for_quorum(self._consistency)
         for gradients in self._gradients.values():
             gradients.shown = shown
 
     def zero_grad(self) -> None:
-        """Forget gradients that have not been sent."""
+        """Drop gradients that have not been sent."""
         for gradients in self._gradients.values():
             gradients.clear()
 
     def step(self) -> None:
-        """Send the gradients, and wait as the consistency rule says."""
+        """Send the gradients, and wait as the consistency rule requires."""
         self.begin_step()
         self.finish_step()
 
     def begin_step(self, skip: bool = False) -> None:
-        """Send the gradients. `skip` says that they are not finite: the round makes no step then."""
-        if not self._member:
+        """Send the gradients. `skip`: they are not finite, so the round makes no step."""
+        if not self._is_member:
             raise UsageError(f"tables {self.name!r} are closed")
-        updates: list[list[RowUpdate]] = [[] for _ in self._attachments]
+        updates: list[list[RowUpdate]] = [[] for _ in self._clients]
         for table, gradients in self._gradients.items():
             if gradients and not skip:
                 batch, gradient = gradients.sum()
-                rule = self._news(table)
-                for mine, ids, lines in zip(
+                optimizer = self._changed_optimizer(table)
+                for server_updates, ids, lines in zip(
                     updates, batch.split(batch.ids), batch.split(gradient), strict=True
                 ):
-                    mine.append(RowUpdate(table, ids, lines, rule))
-            # otherwise they stay until `zero_grad`, as those of other parameters do
-            if not self._shown:
+                    server_updates.append(RowUpdate(table, ids, lines, optimizer))
+            # with an `Optimizer` they stay until `zero_grad`, like those of other parameters
+            if not self._shows_gradients:
                 gradients.clear()
         self.steps += 1
-        self._pushed = [
-            self._started(
-                each,
-                partial(each.push, self.steps, version, None if skip else mine),
-                self._stay(each, self.steps),
-            )
-            for each, version, mine in zip(
-                self._attachments, self._versions(), updates, strict=True
-            )
-        ]
+        definitions = list(self._definitions.values())
+        pushes = []
+        for client, version, server_updates in zip(
+            self._clients, self._push_versions(), updates, strict=True
+        ):
+            call = partial(client.push, self.steps, version, None if skip else server_updates)
+            ensure_member = partial(client.ensure_member, definitions, self.steps)
+            pushes.append(self._start_call(client, call, ensure_member))
+        self._pending_pushes = pushes
 
     def finish_step(self) -> None:
-        """Wait for the answers."""
-        pushed, self._pushed = self._pushed, []
-        with self._name.explained():
-            answered = answers(self._agent, pushed)
-        for each, answer in zip(self._attachments, answered, strict=True):
-            each.pushed(answer)
+        """Wait for the replies to `begin_step`."""
+        pushes, self._pending_pushes = self._pending_pushes, []
+        with self._registration.explain_timeout():
+            replies = gather_replies(self._agent, pushes)
+        for client, reply in zip(self._clients, replies, strict=True):
+            client.apply_reply(reply)
         self._acknowledged = self.steps
-        self._rest()
-        self.staleness = max(answer.staleness for answer in answered)
-        self.dropped += any(answer.dropped for answer in answered)
+        self._set_idle()
+        self.staleness = max(reply.staleness for reply in replies)
+        self.dropped += any(reply.dropped for reply in replies)
 
-    # Inside
+    # Internal
 
-    def _rest(self) -> None:
-        """Let servers that are restarted between steps find this trainer."""
-        if not self._pushed:
-            for each in self._attachments:
-                each.rest(list(self._definitions.values()), self._acknowledged)
-
-    def _news(self, table: str) -> RowOptimizer | None:
-        """The rule of a table, if servers do not know it; they do from now on."""
-        rule = self._definitions[table].rule
-        if rule == self._told[table]:
-            return None
-        self._told[table] = rule
-        return rule
-
-    def _join(self) -> None:
-        patience = None if self._attachments[0].plan.checkpoint is None else self._patience
+    def _join(self, patience: float | None) -> None:
         try:
-            join(self._agent, f"tables {self.name!r}", self._attachments, lambda: None, patience)
-            self._rest()
+            join(self._agent, f"tables {self.name!r}", self._clients, lambda: None, patience)
+            self._set_idle()
         except BaseException:
-            self._member = False
+            self._is_member = False
             raise
 
-    def _versions(self) -> list[int]:
-        """What the gradients were computed with. Rounds are the same on all servers; the oldest rows count."""
+    def _set_idle(self) -> None:
+        """Let clients rejoin servers that are restarted between steps."""
+        if not self._pending_pushes:
+            for client in self._clients:
+                client.set_idle(list(self._definitions.values()), self._acknowledged)
+
+    def _changed_optimizer(self, table: str) -> RowOptimizer | None:
+        """Return the optimizer of a table if the servers do not know it; they are sent it now."""
+        optimizer = self._definitions[table].optimizer
+        if optimizer == self._sent_optimizers[table]:
+            return None
+        self._sent_optimizers[table] = optimizer
+        return optimizer
+
+    def _push_versions(self) -> list[int]:
+        """Return for each server the version that the gradients were computed with.
+
+        With rounds, versions are the same on all servers, and the oldest rows determine it.
+        """
         if not isinstance(self._consistency, Sync):
-            return [each.version for each in self._attachments]
-        fetched = [each.version for each in self._attachments if each.current]
+            return [client.version for client in self._clients]
+        fetched = [client.version for client in self._clients if client.has_rows]
         return [min(fetched, default=self.version)] * self.servers
 
-    def _started(
+    def _start_call(
         self,
-        attachment: TableClient,
+        client: TableClient,
         call: Callable[[], Future[Any]],
-        stay: Callable[[Any], None] | None = None,
+        ensure_member: Callable[[Any], None] | None = None,
     ) -> ServerCall[Any]:
-        """Make a call, and say what to do if the server is lost, which may come back."""
+        """Start a call that is repeated if the server is lost and comes back."""
         tables = list(self._definitions.values())
-        acknowledged, patience = self._acknowledged, self._patience
+        acknowledged = self._acknowledged
 
-        def again(error: Exception) -> Future[Any]:
-            if not self._member:
+        def retry(error: Exception) -> Future[Any]:
+            if not self._is_member:
                 raise error
-            return attachment.again(call, tables, acknowledged, patience, error)
+            return client.retry(call, tables, acknowledged, error)
 
-        return ServerCall(call(), again, stay or _need_not_stay)
+        return ServerCall(call(), retry, ensure_member or _ignore_membership)
 
-    def _stay(self, attachment: TableClient, step: int) -> Callable[[PushReply], None]:
-        return partial(attachment.stay, list(self._definitions.values()), step)
-
-    def _everywhere(self, calls: Sequence[Callable[[], Future[Any]]]) -> list[Any]:
-        """Make a call to each server."""
-        return answers(
-            self._agent,
-            [
-                self._started(each, call)
-                for each, call in zip(self._attachments, calls, strict=True)
-            ],
-        )
+    def _call_all(self, calls: Sequence[Callable[[], Future[Any]]]) -> None:
+        """Make one call to each server, and wait for all of them."""
+        started = [
+            self._start_call(client, call)
+            for client, call in zip(self._clients, calls, strict=True)
+        ]
+        gather_replies(self._agent, started)
 
 
-def _need_not_stay(_: Any) -> None:
-    """Nobody waits for others in this call."""
+def _ignore_membership(_: Any) -> None:
+    """Do nothing: this call does not wait for other trainers."""
 
 
-def _together(parts: list[Tensor], shape: TableSpec) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else torch.empty(0, shape.dim, dtype=shape.dtype)
+def _concatenate(pieces: list[Tensor], spec: TableSpec) -> Tensor:
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces) if pieces else torch.empty(0, spec.dim, dtype=spec.dtype)

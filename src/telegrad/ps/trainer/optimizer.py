@@ -1,14 +1,15 @@
-"""`Optimizer`: a parameter server, as a trainer sees it.
+"""`Optimizer`: a `torch.optim.Optimizer` whose steps are made by parameter servers.
 
-The model stays an ordinary model: see `flat` for where parameters and gradients are. What the optimizer cannot follow
-is an error in the next step: parameters of another type or shape, frozen ones that get gradients, and parameters that
-the model has and the optimizer does not know.
+The model stays an ordinary model: see `flat_parameters` for how parameters and gradients are
+exchanged. A change of the model that the optimizer cannot follow raises an error in the next step:
+parameters of another dtype or shape, frozen parameters that get gradients, and new parameters.
 
-A step that a `GradScaler` finds infinite gradients in is made all the same, as a report that says so
-(`_step_supports_amp_scaling`): the servers skip the round of which it is a part, so all trainers skip it together.
+If a `GradScaler` finds infinite gradients, the step is still sent, with a flag
+(`_step_supports_amp_scaling`). The servers then skip the round, so all trainers skip it together.
 
-State: `param_groups` are the trainer's own, and what changed in them travels with the next push; `_known` is what the
-servers have been told. `_attachments`, one per server, hold the rest. Used by one thread at a time.
+State: `param_groups` belong to the trainer, and their changes are sent with the next push;
+`_sent_options` are the options that the servers know; `_attachments`, the clients, one for each
+server, hold the rest. Used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor, nn, optim
 from telegrad import param_groups
 from telegrad.errors import UsageError
 from telegrad.futures import Future, wait_all
-from telegrad.ps import compression as compressing
+from telegrad.ps import compression as gradient_compression
 from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
 from telegrad.ps.embeddings.row_gradients import RowsParameter
 from telegrad.ps.embeddings.tables import Tables
@@ -37,45 +38,50 @@ from telegrad.ps.server.shard_optimizer import Options, State, works_by_element
 from telegrad.ps.trainer.creation import find_or_create_shards
 from telegrad.ps.trainer.flat_parameters import FlatParameters, check_kind
 from telegrad.ps.trainer.joining import (
-    LOSS_ERRORS,
-    ServerCall,
-    answers,
-    closing,
+    close_on_shutdown,
     find_servers,
     join,
     leave,
-    leave_all,
     require_runtime,
+    start_leaving,
 )
 from telegrad.ps.trainer.model_structure import ModelStructure
-from telegrad.ps.trainer.registration import TrainerNames
+from telegrad.ps.trainer.registration import TrainerRegistry
+from telegrad.ps.trainer.server_calls import ServerCall, gather_replies
+from telegrad.ps.trainer.server_client import LOSS_ERRORS
 from telegrad.ps.trainer.shard_client import PushRequest, ShardClient
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
 
-_numbers = itertools.count(1)
+_trainer_ids = itertools.count(1)
 
 
 class Optimizer(optim.Optimizer):
-    """`optimizer(model.parameters(), **options)`, run by parameter servers for all trainers together.
+    """`optimizer(model.parameters(), **options)`, run by parameter servers for all trainers.
 
-    `servers` are workers: a pattern of names, or names. `model` is a module, or what `torch.optim` takes. Trainers that
-    say the same `name` train together: the first brings the parameters, the others get them. Without a name, the n-th
-    optimizer that a worker makes trains with the n-th of the others. With `trainers`, they
-    start when so many have come. `step` reports the gradients, waits as `consistency` says, and leaves fresh
-    parameters in the model. `close` lets the others go on without this trainer, and so does the end of its agent.
-    With `checkpoint`, a server that dies is waited for, `patience` seconds long. Gradients that travel by calls, to
-    other hosts, can be made smaller (`compression`, such as `torch.bfloat16`), and unless `overlap` is off they leave
-    while backward is under way. Parameters that require no gradient are left out unless `include_frozen` is set, for
-    models that are unfrozen later. Embeddings of the model whose rows live on servers (`telegrad.ps.Embedding`) step
-    and are closed along.
+    `servers` are workers: a pattern of names, or a list of names. `model` is a module, or anything
+    that `torch.optim` takes. `step` sends the gradients, waits as `consistency` requires, and
+    writes the new values into the model. `close` leaves the other trainers, and so does the
+    shutdown of the agent.
+
+    Trainers that pass the same `name` train together: the first one provides the initial
+    parameters, the others receive them. Without a name, the n-th optimizer of a worker trains with
+    the n-th optimizer of every other worker. They start when `trainers` of them have joined.
+
+    With `checkpoint`, a trainer waits up to `patience` seconds for a server that is restarted.
+    Gradients that are sent to other hosts can be compressed (`compression`, such as
+    `torch.bfloat16`). With `overlap`, they are sent while backward is running. Parameters that
+    require no gradient are left out unless `include_frozen` is set, for models that are unfrozen
+    later. Embeddings of the model whose rows are on servers (`telegrad.ps.Embedding`) are stepped
+    and closed together with the optimizer.
 
     >>> from telegrad.testing import LocalCluster
     >>> model = nn.Linear(2, 1, bias=False)
     >>> _ = nn.init.ones_(model.weight)
     >>> with LocalCluster(2) as cluster:
-    ...     with Optimizer(model, servers="w1", optimizer=torch.optim.SGD, lr=0.5, agent=cluster["w0"]) as optimizer:
+    ...     options = dict(optimizer=torch.optim.SGD, lr=0.5, agent=cluster["w0"])
+    ...     with Optimizer(model, servers="w1", **options) as optimizer:
     ...         model(torch.ones(1, 2)).sum().backward()
     ...         optimizer.step()
     >>> model.weight.tolist()
@@ -100,12 +106,14 @@ class Optimizer(optim.Optimizer):
         **options: Any,
     ) -> None:
         runtime = require_runtime(agent)
-        compressing.check(compression)
+        gradient_compression.check(compression)
         if optimizer is torch.optim.SparseAdam:
             raise UsageError(
-                "SparseAdam steps on sparse gradients, and parameter servers have dense ones: use torch.optim.Adam, "
-                "or keep the rows on servers by telegrad.ps.Embedding with RowAdam"
+                "SparseAdam needs sparse gradients, and parameter servers have dense ones: use "
+                "torch.optim.Adam, or keep the rows on servers with telegrad.ps.Embedding and "
+                "RowAdam"
             )
+        # creates the parameter groups and checks the options as torch does
         template = optimizer(
             model.parameters() if isinstance(model, nn.Module) else model, **options
         )
@@ -117,55 +125,54 @@ class Optimizer(optim.Optimizer):
         self.staleness = 0
         self.dropped = 0
         self.skipped = 0
-        self._kind = optimizer
-        self._known = [param_groups.options(group) for group in self.param_groups]
+        self._optimizer_class = optimizer
+        self._sent_options = [param_groups.options(group) for group in self.param_groups]
         self._consistency = consistency or Sync()
-        learning = _learning(model, self.param_groups, include_frozen)
-        for _, parameter_name, parameter in itertools.chain.from_iterable(learning):
+        trained = _trained_parameters(model, self.param_groups, include_frozen)
+        for _, parameter_name, parameter in itertools.chain.from_iterable(trained):
             check_kind(parameter_name, parameter)
-        self._layout = ParameterLayout.of(learning)
+        self._layout = ParameterLayout.of(trained)
         if not self._layout.slots:
             raise UsageError("none of the parameters requires a gradient")
-        # servers may step, and publish, while this trainer computes
-        compares = self._consistency != Sync()
+        # without rounds of all trainers, servers publish new values while this trainer computes
+        keeps_copy = self._consistency != Sync()
         shares_memory = service.shares_memory(runtime)
-        self._flat = FlatParameters(self._layout, self._parameters, shares_memory, compares)
+        self._flat = FlatParameters(self._layout, self._parameters, shares_memory, keeps_copy)
         self._structure = (
             ModelStructure(model, self._parameters) if isinstance(model, nn.Module) else None
         )
-        known = {slot.number for slot in self._layout.slots}
+        trained_indices = {slot.number for slot in self._layout.slots}
         self._frozen = [
-            each
-            for number, each in enumerate(self._parameters)
-            if number not in known and not isinstance(each, RowsParameter)
+            parameter
+            for index, parameter in enumerate(self._parameters)
+            if index not in trained_indices and not isinstance(parameter, RowsParameter)
         ]
-        self._trainer = trainer_name(runtime.local_member.incarnation, next(_numbers))
-        self._patience = patience
+        self._trainer = trainer_name(runtime.local_member.incarnation, next(_trainer_ids))
         self._compression = compression
-        # elsewhere, to look would be to wait
+        # on other devices, reading a gradient would wait for the device
         self._overlap = overlap and self._flat.device.type == "cpu"
         workers = find_servers(runtime, servers)
-        self._name = runtime.service(TrainerNames).take(
+        self._registration = runtime.service(TrainerRegistry).register(
             "parameter server", name, "default", waits_for_quorum(self._consistency)
         )
-        self.name = self._name.name
+        self.name = self._registration.name
         try:
-            self._attachments = self._plan(workers, options, trainers, checkpoint)
+            self._attachments = self._make_clients(workers, options, trainers, checkpoint, patience)
             self._tables = _tables_of(self._parameters)
-            self._join()
+            self._join(None if checkpoint is None else patience)
         except BaseException:
-            self._name.give_back(unused=True)
+            self._registration.release(unused=True)
             raise
-        self._name.belongs_to(self, partial(leave_all, self._attachments))
+        self._registration.leave_when_collected(self, partial(start_leaving, self._attachments))
         for tables in self._tables:
             tables.show_gradients(True)
-        runtime.on_shutdown(closing(self))
+        close_on_shutdown(runtime, self)
 
     def __repr__(self) -> str:
-        servers = ", ".join(each.server for each in self._attachments)
-        kind = getattr(self._kind, "__name__", repr(self._kind))
+        servers = ", ".join(client.server for client in self._attachments)
+        name = getattr(self._optimizer_class, "__name__", repr(self._optimizer_class))
         return (
-            f"<ps.Optimizer {self.name!r} of {kind} on {servers}, {self._consistency}: "
+            f"<ps.Optimizer {self.name!r} of {name} on {servers}, {self._consistency}: "
             f"{self.steps} steps, staleness {self.staleness}, {self.dropped} dropped>"
         )
 
@@ -177,33 +184,34 @@ class Optimizer(optim.Optimizer):
 
     @property
     def version(self) -> int:
-        """How many steps the servers had made when they last answered."""
-        return min(each.version for each in self._attachments)
+        """The number of steps that the servers had made when they last replied."""
+        return min(client.version for client in self._attachments)
 
     def close(self) -> None:
-        """Leave: the other trainers no longer wait for this one. The model keeps its parameters."""
-        attachments, self._attachments = self._attachments, []
-        if attachments:
-            leave(self._agent, attachments)
+        """Leave, so that other trainers no longer wait for this one. The model stays as it is."""
+        clients, self._attachments = self._attachments, []
+        if clients:
+            leave(self._agent, clients)
             self._flat.release()
-            self._name.give_back()
+            self._registration.release()
         for tables in self._tables:
             tables.show_gradients(False)
             tables.close()
 
-    # What torch.optim.Optimizer does
+    # The interface of torch.optim.Optimizer
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a `GradScaler` calls `step` also if gradients are not finite, and says so by `found_inf`.
+        """Whether a `GradScaler` calls `step` even if gradients are not finite.
 
-        It alone is told. Frameworks that read this would conclude that gradients cannot be clipped, but they can:
-        `GradScaler.unscale_` works as with any optimizer.
+        True only for calls from `GradScaler`. Frameworks that read this attribute would conclude
+        that gradients cannot be clipped, but they can: `GradScaler.unscale_` works as with any
+        optimizer.
         """
         return sys._getframe(1).f_globals.get("__name__") == torch.amp.GradScaler.__module__
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Report the gradients, wait, and take the fresh parameters."""
+        """Send the gradients, wait, and write the new values into the parameters."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -217,9 +225,9 @@ class Optimizer(optim.Optimizer):
         self.steps += 1
         for tables in self._tables:
             tables.begin_step(skip)
-        with self._name.explained():
-            answered = self._push(skip)
-        self._take(answered)
+        with self._registration.explain_timeout():
+            replies = self._push(skip)
+        self._apply_replies(replies)
         for tables in self._tables:
             tables.finish_step()
         return loss
@@ -232,91 +240,107 @@ class Optimizer(optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._attachments:
             raise UsageError(
-                "the parameters of a parameter server are fixed; make a new Optimizer under another name"
+                "the parameters of a parameter server are fixed; create a new Optimizer under "
+                "another name"
             )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that servers hold, fetched here, in the form that the optimizer itself would give."""
+        """Fetch the state from the servers, in the format of the optimizer that they run."""
         state: dict[int, State] = {}
-        for attachment, parts in zip(
-            self._attachments, self._everywhere(ShardClient.state), strict=True
-        ):
-            for part, values in zip(attachment.plan.share.parts, parts, strict=True):
+        server_states = self._call_all(ShardClient.state)
+        for client, parts_state in zip(self._attachments, server_states, strict=True):
+            for part, values in zip(client.plan.share.parts, parts_state, strict=True):
                 if values:
-                    self._put(
-                        state.setdefault(part.slot.number, {}), part.slot.number, part.first, values
-                    )
+                    index = part.slot.number
+                    self._write_state(state.setdefault(index, {}), index, part.first, values)
         return {
             "state": dict(sorted(state.items())),
             "param_groups": param_groups.packed(self.param_groups),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give every server its share of a state that `state_dict` returned, here or of the optimizer itself."""
+        """Send every server its part of a `state_dict` of this or the underlying optimizer."""
         state = param_groups.state_by_number(state_dict, self.param_groups)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(param_groups.options(loaded))
-        changes = param_groups.changes(self.param_groups, self._known)
-        self._everywhere(lambda each: each.load(state, changes))
+        changes = param_groups.changes(self.param_groups, self._sent_options)
+        self._call_all(lambda client: client.load(state, changes))
 
-    # Inside
+    # Internal
 
     @property
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _plan(
-        self, servers: list[str], options: Options, trainers: int, checkpoint: Checkpoint | None
+    def _make_clients(
+        self,
+        servers: list[str],
+        options: Options,
+        trainers: int,
+        checkpoint: Checkpoint | None,
+        patience: float,
     ) -> list[ShardClient]:
-        shares = self._layout.divide(len(servers), whole=not works_by_element(self._kind))
-        known, device = tuple(self._known), str(self._flat.device)
+        """Divide the parameters among the servers. Return a client for each that gets some."""
+        whole = not works_by_element(self._optimizer_class)
+        ranges = self._layout.divide(len(servers), whole)
         used = [
-            (server, share) for server, share in zip(servers, shares, strict=True) if share.nbytes
+            (server, server_range)
+            for server, server_range in zip(servers, ranges, strict=True)
+            if server_range.nbytes
         ]
-        names = tuple(server for server, _ in used)
-        rest = (self._kind, options, known, self._consistency, trainers, checkpoint, names, device)
-        return [
-            ShardClient(
+        clients = []
+        for server, server_range in used:
+            spec = ShardSpec(
+                self.name,
+                server_range,
+                self._optimizer_class,
+                options,
+                groups=tuple(self._sent_options),
+                consistency=self._consistency,
+                trainers=trainers,
+                checkpoint=checkpoint,
+                servers=tuple(server for server, _ in used),
+                device=str(self._flat.device),
+            )
+            client = ShardClient(
                 self._agent,
                 self._trainer,
                 server,
-                ShardSpec(self.name, share, *rest),
+                spec,
                 self._flat,
                 self._compression,
                 self._overlap,
+                patience,
             )
-            for server, share in used
-        ]
+            client.step_timeout = self._registration.step_timeout
+            clients.append(client)
+        return clients
 
-    def _join(self) -> None:
-        patience = None if self._attachments[0].plan.checkpoint is None else self._patience
-        for each in self._attachments:
-            each.patience = self._patience
-            each.step_limit = self._name.step_limit
-        prepare = partial(find_or_create_shards, self._attachments, self._consistency)
+    def _join(self, patience: float | None) -> None:
+        clients = self._attachments
+        prepare = partial(find_or_create_shards, clients, self._consistency)
         try:
-            join(
-                self._agent, f"parameter server {self.name!r}", self._attachments, prepare, patience
-            )
+            join(self._agent, f"parameter server {self.name!r}", clients, prepare, patience)
         except BaseException:
             self.close()
             raise
         self._flat.note()
 
     def _check_model(self) -> None:
-        """Raise an error if the model has parameters that would silently not be trained."""
+        """Raise `UsageError` if the model has parameters that would not be trained."""
         if self._structure is not None:
             self._structure.check()
         for parameter in self._frozen:
             if parameter.grad is not None:
                 raise UsageError(
-                    "a parameter that required no gradient when the ps.Optimizer was made has one now, but the "
-                    "servers do not hold it: make the optimizer with include_frozen=True, or after unfreezing"
+                    "a parameter that required no gradient when the ps.Optimizer was created has "
+                    "one now, but the servers do not hold it: create the optimizer with "
+                    "include_frozen=True, or after unfreezing"
                 )
 
     def _unscale(self) -> bool:
-        """Divide gradients as a `GradScaler` asks for. Return whether they are not finite."""
+        """Unscale gradients if a `GradScaler` asks for it. Return whether some are not finite."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if found_inf is not None and found_inf.item():
             return True
@@ -329,88 +353,94 @@ class Optimizer(optim.Optimizer):
         return False
 
     def _push(self, skip: bool) -> list[PushReply]:
-        """Push to all servers at once. Where there is only one, by a call that is waited for, which is the fastest."""
-        changes = param_groups.changes(self.param_groups, self._known)
+        """Push to all servers at once, and return their replies."""
+        changes = param_groups.changes(self.param_groups, self._sent_options)
         written = frozenset(self._flat.written())
         pushes = [
-            (each, PushRequest(self.steps, self._version_of(each), changes, skip, written))
-            for each in self._attachments
+            (client, PushRequest(self.steps, self._version_of(client), changes, skip, written))
+            for client in self._attachments
         ]
-        if len(pushes) == 1:
-            ((only, pushed),) = pushes
+        if len(pushes) == 1:  # a synchronous call is the fastest
+            ((client, request),) = pushes
             try:
-                return [only.push(pushed)]
+                return [client.push(request)]
             except LOSS_ERRORS as error:
-                return [self._again(only, pushed)(error).wait()]
+                return [self._retry_push(client, request, error).wait()]
         calls = [
             ServerCall(
-                each.start_push(pushed), self._again(each, pushed), partial(each.stay, self.steps)
+                client.start_push(request),
+                partial(self._retry_push, client, request),
+                partial(client.ensure_member, self.steps),
             )
-            for each, pushed in pushes
+            for client, request in pushes
         ]
-        return answers(self._agent, calls)
+        return gather_replies(self._agent, calls)
 
-    def _version_of(self, attachment: ShardClient) -> int:
-        """What the gradients were computed with. Rounds are the same on all servers."""
-        return self.version if isinstance(self._consistency, Sync) else attachment.version
+    def _version_of(self, client: ShardClient) -> int:
+        """Return the version that the gradients were computed with.
 
-    def _again(
-        self, attachment: ShardClient, pushed: PushRequest
-    ) -> Callable[[Exception], Future[PushReply]]:
-        """Wait for a server that was lost, which may come back."""
+        With rounds, versions are the same on all servers.
+        """
+        return self.version if isinstance(self._consistency, Sync) else client.version
 
-        def again(error: Exception) -> Future[PushReply]:
-            everything = pushed._replace(changes=dict(enumerate(self._known)))
-            return attachment.push_again(everything, error)
+    def _retry_push(
+        self, client: ShardClient, request: PushRequest, error: Exception
+    ) -> Future[PushReply]:
+        """Wait for a lost server and push again, with all options: it may have lost them."""
+        all_options = dict(enumerate(self._sent_options))
+        return client.retry_push(request._replace(changes=all_options), error)
 
-        return again
-
-    def _take(self, answered: list[PushReply]) -> None:
-        for attachment, answer in zip(self._attachments, answered, strict=True):
-            attachment.take(answer)
+    def _apply_replies(self, replies: list[PushReply]) -> None:
+        for client, reply in zip(self._attachments, replies, strict=True):
+            client.apply_reply(reply)
         self._flat.note()
-        self.staleness = max(answer.staleness for answer in answered)
-        self.dropped += any(answer.dropped for answer in answered)
-        self.skipped += any(answer.skipped for answer in answered)
+        self.staleness = max(reply.staleness for reply in replies)
+        self.dropped += any(reply.dropped for reply in replies)
+        self.skipped += any(reply.skipped for reply in replies)
 
-    def _put(self, state: State, number: int, first: int, values: State) -> None:
-        """Put the state of some elements of a parameter where it belongs."""
-        shape = self._parameters[number].shape
+    def _write_state(self, state: State, index: int, first: int, values: State) -> None:
+        """Write the state of some elements of a parameter, from `first` on, into its state."""
+        parameter = self._parameters[index]
+        by_element = works_by_element(self._optimizer_class)
         for key, value in values.items():
-            flat = works_by_element(self._kind) and torch.is_tensor(value) and value.dim() == 1
-            if not flat:
+            is_flat = by_element and torch.is_tensor(value) and value.dim() == 1
+            if not is_flat:
                 state[key] = value
                 continue
-            device = self._parameters[number].device
-            whole = state.setdefault(key, torch.empty(shape, dtype=value.dtype, device=device))
-            whole.view(-1)[first : first + value.numel()].copy_(value)
+            if key not in state:
+                state[key] = torch.empty(
+                    parameter.shape, dtype=value.dtype, device=parameter.device
+                )
+            state[key].view(-1)[first : first + value.numel()].copy_(value)
 
-    def _everywhere(self, start: Callable[[ShardClient], Future[Any]]) -> list[Any]:
-        return wait_all([start(each) for each in self._attachments])
+    def _call_all(self, start: Callable[[ShardClient], Future[Any]]) -> list[Any]:
+        return wait_all([start(client) for client in self._attachments])
 
 
 def _tables_of(parameters: Iterable[Tensor]) -> list[Tables]:
-    """What holds the tables that these parameters stand for, each once."""
+    """Return the tables that these parameters stand for, each once."""
     found = [each.tables for each in parameters if isinstance(each, RowsParameter)]
     return list({id(tables): tables for tables in found}.values())
 
 
-def _learning(
+def _trained_parameters(
     model: Any, groups: list[dict[str, Any]], include_frozen: bool
 ) -> list[list[tuple[int, str, Tensor]]]:
-    """The parameters of each group that servers hold: their numbers, and their names in the model if there is one."""
-    names = (
-        {id(each): name for name, each in model.named_parameters()}
-        if isinstance(model, nn.Module)
-        else {}
-    )
-    number = itertools.count()
-    numbered = [[(next(number), each) for each in group["params"]] for group in groups]
-    return [
-        [
-            (place, names.get(id(each), str(place)), each)
-            for place, each in group
-            if (each.requires_grad or include_frozen) and not isinstance(each, RowsParameter)
-        ]
-        for group in numbered
-    ]
+    """Return index, name and tensor of the parameters that servers hold, by group.
+
+    Indices count the parameters of all groups. Parameters without a module are named by index.
+    """
+    names: dict[int, str] = {}
+    if isinstance(model, nn.Module):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+    indices = itertools.count()
+    trained: list[list[tuple[int, str, Tensor]]] = []
+    for group in groups:
+        entries = []
+        for parameter in group["params"]:
+            index = next(indices)
+            is_trained = parameter.requires_grad or include_frozen
+            if is_trained and not isinstance(parameter, RowsParameter):
+                entries.append((index, names.get(id(parameter), str(index)), parameter))
+        trained.append(entries)
+    return trained

@@ -1,17 +1,19 @@
-"""`TrainerNames`: which parameter servers and tables the trainers of one worker use.
+"""`TrainerRegistry`: the names of the parameter servers and tables that a worker trains.
 
-A worker is one trainer of a parameter server, not two: a second one under the same name would wait for the first. So
-a name that is in use is an error, and trainers that say no name get one of their own: the n-th that a worker makes
-trains with the n-th of every other worker.
+A worker is at most one trainer of each parameter server: a second one of the same name would wait
+for the first. So a name that is in use is an error. Trainers without a name get a default name:
+the n-th of them on a worker trains with the n-th on every other worker.
 
-A trainer that was dropped without `close` must leave all the same, or the others would wait for it. The finalizer of
-its object may run anywhere, so it only puts a note into a queue; the clock and the next trainer look at the queue.
+A trainer that is garbage-collected without `close` must leave its servers, or other trainers would
+wait for it. A finalizer may run on any thread and under any lock, so it only adds the trainer to a
+queue. The clock and the next registration process the queue.
 
-Trainers that step several models with a quorum one after the other can wait for each other: some in one model, some in
-another, too few in each. So while a worker trains several of them, their steps have a time limit.
+Trainers that step several models with a quorum one after the other can deadlock: some wait in one
+model, some in another, and no quorum is complete. So steps have a time limit while a worker trains
+several such models.
 
-State: `_made`, how many trainers had no name, by what they would be called; `_used`, the names in use; both under
-`_lock`. `_dropped`, the notes.
+State: `_default_counts`, how many trainers got each default name, and `_registered`, the names in
+use, both under `_lock`; `_collected`, the queue of trainers that were garbage-collected.
 """
 
 from __future__ import annotations
@@ -28,130 +30,143 @@ from telegrad.errors import CallTimeout, UsageError
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
-_INTERVAL = 1.0  # seconds until a trainer that was dropped leaves
+_INTERVAL = 1.0  # seconds until a trainer that was garbage-collected leaves
 
-Leave = Callable[[], object]  # tells the servers, without waiting for their answers
+Leave = Callable[[], object]  # leaves the servers without waiting for their replies
 
 
-class TrainerNames:
+class TrainerRegistry:
     """One per agent."""
 
     def __init__(self, agent: AgentRuntime) -> None:
         self._agent = agent
         self._lock = threading.Lock()
-        self._made: Counter[str] = Counter()
-        self._used: dict[str, RegisteredName] = {}
-        self._dropped: deque[tuple[str, Leave]] = deque()
-        agent.clock.every(_INTERVAL, self._look)
-        agent.on_shutdown(self._leave_dropped)
-        agent.on_close(self._dropped.clear)
+        self._default_counts: Counter[str] = Counter()
+        self._registered: dict[str, TrainerRegistration] = {}
+        self._collected: deque[tuple[str, Leave]] = deque()
+        agent.clock.every(_INTERVAL, self._check_collected)
+        agent.on_shutdown(self._leave_collected)
+        agent.on_close(self._collected.clear)
 
     def __repr__(self) -> str:
-        return f"<TrainerNames in use on {self._agent.name}: {sorted(self._used)}>"
+        return f"<TrainerRegistry of {self._agent.name}: {sorted(self._registered)}>"
 
-    def take(self, kind: str, name: str | None, default: str, quorum: bool) -> RegisteredName:
-        """Return a name that nobody here uses; `name` if it is not None. `quorum`: the trainer waits for one."""
-        self._leave_dropped()
+    def register(
+        self, kind: str, name: str | None, default_name: str, quorum: bool
+    ) -> TrainerRegistration:
+        """Register a trainer under `name`; None: under the next free default name.
+
+        `quorum`: its steps wait for a quorum.
+        """
+        self._leave_collected()
         with self._lock:
             if name is None:
-                found = self._next(kind, default)
+                registration = self._next_default(kind, default_name)
             else:
-                found = RegisteredName(self, kind, name, None)
-            if found.key in self._used:
+                registration = TrainerRegistration(self, kind, name, None)
+            if registration.key in self._registered:
                 raise UsageError(
-                    f"this worker is a trainer of {found.key} already, and would wait for itself: close "
-                    "that one first, or give this one another name"
+                    f"this worker is already a trainer of {registration.key}, and a second "
+                    "trainer would wait for the first: close the first one, or pass another name"
                 )
-            found.quorum = quorum
-            self._used[found.key] = found
-        return found
+            registration.quorum = quorum
+            self._registered[registration.key] = registration
+        return registration
 
-    def _next(self, kind: str, default: str) -> RegisteredName:
+    def _next_default(self, kind: str, default_name: str) -> TrainerRegistration:
         while True:
-            self._made[default] += 1
-            count = self._made[default]
-            found = RegisteredName(
-                self, kind, default if count == 1 else f"{default}-{count}", default
-            )
-            if found.key not in self._used:
-                return found
+            self._default_counts[default_name] += 1
+            count = self._default_counts[default_name]
+            name = default_name if count == 1 else f"{default_name}-{count}"
+            registration = TrainerRegistration(self, kind, name, default_name)
+            if registration.key not in self._registered:
+                return registration
 
-    def give_back(self, name: RegisteredName, unused: bool) -> None:
+    def release(self, registration: TrainerRegistration, unused: bool) -> None:
         with self._lock:
-            self._used.pop(name.key, None)
-            if unused and name.default is not None:
-                self._made[name.default] -= 1
+            self._registered.pop(registration.key, None)
+            if unused and registration.default_name is not None:
+                self._default_counts[registration.default_name] -= 1
 
-    def other_quorums(self, name: RegisteredName) -> list[str]:
-        """Return the other names in use here whose trainers wait for a quorum."""
+    def other_quorums(self, registration: TrainerRegistration) -> list[str]:
+        """Return the keys of the other trainers here whose steps wait for a quorum."""
         with self._lock:
-            return [key for key, other in self._used.items() if other.quorum and other is not name]
+            return [
+                key
+                for key, other in self._registered.items()
+                if other.quorum and other is not registration
+            ]
 
     @property
-    def limit(self) -> float:
-        """How many seconds a step may take if trainers may wait for each other."""
+    def step_timeout(self) -> float:
+        """The time limit of a step, in seconds, for trainers that can wait for each other."""
         return self._agent.config.join_timeout
 
-    def drop(self, key: str, leave: Leave) -> None:
-        """Have a trainer leave soon. This may be called from anywhere, and takes no lock."""
+    def on_collected(self, key: str, leave: Leave) -> None:
+        """Let a trainer leave soon. Take no lock: finalizers call this on any thread."""
         if not self._agent.closing:
-            self._dropped.append((key, leave))
+            self._collected.append((key, leave))
 
-    def _look(self) -> None:
-        if self._dropped:
-            self._agent.threads.start(self._leave_dropped)
+    def _check_collected(self) -> None:
+        if self._collected:
+            self._agent.threads.start(self._leave_collected)
 
-    def _leave_dropped(self) -> None:
-        while self._dropped:
+    def _leave_collected(self) -> None:
+        while self._collected:
             try:
-                key, leave = self._dropped.popleft()
-            except IndexError:  # somebody else took it
+                key, leave = self._collected.popleft()
+            except IndexError:  # another thread took the last one
                 return
             with self._lock:
-                self._used.pop(key, None)
+                self._registered.pop(key, None)
             if not self._agent.closing:
                 leave()
 
 
-class RegisteredName:
-    """A name in use."""
+class TrainerRegistration:
+    """A name in use. `key` names the trainer in errors: "parameter server 'default'"."""
 
-    def __init__(self, names: TrainerNames, kind: str, name: str, default: str | None) -> None:
+    def __init__(
+        self, registry: TrainerRegistry, kind: str, name: str, default_name: str | None
+    ) -> None:
         self.name = name
-        self.default = default
+        self.default_name = default_name
         self.key = f"{kind} {name!r}"
-        self.quorum = False  # its steps wait for a quorum, and nothing else is stepped with them
-        self._names = names
+        # its steps wait for a quorum, and are not part of the steps of another trainer
+        self.quorum = False
+        self._registry = registry
         self._finalizer: weakref.finalize[..., object] | None = None
 
-    def give_back(self, unused: bool = False) -> None:
-        """Let others use the name. If it is `unused`, the next trainer without a name gets it."""
+    def release(self, unused: bool = False) -> None:
+        """Free the name. `unused`: the next trainer without a name gets it."""
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._names.give_back(self, unused)
+        self._registry.release(self, unused)
 
-    def step_limit(self) -> float | None:
-        """Return how many seconds a step may take. None: as long as the other trainers need."""
-        return self._names.limit if self.quorum and self._names.other_quorums(self) else None
+    def leave_when_collected(self, trainer: object, leave: Leave) -> None:
+        """Call `leave` when `trainer` is garbage-collected. `leave` must not refer to it."""
+        self._finalizer = weakref.finalize(trainer, self._registry.on_collected, self.key, leave)
+        self._finalizer.atexit = False
+
+    def step_timeout(self) -> float | None:
+        """Return the time limit of a step in seconds. None: wait as long as others need."""
+        can_deadlock = self.quorum and self._registry.other_quorums(self)
+        return self._registry.step_timeout if can_deadlock else None
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Say why a step that took longer than `step_limit` may not end."""
+    def explain_timeout(self) -> Iterator[None]:
+        """Explain the deadlock if a step in this block exceeds `step_timeout`."""
         try:
             yield
         except CallTimeout as error:
-            others = ", ".join(self._names.other_quorums(self))
+            others = ", ".join(self._registry.other_quorums(self))
             if not self.quorum or not others:
                 raise
             raise CallTimeout(
-                f"a step of {self.key} has waited {self._names.limit} s for its quorum. This worker also trains "
-                f"{others} with a quorum. Trainers that step such models one after the other can wait for each "
-                "other, some in one model and some in another: train one such model on each worker, step them "
-                "together (parameter groups of one optimizer), or use Sync(). If steps may take longer, raise "
+                f"a step of {self.key} has waited {self._registry.step_timeout} s for its "
+                f"quorum. This worker also trains {others} with a quorum. Trainers that step such "
+                "models one after the other can wait for each other, some in one model and some "
+                "in another: train one such model on each worker, step them together (parameter "
+                "groups of one optimizer), or use Sync(). If steps may take longer, raise "
                 "Config.join_timeout"
             ) from error
-
-    def belongs_to(self, trainer: object, leave: Leave) -> None:
-        """Have this trainer leave when it is dropped. `leave` must not refer to it."""
-        self._finalizer = weakref.finalize(trainer, self._names.drop, self.key, leave)
-        self._finalizer.atexit = False

@@ -1,22 +1,28 @@
-"""`ShardClient`: a trainer's side of one server.
+"""`ShardClient`: a trainer's client for the server that holds one shard of its parameters.
 
-State: `version`, what of this server's range the model holds; `patience`, how many seconds a dead server is waited for;
-`_memory`, where the server publishes its values; `_shares`, whether it reads gradients where they are; if it does not,
-`_early`, what has left before its step. Used by the thread that steps the optimizer, except `ready`, which backward
-calls.
+A step sends gradients and receives the new values of the server's range. On the same host both go
+through shared memory: the server reads gradients from the trainer's segment, and publishes values
+in its own. Otherwise they are arguments and results of calls, and buckets of gradients may be sent
+while backward is running (`OverlappedPush`).
+
+State besides that of `ServerClient`: `_server_memory`, the segment in which the server publishes
+values, or None; `_shares_gradients`, whether the server reads gradients from shared memory;
+`_overlapped`, the buckets that were sent before their step, or None; `_last_reply`, the last reply
+that was applied. Used by the thread that steps the optimizer, except `_on_gradient_ready`, which
+backward calls, and `rejoin_if_idle`.
 """
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from telegrad.errors import CallTimeout, StaleReference
+from telegrad.errors import StaleReference
 from telegrad.futures import Future
 from telegrad.ps import flat_memory
 from telegrad.ps.compression import Compressor
@@ -26,25 +32,25 @@ from telegrad.ps.messages import Gradients, JoinReply, PushReply, SavedVersions,
 from telegrad.ps.server import service
 from telegrad.ps.server.shard_optimizer import Options, State
 from telegrad.ps.trainer.flat_parameters import FlatParameters
-from telegrad.ps.trainer.joining import LOSS_ERRORS, LocalTrainers, retry_until_answered, settled
 from telegrad.ps.trainer.overlap import OverlappedPush
+from telegrad.ps.trainer.server_client import ServerClient, retry_while_lost
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
 
 class PushRequest(NamedTuple):
-    """What a trainer reports to a server in one step, besides its gradients."""
+    """What a trainer sends to a server in one step, besides its gradients."""
 
     step: int
-    version: int  # that the gradients were computed with
-    changes: dict[int, Options]
+    version: int  # with which the gradients were computed
+    changes: dict[int, Options]  # changed options, by parameter group
     skip: bool = False  # the gradients are not finite
-    # the numbers of parameters that the model's owner has written to
+    # indices of parameters that the program has written to since the last step
     written: frozenset[int] = frozenset()
 
 
-class ShardClient:
+class ShardClient(ServerClient[ShardSpec]):
     def __init__(
         self,
         agent: AgentRuntime,
@@ -54,279 +60,255 @@ class ShardClient:
         flat: FlatParameters,
         compression: torch.dtype | None,
         overlap: bool,
+        patience: float,
     ) -> None:
-        self.server = server
-        self.plan = plan
-        self.version = 0
-        self.patience = 300.0
-        self.step_limit: Callable[[], float | None] = lambda: None  # seconds
-        self._agent = agent
+        super().__init__(agent, trainer, server, plan, service, patience)
         self._flat = flat
-        self._me = trainer
-        self._memory: MappedMemory | None = None
-        self._shares = False
-        self._compressor = (
-            None if compression is None else Compressor(plan.share, compression, flat.device)
-        )
+        self._server_memory: MappedMemory | None = None
+        self._shares_gradients = False
+        self._compressor: Compressor | None = None
+        if compression is not None:
+            self._compressor = Compressor(plan.share, compression, flat.device)
         self._overlap = overlap
-        self._early: OverlappedPush | None = None
-        self._step = 0  # the last that was pushed
-        self._applied: dict[str, int] = {}  # whose steps are in that version
-        self._busy = True  # it joins, or is in the middle of a step
-        self._change = threading.Lock()  # of `_busy`
-        self._first = 0  # the round, or clock, that this trainer has started with
-        self._taken: PushReply | None = None  # the last
-        # of what is published, by its start in the memory
-        self._views: dict[int, list[Tensor]] = {}
+        self._overlapped: OverlappedPush | None = None
+        self._last_step = 0  # the last step that was pushed
+        # the last step of each trainer that `version` contains
+        self._applied: dict[str, int] = {}
+        self._last_reply: PushReply | None = None
+        # views of the published values, by their offset in the server's memory
+        self._published: dict[int, list[Tensor]] = {}
 
     def __repr__(self) -> str:
-        how = "shared memory" if self._memory is not None and self._shares else "calls"
-        early = "" if self._early is None else f", {self._early!r}"
-        size = f"{self.plan.share.nbytes} bytes"
-        return f"<ShardClient to {self.server!r}: {size}, version {self.version}, by {how}{early}>"
+        is_shared = self._server_memory is not None and self._shares_gradients
+        medium = "shared memory" if is_shared else "calls"
+        overlapped = "" if self._overlapped is None else f", {self._overlapped!r}"
+        return (
+            f"<ShardClient to {self.server!r}: {self.plan.share.nbytes} bytes, "
+            f"version {self.version}, by {medium}{overlapped}>"
+        )
 
-    # Coming and going
+    # Creating the shard
 
     def may_found(self) -> bool | None:
-        """Return whether this trainer may make the shards; None if they are there already."""
-        may: bool | None = self._agent.invoke(
+        """Return whether this trainer may create the shards. None: they exist already."""
+        may_create: bool | None = self._agent.invoke(
             self.server, service.find_shard, (self.plan.name, self._me)
         )
-        return may
+        return may_create
 
     def saved(self) -> SavedVersions:
-        found: SavedVersions = self._agent.invoke(self.server, service.saved, (self.plan,))
-        return found
+        """Return what the server has of this shard, in memory and in checkpoints."""
+        versions: SavedVersions = self._agent.invoke(self.server, service.saved, (self.plan,))
+        return versions
 
     def create(self, version: int | None) -> None:
-        """Make the shard there: with a version that was saved or, if that is None, with the values of this model."""
+        """Create the shard with a saved version; None: with the values of this model."""
         values = self._flat.range_of_values(self.plan.share)
         self._agent.invoke(self.server, service.create, (self.plan, values, version))
 
     def recreate(self) -> None:
-        """Let a server that was restarted make its shard again."""
+        """Let a server that was restarted create its shard from its checkpoint."""
         self._agent.invoke(self.server, service.recreate, (self.plan,))
 
-    def announce(self) -> int:
-        self._agent.service(LocalTrainers).sides[self._me, self.server] = self
-        return int(self._agent.invoke(self.server, service.announce, (self.plan, self._me)))
+    # Joining
 
-    def enter(self, first: int, timeout: float) -> Future[JoinReply]:
-        self._first = first
-        arguments = (self.plan.name, self._me, first, self._handle)
+    def start_join(self, first_round: int, timeout: float) -> Future[JoinReply]:
+        self._first_round = first_round
+        arguments = (self.plan.name, self._me, first_round, self._gradient_handle)
         return self._agent.start(self.server, service.enter, arguments, None, timeout)
 
-    def entered(self, welcome: JoinReply) -> None:
-        self._map(welcome)
-        self.take(welcome.answer)
+    def finish_join(self, reply: JoinReply) -> None:
+        self._open_memory(reply)
+        self.apply_reply(reply.answer)
 
-    def _come_back(self, acknowledged: int, version: int | None = None) -> None:
-        """Enter again; what the model holds of this server's range goes along, in case the server has lost it."""
-        values = self._flat.range_of_values(self.plan.share)
+    def _rejoin(self, acknowledged: int, version: int | None = None) -> None:
+        """Rejoin a server that was restarted.
+
+        Send it the model's values of its range, in case its checkpoint is older. `acknowledged` is
+        the last step that the server has replied to; `version` is that of the values.
+        """
         arguments = (
             self.plan,
             self._me,
-            self._first,
+            self._first_round,
             acknowledged,
             self.version if version is None else version,
-            values,
-            self._handle,
+            self._flat.range_of_values(self.plan.share),
+            self._gradient_handle,
             self._applied,
         )
-        self._map(self._agent.invoke(self.server, service.resume, arguments))
+        self._open_memory(self._agent.invoke(self.server, service.resume, arguments))
 
-    def _map(self, welcome: JoinReply) -> None:
-        self._shares = welcome.shared
-        if self._overlap and not self._shares and self._early is None:
-            self._early = OverlappedPush(
-                self.plan.share, self._copy, self._bring, self._agent.threads.start
+    def _rejoin_between_steps(self) -> None:
+        self._rejoin(self._last_step)
+
+    def ensure_member(self, step: int, reply: PushReply) -> None:
+        """Rejoin the server if it was restarted after its reply to this step."""
+
+        def rejoin() -> None:
+            self.apply_reply(reply)
+            with self._busy_lock:
+                self._rejoin(step)
+
+        self._ensure_member(rejoin)
+
+    def _open_memory(self, reply: JoinReply) -> None:
+        """Map the memory of the server, and prepare for overlapped pushes if it shares none."""
+        self._shares_gradients = reply.shared
+        if self._overlap and not self._shares_gradients and self._overlapped is None:
+            self._overlapped = OverlappedPush(
+                self.plan.share, self._copy_bucket, self._send_bucket, self._agent.threads.start
             )
-            self._flat.listen(self.ready)
-        memory = welcome.memory if self._flat.segment is not None else None
-        self._memory = None if memory is None else flat_memory.find_shared(memory)
-        self._views.clear()
+            self._flat.listen(self._on_gradient_ready)
+        handle = reply.memory if self._flat.segment is not None else None
+        self._server_memory = None if handle is None else flat_memory.find_shared(handle)
+        self._published.clear()
 
     @property
-    def _handle(self) -> SegmentHandle | None:
+    def _gradient_handle(self) -> SegmentHandle | None:
         return None if self._flat.segment is None else self._flat.segment.handle
 
-    def is_member(self) -> bool:
-        """Return whether the server knows this trainer."""
-        return bool(self._agent.invoke(self.server, service.has_member, (self.plan.name, self._me)))
+    # Overlapped pushes
 
-    def come_back_if_idle(self) -> None:
-        """Come back to a server that was restarted, unless there is a step under way, which does that itself."""
-        with self._change:
-            if self._busy or self.plan.checkpoint is None:
-                return
-            try:
-                self._come_back(self._step)
-            except (CallTimeout, *LOSS_ERRORS):
-                return  # it was restarted again
+    def _on_gradient_ready(self, slot: int) -> None:
+        """Handle that the gradient of a parameter is in the flat memory."""
+        overlapped = self._overlapped
+        if overlapped is not None:
+            overlapped.ready(slot)
 
-    def stay(self, step: int, answer: PushReply) -> None:
-        """Make sure that a server that has answered this step still has this trainer, which other servers may need."""
-        try:
-            if self.is_member():
-                return
-        except CallTimeout:
-            return  # it is there, and busy
-        except LOSS_ERRORS:
-            if self.plan.checkpoint is None:
-                raise
-        try:
-            self.take(answer)
-            with self._change:
-                self._come_back(step)
-        except (CallTimeout, *LOSS_ERRORS):
-            return  # it is tried again as long as another server has not answered
+    def _copy_bucket(self, bucket: GradientBucket) -> Tensor:
+        gradients = self._range_of(self._flat.gradients)
+        if self._compressor is not None:
+            return self._compressor.preview(bucket, gradients)
+        return bucket.of(self._runs_of(gradients)).clone()
 
-    def leave(self) -> Future[None]:
-        self._agent.service(LocalTrainers).sides.pop((self._me, self.server), None)
-        return self._start(service.leave, self.plan.name, self._me)
+    def _send_bucket(self, number: int, piece: Tensor) -> None:
+        arguments = (self.plan.name, self._me, self._last_step + 1, {number: piece})
+        self._agent.invoke(self.server, service.bring, arguments, None, None)
 
     # Steps
 
-    def ready(self, slot: int) -> None:
-        """The gradient of a parameter is in the flat memory."""
-        early = self._early
-        if early is not None:
-            early.ready(slot)
-
-    def _copy(self, bucket: GradientBucket) -> Tensor:
-        gradients = self._range(self._flat.gradients)
-        if self._compressor is not None:
-            return self._compressor.preview(bucket, gradients)
-        return bucket.of(self._runs(gradients)).clone()
-
-    def _bring(self, number: int, piece: Tensor) -> None:
-        arguments = (self.plan.name, self._me, self._step + 1, {number: piece})
-        self._agent.invoke(self.server, service.bring, arguments, None, None)
-
-    def push(self, pushed: PushRequest) -> PushReply:
-        """Report the gradients that are in the flat memory and wait for the answer."""
-        arguments = self._arguments(pushed)
-        answer: PushReply = self._agent.invoke(
-            self.server, service.push, arguments, None, self.step_limit()
+    def push(self, request: PushRequest) -> PushReply:
+        """Send the gradients that are in the flat memory, and return the reply."""
+        arguments = self._push_arguments(request)
+        reply: PushReply = self._agent.invoke(
+            self.server, service.push, arguments, None, self.step_timeout()
         )
-        return answer
+        return reply
 
-    def start_push(self, pushed: PushRequest) -> Future[PushReply]:
-        arguments = self._arguments(pushed)
-        return self._agent.start(self.server, service.push, arguments, None, self.step_limit())
+    def start_push(self, request: PushRequest) -> Future[PushReply]:
+        """Send the gradients that are in the flat memory, and return a future of the reply."""
+        arguments = self._push_arguments(request)
+        return self._agent.start(self.server, service.push, arguments, None, self.step_timeout())
 
-    def push_again(self, pushed: PushRequest, error: Exception) -> Future[PushReply]:
-        """Wait until a server that is gone has come back, and push what it has not answered."""
-        if self.plan.checkpoint is None:
-            raise error
+    def retry_push(self, request: PushRequest, error: Exception) -> Future[PushReply]:
+        """Wait for a lost server, rejoin it, and repeat a push that failed with `error`."""
+        rejoin = partial(self._rejoin, request.step - 1)
+        return self._rejoin_and_retry(rejoin, partial(self.start_push, request), error)
 
-        def attempt(reached: Callable[[], None]) -> Future[PushReply]:
-            self._come_back(pushed.step - 1)
-            reached()
-            return settled(self.start_push(pushed))
-
-        return retry_until_answered(attempt, self.patience)
-
-    def _arguments(self, pushed: PushRequest) -> tuple[Any, ...]:
-        """Return the arguments of a push, without those at the end that are as usual."""
-        with self._change:
+    def _push_arguments(self, request: PushRequest) -> tuple[Any, ...]:
+        """Return the arguments of a push, without trailing arguments that have their defaults."""
+        with self._busy_lock:
             self._busy = True
-        step, version, changes, skip, written = pushed
-        gradients = self._travelling(step, skip)
-        self._step = step
+        step, version, changes, skip, written = request
+        gradients = self._gradients_to_send(step, skip)
+        self._last_step = step
         values = self._flat.values(self.plan.share, written) if written else None
-        usual = (self.plan.name, self._me, step, version, changes, gradients, self._memory is None)
+        by_value = self._server_memory is None
+        usual = (self.plan.name, self._me, step, version, changes, gradients, by_value)
         if skip or values:
             return (*usual, self._flat.missing, skip, values)
         return (*usual, self._flat.missing) if self._flat.missing else usual
 
-    def _travelling(self, step: int, skip: bool) -> Gradients | None:
-        """The gradients of this step, less what is there already; None if the server can read them."""
-        if self._early is not None:
-            self._early.stop()
-        if skip:
-            if self._early is not None:
-                self._early.forget()
-            return None
-        gradients = self._range(self._flat.current)
-        if self._shares:
-            return None if self._flat.in_place else gradients
-        packed = None
-        if self._compressor is not None:
-            packed = self._compressor.pack(step, gradients, self._flat.missing)
-        if self._early is not None:
-            runs = self._runs(gradients) if packed is None else packed
-            missing = self._early.missing(runs)
-            if len(missing) < len(self._early.buckets):
-                return {bucket.number: bucket.of(runs) for bucket in missing}
-        return gradients if packed is None else packed
+    def _gradients_to_send(self, step: int, skip: bool) -> Gradients | None:
+        """Return the gradients that the server does not have yet; None if it needs none.
 
-    def _range(self, flat: Tensor) -> Tensor:
+        It needs none if it reads them from shared memory, or if the step is skipped.
+        """
+        if self._overlapped is not None:
+            self._overlapped.stop()
+        if skip:
+            if self._overlapped is not None:
+                self._overlapped.forget()
+            return None
+        gradients = self._range_of(self._flat.current)
+        if self._shares_gradients:
+            return None if self._flat.in_place else gradients
+        compressed = None
+        if self._compressor is not None:
+            compressed = self._compressor.pack(step, gradients, self._flat.missing)
+        if self._overlapped is not None:
+            runs = self._runs_of(gradients) if compressed is None else compressed
+            missing = self._overlapped.missing(runs)
+            if len(missing) < len(self._overlapped.buckets):
+                return {bucket.number: bucket.of(runs) for bucket in missing}
+        return gradients if compressed is None else compressed
+
+    def _range_of(self, flat: Tensor) -> Tensor:
         return flat[self.plan.share.start : self.plan.share.stop]
 
-    def _runs(self, gradients: Tensor) -> list[Tensor]:
+    def _runs_of(self, gradients: Tensor) -> list[Tensor]:
         return [run.of(gradients) for run in self.plan.share.runs]
 
-    def take(self, answer: PushReply) -> None:
-        """Copy what the server answered into the parameters; the step is over then."""
-        if answer is self._taken:
+    def apply_reply(self, reply: PushReply) -> None:
+        """Copy the values of a reply into the parameters. This completes the step."""
+        if reply is self._last_reply:  # `ensure_member` has applied it already
             return
-        given = answer
-        if self._compressor is not None and not (answer.dropped or answer.skipped or self._shares):
+        is_applied = not (reply.dropped or reply.skipped or self._shares_gradients)
+        if self._compressor is not None and is_applied:
             self._compressor.applied()
-        if answer.values is not None:
-            self._take(answer.values)
-        elif not self._read(answer.version):
-            answer = self._pull()
-            assert answer.values is not None
-            self._take(answer.values)
-        self.version = answer.version
-        self._applied = answer.applied or {}
-        self._taken = given
-        with self._change:
+        source = reply
+        if source.values is None and not self._read_published(reply.version):
+            source = self._pull()
+        if source.values is not None:
+            self._write_values(source.values)
+        self.version = source.version
+        self._applied = source.applied or {}
+        self._last_reply = reply
+        with self._busy_lock:
             self._busy = False
-        if given.problem is not None:
+        if reply.problem is not None:
             warnings.warn(
-                f"parameter server {self.plan.name!r} on {self.server!r}: {given.problem}",
+                f"parameter server {self.plan.name!r} on {self.server!r}: {reply.problem}",
                 stacklevel=4,
             )
 
     def _pull(self) -> PushReply:
-        """Fetch the values by a call, from a server that may be restarted meanwhile."""
+        """Fetch the values by a call. The server may be restarted meanwhile."""
 
         def attempt(_: Callable[[], None]) -> PushReply:
             try:
-                answer: PushReply = self._agent.invoke(self.server, service.pull, (self.plan.name,))
-            # the parameters are half overwritten: the server must not take it
+                reply: PushReply = self._agent.invoke(self.server, service.pull, (self.plan.name,))
             except StaleReference:
-                self._come_back(self._step, version=-1)
+                # the parameters are partly overwritten, so the server must not take them over
+                self._rejoin(self._last_step, version=-1)
                 raise
-            return answer
+            return reply
 
-        return retry_until_answered(attempt, 0.0 if self.plan.checkpoint is None else self.patience)
+        return retry_while_lost(attempt, 0.0 if self.plan.checkpoint is None else self._patience)
 
-    def _take(self, values: Tensor) -> None:
+    def _write_values(self, values: Tensor) -> None:
         self._flat.take(self.plan.share, self._flat.views(self.plan.share, values))
 
-    def _read(self, version: int) -> bool:
-        """Copy a published version. False if the server began to write over it meanwhile."""
-        assert self._memory is not None
+    def _read_published(self, version: int) -> bool:
+        """Copy a published version. Return False if the server has begun to overwrite it."""
+        assert self._server_memory is not None
         nbytes = self.plan.share.nbytes
-        places = self._memory.contents.numel() // nbytes
+        # the server writes its versions into these places by turns
+        places = self._server_memory.contents.numel() // nbytes
         start = version % places * nbytes
-        if start not in self._views:
-            published = self._memory.contents[start : start + nbytes]
-            self._views[start] = self._flat.views(self.plan.share, published)
-        self._flat.take(self.plan.share, self._views[start])
-        return self._memory.counter < version + places
+        if start not in self._published:
+            published = self._server_memory.contents[start : start + nbytes]
+            self._published[start] = self._flat.views(self.plan.share, published)
+        self._flat.take(self.plan.share, self._published[start])
+        return self._server_memory.counter < version + places
 
     # The optimizer's state
 
     def state(self) -> Future[list[State]]:
-        return self._start(service.state, self.plan.name)
+        """Fetch the optimizer's state, one entry for each part of the range."""
+        return self._start(service.state)
 
     def load(self, states: dict[int, State], changes: dict[int, Options]) -> Future[None]:
-        return self._start(service.load, self.plan.name, states, changes)
-
-    def _start(self, function: Any, *args: Any) -> Future[Any]:
-        return self._agent.start(self.server, function, args, None, None)
+        """Replace the optimizer's state, by parameter index, and change options of groups."""
+        return self._start(service.load, states, changes)
