@@ -36,7 +36,7 @@ def test_what_rounding_takes_away_comes_with_the_next_steps() -> None:
         packed = compressor.pack(step, flat)
         assert compressor.pack(step, flat) is packed  # again: the same, and the rest counts once
         assert {each.dtype for each in packed} == {torch.bfloat16, torch.int64}
-        compressor.applied()
+        compressor.commit()
         received = unpack(share, packed)
         total += share.parts[0].of(received)
         assert share.parts[1].of(received).tolist() == [step, step]

@@ -276,7 +276,7 @@ def test_buckets_cover_every_element_once() -> None:
         for bucket in found:
             bucket.of(runs).add_(1)
         assert all(bool((run == 1).all()) for run in runs)
-        assert {slot for bucket in found for slot in bucket.slots} == {
+        assert {slot for bucket in found for slot in bucket.parameters} == {
             part.slot.number for part in share.parts
         }
 
@@ -301,12 +301,12 @@ def test_an_error_of_the_sender_is_heard_at_the_step() -> None:
         raise ArithmeticError("not today")
 
     early = OverlappedPush(share, lambda bucket: torch.zeros(1), send, lambda job: job())
-    early.ready(0)
+    early.on_gradient_ready(0)
     with pytest.raises(ArithmeticError, match="not today"):
-        early.stop()
+        early.stop_sending()
     assert (
         len(
-            early.missing(
+            early.take_unsent(
                 [run.of(torch.zeros(share.nbytes, dtype=torch.uint8)) for run in share.runs]
             )
         )

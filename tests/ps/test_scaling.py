@@ -218,7 +218,7 @@ class Sender:
         missing = {0} if gradient is None else set()
         received = unpack(self.share, self.compressor.pack(self.step, flat, missing))
         if applied:
-            self.compressor.applied()
+            self.compressor.commit()
             if gradient is not None:
                 self.total += self.share.parts[0].of(received)
 

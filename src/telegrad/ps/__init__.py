@@ -1,6 +1,12 @@
-"""Parameter servers: workers that hold the parameters of a model and update them for many trainers.
+"""Parameter servers: workers that hold the parameters of a model and update them for trainers.
 
-To a trainer, a parameter server is a `torch.optim.Optimizer`; large tables are modules whose rows live there.
+A trainer uses `Optimizer`, which is a `torch.optim.Optimizer`, and for large embedding tables the
+modules `Embedding` and `EmbeddingBag`, whose rows are on the servers. Workers need no code of their
+own to be servers.
+
+`ps.trainer` and `ps.server` are the two sides. They know each other's remote functions, and share
+only the modules of this package: messages, layout, memory, buckets, compression and the
+consistency rules. `ps.embeddings` has both sides of embedding tables.
 """
 
 from telegrad.ps.consistency import Async, Stale, Sync

@@ -1,4 +1,4 @@
-"""When a trainer may go on after it has reported its gradients: the rules to choose from."""
+"""The consistency rules: when a trainer may continue after it has sent its gradients."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from telegrad.errors import UsageError
 
 @dataclass(frozen=True)
 class Sync:
-    """Rounds: the servers step once with the mean of all gradients, when every live trainer has reported.
+    """Synchronous rounds: one step with the mean gradient of all live trainers.
 
-    With `quorum`, a round is complete when so many have reported; who comes later gets the new parameters, and what it
-    brought is dropped.
+    With `quorum`, a round is complete when so many trainers have sent their gradients. Gradients
+    that arrive later are dropped, and their trainer gets the new parameters.
 
     >>> Sync(quorum=3)
     Sync(quorum=3)
@@ -27,12 +27,12 @@ class Sync:
 
 @dataclass(frozen=True)
 class Async:
-    """The servers step with each trainer's gradients as they come, and nobody waits for anybody."""
+    """One step for the gradients of each trainer, as they arrive. No trainer waits for others."""
 
 
 @dataclass(frozen=True)
 class Stale:
-    """Like `Async`, but a trainer that is `ahead` steps ahead of the slowest waits for it.
+    """Like `Async`, but a trainer that is `ahead` steps ahead of the slowest one waits for it.
 
     >>> Stale(4)
     Stale(ahead=4)
@@ -51,5 +51,5 @@ Consistency = Sync | Async | Stale
 
 
 def waits_for_quorum(rule: Consistency) -> bool:
-    """Return whether steps wait for some of the trainers, but not for all."""
+    """Return whether steps wait for several trainers, but not for all."""
     return isinstance(rule, Sync) and rule.quorum is not None and rule.quorum > 1

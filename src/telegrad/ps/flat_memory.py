@@ -1,13 +1,15 @@
-"""The flat memory of trainers and servers, which is made here and nowhere else: shared where it can be, or private.
+"""The flat memory of trainers and servers: shared between processes, or private.
 
-Shared memory is what two workers of one user on one host both map: one writes what the other reads, nothing travels.
+Two workers of the same user on the same host can map the same segment of shared memory. One writes
+what the other reads, and nothing has to be sent.
 
-A segment is a memfd. Whoever is told its `SegmentHandle` opens it through `/proc`, which the kernel allows to the same
-user in the same process namespace only, and compares the token that stands at its beginning: elsewhere, the same
-numbers may mean another file. The kernel frees it when the last process that maps it ends, however that ends.
+A segment is a memfd. Its owner sends a `SegmentHandle`; another process opens the file through
+`/proc`, which the kernel allows only to the same user in the same process namespace. In another
+namespace the same process and descriptor may be another file, so the opener compares the token at
+the beginning of the segment. The kernel frees the memory when the last process that maps it ends.
 
     bytes 0..31     the token
-    bytes 32..39    a counter, which its owner alone writes
+    bytes 32..39    a counter, which only the owner writes
     from 4096 on    the contents
 """
 
@@ -25,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_PAGE = 4096
+_HEADER = 4096  # one page, so that the contents are aligned
 _TOKEN = 32
 _SEALS = (
     fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -35,7 +37,7 @@ _SEALS = (
 
 
 class SegmentHandle(NamedTuple):
-    """How others find a segment."""
+    """What another process needs to open a segment."""
 
     process: int
     descriptor: int
@@ -47,17 +49,17 @@ class MappedMemory:
     """A mapped segment: its contents as bytes, and its counter."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        self._map = mmap.mmap(descriptor, _PAGE + nbytes)
+        self._map = mmap.mmap(descriptor, _HEADER + nbytes)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._counter = whole[_TOKEN : _TOKEN + 8].view(torch.int64)
-        self.contents: Tensor = whole[_PAGE:]
+        self.contents: Tensor = whole[_HEADER:]
 
-    def part(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor at `offset` of the contents that has a storage of its own."""
+    def tensor_at(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor at `offset` of the contents that has its own storage."""
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
-        start = _PAGE + offset
+        start = _HEADER + offset
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(shape)
 
     @property
@@ -74,12 +76,12 @@ class MappedMemory:
 
 
 class SharedMemory(MappedMemory):
-    """Memory of this worker that it shares."""
+    """A segment that this worker owns."""
 
     def __init__(self, nbytes: int) -> None:
         descriptor = os.memfd_create("telegrad-ps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, descriptor).atexit = False
-        os.ftruncate(descriptor, _PAGE + nbytes)
+        os.ftruncate(descriptor, _HEADER + nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         super().__init__(descriptor, nbytes)
         self._map[:_TOKEN] = secrets.token_bytes(_TOKEN)
@@ -87,28 +89,28 @@ class SharedMemory(MappedMemory):
 
 
 def allocate_private(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
-    """Bytes of this worker alone, all zero."""
+    """Return zeroed bytes that are not shared."""
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
 def allocate(nbytes: int) -> SharedMemory | None:
-    """A new segment, or None where the system has none to give."""
+    """Return a new segment, or None if the system cannot provide one."""
     try:
         return SharedMemory(nbytes)
-    # no memory or no descriptor left, or no such call on this system
+    # no memory or no descriptor is left, or the system has no memfd
     except (OSError, AttributeError):
         return None
 
 
 def find_shared(handle: SegmentHandle) -> MappedMemory | None:
-    """The segment of another worker, or None if it cannot be reached from here."""
+    """Map the segment of another worker. Return None if this process cannot reach it."""
     with contextlib.suppress(OSError, ValueError):
-        descriptor = os.open(
-            f"/proc/{handle.process}/fd/{handle.descriptor}", os.O_RDWR | os.O_CLOEXEC
-        )
+        path = f"/proc/{handle.process}/fd/{handle.descriptor}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if sealed and os.fstat(descriptor).st_size == _PAGE + handle.nbytes:
+            # without the seal, the owner could shrink the file while it is mapped here
+            is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if is_sealed and os.fstat(descriptor).st_size == _HEADER + handle.nbytes:
                 mapped = MappedMemory(descriptor, handle.nbytes)
                 return mapped if mapped.token == handle.token else None
         finally:

@@ -1,4 +1,4 @@
-"""Buckets: pieces of a server's range of gradients that are sent separately.
+"""Buckets: consecutive elements of a server's gradients that are sent as one message.
 
 Trainers and servers compute the same buckets from the same range.
 """
@@ -12,35 +12,38 @@ from torch import Tensor
 
 from telegrad.ps.layout import ServerRange
 
-# bytes: large enough to fill a fast network, small enough that most leave before backward ends
+# bytes: large enough for a fast network, small enough that most are sent before backward ends
 _SIZE = 4 << 20
 
 
 class GradientBucket(NamedTuple):
-    """Elements `first` up to `last` of a run, and the numbers of the parameters that they belong to."""
+    """Elements `first` to `last` (exclusive) of one of the dtype ranges of a server's range."""
 
-    number: int
-    run: int
+    bucket_index: int
+    dtype_range: int  # its index in the server's range
     first: int
     last: int
-    slots: frozenset[int]
+    parameters: frozenset[int]  # indices of the parameters that the elements belong to
 
-    def of(self, runs: Sequence[Tensor]) -> Tensor:
-        return runs[self.run][self.first : self.last]
+    def of(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the elements of this bucket, given one tensor for each dtype range."""
+        return gradients[self.dtype_range][self.first : self.last]
 
 
-def divide_into_buckets(share: ServerRange) -> list[GradientBucket]:
-    """The buckets of a range. Trainers and servers find the same."""
-    found: list[GradientBucket] = []
-    for number, run in enumerate(share.runs):
-        size = run.dtype.itemsize
-        for start in range(run.offset, run.offset + run.nbytes, _SIZE):
-            stop = min(start + _SIZE, run.offset + run.nbytes)
-            slots = [
+def divide_into_buckets(server_range: ServerRange) -> list[GradientBucket]:
+    """Return the buckets of a server's range."""
+    buckets: list[GradientBucket] = []
+    for index, dtype_range in enumerate(server_range.runs):
+        itemsize = dtype_range.dtype.itemsize
+        end = dtype_range.offset + dtype_range.nbytes
+        for start in range(dtype_range.offset, end, _SIZE):
+            stop = min(start + _SIZE, end)
+            parameters = frozenset(
                 part.slot.number
-                for part in run.parts
+                for part in dtype_range.parts
                 if part.offset < stop and part.offset + part.nbytes > start
-            ]
-            first, last = (start - run.offset) // size, (stop - run.offset) // size
-            found.append(GradientBucket(len(found), number, first, last, frozenset(slots)))
-    return found
+            )
+            first = (start - dtype_range.offset) // itemsize
+            last = (stop - dtype_range.offset) // itemsize
+            buckets.append(GradientBucket(len(buckets), index, first, last, parameters))
+    return buckets

@@ -1,8 +1,10 @@
-"""Where each parameter lies in one flat piece of memory, and how that is divided among servers.
+"""The layout of a model's parameters in one flat memory, and how it is divided among servers.
 
-Parameters lie in *runs*: those of one group and one dtype follow each other, each at a multiple of 64 bytes. What is
-between them is zero and stays zero. Servers get consecutive ranges of equal size. An optimizer that works element by
-element does not care where a range begins, so a parameter may be divided; for others, ranges begin with a parameter.
+Parameters of the same group and dtype are adjacent: they form a *dtype range*. Each parameter
+starts at a multiple of 64 bytes; the padding between parameters is zero and stays zero. Servers get
+consecutive ranges of equal size. An optimizer that works element by element does not care where a
+range begins, so a parameter may be divided between servers. For other optimizers, every range
+begins with a parameter.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64  # a multiple of the size of every element
+ALIGNMENT = 64  # a multiple of the size of every dtype
 
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """Where one parameter lies."""
+    """The place of one parameter in the flat memory."""
 
-    number: int
+    number: int  # index among the parameters of all groups of the optimizer
     name: str
     group: int
     dtype: torch.dtype
@@ -37,17 +39,17 @@ class ParameterSlot:
 
     @property
     def end(self) -> int:
-        """Where the next one may begin."""
+        """The offset at which the next parameter may start."""
         return -(-(self.offset + self.nbytes) // ALIGNMENT) * ALIGNMENT
 
     def of(self, flat: Tensor) -> Tensor:
-        """The parameter inside flat memory, which are bytes."""
+        """Return the parameter as a view of flat memory."""
         return flat[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """Elements `first` up to `last` of a parameter, which lie at `offset` of the range of a server."""
+    """Elements `first` to `last` (exclusive) of a parameter, at `offset` of a server's range."""
 
     slot: ParameterSlot
     first: int
@@ -67,18 +69,18 @@ class ParameterPart:
         return self.slot.name if self.is_whole else f"{self.slot.name}[{self.first}:{self.last}]"
 
     def within(self, run: DtypeRun) -> slice:
-        """Return where these elements are among those of the run that they belong to."""
+        """Return the position of these elements in the dtype range that they belong to."""
         start = (self.offset - run.offset) // run.dtype.itemsize
         return slice(start, start + self.last - self.first)
 
     def of(self, flat: Tensor) -> Tensor:
-        """These elements inside the memory of the server."""
+        """Return these elements as a view of the memory of a server's range."""
         return flat[self.offset : self.offset + self.nbytes].view(self.slot.dtype)
 
 
 @dataclass(frozen=True)
 class DtypeRun:
-    """Elements of one group and dtype that follow each other in the range of a server."""
+    """Adjacent elements of one group and dtype in a server's range."""
 
     group: int
     dtype: torch.dtype
@@ -87,12 +89,13 @@ class DtypeRun:
     parts: tuple[ParameterPart, ...]
 
     def of(self, flat: Tensor) -> Tensor:
+        """Return the elements as a view of the memory of a server's range."""
         return flat[self.offset : self.offset + self.nbytes].view(self.dtype)
 
 
 @dataclass(frozen=True)
 class ServerRange:
-    """The range of one server."""
+    """The range of the flat memory that one server holds."""
 
     start: int
     stop: int
@@ -108,12 +111,13 @@ class ServerRange:
 
 
 class ParameterLayout:
-    """The places of all parameters of a model, which come in groups.
+    """The slots of all parameters of a model.
 
-    >>> layout = ParameterLayout.of([[(0, "weight", torch.zeros(10, 10)), (1, "bias", torch.zeros(10))]])
+    >>> group = [(0, "weight", torch.zeros(10, 10)), (1, "bias", torch.zeros(10))]
+    >>> layout = ParameterLayout.of([group])
     >>> [(slot.name, slot.offset) for slot in layout.slots], layout.nbytes
     ([('weight', 0), ('bias', 448)], 512)
-    >>> [(share.start, share.stop, len(share.parts)) for share in layout.divide(2)]
+    >>> [(each.start, each.stop, len(each.parts)) for each in layout.divide(2)]
     [(0, 256, 1), (256, 512, 2)]
     """
 
@@ -123,52 +127,61 @@ class ParameterLayout:
 
     @classmethod
     def of(cls, groups: Iterable[Iterable[tuple[int, str, Tensor]]]) -> ParameterLayout:
-        """Of the parameters of each group: their numbers, their names, and themselves."""
-        known = [(group, *entry) for group, entries in enumerate(groups) for entry in entries]
+        """Return the layout of parameter groups: index, name and tensor of each parameter."""
+        entries = [
+            (group, index, name, parameter)
+            for group, parameters in enumerate(groups)
+            for index, name, parameter in parameters
+        ]
+        entries.sort(key=lambda entry: (entry[0], str(entry[3].dtype)))
         slots: list[ParameterSlot] = []
-        for group, number, name, each in sorted(
-            known, key=lambda entry: (entry[0], str(entry[3].dtype))
-        ):
+        for group, index, name, parameter in entries:
             offset = slots[-1].end if slots else 0
-            slots.append(ParameterSlot(number, name, group, each.dtype, tuple(each.shape), offset))
+            shape = tuple(parameter.shape)
+            slots.append(ParameterSlot(index, name, group, parameter.dtype, shape, offset))
         return cls(slots)
 
     def divide(self, count: int, whole: bool = False) -> list[ServerRange]:
-        """A range for each of `count` servers; `whole` keeps parameters in one piece. Some may be empty."""
-        cuts = [self._cut(self.nbytes * number // count, whole) for number in range(count + 1)]
+        """Return a range for each of `count` servers. Some may be empty.
+
+        `whole` does not divide parameters.
+        """
+        boundaries = [self._boundary(self.nbytes * i // count, whole) for i in range(count + 1)]
         return [
-            ServerRange(start, stop, tuple(self._runs(start, stop)))
-            for start, stop in itertools.pairwise(cuts)
+            ServerRange(start, stop, tuple(self._dtype_ranges(start, stop)))
+            for start, stop in itertools.pairwise(boundaries)
         ]
 
-    def _cut(self, offset: int, whole: bool) -> int:
+    def _boundary(self, offset: int, whole: bool) -> int:
+        """Return an offset near `offset` at which a range may begin."""
         if not whole:
             return offset // ALIGNMENT * ALIGNMENT
-        places = [*(slot.offset for slot in self.slots), self.nbytes]
-        after = bisect.bisect_left(places, offset)
-        return min(places[max(after - 1, 0) : after + 1], key=lambda place: abs(place - offset))
+        starts = [*(slot.offset for slot in self.slots), self.nbytes]
+        after = bisect.bisect_left(starts, offset)
+        nearest = starts[max(after - 1, 0) : after + 1]
+        return min(nearest, key=lambda start: abs(start - offset))
 
-    def _runs(self, start: int, stop: int) -> Iterable[DtypeRun]:
+    def _dtype_ranges(self, start: int, stop: int) -> Iterable[DtypeRun]:
+        """Yield the dtype ranges between two offsets."""
         inside = [slot for slot in self.slots if slot.offset < stop and slot.end > start]
-        for (group, dtype), slots in itertools.groupby(
+        for (group, dtype), adjacent in itertools.groupby(
             inside, key=lambda slot: (slot.group, slot.dtype)
         ):
-            together = list(slots)
-            first, last = max(together[0].offset, start), min(together[-1].end, stop)
-            parts = [_clip(slot, start, stop) for slot in together]
-            yield DtypeRun(
-                group,
-                dtype,
-                first - start,
-                last - first,
-                tuple(part for part in parts if part.nbytes),
-            )
+            slots = list(adjacent)
+            first, last = max(slots[0].offset, start), min(slots[-1].end, stop)
+            clipped = [_clip(slot, start, stop) for slot in slots]
+            # a slot whose padding alone is inside has no elements here
+            parts = tuple(part for part in clipped if part.nbytes)
+            yield DtypeRun(group, dtype, first - start, last - first, parts)
 
 
 def _clip(slot: ParameterSlot, start: int, stop: int) -> ParameterPart:
+    """Return the elements of a parameter between two offsets."""
     first = max(slot.offset, start)
     last = max(min(slot.offset + slot.nbytes, stop), first)
-    size = slot.dtype.itemsize
-    return ParameterPart(
-        slot, (first - slot.offset) // size, (last - slot.offset) // size, first - start
+    itemsize = slot.dtype.itemsize
+    first_element, last_element = (
+        (first - slot.offset) // itemsize,
+        (last - slot.offset) // itemsize,
     )
+    return ParameterPart(slot, first_element, last_element, first - start)

@@ -1,4 +1,4 @@
-"""What trainers and servers say to each other."""
+"""The arguments and results of calls between trainers and servers."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from telegrad.ps.layout import ServerRange
 from telegrad.ps.server.checkpoint import Checkpoint
 from telegrad.ps.server.shard_optimizer import Options
 
-# Of a server's range: all as they are; compressed, run by run; by bucket, those that the server does not have yet.
+# The gradients of a server's range: all of them as bytes; compressed, one tensor for each dtype
+# range; or, by index, the buckets that the server does not have yet.
 Gradients = Tensor | list[Tensor] | dict[int, Tensor]
 
-Steps = dict[str, int]  # of trainers: the number of a step of each
+Steps = dict[str, int]  # a step of each trainer
 
 
 def trainer_name(incarnation: str, number: int) -> str:
-    """What identifies a trainer: a worker may have several, one after the other or at the same time."""
+    """Return the id of a trainer. A worker may have several, at the same time or not."""
     return f"{incarnation}/{number}"
 
 
 def worker_of(trainer: str) -> str:
-    """The incarnation of the worker that a trainer lives on."""
+    """Return the incarnation of the worker of a trainer."""
     return trainer.partition("/")[0]
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What trainers tell a server when they come to it. All of them say the same."""
+    """The configuration that a trainer sends to one server. It is the same for all trainers."""
 
     name: str
     share: ServerRange
@@ -40,41 +41,42 @@ class ShardSpec:
     options: Options
     groups: tuple[Options, ...]
     consistency: Consistency
-    trainers: int  # that must have come before anybody starts
+    trainers: int  # that must have joined before training starts
     checkpoint: Checkpoint | None
-    servers: tuple[str, ...]  # that have a share; the first leads
-    device: str = "cpu"  # that the parameters are on
+    servers: tuple[str, ...]  # that hold a part of the parameters; the first is the leader
+    device: str = "cpu"  # of the parameters
 
     def make(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
+        """Create the optimizer for parameter groups."""
         return self.optimizer(groups, **self.options)
 
 
 class SavedVersions(NamedTuple):
-    """What a server has of a parameter server that a trainer wants to make or join."""
+    """What a server has of a shard, in memory and in checkpoints."""
 
     here: bool  # the shard is in memory
-    pristine: bool  # it is, and nobody has used it
+    pristine: bool  # the shard is in memory and no trainer has used it
     ours: bool  # there is a checkpoint of this run
-    versions: list[int]  # that a shard of this run, or of a run that resumes, may begin with
+    versions: list[int]  # of checkpoints that the shard may start with
 
 
 class PushReply(NamedTuple):
-    """What a trainer learns: the version it may read now, and by how many others its gradients were overtaken."""
+    """The reply to a push: which version the trainer may read now."""
 
     version: int
-    staleness: int = 0
-    dropped: bool = False
-    values: Tensor | None = None
+    staleness: int = 0  # steps that were made since the version of the pushed gradients
+    dropped: bool = False  # the gradients came too late for their round
+    values: Tensor | None = None  # the values of the range, if they are not in shared memory
     # the round made no step, because the gradients of some trainer were not finite
     skipped: bool = False
-    # the last step of each trainer in this version, where it may be asked for
+    # the last step of each trainer that this version contains, if trainers have to know it
     applied: Steps | None = None
-    problem: str | None = None  # why steps of this server are not on disk, if they should be
+    problem: str | None = None  # why the steps of this server could not be saved
 
 
 class JoinReply(NamedTuple):
-    """What a trainer learns when it enters."""
+    """The reply to a trainer that joins."""
 
     answer: PushReply
-    shared: bool  # the server reads its gradients where they are
-    memory: SegmentHandle | None  # where the values are published
+    shared: bool  # the server reads the trainer's gradients from shared memory
+    memory: SegmentHandle | None  # where the server publishes values

@@ -1,6 +1,7 @@
-"""`GradientBuffer`: collects the gradients that one trainer sends bucket by bucket.
+"""`GradientBuffer`: the gradients that one trainer sends bucket by bucket, before its step.
 
-State, all of it under `_lock`: the memory, the step that its contents belong to, and which buckets of it have arrived.
+State, all of it under `_lock`: the memory, the step that its contents belong to, and which buckets
+of that step have arrived.
 """
 
 from __future__ import annotations
@@ -17,33 +18,36 @@ from telegrad.ps.layout import ServerRange
 
 
 class GradientBuffer:
-    """Where a server gathers the gradients of one trainer for the step to come."""
-
-    def __init__(self, share: ServerRange) -> None:
-        self._buckets = divide_into_buckets(share)
-        self._flat = flat_memory.allocate_private(share.nbytes)
-        self._runs = [run.of(self._flat) for run in share.runs]
+    def __init__(self, server_range: ServerRange) -> None:
+        self._buckets = divide_into_buckets(server_range)
+        self._flat = flat_memory.allocate_private(server_range.nbytes)
+        self._dtype_ranges = [each.of(self._flat) for each in server_range.runs]
         self._step = 0
-        self._here: set[int] = set()
+        self._arrived: set[int] = set()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<GradientBuffer: {len(self._here)} of {len(self._buckets)} buckets of step {self._step}>"
+        count = f"{len(self._arrived)} of {len(self._buckets)} buckets"
+        return f"<GradientBuffer: {count} of step {self._step}>"
 
     def bring(self, step: int, pieces: Mapping[int, Tensor]) -> None:
+        """Store buckets of a step, by index. Those of an earlier step become invalid."""
         with self._lock:
             if step != self._step:
                 self._step = step
-                self._here.clear()
-            for number, piece in pieces.items():
-                self._buckets[number].of(self._runs).copy_(piece)
-                self._here.add(number)
+                self._arrived.clear()
+            for index, piece in pieces.items():
+                self._buckets[index].of(self._dtype_ranges).copy_(piece)
+                self._arrived.add(index)
 
     def complete(self, step: int, pieces: Mapping[int, Tensor]) -> Tensor:
-        """The gradients of a step: these, and what was brought before."""
+        """Store the last buckets of a step, and return all gradients of the step as bytes.
+
+        Raise `StaleReference` if some are missing, because this server was restarted.
+        """
         self.bring(step, pieces)
-        if len(self._here) < len(self._buckets):
+        if len(self._arrived) < len(self._buckets):
             raise StaleReference(
-                "some of these gradients were brought to an earlier life of this server"
+                "some of these gradients were sent to this server before it was restarted"
             )
         return self._flat

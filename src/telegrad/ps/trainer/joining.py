@@ -43,7 +43,7 @@ class Closable(Protocol):
 
 
 def require_runtime(agent: Agent | None) -> AgentRuntime:
-    """Return the runtime of `agent`, or of the current agent. Raise `UsageError` if there is none."""
+    """Return the runtime of `agent`, or of the current agent. Raise `UsageError` if none exists."""
     runtime = runtime_of(agent)
     if runtime is None:
         raise UsageError(

@@ -1,64 +1,92 @@
-"""`ModelStructure`: notice that a model has other parameters than its optimizer.
+"""Which parameters of a model an optimizer trains, and `ModelStructure`, which notices changes.
 
-A step looks whether every module still has the same submodules and parameters, which costs
-microseconds. Only if one has not, the model is searched for parameters that require a gradient and
-that the optimizer does not know.
+A step checks whether every module still has the same submodules and parameters, which takes
+microseconds. Only if one has changed, it searches the model for parameters that require a gradient
+and that the optimizer does not know.
 
-State: `_seen`, the dictionaries of each module with the entries that they had.
+State of `ModelStructure`: `_registered`, the dictionaries of each module, with their entries at the
+last search. Used by one thread at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from telegrad.errors import UsageError
+from telegrad.ps.embeddings.row_gradients import RowsParameter
+
+
+def trained_parameters(
+    model: nn.Module | Iterable[Any], groups: list[dict[str, Any]], include_frozen: bool
+) -> list[list[tuple[int, str, Tensor]]]:
+    """Return index, name and tensor of the parameters that servers hold, by group.
+
+    Indices count the parameters of all groups. Parameters without a module are named by index.
+    """
+    names: dict[int, str] = {}
+    if isinstance(model, nn.Module):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+    indices = itertools.count()
+    trained: list[list[tuple[int, str, Tensor]]] = []
+    for group in groups:
+        entries = []
+        for parameter in group["params"]:
+            index = next(indices)
+            is_trained = parameter.requires_grad or include_frozen
+            if is_trained and not isinstance(parameter, RowsParameter):
+                entries.append((index, names.get(id(parameter), str(index)), parameter))
+        trained.append(entries)
+    return trained
 
 
 class ModelStructure:
-    """
+    """The modules and parameters of a model when its optimizer was created.
+
     >>> model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     >>> structure = ModelStructure(model, model.parameters())
     >>> structure.check()
     >>> model[1] = nn.Linear(1, 2)
     >>> structure.check()
     Traceback (most recent call last):
-    telegrad.errors.UsageError: parameters 1.weight, 1.bias of the model are not those that its ps.Optimizer was ...
+    telegrad.errors.UsageError: parameters 1.weight, 1.bias of the model are not those that its ...
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
         self._model = model
-        self._known = {id(each) for each in parameters}
-        self._seen = _entries(model)
+        self._known_ids = {id(parameter) for parameter in parameters}
+        self._registered = _registered(model)
 
     def check(self) -> None:
-        """Raise an error if the model has parameters to train that the optimizer does not know."""
-        for entries, before in self._seen:
-            if before != entries:  # in this order: `_Identity` compares
+        """Raise `UsageError` if the model has trainable parameters unknown to the optimizer."""
+        for entries, before in self._registered:
+            if before != entries:  # in this order, so that `_Identity` compares
                 self._search()
                 return
 
     def _search(self) -> None:
         unknown = [
             name
-            for name, each in self._model.named_parameters()
-            if each.requires_grad and id(each) not in self._known
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in self._known_ids
         ]
         if unknown:
             raise UsageError(
-                f"parameters {', '.join(unknown)} of the model are not those that its ps.Optimizer was made with, and "
-                "would not be trained: make a new optimizer after changing the model, or give the optimizer "
-                "model.parameters() in place of the model if something else trains them"
+                f"parameters {', '.join(unknown)} of the model are not those that its "
+                "ps.Optimizer was created with, and would not be trained: create a new optimizer "
+                "after changing the model, or pass model.parameters() to the optimizer instead of "
+                "the model if something else trains them"
             )
-        self._seen = _entries(self._model)
+        self._registered = _registered(self._model)
 
 
-def _entries(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the dictionaries of submodules and parameters of all modules, each with a copy of it."""
+def _registered(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the dictionaries of submodules and parameters of all modules, each with a copy."""
     return [
-        (entries, {name: _Identity(each) for name, each in entries.items()})
+        (entries, {name: _Identity(value) for name, value in entries.items()})
         for module in model.modules()
         for entries in (module._modules, module._parameters)
         if entries
@@ -66,7 +94,7 @@ def _entries(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 class _Identity:
-    """Equal to one object alone. Tensors compare element by element otherwise."""
+    """Compare by identity. `==` of tensors would compare their elements."""
 
     def __init__(self, value: object) -> None:
         self._value = value

@@ -36,7 +36,7 @@ from telegrad.ps.server import service
 from telegrad.ps.server.checkpoint import Checkpoint
 from telegrad.ps.server.shard_optimizer import Options, State, works_by_element
 from telegrad.ps.trainer.creation import find_or_create_shards
-from telegrad.ps.trainer.flat_parameters import FlatParameters, check_kind
+from telegrad.ps.trainer.flat_parameters import FlatParameters
 from telegrad.ps.trainer.joining import (
     close_on_shutdown,
     find_servers,
@@ -45,11 +45,12 @@ from telegrad.ps.trainer.joining import (
     require_runtime,
     start_leaving,
 )
-from telegrad.ps.trainer.model_structure import ModelStructure
+from telegrad.ps.trainer.model_structure import ModelStructure, trained_parameters
 from telegrad.ps.trainer.registration import TrainerRegistry
 from telegrad.ps.trainer.server_calls import ServerCall, gather_replies
 from telegrad.ps.trainer.server_client import LOSS_ERRORS
 from telegrad.ps.trainer.shard_client import PushRequest, ShardClient
+from telegrad.ps.trainer.tracked_parameter import check_kind
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent
@@ -128,7 +129,7 @@ class Optimizer(optim.Optimizer):
         self._optimizer_class = optimizer
         self._sent_options = [param_groups.options(group) for group in self.param_groups]
         self._consistency = consistency or Sync()
-        trained = _trained_parameters(model, self.param_groups, include_frozen)
+        trained = trained_parameters(model, self.param_groups, include_frozen)
         for _, parameter_name, parameter in itertools.chain.from_iterable(trained):
             check_kind(parameter_name, parameter)
         self._layout = ParameterLayout.of(trained)
@@ -221,7 +222,7 @@ class Optimizer(optim.Optimizer):
         self._check_model()
         skip = self._unscale()
         if not skip:
-            self._flat.collect()
+            self._flat.collect_gradients()
         self.steps += 1
         for tables in self._tables:
             tables.begin_step(skip)
@@ -325,7 +326,7 @@ class Optimizer(optim.Optimizer):
         except BaseException:
             self.close()
             raise
-        self._flat.note()
+        self._flat.mark_current()
 
     def _check_model(self) -> None:
         """Raise `UsageError` if the model has parameters that would not be trained."""
@@ -355,7 +356,7 @@ class Optimizer(optim.Optimizer):
     def _push(self, skip: bool) -> list[PushReply]:
         """Push to all servers at once, and return their replies."""
         changes = param_groups.changes(self.param_groups, self._sent_options)
-        written = frozenset(self._flat.written())
+        written = frozenset(self._flat.find_written())
         pushes = [
             (client, PushRequest(self.steps, self._version_of(client), changes, skip, written))
             for client in self._attachments
@@ -393,7 +394,7 @@ class Optimizer(optim.Optimizer):
     def _apply_replies(self, replies: list[PushReply]) -> None:
         for client, reply in zip(self._attachments, replies, strict=True):
             client.apply_reply(reply)
-        self._flat.note()
+        self._flat.mark_current()
         self.staleness = max(reply.staleness for reply in replies)
         self.dropped += any(reply.dropped for reply in replies)
         self.skipped += any(reply.skipped for reply in replies)
@@ -421,26 +422,3 @@ def _tables_of(parameters: Iterable[Tensor]) -> list[Tables]:
     """Return the tables that these parameters stand for, each once."""
     found = [each.tables for each in parameters if isinstance(each, RowsParameter)]
     return list({id(tables): tables for tables in found}.values())
-
-
-def _trained_parameters(
-    model: Any, groups: list[dict[str, Any]], include_frozen: bool
-) -> list[list[tuple[int, str, Tensor]]]:
-    """Return index, name and tensor of the parameters that servers hold, by group.
-
-    Indices count the parameters of all groups. Parameters without a module are named by index.
-    """
-    names: dict[int, str] = {}
-    if isinstance(model, nn.Module):
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-    indices = itertools.count()
-    trained: list[list[tuple[int, str, Tensor]]] = []
-    for group in groups:
-        entries = []
-        for parameter in group["params"]:
-            index = next(indices)
-            is_trained = parameter.requires_grad or include_frozen
-            if is_trained and not isinstance(parameter, RowsParameter):
-                entries.append((index, names.get(id(parameter), str(index)), parameter))
-        trained.append(entries)
-    return trained

@@ -1,14 +1,15 @@
-"""Gradients that travel by calls, in *buckets*: each leaves when its gradients are ready, while backward goes on.
+"""`OverlappedPush`: send buckets of gradients to a server while backward is still running.
 
-What counts is what lies in the flat memory when `step` is called, and nothing else. A bucket that left early is
-compared with that, bit by bit, and is sent again if it has changed since, however that came about: accumulated further,
-clipped, written to by hand. So leaving early is never wrong, only in vain, and `OverlappedPush` learns when it is: a
-bucket leaves after as many backward passes as the last step had, and when one was sent in vain, all stay for some
-steps.
+A step must send the gradients that are in the flat memory when `step` is called. A bucket that was
+sent before is compared with them, bit by bit, and sent again if it has changed since: because
+gradients were accumulated further, clipped, or written to. So sending early is always correct, but
+may be wasted. `OverlappedPush` adapts to that: it sends a bucket after as many backward passes as
+the last step had, and when a bucket was wasted, it sends none for some steps.
 
-State of an `OverlappedPush`, under `_changed`: `_passes`, how often backward has passed each parameter since the last
-step; `_open`, how many parameters each bucket still waits for; `_queue`, what is ready; `_sent`, what the server has,
-as it was sent. One thread at a time sends (`_sending`).
+State, under `_changed`: `_passes`, the backward passes over each parameter since the last step;
+`_unfinished`, the number of parameters that each bucket waits for; `_queue`, buckets to send;
+`_sent`, copies of the buckets that the server has; `_expected_passes`, `_pause` and `_pause_left`,
+see above. One thread at a time sends (`_sending`).
 """
 
 from __future__ import annotations
@@ -24,66 +25,69 @@ from telegrad.errors import PeerLost, StaleReference
 from telegrad.ps.gradient_buckets import GradientBucket, divide_into_buckets
 from telegrad.ps.layout import ServerRange
 
-_LONGEST = 64  # steps without another try
+_LONGEST_PAUSE = 64  # steps
 
 
 class OverlappedPush:
-    """What leaves for one server before the step that it is for.
+    """The buckets for one server.
 
-    `copy` makes what travels of a bucket, in memory of its own; `send` brings it to the server and waits; `start` runs
-    a job on another thread.
+    `copy` returns the contents of a bucket, possibly compressed, in memory of its own. `send` sends
+    them to the server and waits. `start` runs a function on another thread.
     """
 
     def __init__(
         self,
-        share: ServerRange,
+        server_range: ServerRange,
         copy: Callable[[GradientBucket], Tensor],
         send: Callable[[int, Tensor], None],
         start: Callable[[Callable[[], None]], None],
     ) -> None:
-        self.buckets = divide_into_buckets(share)
+        self.buckets = divide_into_buckets(server_range)
         self._copy, self._send, self._start = copy, send, start
-        self._of_slot: dict[int, list[GradientBucket]] = {}
+        self._buckets_of: dict[int, list[GradientBucket]] = {}  # by parameter
         for bucket in self.buckets:
-            for slot in bucket.slots:
-                self._of_slot.setdefault(slot, []).append(bucket)
+            for parameter in bucket.parameters:
+                self._buckets_of.setdefault(parameter, []).append(bucket)
         self._changed = threading.Condition()
-        self._due = 1  # backward passes before a bucket leaves
-        self._pause = 0  # steps that buckets stay after they were sent in vain,
-        self._staying = 0  # and how many of them are left
+        self._expected_passes = 1  # backward passes before a bucket is sent
+        self._pause = 0  # steps for which no bucket is sent after one was wasted,
+        self._pause_left = 0  # and how many of them are left
         self._queue: list[GradientBucket] = []
         self._sending = False
         self._error: Exception | None = None
         self._reset()
 
     def __repr__(self) -> str:
-        state = f", staying for {self._staying} steps" if self._staying else ""
+        pause = f", pausing for {self._pause_left} steps" if self._pause_left else ""
         return (
-            f"<OverlappedPush: {len(self._sent)} of {len(self.buckets)} buckets have left{state}>"
+            f"<OverlappedPush: {len(self._sent)} of {len(self.buckets)} buckets were sent{pause}>"
         )
 
     def _reset(self) -> None:
         self._passes: dict[int, int] = {}
-        self._open = [len(bucket.slots) for bucket in self.buckets]
+        self._unfinished = [len(bucket.parameters) for bucket in self.buckets]
         self._sent: dict[int, Tensor] = {}
 
-    def ready(self, slot: int) -> None:
-        """Backward has passed a parameter; its gradient lies in the flat memory."""
+    def on_gradient_ready(self, parameter: int) -> None:
+        """Send buckets that are complete now: a gradient was copied to the flat memory."""
         with self._changed:
-            passes = self._passes[slot] = self._passes.get(slot, 0) + 1
-            if passes != self._due or self._staying:
+            passes = self._passes[parameter] = self._passes.get(parameter, 0) + 1
+            if passes != self._expected_passes or self._pause_left:
                 return
-            for bucket in self._of_slot.get(slot, ()):
-                self._open[bucket.number] -= 1
-                if not self._open[bucket.number]:
+            for bucket in self._buckets_of.get(parameter, ()):
+                self._unfinished[bucket.bucket_index] -= 1
+                if not self._unfinished[bucket.bucket_index]:
                     self._queue.append(bucket)
             if not self._queue or self._sending:
                 return
             self._sending = True
-        self._start(self._send_all)
+        self._start(self._send_queue)
 
-    def stop(self) -> None:
-        """The step has come: what has not begun to leave goes with it."""
+    def stop_sending(self) -> None:
+        """Wait for the bucket that is being sent, and send no more: the step has begun.
+
+        Raise the error of a failed send.
+        """
         role = blocking.pause()
         try:
             with self._changed:
@@ -95,35 +99,42 @@ class OverlappedPush:
         if error is not None:
             raise error
 
-    def missing(self, runs: Sequence[Tensor]) -> list[GradientBucket]:
-        """The step takes this, run by run: which buckets does the server not have so? Then the next step begins."""
+    def take_unsent(self, gradients: Sequence[Tensor]) -> list[GradientBucket]:
+        """Return the buckets that the server does not have with their present contents.
+
+        `gradients` are those of the step, one tensor for each dtype range. The next step begins.
+        """
         with self._changed:
             sent = self._sent
-            found = [
+            unsent = [
                 bucket
                 for bucket in self.buckets
-                if bucket.number not in sent or not _same(sent[bucket.number], bucket.of(runs))
+                if bucket.bucket_index not in sent
+                or not _is_same(sent[bucket.bucket_index], bucket.of(gradients))
             ]
-            self._learn(in_vain=len(found) + len(sent) > len(self.buckets))
+            self._adapt(wasted=len(unsent) + len(sent) > len(self.buckets))
             self._reset()
-        return found
+        return unsent
 
-    def forget(self) -> None:
-        """The step takes nothing of what has left. The next step begins."""
+    def discard(self) -> None:
+        """Forget what was sent, because the step is skipped. The next step begins."""
         with self._changed:
             self._reset()
 
-    def _learn(self, in_vain: bool) -> None:
-        passes = max(self._passes.values(), default=self._due)
-        if in_vain and passes == self._due:
-            self._pause = self._staying = min(max(2 * self._pause, 1), _LONGEST)
-        elif self._staying:
-            self._staying -= 1
-        elif self._sent and not in_vain:
+    def _adapt(self, wasted: bool) -> None:
+        """Decide when the buckets of the next step are sent. `wasted`: one was sent twice."""
+        passes = max(self._passes.values(), default=self._expected_passes)
+        # after another number of passes, the waste is explained by that number
+        if wasted and passes == self._expected_passes:
+            self._pause = self._pause_left = min(max(2 * self._pause, 1), _LONGEST_PAUSE)
+        elif self._pause_left:
+            self._pause_left -= 1
+        elif self._sent and not wasted:
             self._pause = 0
-        self._due = passes
+        self._expected_passes = passes
 
-    def _send_all(self) -> None:
+    def _send_queue(self) -> None:
+        """Send the buckets of the queue, on a thread of its own, until there are no more."""
         while True:
             with self._changed:
                 if not self._queue:
@@ -132,11 +143,11 @@ class OverlappedPush:
                     return
                 bucket = self._queue.pop(0)
             try:
-                piece = self._copy(bucket)
-                self._send(bucket.number, piece)
+                contents = self._copy(bucket)
+                self._send(bucket.bucket_index, contents)
                 with self._changed:
-                    self._sent[bucket.number] = piece
-            except (PeerLost, StaleReference):  # the step will hear of it too, and knows what to do
+                    self._sent[bucket.bucket_index] = contents
+            except (PeerLost, StaleReference):  # the step gets the same error and handles it
                 with self._changed:
                     self._queue.clear()
             except Exception as error:
@@ -145,6 +156,6 @@ class OverlappedPush:
                     self._error = error
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Are they equal bit by bit? Runs have whole words, and words are compared fastest."""
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Compare bits. Dtype ranges consist of whole 64-bit words, which are compared fastest."""
     return torch.equal(one.view(torch.int64), other.view(torch.int64))

@@ -103,7 +103,7 @@ class ShardClient(ServerClient[ShardSpec]):
 
     def create(self, version: int | None) -> None:
         """Create the shard with a saved version; None: with the values of this model."""
-        values = self._flat.range_of_values(self.plan.share)
+        values = self._flat.copy_range(self.plan.share)
         self._agent.invoke(self.server, service.create, (self.plan, values, version))
 
     def recreate(self) -> None:
@@ -133,7 +133,7 @@ class ShardClient(ServerClient[ShardSpec]):
             self._first_round,
             acknowledged,
             self.version if version is None else version,
-            self._flat.range_of_values(self.plan.share),
+            self._flat.copy_range(self.plan.share),
             self._gradient_handle,
             self._applied,
         )
@@ -159,7 +159,7 @@ class ShardClient(ServerClient[ShardSpec]):
             self._overlapped = OverlappedPush(
                 self.plan.share, self._copy_bucket, self._send_bucket, self._agent.threads.start
             )
-            self._flat.listen(self._on_gradient_ready)
+            self._flat.on_gradient_ready(self._on_gradient_ready)
         handle = reply.memory if self._flat.segment is not None else None
         self._server_memory = None if handle is None else flat_memory.find_shared(handle)
         self._published.clear()
@@ -170,20 +170,20 @@ class ShardClient(ServerClient[ShardSpec]):
 
     # Overlapped pushes
 
-    def _on_gradient_ready(self, slot: int) -> None:
+    def _on_gradient_ready(self, parameter: int) -> None:
         """Handle that the gradient of a parameter is in the flat memory."""
         overlapped = self._overlapped
         if overlapped is not None:
-            overlapped.ready(slot)
+            overlapped.on_gradient_ready(parameter)
 
     def _copy_bucket(self, bucket: GradientBucket) -> Tensor:
         gradients = self._range_of(self._flat.gradients)
         if self._compressor is not None:
             return self._compressor.preview(bucket, gradients)
-        return bucket.of(self._runs_of(gradients)).clone()
+        return bucket.of(self._dtype_ranges_of(gradients)).clone()
 
-    def _send_bucket(self, number: int, piece: Tensor) -> None:
-        arguments = (self.plan.name, self._me, self._last_step + 1, {number: piece})
+    def _send_bucket(self, index: int, contents: Tensor) -> None:
+        arguments = (self.plan.name, self._me, self._last_step + 1, {index: contents})
         self._agent.invoke(self.server, service.bring, arguments, None, None)
 
     # Steps
@@ -213,7 +213,7 @@ class ShardClient(ServerClient[ShardSpec]):
         step, version, changes, skip, written = request
         gradients = self._gradients_to_send(step, skip)
         self._last_step = step
-        values = self._flat.values(self.plan.share, written) if written else None
+        values = self._flat.copy_values(self.plan.share, written) if written else None
         by_value = self._server_memory is None
         usual = (self.plan.name, self._me, step, version, changes, gradients, by_value)
         if skip or values:
@@ -226,29 +226,29 @@ class ShardClient(ServerClient[ShardSpec]):
         It needs none if it reads them from shared memory, or if the step is skipped.
         """
         if self._overlapped is not None:
-            self._overlapped.stop()
+            self._overlapped.stop_sending()
         if skip:
             if self._overlapped is not None:
-                self._overlapped.forget()
+                self._overlapped.discard()
             return None
-        gradients = self._range_of(self._flat.current)
+        gradients = self._range_of(self._flat.collected_gradients)
         if self._shares_gradients:
             return None if self._flat.in_place else gradients
         compressed = None
         if self._compressor is not None:
             compressed = self._compressor.pack(step, gradients, self._flat.missing)
         if self._overlapped is not None:
-            runs = self._runs_of(gradients) if compressed is None else compressed
-            missing = self._overlapped.missing(runs)
-            if len(missing) < len(self._overlapped.buckets):
-                return {bucket.number: bucket.of(runs) for bucket in missing}
+            to_send = self._dtype_ranges_of(gradients) if compressed is None else compressed
+            unsent = self._overlapped.take_unsent(to_send)
+            if len(unsent) < len(self._overlapped.buckets):
+                return {bucket.bucket_index: bucket.of(to_send) for bucket in unsent}
         return gradients if compressed is None else compressed
 
     def _range_of(self, flat: Tensor) -> Tensor:
         return flat[self.plan.share.start : self.plan.share.stop]
 
-    def _runs_of(self, gradients: Tensor) -> list[Tensor]:
-        return [run.of(gradients) for run in self.plan.share.runs]
+    def _dtype_ranges_of(self, gradients: Tensor) -> list[Tensor]:
+        return [each.of(gradients) for each in self.plan.share.runs]
 
     def apply_reply(self, reply: PushReply) -> None:
         """Copy the values of a reply into the parameters. This completes the step."""
@@ -256,7 +256,7 @@ class ShardClient(ServerClient[ShardSpec]):
             return
         is_applied = not (reply.dropped or reply.skipped or self._shares_gradients)
         if self._compressor is not None and is_applied:
-            self._compressor.applied()
+            self._compressor.commit()
         source = reply
         if source.values is None and not self._read_published(reply.version):
             source = self._pull()
@@ -288,7 +288,7 @@ class ShardClient(ServerClient[ShardSpec]):
         return retry_while_lost(attempt, 0.0 if self.plan.checkpoint is None else self._patience)
 
     def _write_values(self, values: Tensor) -> None:
-        self._flat.take(self.plan.share, self._flat.views(self.plan.share, values))
+        self._flat.write_values(self.plan.share, self._flat.part_views(self.plan.share, values))
 
     def _read_published(self, version: int) -> bool:
         """Copy a published version. Return False if the server has begun to overwrite it."""
@@ -299,8 +299,8 @@ class ShardClient(ServerClient[ShardSpec]):
         start = version % places * nbytes
         if start not in self._published:
             published = self._server_memory.contents[start : start + nbytes]
-            self._published[start] = self._flat.views(self.plan.share, published)
-        self._flat.take(self.plan.share, self._published[start])
+            self._published[start] = self._flat.part_views(self.plan.share, published)
+        self._flat.write_values(self.plan.share, self._published[start])
         return self._server_memory.counter < version + places
 
     # The optimizer's state
