@@ -1,4 +1,4 @@
-"""Tables on servers train exactly as tables in one process do; what is kept, fetched and refused."""
+"""Tables on servers train exactly like tables in one process; storage, fetching and errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def shard(cluster: LocalCluster, worker: str = "w1", name: str = "table") -> Tab
 def in_one_process(
     start: Tensor, inputs: list[Tensor], make: Callable[[list[Tensor]], Any], mode: str
 ) -> Tensor:
-    """What torch makes of the rows."""
+    """Return the rows that torch computes in one process."""
     sparse = mode != "max"  # of which torch has no sparse gradient
     local = nn.EmbeddingBag.from_pretrained(start.clone(), freeze=False, sparse=sparse, mode=mode)
     optimizer = make(list(local.parameters()))

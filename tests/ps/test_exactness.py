@@ -1,4 +1,4 @@
-"""Trainers with a parameter server compute what one process computes on all their batches together."""
+"""Trainers with a parameter server compute what one process computes on all batches together."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_everybody_starts_from_the_first_trainers_parameters(
 
 @pytest.fixture
 def pair(cluster: Clusters) -> Callable[..., tuple[nn.Module, ps.Optimizer, nn.Module, Any]]:
-    """The same model twice: with a parameter server of two workers, and with the optimizer itself."""
+    """The same model twice: with a parameter server of two workers, and with a local optimizer."""
     workers = cluster(3)
 
     def make(
@@ -238,7 +238,7 @@ WITHOUT = [{2, 3}, set(), {0}, {2, 5}, {0, 1, 2, 3, 4, 5}, set()]
 def test_parameters_without_gradients_are_left_alone(
     pair: Any, kind: Any, options: dict[str, Any]
 ) -> None:
-    """With their momentum and the number of their steps, also when the state is taken out and put back."""
+    """Their momentum and step count stay too, also if the state is saved and loaded."""
     mine, remote, other, local = pair(kind, **options)
     for optimizer, net in ((remote, mine), (local, other)):
         for step, without in enumerate(WITHOUT):

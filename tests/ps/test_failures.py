@@ -1,4 +1,4 @@
-"""Servers die at planned points and come back; what was acknowledged is not lost, and nothing counts twice."""
+"""Servers are killed at planned points and restarted: no acknowledged step is lost or repeated."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_trainers_bring_back_what_a_server_had_not_saved(
 def test_a_step_that_another_trainer_brings_back_counts_once(
     cluster: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: Any
 ) -> None:
-    """Its answer got lost with the server, which had saved nothing; but somebody had already got the new version."""
+    """The server dies before its reply, without a checkpoint; another trainer has the version."""
     workers = cluster(3)
     point = ps.Checkpoint(tmp_path, every=1000)
     nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
@@ -368,7 +368,7 @@ def test_its_rules_are_checked(tmp_path: Path) -> None:
 
 
 def test_trainers_die_and_others_take_their_place(cluster: Clusters) -> None:
-    """At planned steps one trainer is killed with its gradients on the server, and a new one joins."""
+    """At planned steps a trainer is killed after it sent its gradients, and a new one joins."""
     workers = cluster(7)
     servers = ["w0", "w1"]
     expected = model()

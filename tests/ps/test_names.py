@@ -1,4 +1,4 @@
-"""A worker is one trainer of a parameter server: which one, if it makes several optimizers."""
+"""The names of parameter servers if a worker creates several optimizers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def step(optimizer: ps.Optimizer, net: nn.Module) -> None:
 
 
 def test_optimizers_without_names_are_of_different_parameter_servers(cluster: Clusters) -> None:
-    """The n-th of one worker trains with the n-th of the other, whether those before are closed or not."""
+    """The n-th of one worker trains with the n-th of another, even if earlier ones are closed."""
     workers = cluster(3)
 
     def train(number: int) -> list[float]:

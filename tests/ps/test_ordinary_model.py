@@ -1,4 +1,4 @@
-"""A model that a `ps.Optimizer` trains is an ordinary model: what torch's users do with one works, or is an error."""
+"""A model with a `ps.Optimizer` is an ordinary model: what users do with it works or raises."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Train = Callable[[Any, nn.Module, int], None]
 
 
 class Net(nn.Module):
-    """Convolutions, so that memory formats matter, and parameters that are divided among two servers."""
+    """Convolutions, for memory formats, and parameters that are divided between two servers."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def compared(cluster: Clusters) -> Callable[..., nn.Module]:
-    """Train a model with the optimizer itself and with a parameter server, and compare after every step."""
+    """Train a model locally and with a parameter server, and compare after every step."""
     workers = cluster(3)
 
     def compare(
@@ -275,7 +275,7 @@ def test_optimizers_and_parameters_that_servers_cannot_have(cluster: Clusters) -
 
 
 def test_gradients_that_are_kept(cluster: Clusters) -> None:
-    """Before a step and after it, whole or as views, while the same tensor is stepped with again and again."""
+    """Before and after a step, whole or as views, with the same tensor in every step."""
     workers = cluster(2)
     net = Net()
     kept: list[tuple[Tensor, Tensor]] = []
@@ -322,7 +322,7 @@ def differentiated_twice(optimizer: Any, net: nn.Module, step: int) -> None:
 
 
 def own_gradient_tensors(optimizer: Any, net: nn.Module, step: int) -> None:
-    """Gradients that are views of a tensor of the user, who zeroes that and never calls `zero_grad`."""
+    """Gradients are views of a tensor of the user, who zeroes it and never calls `zero_grad`."""
     whole = net.__dict__.setdefault(
         "whole", torch.zeros(sum(each.numel() for each in net.parameters()))
     )
@@ -450,7 +450,7 @@ def test_training_goes_on_with_another_optimizer_after_the_end(compared: Any) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["unix"])
 def test_beside_parameters_that_fsdp_has_sharded(transport: str) -> None:
-    """They are an error for servers, and the others are trained beside them. Gloo leaves a socket behind."""
+    """They are an error for servers; other parameters can be trained. Gloo leaks a socket."""
     program = f"from {__name__} import train_beside_fsdp; train_beside_fsdp()"
     root = Path(__file__).parents[2]
     # its imports take a while

@@ -1,4 +1,4 @@
-"""Gradients leave while backward is under way; whatever happens to them then, the step takes what is there."""
+"""Gradients are sent while backward is running; the step uses their values at its start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.ps import training
 from tests.ps.training import check_same, model
 
 Clusters = Callable[..., LocalCluster]
-Left = Callable[[], None]  # waits until everything that is ready has left
+Left = Callable[[], None]  # waits until all buckets that are ready were sent
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Both:
-    """The same model twice: with a parameter server that is called, and with the optimizer itself."""
+    """The same model twice: with a parameter server over TCP, and with a local optimizer."""
 
     def __init__(self, cluster: LocalCluster, **options: Any) -> None:
         self.net, self.local_net = model(), model()
@@ -74,7 +74,7 @@ def both(cluster: Clusters) -> Both:
 
 @pytest.fixture
 def pushed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What goes with each push: None or a tensor or, if some was there before, the other buckets."""
+    """The gradients of each push: None, a tensor, or the buckets that were not sent before."""
     found: list[Any] = []
     real = ParameterShard.push
 
@@ -112,7 +112,7 @@ def accumulated(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
 
 
 def test_accumulation(both: Both, pushed: list[Any]) -> None:
-    """From the second step on it is known when to leave."""
+    """From the second step on, buckets are sent after the last backward pass."""
     both.train(3, accumulated)
     assert all(isinstance(each, Tensor) for each in pushed[:2])
     assert pushed[2:] == [{}] * 4
@@ -146,7 +146,7 @@ def replaced(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
 
 
 def zeroed(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
-    """A step that is given up: its gradients have left, and do not count."""
+    """Gradients that were sent are zeroed before the step, so they do not count."""
     optimizer.zero_grad(set_to_none=step % 2 == 0)
     backward(net, step, 7)
     left()
@@ -193,7 +193,7 @@ def test_the_step_takes_what_is_there(both: Both, body: Any) -> None:
 def test_compressed_gradients_are_those_of_a_run_without_overlap(
     cluster: Clusters, body: Any
 ) -> None:
-    """What rounding takes away is carried on once, whether a bucket left in vain or not."""
+    """Rounding errors are added once, whether a bucket was sent twice or not."""
     workers = cluster(3)
     small: dict[str, Any] = {"compression": torch.bfloat16}
     early, late = (
@@ -283,15 +283,15 @@ def test_buckets_cover_every_element_once() -> None:
 
 def test_what_was_brought_for_another_step_does_not_count() -> None:
     (share,) = ParameterLayout.of([[(0, "a", torch.zeros(50))]]).divide(1)
-    staging = GradientBuffer(share)
+    buffer = GradientBuffer(share)
     first, second = [
         torch.ones(bucket.last - bucket.first) for bucket in divide_into_buckets(share)
     ]
-    staging.bring(1, {0: first})
-    assert bool((share.parts[0].of(staging.complete(1, {1: second})) == 1).all())
-    staging.bring(2, {0: first})
+    buffer.bring(1, {0: first})
+    assert bool((share.parts[0].of(buffer.complete(1, {1: second})) == 1).all())
+    buffer.bring(2, {0: first})
     with pytest.raises(StaleReference):
-        staging.complete(3, {1: second})
+        buffer.complete(3, {1: second})
 
 
 def test_an_error_of_the_sender_is_heard_at_the_step() -> None:

@@ -1,4 +1,4 @@
-"""The two parameter servers that PyTorch's tutorials teach, as people write them, beside `telegrad.ps`."""
+"""The two parameter servers of PyTorch's tutorials, written with `telegrad.rpc`."""
 
 from __future__ import annotations
 

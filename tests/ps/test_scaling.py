@@ -1,4 +1,4 @@
-"""GradScaler, autocast, clipping and means: right for parameters and tables, and alike for all trainers."""
+"""GradScaler, autocast, clipping and means, for parameters and tables and for all trainers."""
 
 from __future__ import annotations
 

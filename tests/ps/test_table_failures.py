@@ -1,4 +1,4 @@
-"""Servers that hold tables die at planned points and come back; nothing that was on disk is lost or counts twice."""
+"""Servers of tables are killed at planned points and restarted; no saved step is lost."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def run_whole(cluster: Clusters, rule: Any, consistency: Any) -> Tensor:
 
 
 def test_servers_that_saved_different_versions_find_a_round() -> None:
-    """Two trainers have announced themselves to all servers, one of which has made more steps, and then enter."""
+    """Two trainers join servers of which one has made more steps."""
     plan = TablesSpec("table", 0, ("w0",), ps.Sync(), trainers=2, checkpoint=None)
     shard = TableShard(plan, run="", archive=None)
     shard.restore(ShardSnapshot(2, "another", {}, [], [{"servers": [0, 1], "tables": {}}], {}), [])

@@ -1,4 +1,4 @@
-"""Trainers of one model for tests: each on a thread of its own, with its own part of every batch."""
+"""Trainers of one model for tests: each on its own thread, with its own part of every batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loss(net: nn.Module, data: Tensor) -> Tensor:
 
 
 def train(optimizer: Any, net: nn.Module, steps: range, trainers: list[int]) -> None:
-    """Steps on the batches of `trainers` together: of one, what a trainer does; of all, the same in one process."""
+    """Make steps on the batches of these trainers together: of one, or of all in one process."""
     for step in steps:
         optimizer.zero_grad()
         loss(net, torch.cat([batch(step, trainer) for trainer in trainers])).backward()
@@ -58,7 +58,7 @@ class Trainers:
         self._threads: list[threading.Thread] = []
 
     def start(self, agent: str, work: Work, seed: int = 0, **options: Any) -> Future[Any]:
-        """On a thread, `work(optimizer, model)` of a new trainer; it leaves when the work is done."""
+        """Run `work(optimizer, model)` of a new trainer on a thread, then close the optimizer."""
         future: Future[Any] = Future()
 
         def run() -> None:
