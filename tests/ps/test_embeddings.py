@@ -399,9 +399,9 @@ def test_tables_are_fetched_and_updated_together(
     calls: list[tuple[str, list[str]]] = []
     pull, push = TableShard.pull, TableShard.push
 
-    def counted_pull(self: TableShard, wanted: Any, keep: bool) -> Any:
-        calls.append(("pull", [each.table for each in wanted]))
-        return pull(self, wanted, keep)
+    def counted_pull(self: TableShard, requests: Any, store_new: bool) -> Any:
+        calls.append(("pull", [each.table for each in requests]))
+        return pull(self, requests, store_new)
 
     def counted_push(self: TableShard, trainer: str, step: int, version: int, updates: Any) -> Any:
         calls.append(("push", [each.table for each in updates]))
@@ -530,7 +530,7 @@ def test_a_state_dict_names_the_table(cluster: Clusters) -> None:
         (lambda bag: bag(torch.tensor([[1.0]])), "int64 or int32"),
         (lambda bag: bag.put(torch.tensor([1, 1]), torch.zeros(2, DIM)), "once each"),
         (lambda bag: bag.put(torch.tensor([1]), torch.zeros(1, DIM + 1)), "once each"),
-        (lambda bag: bag.tables.change("table", ps.RowAdam()), "cannot become"),
+        (lambda bag: bag.tables.change_optimizer("table", ps.RowAdam()), "cannot become"),
         (lambda bag: ps.EmbeddingBag(ROWS, DIM, bag.tables, name="table"), "another name"),
         (lambda bag: ps.EmbeddingBag(ROWS, DIM, bag.tables, trainers=2), "not to each table"),
         (lambda bag: ps.EmbeddingBag(0, DIM, bag.tables), "1 or more rows"),

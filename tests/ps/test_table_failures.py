@@ -132,7 +132,7 @@ def test_without_checkpoints_a_dead_server_is_an_error(cluster: Clusters) -> Non
 def test_a_server_that_is_leaving_says_so_in_a_way_that_is_tried_again() -> None:
     """A call may be served in the moment in which its agent closes; then it has no agent."""
     with pytest.raises(StaleReference, match="leaving"):
-        service.pull("table", [], keep=True)
+        service.pull("table", [], store_new=True)
 
 
 def test_patience_has_an_end(cluster: Clusters, tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ class _EmbeddingBag(torch.autograd.Function):
 
 
 def _sum_by_row(gradient: Tensor, order: Tensor, starts: Tensor) -> Tensor:
-    """Return for each row the sum of its lines of `gradient`.
+    """Return for each row the sum of its gradients.
 
-    `order` has the indices of these lines grouped by row; `starts`, where each group starts.
+    `order` has the indices into `gradient` grouped by row; `starts`, where each group starts.
     """
     return functional.embedding_bag(order, gradient.contiguous(), starts, mode="sum")

@@ -116,14 +116,14 @@ class Table(nn.Module):
     @lr.setter
     def lr(self, value: float) -> None:
         self._optimizer = replace(self._optimizer, lr=value)
-        self.tables.change(self.name, self._optimizer)
+        self.tables.change_optimizer(self.name, self._optimizer)
 
     # Rows by their ids
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the current values of these rows on the servers."""
         batch = self._batch(ids)
-        (rows,) = self.tables.fetch([(self.name, batch)], keep=False)
+        (rows,) = self.tables.fetch([(self.name, batch)], store_new=False)
         return rows[batch.positions].view(*ids.shape, self.embedding_dim)
 
     def put(self, ids: Tensor, values: Tensor) -> None:

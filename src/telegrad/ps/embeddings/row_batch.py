@@ -51,9 +51,9 @@ class RowBatch(NamedTuple):
         empty = self.positions[:0]
         return RowBatch(self.ids[mask], empty, counts, empty, empty)
 
-    def split(self, lines: Tensor) -> Sequence[Tensor]:
-        """Split a tensor with one line for each id into those of each server."""
-        return lines.split_with_sizes(self.counts)
+    def split(self, values: Tensor) -> Sequence[Tensor]:
+        """Split a tensor by server. Its first dimension is that of `ids`."""
+        return values.split_with_sizes(self.counts)
 
 
 def _group(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,9 +2,9 @@
 
 Code that works on gradients in PyTorch reads and writes `parameter.grad`: `GradScaler`,
 `clip_grad_norm_`, hooks of training frameworks. So a table has a parameter. It has no elements and
-requires no gradient, so that nothing counts, initializes or reduces it. Its `grad` has one line for
-each row that backward passes have reached since the last step; they are summed on first access.
-In-place changes of `grad` change what is sent to the servers.
+requires no gradient, so that nothing counts, initializes or reduces it. Its `grad` has the
+gradients of all rows that backward passes have reached since the last step; they are summed on
+first access. In-place changes of `grad` change what is sent to the servers.
 
 State of `RowGradients`: `_batches`, the gradients of backward passes, appended by the threads that
 run them; `shown`, whether an `Optimizer` steps the table. Otherwise `grad` is None, so that

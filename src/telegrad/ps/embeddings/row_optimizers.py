@@ -1,7 +1,7 @@
 """The optimizers of tables. Servers run them on the rows that have a gradient, and on no others.
 
-An optimizer object has no state. `update` gets the state of the rows as tensors with one line for
-each slot of the storage.
+An optimizer object has no state. `update` gets the state of the rows as tensors, indexed by the
+slots of the storage.
 """
 
 from __future__ import annotations

@@ -49,9 +49,9 @@ class RowStorage:
     def __len__(self) -> int:
         return len(self._index)
 
-    def read(self, ids: Tensor, keep: bool) -> Tensor:
-        """Return the rows `ids`, which are unique. `keep` stores those that are new."""
-        if keep:
+    def read(self, ids: Tensor, store_new: bool) -> Tensor:
+        """Return the rows `ids`, which are unique. `store_new` stores those that are new."""
+        if store_new:
             slots = self._find_or_store(ids)  # first, because it may replace `_rows`
             return self._rows.index_select(0, slots)
         slots = torch.from_numpy(self._index.find(ids.numpy()))

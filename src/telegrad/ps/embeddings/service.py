@@ -127,9 +127,9 @@ def define(name: str, tables: list[TableDefinition]) -> None:
 
 
 @trusted
-def pull(name: str, requests: Sequence[RowRequest], keep: bool) -> tuple[int, list[Tensor]]:
-    """Return the version and the requested rows. `keep` stores rows that are new."""
-    return find(name).pull(requests, keep)
+def pull(name: str, requests: Sequence[RowRequest], store_new: bool) -> tuple[int, list[Tensor]]:
+    """Return the version and the requested rows. `store_new` stores rows that are new."""
+    return find(name).pull(requests, store_new)
 
 
 @trusted

@@ -93,10 +93,10 @@ class TableShard(BaseShard):
 
     # Rows and gradients
 
-    def pull(self, requests: Sequence[RowRequest], keep: bool) -> tuple[int, list[Tensor]]:
-        """Return the version and the requested rows. `keep` stores rows that are new."""
+    def pull(self, requests: Sequence[RowRequest], store_new: bool) -> tuple[int, list[Tensor]]:
+        """Return the version and the requested rows. `store_new` stores rows that are new."""
         with self._lock:
-            return self.version, [self._find(table).read(ids, keep) for table, ids in requests]
+            return self.version, [self._find(table).read(ids, store_new) for table, ids in requests]
 
     def push(
         self, trainer: str, step: int, version: int, updates: list[RowUpdate] | None

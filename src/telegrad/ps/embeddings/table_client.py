@@ -86,9 +86,9 @@ class TableClient(ServerClient[TablesSpec]):
     def define(self, tables: list[TableDefinition]) -> Future[None]:
         return self._start(service.define, tables)
 
-    def pull(self, requests: list[RowRequest], keep: bool) -> Future[tuple[int, list[Tensor]]]:
-        """Fetch rows. `keep`: the server stores those that it has not stored yet."""
-        return self._start(service.pull, requests, keep)
+    def pull(self, requests: list[RowRequest], store_new: bool) -> Future[tuple[int, list[Tensor]]]:
+        """Fetch rows. `store_new`: the server stores those that it has not stored yet."""
+        return self._start(service.pull, requests, store_new)
 
     def apply_pull(self, reply: tuple[int, list[Tensor]]) -> list[Tensor]:
         """Return the rows of a reply to `pull`."""

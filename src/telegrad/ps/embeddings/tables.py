@@ -158,7 +158,7 @@ class Tables:
         self._set_idle()
         return gradients
 
-    def change(self, table: str, optimizer: RowOptimizer) -> None:
+    def change_optimizer(self, table: str, optimizer: RowOptimizer) -> None:
         """Train a table with other options of the same optimizer from the next step on."""
         spec, before = self._definitions[table]
         if optimizer.state_spec(spec.dim).keys() != before.state_spec(spec.dim).keys():
@@ -167,10 +167,10 @@ class Tables:
             )
         self._definitions[table] = TableDefinition(spec, optimizer)
 
-    def fetch(self, requests: Sequence[tuple[str, RowBatch]], keep: bool) -> list[Tensor]:
+    def fetch(self, requests: Sequence[tuple[str, RowBatch]], store_new: bool) -> list[Tensor]:
         """Return the rows of each batch, with one call to each server that has some of them.
 
-        `keep`: the rows are to be trained, so the servers store those that are new.
+        `store_new`: the rows are to be trained, so the servers store those that are new.
         """
         by_server: list[list[RowRequest]] = [[] for _ in self._clients]
         for table, batch in requests:
@@ -180,7 +180,9 @@ class Tables:
         calls, used = [], []
         for client, server_requests in zip(self._clients, by_server, strict=True):
             if server_requests:
-                calls.append(self._start_call(client, partial(client.pull, server_requests, keep)))
+                calls.append(
+                    self._start_call(client, partial(client.pull, server_requests, store_new))
+                )
                 used.append(client)
         replies = gather_replies(self._agent, calls)
         # of each server: its rows for each batch that has some there, in order
@@ -199,10 +201,10 @@ class Tables:
         return found
 
     def write_rows(self, table: str, batch: RowBatch, values: Tensor) -> None:
-        """Replace the values of rows. `values` has one line for each row of the batch."""
-        pieces = zip(self._clients, batch.split(batch.ids), batch.split(values), strict=True)
+        """Replace the values of the rows of a batch."""
+        by_server = zip(self._clients, batch.split(batch.ids), batch.split(values), strict=True)
         self._call_all(
-            [partial(client.write_rows, table, ids, lines) for client, ids, lines in pieces]
+            [partial(client.write_rows, table, ids, rows) for client, ids, rows in by_server]
         )
 
     def stored_rows(self, table: str, count: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -244,10 +246,10 @@ class Tables:
             if gradients and not skip:
                 batch, gradient = gradients.sum()
                 optimizer = self._changed_optimizer(table)
-                for server_updates, ids, lines in zip(
+                for server_updates, ids, server_gradient in zip(
                     updates, batch.split(batch.ids), batch.split(gradient), strict=True
                 ):
-                    server_updates.append(RowUpdate(table, ids, lines, optimizer))
+                    server_updates.append(RowUpdate(table, ids, server_gradient, optimizer))
             # with an `Optimizer` they stay until `zero_grad`, like those of other parameters
             if not self._shows_gradients:
                 gradients.clear()

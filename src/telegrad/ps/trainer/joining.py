@@ -65,7 +65,7 @@ def find_servers(agent: AgentRuntime, servers: str | Sequence[str]) -> list[str]
 
 def join(
     agent: AgentRuntime,
-    what: str,
+    description: str,
     clients: Sequence[ServerClient[Any]],
     prepare: Callable[[], None],
     patience: float | None,
@@ -77,7 +77,7 @@ def join(
     others while it waits for one: they must not go on without it, because other trainers may wait
     for it elsewhere.
 
-    `what` names the parameter server in errors. `prepare` is called before each attempt.
+    `description` names the parameter server in errors. `prepare` is called before each attempt.
     """
     timeout = agent.config.join_timeout
 
@@ -105,7 +105,7 @@ def join(
         if not isinstance(error, CallTimeout):
             raise
         raise JoinError(
-            f"{what} did not start within {timeout} s: fewer trainers joined than it waits for, "
+            f"{description} did not start within {timeout} s: fewer trainers joined than it waits for, "
             "trainers join several parameter servers in different orders, or a round takes "
             "longer. Start the missing trainers, let all of them join in the same order, or raise "
             "Config.join_timeout"

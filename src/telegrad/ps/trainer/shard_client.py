@@ -294,14 +294,14 @@ class ShardClient(ServerClient[ShardSpec]):
         """Copy a published version. Return False if the server has begun to overwrite it."""
         assert self._server_memory is not None
         nbytes = self.plan.share.nbytes
-        # the server writes its versions into these places by turns
-        places = self._server_memory.contents.numel() // nbytes
-        start = version % places * nbytes
+        # the server writes each version into the next one of these copies
+        copies = self._server_memory.contents.numel() // nbytes
+        start = version % copies * nbytes
         if start not in self._published:
             published = self._server_memory.contents[start : start + nbytes]
             self._published[start] = self._flat.part_views(self.plan.share, published)
         self._flat.write_values(self.plan.share, self._published[start])
-        return self._server_memory.counter < version + places
+        return self._server_memory.counter < version + copies
 
     # The optimizer's state
 
