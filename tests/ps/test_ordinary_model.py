@@ -347,7 +347,7 @@ def test_the_same_gradient_tensor_is_copied_once(cluster: Clusters) -> None:
     with ps.Optimizer(net, "w1", lr=0.1, agent=cluster(2, transports=("unix",))["w0"]) as optimizer:
         loss(net, 0).backward()
         optimizer.step()
-        place = optimizer._flat._parameters[0].address
+        place = optimizer._flat._tracked[0].address
         assert net.first.weight.grad is not None
         assert net.first.weight.grad.data_ptr() == place
         assert optimizer._flat.in_place

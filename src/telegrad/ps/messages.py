@@ -21,9 +21,9 @@ Gradients = Tensor | list[Tensor] | dict[int, Tensor]
 Steps = dict[str, int]  # a step of each trainer
 
 
-def trainer_name(incarnation: str, number: int) -> str:
-    """Return the id of a trainer. A worker may have several, at the same time or not."""
-    return f"{incarnation}/{number}"
+def make_trainer_id(incarnation: str, count: int) -> str:
+    """Return the id of the `count`-th trainer of a worker, given the worker's incarnation."""
+    return f"{incarnation}/{count}"
 
 
 def worker_of(trainer: str) -> str:

@@ -19,7 +19,7 @@ class TablesSpec:
     """The configuration that a trainer sends to one server. It is the same for all trainers."""
 
     name: str
-    number: int  # index of this server in `servers`
+    server_index: int  # of this server, in `servers`
     servers: tuple[str, ...]  # the first is the leader
     consistency: Consistency
     trainers: int  # that must have joined before training starts

@@ -129,12 +129,12 @@ class TableShard(BaseShard):
     ) -> None:
         """Start with a snapshot. If it is of the same run, wait for the `expected` trainers."""
         (metadata,) = snapshot.groups
-        number, servers = metadata["servers"]
-        if (number, servers) != (self.spec.number, len(self.spec.servers)):
+        server_index, servers = metadata["servers"]
+        if (server_index, servers) != (self.spec.server_index, len(self.spec.servers)):
             raise UsageError(
-                f"the checkpoint of tables {self.spec.name!r} is of server {number + 1} of "
-                f"{servers}, not {self.spec.number + 1} of {len(self.spec.servers)}: resume with "
-                "the same servers"
+                f"the checkpoint of tables {self.spec.name!r} is of server {server_index + 1} of "
+                f"{servers}, not {self.spec.server_index + 1} of {len(self.spec.servers)}: resume "
+                "with the same servers"
             )
         with self._lock:
             self._load(snapshot)
@@ -168,7 +168,7 @@ class TableShard(BaseShard):
             for key, each in contents.items()
         }
         metadata: dict[str, Any] = {
-            "servers": [self.spec.number, len(self.spec.servers)],
+            "servers": [self.spec.server_index, len(self.spec.servers)],
             "tables": {name: steps for name, (_, steps) in tables.items()},
         }
         return ShardSnapshot(

@@ -31,7 +31,7 @@ from telegrad.ps.embeddings.row_batch import RowBatch
 from telegrad.ps.embeddings.row_gradients import RowGradients
 from telegrad.ps.embeddings.row_optimizers import RowOptimizer
 from telegrad.ps.embeddings.table_client import TableClient
-from telegrad.ps.messages import PushReply, trainer_name
+from telegrad.ps.messages import PushReply, make_trainer_id
 from telegrad.ps.server.checkpoint import Checkpoint
 from telegrad.ps.trainer.joining import (
     close_on_shutdown,
@@ -47,7 +47,7 @@ from telegrad.ps.trainer.server_calls import ServerCall, gather_replies
 if TYPE_CHECKING:
     from telegrad.agent import Agent
 
-_trainer_ids = itertools.count(1)
+_trainer_counter = itertools.count(1)
 
 
 class Tables:
@@ -84,7 +84,7 @@ class Tables:
         self._pending_pushes: list[ServerCall[PushReply]] = []
         self._acknowledged = 0
         self._is_member = True
-        trainer = trainer_name(self._agent.local_member.incarnation, next(_trainer_ids))
+        trainer = make_trainer_id(self._agent.local_member.incarnation, next(_trainer_counter))
         workers = find_servers(self._agent, servers)
         self._registration = self._agent.service(TrainerRegistry).register(
             "tables", name, default_name, waits_for_quorum(self._consistency)

@@ -77,11 +77,11 @@ class FlatParameters:
         self._server_copy: Tensor | None = None
         if keeps_copy:
             self._server_copy = flat_memory.allocate_private(layout.nbytes, self.device)
-        self._parameters = {
+        self._tracked = {
             slot.number: TrackedParameter(parameter, slot, self._view(slot), self._makes_views)
             for slot, parameter in zip(layout.slots, trained, strict=True)
         }
-        self._check_order = list(self._parameters.items())
+        self._check_order = list(self._tracked.items())
         self._checks = 0  # made by `_check_unnoticed_writes`
         # whether no step is under way, so that parameters are what servers returned
         self._is_current = False
@@ -96,7 +96,7 @@ class FlatParameters:
 
     def __repr__(self) -> str:
         where = "shared memory" if self.segment is not None else f"private memory on {self.device}"
-        count = len(self._parameters)
+        count = len(self._tracked)
         return f"<FlatParameters: {count} parameters, {self._nbytes} bytes, gradients in {where}>"
 
     def _view(self, slot: ParameterSlot) -> Tensor:
@@ -119,48 +119,48 @@ class FlatParameters:
         self._ready_callbacks.append(weakref.WeakMethod(callback))
         if not self._hooks:
             self._hooks = [
-                each.register_hook(self._ready_callbacks)
-                for each in self._parameters.values()
+                tracked.register_hook(self._ready_callbacks)
+                for tracked in self._tracked.values()
                 # torch allows hooks only for these
-                if each.parameter.requires_grad
+                if tracked.parameter.requires_grad
             ]
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
         """Copy every gradient into the flat memory, and zeros for parameters without one."""
-        for each in self._parameters.values():
-            each.check()
+        for tracked in self._tracked.values():
+            tracked.check()
         self._check_unnoticed_writes()
         to_copy, gradients, without = [], [], []
-        for each in self._parameters.values():
-            gradient = each.parameter.grad
+        for tracked in self._tracked.values():
+            gradient = tracked.parameter.grad
             if gradient is None:
-                without.append(each)
-            elif not each.is_view(gradient):
-                to_copy.append(each)
+                without.append(tracked)
+            elif not tracked.is_view(gradient):
+                to_copy.append(tracked)
                 gradients.append(dense(gradient))
-        self.missing = frozenset([each.index for each in without])
-        self.in_place = not any(each.is_referenced for each in (*to_copy, *without))
+        self.missing = frozenset([tracked.index for tracked in without])
+        self.in_place = not any(tracked.is_referenced for tracked in (*to_copy, *without))
         if not self.in_place:
             self._makes_views = False
             self._collect_privately()
             return
-        for each in without:
-            each.clear()
+        for tracked in without:
+            tracked.clear()
         if to_copy:
-            torch._foreach_copy_([each.view for each in to_copy], gradients)
+            torch._foreach_copy_([tracked.view for tracked in to_copy], gradients)
         del gradients  # below, only the parameters may refer to them
         may_replace = self._makes_views and not self._ready_callbacks
-        for each in to_copy:
-            each.is_zero = False
-            if may_replace and is_sole_reference(each.parameter):
-                each.parameter.grad = each.view.detach()
+        for tracked in to_copy:
+            tracked.is_zero = False
+            if may_replace and is_sole_reference(tracked.parameter):
+                tracked.parameter.grad = tracked.view.detach()
 
     def _collect_privately(self) -> None:
         if self._private is None:
             self._private = flat_memory.allocate_private(self._nbytes, self.device)
-        for each in self._parameters.values():
-            view, gradient = each.slot.of(self._private), each.parameter.grad
+        for tracked in self._tracked.values():
+            view, gradient = tracked.slot.of(self._private), tracked.parameter.grad
             if gradient is None:
                 view.zero_()
             else:
@@ -177,7 +177,7 @@ class FlatParameters:
         """Copy new values, as views of the parts of a range, into the parameters."""
         parameters, values = [], []
         for part, view in zip(server_range.parts, views, strict=True):
-            parameter = self._parameters[part.slot.number].parameter
+            parameter = self._tracked[part.slot.number].parameter
             if part.is_whole:
                 parameters.append(parameter)
                 values.append(view)
@@ -193,8 +193,8 @@ class FlatParameters:
     def mark_current(self) -> None:
         """Remember that parameters are now what servers returned: the step is complete."""
         self._is_current = True
-        for each in self._parameters.values():
-            each.mark_current()
+        for tracked in self._tracked.values():
+            tracked.mark_current()
 
     @torch.no_grad()
     def find_written(self) -> set[int]:
@@ -203,10 +203,10 @@ class FlatParameters:
         This begins a step.
         """
         self._is_current = False
-        written = {each.index for each in self._parameters.values() if each.is_written}
+        written = {tracked.index for tracked in self._tracked.values() if tracked.is_written}
         if self._server_copy is None:
             return written
-        return {index for index in written if self._differs(self._parameters[index])}
+        return {index for index in written if self._differs(self._tracked[index])}
 
     def _differs(self, tracked: TrackedParameter) -> bool:
         """Return whether a parameter is not what servers returned."""
@@ -255,7 +255,7 @@ class FlatParameters:
 
         `indices` restricts them to parts of these parameters.
         """
-        selected = self._parameters.keys() if indices is None else set(indices)
+        selected = self._tracked.keys() if indices is None else set(indices)
         return {
             position: self._part_of_parameter(part).to(self.device, copy=True)
             for position, part in enumerate(server_range.parts)
@@ -270,7 +270,7 @@ class FlatParameters:
         return values
 
     def _part_of_parameter(self, part: ParameterPart) -> Tensor:
-        parameter = self._parameters[part.slot.number].parameter
+        parameter = self._tracked[part.slot.number].parameter
         return parameter.detach().reshape(-1)[part.first : part.last]
 
     # The end
@@ -280,10 +280,10 @@ class FlatParameters:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for each in self._parameters.values():
-            gradient = each.parameter.grad
-            if gradient is not None and self.segment is not None and each.is_view(gradient):
-                each.parameter.grad = gradient.clone()
+        for tracked in self._tracked.values():
+            gradient = tracked.parameter.grad
+            if gradient is not None and self.segment is not None and tracked.is_view(gradient):
+                tracked.parameter.grad = gradient.clone()
 
 
 def _common_device(parameters: Sequence[Tensor]) -> torch.device:

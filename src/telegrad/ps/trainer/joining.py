@@ -105,8 +105,8 @@ def join(
         if not isinstance(error, CallTimeout):
             raise
         raise JoinError(
-            f"{description} did not start within {timeout} s: fewer trainers joined than it waits for, "
-            "trainers join several parameter servers in different orders, or a round takes "
+            f"{description} did not start within {timeout} s: fewer trainers joined than it waits "
+            "for, trainers join several parameter servers in different orders, or a round takes "
             "longer. Start the missing trainers, let all of them join in the same order, or raise "
             "Config.join_timeout"
         ) from error

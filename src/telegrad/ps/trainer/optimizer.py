@@ -31,7 +31,7 @@ from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
 from telegrad.ps.embeddings.row_gradients import RowsParameter
 from telegrad.ps.embeddings.tables import Tables
 from telegrad.ps.layout import ParameterLayout
-from telegrad.ps.messages import PushReply, ShardSpec, trainer_name
+from telegrad.ps.messages import PushReply, ShardSpec, make_trainer_id
 from telegrad.ps.server import service
 from telegrad.ps.server.checkpoint import Checkpoint
 from telegrad.ps.server.shard_optimizer import Options, State, works_by_element
@@ -55,7 +55,7 @@ from telegrad.ps.trainer.tracked_parameter import check_kind
 if TYPE_CHECKING:
     from telegrad.agent import Agent
 
-_trainer_ids = itertools.count(1)
+_trainer_counter = itertools.count(1)
 
 
 class Optimizer(optim.Optimizer):
@@ -148,7 +148,7 @@ class Optimizer(optim.Optimizer):
             for index, parameter in enumerate(self._parameters)
             if index not in trained_indices and not isinstance(parameter, RowsParameter)
         ]
-        self._trainer = trainer_name(runtime.local_member.incarnation, next(_trainer_ids))
+        self._trainer = make_trainer_id(runtime.local_member.incarnation, next(_trainer_counter))
         self._compression = compression
         # on other devices, reading a gradient would wait for the device
         self._overlap = overlap and self._flat.device.type == "cpu"
