@@ -455,15 +455,15 @@ def test_rows_are_used_again_for_some_steps(cluster: Clusters) -> None:
 
 
 def test_few_rows_are_used_again() -> None:
-    recent = RowCache(steps=1, limit=4, dim=1, dtype=torch.float64)
+    cache = RowCache(steps=1, limit=4, dim=1, dtype=torch.float64)
     for now, ids in ((0, [1, 2, 3]), (1, [3, 4]), (2, [5, 6, 7])):
         tensor = torch.tensor(ids)
-        recent.add(tensor, 10.0 * now + tensor[:, None].double(), now)
-    known, rows = recent.find(torch.tensor([1, 3, 5, 6, 7]), 2)
+        cache.add(tensor, 10.0 * now + tensor[:, None].double(), now)
+    known, rows = cache.find(torch.tensor([1, 3, 5, 6, 7]), 2)
     assert known.tolist() == [False, False, True, True, True]
     assert rows.flatten().tolist() == [25, 26, 27]
-    recent.add(torch.arange(9), torch.zeros(9, 1, dtype=torch.float64), 2)  # more than fit
-    assert recent.find(torch.tensor([5]), 3)[1].tolist() == [[25.0]]
+    cache.add(torch.arange(9), torch.zeros(9, 1, dtype=torch.float64), 2)  # more than fit
+    assert cache.find(torch.tensor([5]), 3)[1].tolist() == [[25.0]]
 
 
 @given(st.lists(st.lists(st.integers(0, 2**62) | st.integers(0, 30), max_size=200), max_size=12))
@@ -675,12 +675,12 @@ def test_what_is_pushed_again_counts_once(cluster: Clusters) -> None:
     workers = cluster(2)
     bag = table(ps.EmbeddingBag, workers, optimizer=ps.RowSGD(lr=1.0), std=0.0)
     push(bag)
-    (attachment,) = bag.tables._clients
+    (client,) = bag.tables._clients
     update = service.RowUpdate("table", torch.tensor([7]), torch.ones(1, DIM, dtype=torch.float64))
     for _ in range(2):
-        assert attachment.push(1, 0, [update]).wait().version == 1
+        assert client.push(1, 0, [update]).wait().version == 1
     assert row(bag) == -1.0
-    assert attachment.push(2, 1, [update]).wait().version == 2
+    assert client.push(2, 1, [update]).wait().version == 2
     assert row(bag) == -2.0
 
 

@@ -151,7 +151,7 @@ def test_a_step_that_another_trainer_brings_back_counts_once(
     for net in nets:
         net.weight.grad = torch.ones_like(net.weight)
     pushed, lost, brought = threading.Event(), threading.Event(), threading.Event()
-    push, come_back = service.value_or_deferred, ShardClient._rejoin
+    push, rejoin = service.value_or_deferred, ShardClient._rejoin
 
     def answer_later(future: Any) -> Any:
         answer = push(future)
@@ -160,13 +160,13 @@ def test_a_step_that_another_trainer_brings_back_counts_once(
             assert lost.wait(PATIENCE)
         return answer
 
-    def come_back_later(self: ShardClient, acknowledged: int) -> None:
+    def rejoin_later(self: ShardClient, acknowledged: int) -> None:
         if self is first._attachments[0]:
             assert brought.wait(PATIENCE)
-        come_back(self, acknowledged)
+        rejoin(self, acknowledged)
 
     monkeypatch.setattr(service, "value_or_deferred", answer_later)
-    monkeypatch.setattr(ShardClient, "_rejoin", come_back_later)
+    monkeypatch.setattr(ShardClient, "_rejoin", rejoin_later)
     with ThreadPoolExecutor(1) as pool:
         step = pool.submit(first.step)
         assert pushed.wait(PATIENCE)

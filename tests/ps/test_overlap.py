@@ -49,16 +49,12 @@ class Both:
         self.local = torch.optim.SGD(self.local_net.parameters(), lr=0.1, momentum=0.9)
 
     @property
-    def early(self) -> list[OverlappedPush]:
-        return [
-            early
-            for each in self.remote._attachments
-            for early in [each._overlapped]
-            if early is not None
-        ]
+    def overlapped(self) -> list[OverlappedPush]:
+        pushes = [client._overlapped for client in self.remote._attachments]
+        return [push for push in pushes if push is not None]
 
     def wait(self) -> None:
-        until(lambda: not any(early._sending for early in self.early))
+        until(lambda: not any(push._sending for push in self.overlapped))
 
     def train(self, steps: int, body: Callable[[Any, nn.Module, int, Left], None]) -> None:
         for step in range(steps):
@@ -100,7 +96,7 @@ def plain(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
 def test_everything_may_leave_before_the_step(both: Both, pushed: list[Any]) -> None:
     both.train(3, plain)
     assert pushed == [{}] * 6
-    assert all(len(early.buckets) > 2 for early in both.early)
+    assert all(len(push.buckets) > 2 for push in both.overlapped)
 
 
 def accumulated(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
@@ -200,7 +196,7 @@ def test_compressed_gradients_are_those_of_a_run_without_overlap(
         Both(workers, name="early", **small),
         Both(workers, name="late", overlap=False, **small),
     )
-    assert late.early == []
+    assert late.overlapped == []
     for step in range(5):
         body(early.remote, early.net, step, early.wait)
         body(late.remote, late.net, step, lambda: None)
@@ -214,7 +210,7 @@ def test_who_always_clips_soon_stops_sending_early(both: Both, pushed: list[Any]
         both.remote.zero_grad()
         backward(both.net, step)
         both.wait()
-        tries.append(bool(both.early[0]._sent))
+        tries.append(bool(both.overlapped[0]._sent))
         nn.utils.clip_grad_norm_(both.net.parameters(), 0.01)
         both.remote.step()
     assert tries == [True, False, True, False, False, True, False, False]
@@ -225,7 +221,7 @@ def test_who_always_clips_soon_stops_sending_early(both: Both, pushed: list[Any]
 def test_shared_memory_has_nothing_to_send(cluster: Clusters, pushed: list[Any]) -> None:
     both = Both(cluster(3))
     both.train(2, plain)
-    assert both.early == []
+    assert both.overlapped == []
     assert pushed == [None] * 4
 
 
@@ -300,13 +296,13 @@ def test_an_error_of_the_sender_is_heard_at_the_step() -> None:
     def send(number: int, piece: Tensor) -> None:
         raise ArithmeticError("not today")
 
-    early = OverlappedPush(share, lambda bucket: torch.zeros(1), send, lambda job: job())
-    early.on_gradient_ready(0)
+    push = OverlappedPush(share, lambda bucket: torch.zeros(1), send, lambda job: job())
+    push.on_gradient_ready(0)
     with pytest.raises(ArithmeticError, match="not today"):
-        early.stop_sending()
+        push.stop_sending()
     assert (
         len(
-            early.take_unsent(
+            push.take_unsent(
                 [run.of(torch.zeros(share.nbytes, dtype=torch.uint8)) for run in share.runs]
             )
         )
