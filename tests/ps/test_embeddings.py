@@ -613,6 +613,8 @@ def test_who_is_gone_is_not_waited_for(cluster: Clusters, end: str) -> None:
             doomed = pool.submit(push, b, 100.0)
             until(waits(workers))
             workers.kill("w2")
+            # the server notices the loss on a thread of its own
+            until(lambda: not waits(workers)())
             first = pool.submit(push, a)
             assert isinstance(doomed.exception(PATIENCE), PeerLost | RuntimeError)
         first.result(PATIENCE)
