@@ -22,13 +22,13 @@ from tests.refs.objects import Thing
 
 pytestmark = pytest.mark.process
 
-LARGE = 200_000_000  # bytes; more than `limit_memory` leaves
+LARGE = 600_000_000  # bytes; more than `limit_memory` leaves
 MEDIUM = 4_000_000  # bytes; through shared memory, and within the limit
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
 FORKED = "UsageError: this process was forked from the one of agent 'w1' and cannot use it"
 
 
-def limit_memory(spare: int | None = 100_000_000) -> None:
+def limit_memory(spare: int | None = 300_000_000) -> None:
     """Let this process map `spare` bytes more than it has, or (None) as much as it wants."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     with open("/proc/self/statm") as statm:
