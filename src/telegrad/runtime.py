@@ -18,8 +18,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+from telegrad.client.dialer import DialedConnection, Dialer
 from telegrad.client.multiplexed import timeout_error
-from telegrad.client.peer import DialedConnection, Peer, lost_notice
+from telegrad.client.peer import Peer, lost_notice
 from telegrad.client.peers import PeerTable, WorkerAddress, worker_key
 from telegrad.config import Config
 from telegrad.cuda.transfers import CudaTransfers
@@ -28,6 +29,7 @@ from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
 from telegrad.futures import CompletionListener, Future
 from telegrad.group import maintenance, shutdown
 from telegrad.group.collectives import Collectives, group_broken
+from telegrad.group.endpoint import LocalEndpoint
 from telegrad.group.main_module import main_module_identity
 from telegrad.group.membership import Directory, Member, Store, WorkerInfo, check_name
 from telegrad.group.secret import group_secret
@@ -38,7 +40,7 @@ from telegrad.scheduling.event_loop import EventLoops
 from telegrad.scheduling.threads import Executor, ThreadPool
 from telegrad.server.connection import ServerConnection
 from telegrad.server.functions import ServedFunction, is_trusted
-from telegrad.server.listener import Connections
+from telegrad.server.listener import Listener
 from telegrad.wire.function_table import MAX_FUNCTIONS, Function, FunctionTable, describe
 
 P = ParamSpec("P")
@@ -112,7 +114,7 @@ class AgentRuntime:
         return (
             f"<Agent {self.name!r} rank {self.local_member.rank}: {self.calls_made} calls made, "
             f"{self.calls_served} served, "
-            f"{self.executor!r}, {self.threads!r}, {self.links()}, {self.connections!r}, {self.collectives!r}>"
+            f"{self.executor!r}, {self.threads!r}, {self.links()}, {self.listener!r}, {self.collectives!r}>"
         )
 
     # Life
@@ -126,12 +128,12 @@ class AgentRuntime:
             self._set_up()
         except BaseException:
             self.closing = True
-            if hasattr(self, "connections"):
-                self.connections.close(None)
+            if hasattr(self, "listener"):
+                self._close_connections(None)
                 self.event_loops.close()
                 self.clock.close()
             raise
-        self.connections.accept()
+        self.listener.accept()
         self.clock.watch(self.executor)
         maintenance.start(self)
         _agents.add(self)
@@ -142,16 +144,18 @@ class AgentRuntime:
         self.executor = Executor(self.threads, self.config.threads, self.config.max_threads)
         self.clock = Clock(f"telegrad-{self.name}")
         self.event_loops = EventLoops(self.threads, self.clock, self.config.event_loops)
-        self.connections = Connections(self, self.config, secret)
+        self.endpoint = LocalEndpoint(self, self.config, secret)
+        self.dialer = Dialer(self, self.endpoint, self.config)
+        self.listener = Listener(self, self.endpoint, self.config)
         self.collectives = Collectives(self)
         self.directory = Directory(self._store, self.world_size is not None)
         self.group = self.directory.group
         self._check_free()
-        self.connections.listen()
+        self.listener.listen()
         self.local_member = self.directory.register(
             self.name,
             self._rank,
-            self.connections.addresses,
+            self.endpoint.addresses,
             bool(self.config.device_maps),
             main_module_identity(),
         )
@@ -187,7 +191,7 @@ class AgentRuntime:
             self.directory.leave(self.local_member)
         # the others may still wait for its answer, and rank 0 may host the store that they use
         if leads:
-            self.connections.wait_until_alone(_WAIT_FOR_OTHERS)
+            self.listener.wait_until_unused(_WAIT_FOR_OTHERS)
         self.close()
         if gone:
             _log.warning("worker %r shut down without %s", self.name, ", ".join(sorted(gone)))
@@ -218,7 +222,7 @@ class AgentRuntime:
             ended()
         for link in self.links():
             link.close(last_words)
-        self.connections.close(last_words)
+        self._close_connections(last_words)
         self.collectives.close()
         self.executor.close()
         self.event_loops.close()
@@ -227,6 +231,11 @@ class AgentRuntime:
         self.peers.clear()
         self.directory.close()
         self._store = None
+
+    def _close_connections(self, reason: str | None) -> None:
+        self.endpoint.stop_connecting()
+        self.listener.close(reason)
+        self.endpoint.close()
 
     # Calls
 
@@ -374,7 +383,7 @@ class AgentRuntime:
             member = self.directory.find(name)
         if member.left or member.incarnation != incarnation:
             return False
-        alive = self.connections.probe(member)
+        alive = self.dialer.probe(member)
         return None if alive else alive  # alive, but `reach` failed: try again
 
     def _soon(self, job: Callable[[], None]) -> None:
@@ -408,8 +417,8 @@ class AgentRuntime:
             "calls_made": self.calls_made,
             "calls_served": self.calls_served,
             "calls_pending": sum(len(link.pipe.waited_for()) for link in self.links()),
-            "shared_blocks_in_use": self.connections.mappings.live,
-            **self.connections.counters,
+            "shared_blocks_in_use": self.endpoint.mappings.live,
+            **self.listener.counters,
             **{name: count for figures in self._figures for name, count in figures().items()},
         }
 
@@ -428,13 +437,13 @@ class AgentRuntime:
                 f"worker {self.name!r} has left the group and cannot call {member.name!r}",
                 peer=member.name,
             )
-        return self.connections.dial(member, purpose, timeout)
+        return self.dialer.dial(member, purpose, timeout)
 
     def peer_lost(self, link: Peer, reason: str) -> None:
         self.declare_lost(link.member.name, link.member.incarnation, reason=reason)
 
     def connection_ended(self, inbound: ServerConnection, error: BaseException) -> None:
-        self.connections.ended(inbound, error)
+        self.listener.connection_ended(inbound, error)
 
     def declare_lost(
         self,
@@ -452,8 +461,8 @@ class AgentRuntime:
             if self.closing or incarnation in self._gone:
                 return
             self._gone.add(incarnation)
-        self.connections.shut_all(incarnation, lost_notice(self.name, reason))
-        self.connections.forget(incarnation)
+        self.listener.close_peer(incarnation, lost_notice(self.name, reason))
+        self.endpoint.forget_peer(incarnation)
         if self.directory.is_current(name, incarnation):
             self.collectives.lost(name)
         for listener in self._loss_listeners:
@@ -505,7 +514,7 @@ class AgentRuntime:
         for occupant in (named, ranked):
             if occupant is None or occupant.left:
                 continue
-            if self.connections.probe(occupant):
+            if self.dialer.probe(occupant):
                 raise JoinError(
                     f"a worker named {occupant.name!r} is already in the group and alive (rank {occupant.rank}); "
                     f"{self.name!r} needs a name and a rank of its own"
@@ -543,7 +552,7 @@ class AgentRuntime:
         """In the child of a fork: the agent belongs to the parent; let go of its sockets."""
         self.closing = self.forked = True
         self.peers.drop()
-        self.connections.drop()
+        self.listener.drop()
         self.event_loops.drop()
 
 

@@ -566,7 +566,7 @@ def test_a_full_queue_holds_up_its_callers(
 
 def held_up(agent: Agent) -> bool:
     """Does a pipe wait to be read on? (On a very busy machine: does a call hold a place of the executor?)"""
-    held = any(inbound.held for inbound in agent._runtime.connections.server_connections)
+    held = any(inbound.held for inbound in agent._runtime.listener.connections)
     return held or agent._runtime.executor.active > 0
 
 

@@ -313,11 +313,7 @@ def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(
     patient = workers["w2"].submit("w1", same_promise, promises)
     until(
         lambda: (
-            sum(
-                inbound.under_way
-                for inbound in workers["w1"]._runtime.connections.server_connections
-            )
-            == 2
+            sum(inbound.under_way for inbound in workers["w1"]._runtime.listener.connections) == 2
         )
     )
     if how == "cancelled":
@@ -327,11 +323,7 @@ def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(
     assert hasty.exception(PATIENCE) is not None
     until(
         lambda: (
-            sum(
-                inbound.under_way
-                for inbound in workers["w1"]._runtime.connections.server_connections
-            )
-            <= 1
+            sum(inbound.under_way for inbound in workers["w1"]._runtime.listener.connections) <= 1
         )
     )
     promises.entries[0].set_result("for all who are left")

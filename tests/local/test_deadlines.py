@@ -178,7 +178,7 @@ def test_thousands_of_deadlines_pass(w0: Agent, pair: LocalCluster) -> None:
     ]
     assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)
     assert w0.statistics()["calls_pending"] == 0
-    inbounds = pair["w1"]._runtime.connections.server_connections
+    inbounds = pair["w1"]._runtime.listener.connections
     until(lambda: not any(inbound._waiting or inbound.under_way for inbound in inbounds))
 
 
@@ -206,7 +206,7 @@ def test_a_deadline_that_passes_before_the_call_is_sent_leaves_nothing_at_the_ca
     future = w0._runtime.start("w1", promise, (promises,), None, SHORT)
     assert isinstance(future.exception(PATIENCE), CallTimeout)
     promises.wait_for(1)
-    inbounds = pair["w1"]._runtime.connections.server_connections
+    inbounds = pair["w1"]._runtime.listener.connections
     until(lambda: not any(inbound._waiting or inbound.under_way for inbound in inbounds))
 
 
@@ -218,7 +218,7 @@ def test_a_call_that_outlives_its_deadline_leaves_nothing_at_the_callee(
     assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)
     assert w0.submit("w1", abs, -1).wait() == 1  # the cancellations have been read
     gate.open()
-    inbounds = pair["w1"]._runtime.connections.server_connections
+    inbounds = pair["w1"]._runtime.listener.connections
     until(lambda: not any(inbound.under_way for inbound in inbounds))
     assert [inbound._cancelled for inbound in inbounds] == [set() for _ in inbounds]
 
@@ -230,7 +230,7 @@ def test_a_promise_that_comes_after_its_deadline_is_not_kept(
     late = w0._runtime.start("w1", promise_at_last, (promises, gate), None, SHORT)
     gate.wait_for(1)
     assert isinstance(late.exception(PATIENCE), CallTimeout)
-    inbounds = pair["w1"]._runtime.connections.server_connections
+    inbounds = pair["w1"]._runtime.listener.connections
     until(lambda: any(inbound._cancelled for inbound in inbounds))
     gate.open()
     until(lambda: not any(inbound.under_way for inbound in inbounds))

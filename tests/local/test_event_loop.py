@@ -177,7 +177,7 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
     futures = [w1.submit("w0", bytes, 1 << 13) for _ in range(4000)]
     inbound = next(
         each
-        for each in workers["w0"]._runtime.connections.server_connections
+        for each in workers["w0"]._runtime.listener.connections
         if each.peer_name == "w1" and each.is_shared
     )
     if inbound.channel.kind != "memory":
@@ -419,12 +419,12 @@ def test_an_executor_that_is_full_holds_up_who_fills_it(
     target = w0._runtime.target(hold_at)
     target.seconds = 1.0  # it is known to be slow
     futures = [workers["w1"].submit("w0", hold_at, gate) for _ in range(8)]
-    until(lambda: any(inbound.held for inbound in w0._runtime.connections.server_connections))
+    until(lambda: any(inbound.held for inbound in w0._runtime.listener.connections))
     assert workers["w2"].call("w0", abs, -3) == 3
     gate.open()
     for future in futures:
         future.result(PATIENCE)
-    until(lambda: not any(inbound.held for inbound in w0._runtime.connections.server_connections))
+    until(lambda: not any(inbound.held for inbound in w0._runtime.listener.connections))
 
 
 def test_a_connection_that_must_not_be_read_is_not_looked_at_either(

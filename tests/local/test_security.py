@@ -319,9 +319,7 @@ def test_a_member_that_claims_much_and_sends_little_costs_little(
             sock = stack.enter_context(stranger(agent, transport))
             shake_hands(sock, agent)
             sock.sendall(HEADER.pack(1 << 30, 1, 1, 0, 0, Kind.CALL, 0, 0) + b"x" * 100)
-        until(
-            lambda: repr(agent._runtime.connections.server_connections).count("inside a frame") == 8
-        )
+        until(lambda: repr(agent._runtime.listener.connections).count("inside a frame") == 8)
         assert _resident() - before < 1 << 29
 
 

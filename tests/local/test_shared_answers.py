@@ -119,7 +119,7 @@ def test_the_memory_is_free_when_all_receivers_are_done(workers: LocalCluster) -
     values = [future.result(PATIENCE) for future in futures]
     del futures, meeting
     gc.collect()
-    arena = workers["w0"]._runtime.connections.arena
+    arena = workers["w0"]._runtime.endpoint.allocator
     blocks = sum(len(segment.used) for segment in arena._segments)
     assert blocks in (0, len(CALLERS))  # none where memory is not shared
     values.pop()
@@ -145,7 +145,7 @@ def test_a_caller_that_gave_up_costs_nothing(workers: LocalCluster) -> None:
         lambda: (
             sum(
                 inbound.calls_answered_later
-                for inbound in workers["w0"]._runtime.connections.server_connections
+                for inbound in workers["w0"]._runtime.listener.connections
             )
             == 2
         )
@@ -250,7 +250,7 @@ def test_a_receiver_that_takes_nothing_holds_up_no_other(
     meeting = Meeting()
     futures = waiting(workers, meeting)
     stuck, go = threading.Event(), threading.Event()
-    for inbound in workers["w0"]._runtime.connections.server_connections:
+    for inbound in workers["w0"]._runtime.listener.connections:
         if inbound.peer_name == "w1":
             send = inbound.channel.send
 

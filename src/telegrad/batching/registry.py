@@ -63,7 +63,7 @@ class QueueRegistry:
 
 def is_connected(agent: AgentRuntime, name: str) -> bool:
     """Does a worker of this name have a connection to the agent?"""
-    return any(inbound.peer_name == name for inbound in agent.connections.server_connections)
+    return any(inbound.peer_name == name for inbound in agent.listener.connections)
 
 
 def start(agent: AgentRuntime | None, job: Job) -> None:

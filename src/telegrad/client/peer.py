@@ -20,9 +20,10 @@ import copy
 import itertools
 import threading
 import time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from telegrad import blocking
+from telegrad.client.dialer import DialedConnection
 from telegrad.client.multiplexed import MultiplexedConnection, timeout_error
 from telegrad.config import Config
 from telegrad.deadline import to_wire
@@ -55,13 +56,6 @@ _LAST_WORDS = 0.2
 
 Args = tuple[Any, ...]
 Message = tuple[int, int, bytes, list[memoryview]]  # function number, flags, body, buffers
-
-
-class DialedConnection(NamedTuple):
-    """A new connection and what its other end said of itself."""
-
-    channel: Channel
-    heartbeat: float
 
 
 class PeerRuntime(Protocol):

@@ -38,7 +38,7 @@ def send_heartbeats(agent: AgentRuntime) -> None:
                 lambda link=link, reason=reason: link.lose(reason),  # type: ignore[misc]
                 agent.clock,
             )
-    for inbound in agent.connections.server_connections:
+    for inbound in agent.listener.connections:
         longest = max(patience, _MISSED_BEATS * inbound.heartbeat)
         if inbound.is_shared and not inbound.beat(interval, longest):
             _log.warning(
@@ -48,7 +48,7 @@ def send_heartbeats(agent: AgentRuntime) -> None:
                 longest,
             )
             words = lost_notice(agent.name, f"it was silent for {longest} s")
-            agent.connections.shut_all(inbound.incarnation, words)
+            agent.listener.close_peer(inbound.incarnation, words)
 
 
 def _close_idle_lanes(agent: AgentRuntime) -> None:
@@ -66,10 +66,10 @@ class _IdleMemoryTrimmer:
 
     def tidy(self) -> None:
         agent, now = self._agent, time.monotonic()
-        agent.connections.mappings.forget()
-        agent.connections.arena.tidy()
+        agent.endpoint.mappings.forget()
+        agent.endpoint.allocator.tidy()
         traffic = agent.calls_made + agent.calls_served
         if traffic != self._traffic:
             self._traffic, self._quiet_since = traffic, now
         elif now - self._quiet_since > _QUIET_BEFORE_TRIM:
-            agent.connections.arena.trim()
+            agent.endpoint.allocator.trim()

@@ -39,7 +39,7 @@ def drain(agent: AgentRuntime, until: float | None) -> None:
 
 
 def _under_way(agent: AgentRuntime) -> bool:
-    inbounds = agent.connections.server_connections
+    inbounds = agent.listener.connections
     return any(link.under_way for link in agent.links()) or any(
         inbound.under_way for inbound in inbounds
     )

@@ -66,7 +66,7 @@ class RpcAgent(Agent):
     def get_metrics(self) -> dict[str, str]:
         """Return what the agent is doing, under torch's names."""
         executor = self._runtime.executor
-        inbounds = list(self._runtime.connections.server_connections)
+        inbounds = self._runtime.listener.connections
         metrics = {
             "agent.thread_pool_size": executor.limit,
             "agent.num_idle_threads": max(executor.limit - executor.active, 0),
