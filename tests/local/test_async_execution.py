@@ -313,7 +313,8 @@ def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(
     patient = workers["w2"].submit("w1", same_promise, promises)
     until(
         lambda: (
-            sum(inbound.under_way for inbound in workers["w1"]._runtime.listener.connections) == 2
+            sum(inbound.calls_under_way for inbound in workers["w1"]._runtime.listener.connections)
+            == 2
         )
     )
     if how == "cancelled":
@@ -323,7 +324,8 @@ def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(
     assert hasty.exception(PATIENCE) is not None
     until(
         lambda: (
-            sum(inbound.under_way for inbound in workers["w1"]._runtime.listener.connections) <= 1
+            sum(inbound.calls_under_way for inbound in workers["w1"]._runtime.listener.connections)
+            <= 1
         )
     )
     promises.entries[0].set_result("for all who are left")

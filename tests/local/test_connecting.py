@@ -76,7 +76,7 @@ def test_calls_before_the_connection_keep_their_order(
     handle = ServerConnection.handle
 
     def note(self: ServerConnection, frame: Frame) -> None:
-        if frame.kind == Kind.CALL and self.is_shared:
+        if frame.kind == Kind.CALL and self.is_multiplexed:
             arrived.append(frame.call)
         handle(self, frame)
 
@@ -159,7 +159,7 @@ def test_calls_that_wait_fail_when_the_worker_is_given_up(silent: tuple[Agent, s
     w0, incarnation = silent
     future = w0.submit("silent", abs, -1)
     until(lambda: bool(w0._runtime.endpoint._connecting))
-    w0._runtime.declare_lost("silent", incarnation, reason="it was given up")
+    w0._runtime.failures.declare_lost("silent", incarnation, reason="it was given up")
     error = future.exception(PATIENCE)
     assert isinstance(error, PeerLost)
     assert "it was given up" in str(error)
@@ -181,7 +181,7 @@ def test_calls_that_wait_fail_when_their_worker_closes(
 def test_a_call_that_waits_counts_as_under_way(w0: Agent, gate: Gate) -> None:
     served = Gate()
     future = w0.submit("w1", hold_at, served)
-    assert [link.calls_under_way for link in w0._runtime.links()] == [1]
+    assert [link.calls_under_way for link in w0._runtime.peers.all()] == [1]
     gate.open()
     served.wait_for()
     served.open()

@@ -130,14 +130,14 @@ def test_a_call_whose_thread_loses_the_loop_before_the_call_begins_is_answered(
 ) -> None:
     w0 = workers["w0"]
     [loop] = w0._runtime.event_loops
-    find = w0._runtime.target
+    find = w0._runtime.functions.find
 
     def wait_and_find(function: Any) -> Any:
         blocking.resume(blocking.pause())
         until(lambda: loop._asleep)  # the new leader has nothing to send
         return find(function)
 
-    monkeypatch.setattr(w0._runtime, "target", wait_and_find)
+    monkeypatch.setattr(w0._runtime.functions, "find", wait_and_find)
     assert workers["w1"].submit("w0", abs, -1).result(PATIENCE) == 1
     assert workers["w1"].call("w0", abs, -2) == 2
 
@@ -152,7 +152,7 @@ def test_a_call_that_blocks_does_not_hold_up_the_others(
     gate.open()
     threads = {each.result(PATIENCE) for each in held}
     assert len(threads) == len(CALLERS)
-    target = workers["w0"]._runtime.target(sleep_unknown)
+    target = workers["w0"]._runtime.functions.find(sleep_unknown)
     assert target.seconds > 0  # it was seen to block: the executor runs it from now on
 
 
@@ -162,7 +162,7 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
     workers = cluster(3)
     w1 = workers["w1"]
     assert w1.submit("w0", bytes, 1).wait() == b"\0"
-    (link,) = w1._runtime.links()
+    (link,) = w1._runtime.peers.all()
     asleep, awake = threading.Event(), threading.Event()
 
     def sleep(_: Any) -> None:
@@ -178,7 +178,7 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
     inbound = next(
         each
         for each in workers["w0"]._runtime.listener.connections
-        if each.peer_name == "w1" and each.is_shared
+        if each.peer_name == "w1" and each.is_multiplexed
     )
     if inbound.channel.kind != "memory":
         until(lambda: inbound.mask == select.EPOLLOUT)
@@ -416,7 +416,7 @@ def test_an_executor_that_is_full_holds_up_who_fills_it(
 ) -> None:
     workers = cluster(3, threads=1, max_threads=2)
     w0 = workers["w0"]
-    target = w0._runtime.target(hold_at)
+    target = w0._runtime.functions.find(hold_at)
     target.seconds = 1.0  # it is known to be slow
     futures = [workers["w1"].submit("w0", hold_at, gate) for _ in range(8)]
     until(lambda: any(inbound.held for inbound in w0._runtime.listener.connections))

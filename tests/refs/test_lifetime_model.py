@@ -58,8 +58,8 @@ class Held(NamedTuple):
     frame: Frame
 
     def run(self) -> None:
-        target = self.inbound._target(self.frame)
-        self.inbound._host.threads.start(lambda: self.inbound._execute(self.frame, target))
+        target = self.inbound._find_function(self.frame)
+        self.inbound._runtime.threads.start(lambda: self.inbound._execute(self.frame, target))
 
 
 _transmit = MessageOutbox._transmit
@@ -84,7 +84,7 @@ class Lives(RuleBasedStateMachine):
         held = self.held
 
         def hold(inbound: ServerConnection, frame: Frame) -> None:
-            target = inbound._target(frame) if frame.kind == Kind.CALL else None
+            target = inbound._find_function(frame) if frame.kind == Kind.CALL else None
             if target is not None and target.name in HELD:
                 held.append(Held(inbound, frame))
             else:

@@ -19,6 +19,7 @@ from telegrad.group.endpoint import (
     unix_address,
     verify_peer,
 )
+from telegrad.group.failure_detector import FailureDetector
 from telegrad.group.membership import Member
 from telegrad.transport import in_process
 from telegrad.transport.channel import Channel
@@ -37,8 +38,7 @@ class DialerRuntime(Protocol):
 
     name: str
     closing: bool
-
-    def is_lost(self, incarnation: str) -> bool: ...
+    failures: FailureDetector
 
 
 class Dialer:
@@ -55,7 +55,8 @@ class Dialer:
     def dial(self, member: Member, purpose: str, timeout: float | None = None) -> DialedConnection:
         """Return a connection to a member by the first transport that works.
 
-        Raise `TimeoutError` after `timeout` seconds, and `PeerLost` if the member cannot be reached.
+        Raise `TimeoutError` after `timeout` seconds, and `PeerLost` if the member cannot be
+        reached.
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
         limit = time.monotonic() + self._config.connect_timeout  # for all transports together
@@ -112,7 +113,7 @@ class Dialer:
         """Raise `PeerLost` if this worker has left the group, or the member was lost."""
         if self._runtime.closing:
             reason = f"worker {self._runtime.name!r} has left the group"
-        elif self._runtime.is_lost(member.incarnation):
+        elif self._runtime.failures.is_lost(member.incarnation):
             reason = f"worker {member.name!r} was lost"
         else:
             return

@@ -29,6 +29,7 @@ from telegrad.group.endpoint import (
     in_process_listeners,
     shut_sockets,
 )
+from telegrad.group.failure_detector import FailureDetector
 from telegrad.group.membership import Member
 from telegrad.messages.routes import is_device_map
 from telegrad.scheduling.clock import Clock
@@ -66,10 +67,7 @@ class ListenerRuntime(ServerRuntime, Protocol):
     closing: bool
     local_member: Member
     group: str
-
-    def declare_lost(self, name: str, incarnation: str, last_words: str = "") -> None: ...
-    def is_lost(self, incarnation: str) -> bool: ...
-    def check_silent_peer(self, name: str, incarnation: str) -> None: ...
+    failures: FailureDetector
 
 
 class Listener:
@@ -132,7 +130,10 @@ class Listener:
             self._runtime.threads.start(functools.partial(self._accept_all, sock))
 
     def _accept_all(self, listening: socket.socket) -> None:
-        """Accept connections until the agent closes. Retry if descriptors, memory or threads run out."""
+        """Accept connections until the agent closes.
+
+        Retry if descriptors, memory or threads run out.
+        """
         while not self._runtime.closing:
             try:
                 self._accept_one(listening)
@@ -163,7 +164,10 @@ class Listener:
             raise
 
     def _authenticate(self, sock: socket.socket) -> None:
-        """Run the handshake with an accepted socket and serve it. Never raise, whatever the peer sends."""
+        """Run the handshake with an accepted socket, then serve it.
+
+        Never raise, whatever the peer sends.
+        """
         try:
             sockets.check_user(sock)
             peer = sockets.shake_hands(sock, self.handshake(), self._config.connect_timeout)
@@ -203,7 +207,7 @@ class Listener:
         return handshake.server(self._endpoint.secret, introduction, self._reason_to_refuse)
 
     def _reason_to_refuse(self, peer: Introduction) -> str | None:
-        """Return why a peer is refused after it has proven that it knows the secret; None: it is not."""
+        """Return why a peer that knows the secret is refused; None: it is accepted."""
         if self._runtime.closing:
             return "this worker is shutting down"
         if peer.get("group") != self._runtime.group:
@@ -214,7 +218,7 @@ class Listener:
             return "the device map is not valid"
         if peer.get("purpose") not in PURPOSES:
             return f"unknown purpose {peer.get('purpose')!r}"
-        if self._runtime.is_lost(str(peer.get("incarnation"))):
+        if self._runtime.failures.is_lost(str(peer.get("incarnation"))):
             return "this worker has declared you lost; join the group again"
         return None
 
@@ -225,13 +229,13 @@ class Listener:
         connection = ServerConnection(self._runtime, channel, peer)
         with self._lock:
             self._connections.add(connection)
-        if self._runtime.closing or self._runtime.is_lost(connection.incarnation):
+        if self._runtime.closing or self._runtime.failures.is_lost(connection.incarnation):
             connection.ended(ChannelClosed("this worker is shutting down"))
         else:
             self._serve(connection)
 
     def _serve(self, connection: ServerConnection) -> None:
-        """Begin to read a connection. Retry if no thread can be started; its calls wait until then."""
+        """Begin to read a connection. Retry later if no thread can be started."""
         try:
             self._runtime.event_loops.add(connection)
         except ChannelClosed as error:
@@ -244,7 +248,7 @@ class Listener:
                 self._runtime.clock.at(time.monotonic() + _RETRY, retry)
 
     def connection_ended(self, connection: ServerConnection, error: BaseException) -> None:
-        """Remove a connection. If it was the last of its peer, find out whether the peer is lost."""
+        """Remove a connection. If its peer has no other, find out whether the peer is lost."""
         name, incarnation = connection.peer_name, connection.incarnation
         if isinstance(error, ProtocolError):
             self.counters["closed_protocol_error"] += 1
@@ -261,9 +265,9 @@ class Listener:
             return
         goodbye = self._goodbyes.pop(incarnation, None)
         if goodbye is not None:
-            self._runtime.declare_lost(name, incarnation, goodbye)
+            self._runtime.failures.declare_lost(name, incarnation, goodbye)
         else:
-            self._runtime.check_silent_peer(name, incarnation)
+            self._runtime.failures.check_silent_peer(name, incarnation)
 
     def wait_until_unused(self, timeout: float) -> bool:
         """Wait until every other worker has closed its connections to this one."""
@@ -285,7 +289,7 @@ class Listener:
                 close_with_reason(connection.channel, reason)
 
     def close(self, reason: str | None) -> None:
-        """Stop to listen and close all connections. Tell peers the reason; None: tell them nothing."""
+        """Close all sockets. Tell the peers the reason; None: tell them nothing."""
         self._closed.set()
         for address in self._endpoint.addresses:
             in_process_listeners.pop(address, None)
