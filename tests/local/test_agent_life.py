@@ -23,7 +23,7 @@ from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.conftest import Background
 from tests.local.gates import PATIENCE, Gate, hold_at, until
-from tests.local.strangers import stranger
+from tests.local.raw_sockets import unauthenticated_socket
 
 BIG = 500_000  # elements; travels through shared memory
 
@@ -338,7 +338,7 @@ def test_a_fork_lets_go_of_every_socket(cluster: Clusters, transport: str, gate:
     workers["w0"].call("w1", abs, -1)
     busy = workers["w0"].submit("w1", hold_at, gate)
     gate.wait_for()
-    with stranger(workers["w1"], transport):
+    with unauthenticated_socket(workers["w1"], transport):
         until(lambda: len(workers["w1"]._runtime.listener._unauthenticated) == 1)
         outside = 1  # the stranger's own end
         assert len(open_sockets() - before) > 4

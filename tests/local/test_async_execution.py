@@ -313,7 +313,10 @@ def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(
     patient = workers["w2"].submit("w1", same_promise, promises)
     until(
         lambda: (
-            sum(inbound.calls_under_way for inbound in workers["w1"]._runtime.listener.connections)
+            sum(
+                connection.calls_under_way
+                for connection in workers["w1"]._runtime.listener.connections
+            )
             == 2
         )
     )
@@ -324,7 +327,10 @@ def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(
     assert hasty.exception(PATIENCE) is not None
     until(
         lambda: (
-            sum(inbound.calls_under_way for inbound in workers["w1"]._runtime.listener.connections)
+            sum(
+                connection.calls_under_way
+                for connection in workers["w1"]._runtime.listener.connections
+            )
             <= 1
         )
     )

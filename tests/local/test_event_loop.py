@@ -162,7 +162,7 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
     workers = cluster(3)
     w1 = workers["w1"]
     assert w1.submit("w0", bytes, 1).wait() == b"\0"
-    (link,) = w1._runtime.peers.all()
+    (peer,) = w1._runtime.peers.all()
     asleep, awake = threading.Event(), threading.Event()
 
     def sleep(_: Any) -> None:
@@ -175,17 +175,17 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
     w1.submit("w0", abs, -1).add_done_callback(sleep)
     assert asleep.wait(PATIENCE)
     futures = [w1.submit("w0", bytes, 1 << 13) for _ in range(4000)]
-    inbound = next(
+    server_connection = next(
         each
         for each in workers["w0"]._runtime.listener.connections
         if each.peer_name == "w1" and each.is_multiplexed
     )
-    if inbound.channel.kind != "memory":
-        until(lambda: inbound.mask == select.EPOLLOUT)
+    if server_connection.channel.kind != "memory":
+        until(lambda: server_connection.mask == select.EPOLLOUT)
     assert workers["w2"].call("w0", abs, -2) == 2
     awake.set()
     assert all(len(future.result(PATIENCE)) == 1 << 13 for future in futures)
-    assert not link.lost
+    assert not peer.lost
 
 
 # The loop by itself
@@ -419,12 +419,22 @@ def test_an_executor_that_is_full_holds_up_who_fills_it(
     target = w0._runtime.functions.find(hold_at)
     target.seconds = 1.0  # it is known to be slow
     futures = [workers["w1"].submit("w0", hold_at, gate) for _ in range(8)]
-    until(lambda: any(inbound.held for inbound in w0._runtime.listener.connections))
+    until(
+        lambda: any(
+            server_connection.held for server_connection in w0._runtime.listener.connections
+        )
+    )
     assert workers["w2"].call("w0", abs, -3) == 3
     gate.open()
     for future in futures:
         future.result(PATIENCE)
-    until(lambda: not any(inbound.held for inbound in w0._runtime.listener.connections))
+    until(
+        lambda: (
+            not any(
+                server_connection.held for server_connection in w0._runtime.listener.connections
+            )
+        )
+    )
 
 
 def test_a_connection_that_must_not_be_read_is_not_looked_at_either(

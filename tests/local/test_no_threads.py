@@ -147,7 +147,7 @@ def test_a_connection_that_its_callee_ends_costs_the_call_alone(
     kept = remote("w1", Thing, (5,), agent=w0)
     assert kept.rpc_sync().get() == 5
 
-    def refuse(inbound: ServerConnection, *args: Any) -> None:
+    def refuse(connection: ServerConnection, *args: Any) -> None:
         raise ProtocolError("this makes no sense")
 
     with monkeypatch.context() as patch:
