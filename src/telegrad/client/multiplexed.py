@@ -19,7 +19,6 @@ State:
 - `_queue`: changed under `_lock`; None once all queued calls were sent.
 - `_queued_replies`: replies whose futures the executor completes. The thread that removes an entry
   completes its future.
-- `_slow_callbacks`: the average seconds that slow callbacks take, by their code.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from typing import Any, NamedTuple, Protocol
 from telegrad import blocking
 from telegrad.client.pending import PendingCall, timeout_error
 from telegrad.client.request_codec import Args, Request, RequestCodec
+from telegrad.client.slow_callbacks import SlowCallbacks
 from telegrad.deadline import to_wire
 from telegrad.errors import ProtocolError, as_exception
 from telegrad.futures import CompletionListener
@@ -41,7 +41,7 @@ from telegrad.group.membership import Member
 from telegrad.messages.scope import current_scope
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoops, LoopConnection
-from telegrad.scheduling.threads import SLOW, Executor, ThreadPool
+from telegrad.scheduling.threads import Executor, ThreadPool
 from telegrad.transport.channel import (
     Channel,
     ChannelClosed,
@@ -51,7 +51,7 @@ from telegrad.transport.channel import (
 )
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES, Frame, Kind
-from telegrad.wire.function_table import MAX_FUNCTIONS, Function, describe
+from telegrad.wire.function_table import Function, describe
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
 # Seconds that a caller waits for the queue to be sent: it must not grow while it is emptied.
@@ -115,7 +115,7 @@ class MultiplexedConnection(LoopConnection):
         self._queued_replies: dict[int, tuple[PendingCall, Frame]] = {}
         # the callbacks that the leader of the event loop runs
         self._running_callbacks: tuple[Hashable, ...] = ()
-        self._slow_callbacks: dict[Hashable, float] = {}
+        self._slow_callbacks = SlowCallbacks()
 
     def __repr__(self) -> str:
         channel = repr(self.channel) if self.attached else "not connected"
@@ -333,9 +333,7 @@ class MultiplexedConnection(LoopConnection):
 
     def blocked(self) -> None:
         """Run the callbacks that block the leader of the event loop on the executor from now on."""
-        for callback in self._running_callbacks:
-            if len(self._slow_callbacks) < MAX_FUNCTIONS:
-                self._slow_callbacks[callback] = 2 * SLOW
+        self._slow_callbacks.mark(self._running_callbacks)
 
     def _complete_on_executor(self, call_id: int, pending: PendingCall, frame: Frame) -> None:
         self._queued_replies[call_id] = pending, frame
@@ -352,13 +350,7 @@ class MultiplexedConnection(LoopConnection):
         started, waited = time.perf_counter(), blocking.waited()
         self._complete(*queued)
         seconds = time.perf_counter() - started - (blocking.waited() - waited)
-        for callback in callbacks:
-            average = self._slow_callbacks.get(callback)
-            if average is not None:
-                average += (seconds - average) * 0.25
-                self._slow_callbacks[callback] = average
-                if average < SLOW:
-                    self._slow_callbacks.pop(callback, None)
+        self._slow_callbacks.add_duration(callbacks, seconds)
 
     def complete_all_queued(self) -> None:
         """Complete the futures that the executor has not completed yet."""

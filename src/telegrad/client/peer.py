@@ -26,11 +26,11 @@ from typing import Any, Protocol
 
 from telegrad import blocking
 from telegrad.client.dialer import DialedConnection
+from telegrad.client.exclusive import ExclusiveConnection, time_left
 from telegrad.client.multiplexed import MultiplexedConnection, MultiplexedRuntime
 from telegrad.client.pending import timeout_error
-from telegrad.client.request_codec import Args, Request, RequestCodec
+from telegrad.client.request_codec import Args, RequestCodec
 from telegrad.config import Config
-from telegrad.deadline import to_wire
 from telegrad.errors import CallTimeout, PeerLost, ProtocolError, as_exception
 from telegrad.futures import CompletionListener
 from telegrad.group.endpoint import EXCLUSIVE, MULTIPLEXED
@@ -39,13 +39,12 @@ from telegrad.group.membership import Member
 from telegrad.messages.packing import MessageContext, return_resources
 from telegrad.messages.routes import DeviceRoute, request_route
 from telegrad.messages.scope import current_scope
-from telegrad.transport.channel import Channel, ChannelClosed, close_with_reason, text_of_frame
+from telegrad.transport.channel import ChannelClosed, close_with_reason, text_of_frame
 from telegrad.wire.failures import decode_failure
-from telegrad.wire.frames import DEFINES, Frame, Kind
+from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.function_table import Function, FunctionTable, describe
 
-_CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
-_SMALL_DIFFERENCE = 0.02  # seconds
+_REPLY, _FAILURE = int(Kind.REPLY), int(Kind.FAILURE)
 # seconds to wait for the goodbye of a peer when another connection to it broke
 _GOODBYE_WAIT = 0.2
 
@@ -65,17 +64,6 @@ class PeerRuntime(MultiplexedRuntime, Protocol):
     def dial(
         self, member: Member, purpose: str, timeout: float | None = None
     ) -> DialedConnection: ...
-
-
-class ExclusiveConnection:
-    """A connection for one call at a time."""
-
-    __slots__ = ("channel", "known_functions", "last_used")
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.known_functions: set[int] = set()  # ids that the peer knows on this connection
-        self.last_used = 0.0
 
 
 class Peer:
@@ -199,11 +187,11 @@ class Peer:
             )
             self._busy.add(connection)
             role = blocking.pause()
-            # If the peer was lost before the connection was added to `_busy`, `lose` did not shut
-            # it.
+            # If the peer was lost before the connection was in `_busy`, `lose` did not shut it.
             if self._error is not None:
                 raise ChannelClosed("the peer was lost")
-            frame = self._exchange(connection, request, timeout, until)
+            self._runtime.calls_made += 1
+            frame = connection.exchange(next(self._call_ids), request, timeout, until)
         except BaseException as error:
             if connection is not None:
                 if connection in self._busy:
@@ -250,30 +238,6 @@ class Peer:
             next(self._call_ids), function, args, kwargs, timeout, internal, listener, keep
         )
 
-    def _exchange(
-        self,
-        connection: ExclusiveConnection,
-        request: Request,
-        timeout: float | None,
-        until: float,
-    ) -> Frame:
-        """Send a request and return the frame that answers it."""
-        function_id, flags, body, buffers = request
-        channel = connection.channel
-        self._runtime.calls_made += 1
-        call_id = next(self._call_ids)
-        left = _time_left(timeout, until)
-        channel.send(_CALL, call_id, body, buffers, function_id, to_wire(left), flags, left)
-        if flags & DEFINES:
-            connection.known_functions.add(function_id)
-        del request, body, buffers
-        while True:
-            frame = channel.recv(_time_left(timeout, until))
-            if frame.kind == Kind.END:
-                raise ChannelClosed(text_of_frame(frame))
-            if frame.call == call_id or frame.kind not in (_REPLY, _FAILURE):
-                return frame
-
     def _explain(
         self, error: BaseException, function: Function, timeout: float | None
     ) -> BaseException:
@@ -309,7 +273,7 @@ class Peer:
         if self._error is not None:
             raise self.error_for()
         try:
-            dialed = self._runtime.dial(self.member, EXCLUSIVE, _time_left(timeout, until))
+            dialed = self._runtime.dial(self.member, EXCLUSIVE, time_left(timeout, until))
         except TimeoutError:
             raise timeout_error(self.member.name, describe(function), timeout, sent=False) from None
         return ExclusiveConnection(dialed.channel)
@@ -424,14 +388,3 @@ class Peer:
     def _wake_waiters(self) -> None:
         self._lost_event.open()
         self.connected_or_lost.open()
-
-
-def _time_left(timeout: float | None, until: float) -> float | None:
-    """Return the seconds left of a timeout.
-
-    A small difference is ignored, because setting a new timeout of a socket is a system call.
-    """
-    if timeout is None:
-        return None
-    left = until - time.monotonic()
-    return timeout if timeout - left < _SMALL_DIFFERENCE else max(left, 0.0)
