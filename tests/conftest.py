@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from telegrad.config import TRANSPORTS
-from telegrad.runtime import _agents
+from telegrad.runtime import _runtimes
 from telegrad.testing import LocalCluster
 
 _MOMENT = 5.0  # seconds that what a test started may take to end
@@ -190,7 +190,7 @@ def _state() -> str:
 
 
 def _agent_lines() -> str:
-    return "live agents:\n" + "\n".join(repr(agent) for agent in list(_agents))
+    return "live agents:\n" + "\n".join(repr(runtime) for runtime in list(_runtimes))
 
 
 def _stacks() -> str:

@@ -1,4 +1,4 @@
-"""`Agent`: a worker of a group. It calls functions on the others and runs what they call here.
+"""`Agent`: a worker of a group. It calls functions of the others and serves their calls.
 
 An agent is an object and a context manager; many can live in one process. Connections, threads and
 pending calls belong to its `AgentRuntime`, which the other packages use.
@@ -29,8 +29,8 @@ Self = TypeVar("Self", bound="Agent")
 class Agent:
     """A worker named `name`.
 
-    The others are found through `store`, any `torch.distributed` store. With `world_size`, entering
-    the agent waits for that many workers; without, workers come and go.
+    It finds the others through `store`, any `torch.distributed` store. With `world_size`, entering
+    the agent waits for that many workers; without it, workers may join and leave at any time.
 
     >>> import torch.distributed as dist
     >>> store = dist.HashStore()
@@ -69,7 +69,7 @@ class Agent:
         """The settings of this worker."""
         return self._runtime.config
 
-    # Life
+    # Life cycle
 
     def open(self, *, wait: bool = True) -> None:
         """Join the group, and wait for the other workers of a group of fixed size.
@@ -81,15 +81,15 @@ class Agent:
             self._runtime.wait_for_members()
 
     def shutdown(self, timeout: float | None = None) -> tuple[str, ...]:
-        """Finish the calls under way, wait until the other workers do the same, then close.
+        """Finish the calls in progress, wait until the other workers do the same, then close.
 
-        Return the names of workers that died or did not come within `timeout` seconds.
+        Return the names of workers that were lost or did not report within `timeout` seconds.
         """
         return self._runtime.shutdown(timeout)
 
-    def close(self, last_words: str = "") -> None:
-        """Leave at once: pending calls fail here, and peers are told `last_words`. May be repeated."""
-        self._runtime.close(last_words)
+    def close(self, reason: str = "") -> None:
+        """Leave at once: pending calls fail here, and peers are told `reason`. May be repeated."""
+        self._runtime.close(reason)
 
     def __enter__(self: Self) -> Self:
         self.open()
@@ -137,7 +137,7 @@ class Agent:
     # The group
 
     def get_worker_info(self, to: WorkerAddress | None = None) -> WorkerInfo:
-        """Return the worker with this name or rank; this one if none is named."""
+        """Return the worker with this name or rank; this one if none is given."""
         return self._runtime.get_worker_info(to)
 
     def get_worker_infos(self) -> list[WorkerInfo]:

@@ -1,7 +1,10 @@
 """State of the current thread and process: its agent, the call that it runs, its call interceptor.
 
-The runtime of an agent is kept here without its type, because every package below the runtime may
-read this module. `telegrad.runtime.active_runtime` and `telegrad.agent.current_agent` are typed.
+The runtime of an agent has no type here, because every package below the runtime may read this
+module. `telegrad.runtime.active_runtime` and `telegrad.agent.current_agent` are typed.
+
+State: `thread_state` is changed by its own thread only; `process_state.runtime` by `init_rpc` and
+`shutdown`.
 """
 
 from __future__ import annotations
@@ -61,16 +64,16 @@ process_state = _ProcessState()
 
 
 def find_runtime() -> Any:
-    """Return the runtime that runs the current call, else the process's own, unless it is closing."""
+    """Return the runtime of the current call, else that of the process, unless it is closing."""
     runtime = thread_state.runtime or process_state.runtime
     return None if runtime is None or runtime.closing else runtime
 
 
 def current_caller() -> str | None:
-    """Inside a remote function: the name of the worker that called it."""
+    """Return the name of the worker that called the current remote function."""
     return thread_state.caller
 
 
 def current_deadline() -> Deadline | None:
-    """Inside a remote function: the moment after which its caller no longer waits."""
+    """Return the deadline of the current remote function: its caller does not wait longer."""
     return thread_state.deadline

@@ -104,7 +104,7 @@ def weigh_and_kill_in_backward(victim: str, rest: list[str], x: Tensor) -> Tenso
 
     def kill(_: Tensor) -> None:
         agent.on_loss(lambda name, _: noticed.set())
-        is_known = any(link.member.name == victim for link in agent._runtime.links())
+        is_known = any(link.member.name == victim for link in agent._runtime.peers.all())
         _clusters[0].kill(victim)
         assert not is_known or noticed.wait(PATIENCE)
 

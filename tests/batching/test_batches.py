@@ -571,8 +571,8 @@ def held_up(agent: Agent) -> bool:
 
     On a busy machine, a thread of the executor may be blocked instead.
     """
-    connections = agent._runtime.connections.server_connections
-    held = any(connection.held for connection in connections)
+    connections = agent._runtime.listener.connections
+    held = any(connection.hold_count for connection in connections)
     return held or agent._runtime.executor.active > 0
 
 

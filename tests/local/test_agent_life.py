@@ -23,7 +23,7 @@ from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.conftest import Background
 from tests.local.gates import PATIENCE, Gate, hold_at, until
-from tests.local.strangers import stranger
+from tests.local.raw_sockets import unauthenticated_socket
 
 BIG = 500_000  # elements; travels through shared memory
 
@@ -103,20 +103,20 @@ def test_closing_while_a_connection_is_being_made(
 ) -> None:
     workers = cluster(2)
     w0, w1 = workers["w0"], workers["w1"]
-    dial = w0._runtime.connections.dial
+    dial = w0._runtime.dialer.dial
 
     def dial_slowly(member: Any, purpose: str, timeout: float | None) -> Any:
         dialled = dial(member, purpose, timeout)
         gate.hold()
         return dialled
 
-    monkeypatch.setattr(w0._runtime.connections, "dial", dial_slowly)
+    monkeypatch.setattr(w0._runtime.dialer, "dial", dial_slowly)
     calling = in_background(w0.call, "w1", abs, -1)
     gate.wait_for()
     w0.close()
     gate.open()
     assert isinstance(calling.exception(PATIENCE), TelegradError)
-    until(lambda: w1._runtime.connections.server_connections == [])
+    until(lambda: w1._runtime.listener.connections == [])
 
 
 def test_closing_what_was_never_opened_is_harmless(solo: Agent) -> None:
@@ -185,9 +185,7 @@ def test_repr_in_every_state(cluster: Clusters, gate: Gate, in_background: Backg
     future = w0.submit("w1", hold_at, gate)
     gate.wait_for()
     assert "1 pending" in repr(w0)
-    assert "<ServerConnection from 'w0'" in repr(
-        workers["w1"]._runtime.connections.server_connections
-    )
+    assert "<ServerConnection from 'w0'" in repr(workers["w1"]._runtime.listener.connections)
     leaving = in_background(workers["w1"].close)
     assert future.exception(PATIENCE) is not None
     gate.open()
@@ -340,8 +338,8 @@ def test_a_fork_lets_go_of_every_socket(cluster: Clusters, transport: str, gate:
     workers["w0"].call("w1", abs, -1)
     busy = workers["w0"].submit("w1", hold_at, gate)
     gate.wait_for()
-    with stranger(workers["w1"], transport):
-        until(lambda: len(workers["w1"]._runtime.connections._strangers) == 1)
+    with unauthenticated_socket(workers["w1"], transport):
+        until(lambda: len(workers["w1"]._runtime.listener._unauthenticated) == 1)
         outside = 1  # the stranger's own end
         assert len(open_sockets() - before) > 4
         assert in_child(lambda: len(open_sockets() - before)) == str(outside)

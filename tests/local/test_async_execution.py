@@ -314,8 +314,8 @@ def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(
     until(
         lambda: (
             sum(
-                inbound.under_way
-                for inbound in workers["w1"]._runtime.connections.server_connections
+                connection.calls_under_way
+                for connection in workers["w1"]._runtime.listener.connections
             )
             == 2
         )
@@ -328,8 +328,8 @@ def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(
     until(
         lambda: (
             sum(
-                inbound.under_way
-                for inbound in workers["w1"]._runtime.connections.server_connections
+                connection.calls_under_way
+                for connection in workers["w1"]._runtime.listener.connections
             )
             <= 1
         )

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from telegrad import Agent
-from telegrad.client.peer import DialedConnection
+from telegrad.client.dialer import DialedConnection, Dialer
 from telegrad.errors import CallTimeout, PeerLost
 from telegrad.runtime import AgentRuntime
 from telegrad.server.connection import ServerConnection
-from telegrad.server.listener import Connections
 from telegrad.testing import LocalCluster
 from telegrad.wire.frames import Frame, Kind
 from tests.conftest import Clusters
@@ -38,13 +37,13 @@ def pair(cluster: Clusters) -> LocalCluster:
 @pytest.fixture
 def w0(pair: LocalCluster, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Agent:
     """A worker that connects to another only when the gate is open."""
-    dial = Connections.dial
+    dial = Dialer.dial
 
-    def dial_later(self: Connections, *args: Any) -> DialedConnection:
+    def dial_later(self: Dialer, *args: Any) -> DialedConnection:
         gate.hold()
         return dial(self, *args)
 
-    monkeypatch.setattr(Connections, "dial", dial_later)
+    monkeypatch.setattr(Dialer, "dial", dial_later)
     return pair["w0"]
 
 
@@ -52,9 +51,7 @@ def w0(pair: LocalCluster, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Agent
 def silent(cluster: Clusters) -> Iterator[tuple[Agent, str]]:
     """A worker, and the incarnation of a member `silent` that accepts connections and never answers."""
     w0 = cluster(1, connect_timeout=2 * PATIENCE)["w0"]
-    w0._runtime.connections._config = w0.config.__class__(
-        **{**vars(w0.config), "transports": ("unix",)}
-    )
+    w0._runtime.dialer._config = w0.config.__class__(**{**vars(w0.config), "transports": ("unix",)})
     with socket.socket(socket.AF_UNIX) as listener:
         name = f"telegrad-test-{secrets.token_hex(8)}"
         listener.bind("\0" + name)
@@ -79,7 +76,7 @@ def test_calls_before_the_connection_keep_their_order(
     handle = ServerConnection.handle
 
     def note(self: ServerConnection, frame: Frame) -> None:
-        if frame.kind == Kind.CALL and self.is_shared:
+        if frame.kind == Kind.CALL and self.is_multiplexed:
             arrived.append(frame.call)
         handle(self, frame)
 
@@ -144,7 +141,7 @@ def test_the_next_call_connects_again(
 ) -> None:
     gate.open()
     dial, failures = (
-        w0._runtime.connections.dial,
+        w0._runtime.dialer.dial,
         iter([PeerLost("out of descriptors", peer="w1", sent=False)]),
     )
 
@@ -153,7 +150,7 @@ def test_the_next_call_connects_again(
             raise failure
         return dial(*args)
 
-    monkeypatch.setattr(w0._runtime.connections, "dial", fail_once)
+    monkeypatch.setattr(w0._runtime.dialer, "dial", fail_once)
     assert isinstance(w0.submit("w1", abs, -1).exception(PATIENCE), PeerLost)
     assert w0.submit("w1", abs, -1).result(PATIENCE) == 1
 
@@ -161,8 +158,8 @@ def test_the_next_call_connects_again(
 def test_calls_that_wait_fail_when_the_worker_is_given_up(silent: tuple[Agent, str]) -> None:
     w0, incarnation = silent
     future = w0.submit("silent", abs, -1)
-    until(lambda: bool(w0._runtime.connections._dialling))
-    w0._runtime.declare_lost("silent", incarnation, reason="it was given up")
+    until(lambda: bool(w0._runtime.endpoint._connecting))
+    w0._runtime.failures.declare_lost("silent", incarnation, reason="it was given up")
     error = future.exception(PATIENCE)
     assert isinstance(error, PeerLost)
     assert "it was given up" in str(error)
@@ -175,16 +172,16 @@ def test_calls_that_wait_fail_when_their_worker_closes(
 ) -> None:
     w0, _ = silent
     future = w0.submit("silent", abs, -1)
-    until(lambda: bool(w0._runtime.connections._dialling))
+    until(lambda: bool(w0._runtime.endpoint._connecting))
     end(w0._runtime)
     assert isinstance(future.exception(PATIENCE), PeerLost)
-    assert not w0._runtime.connections._dialling
+    assert not w0._runtime.endpoint._connecting
 
 
 def test_a_call_that_waits_counts_as_under_way(w0: Agent, gate: Gate) -> None:
     served = Gate()
     future = w0.submit("w1", hold_at, served)
-    assert [link.calls_under_way for link in w0._runtime.links()] == [1]
+    assert [peer.calls_under_way for peer in w0._runtime.peers.all()] == [1]
     gate.open()
     served.wait_for()
     served.open()

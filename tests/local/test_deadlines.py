@@ -13,7 +13,7 @@ import torch
 
 from telegrad import Deadline, Future, current_agent, current_deadline
 from telegrad.agent import Agent
-from telegrad.client.multiplexed import PendingCall
+from telegrad.client.pending import PendingCall
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import LocalCluster
@@ -178,16 +178,26 @@ def test_thousands_of_deadlines_pass(w0: Agent, pair: LocalCluster) -> None:
     ]
     assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)
     assert w0.statistics()["calls_pending"] == 0
-    inbounds = pair["w1"]._runtime.connections.server_connections
-    until(lambda: not any(inbound._waiting or inbound.under_way for inbound in inbounds))
+    connections = pair["w1"]._runtime.listener.connections
+    until(
+        lambda: (
+            not any(
+                connection._deferred or connection.calls_under_way for connection in connections
+            )
+        )
+    )
 
 
 def test_a_deadline_that_passes_before_the_call_is_sent_leaves_nothing_at_the_callee(
     w0: Agent, pair: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert w0.submit("w1", abs, -1).wait() == 1
-    (link,) = w0._runtime.links()
-    send, offer, expired = link.pipe.channel.send, link.pipe.channel.offer, threading.Event()
+    (peer,) = w0._runtime.peers.all()
+    send, offer, expired = (
+        peer.multiplexed.channel.send,
+        peer.multiplexed.channel.offer,
+        threading.Event(),
+    )
 
     def send_late(kind: int, *args: Any, **kwargs: Any) -> None:
         if kind == Kind.CALL:
@@ -200,14 +210,20 @@ def test_a_deadline_that_passes_before_the_call_is_sent_leaves_nothing_at_the_ca
             expired.set()
         return complete
 
-    monkeypatch.setattr(link.pipe.channel, "send", send_late)
-    monkeypatch.setattr(link.pipe.channel, "offer", offered)
+    monkeypatch.setattr(peer.multiplexed.channel, "send", send_late)
+    monkeypatch.setattr(peer.multiplexed.channel, "offer", offered)
     promises = Promises()
     future = w0._runtime.start("w1", promise, (promises,), None, SHORT)
     assert isinstance(future.exception(PATIENCE), CallTimeout)
     promises.wait_for(1)
-    inbounds = pair["w1"]._runtime.connections.server_connections
-    until(lambda: not any(inbound._waiting or inbound.under_way for inbound in inbounds))
+    connections = pair["w1"]._runtime.listener.connections
+    until(
+        lambda: (
+            not any(
+                connection._deferred or connection.calls_under_way for connection in connections
+            )
+        )
+    )
 
 
 def test_a_call_that_outlives_its_deadline_leaves_nothing_at_the_callee(
@@ -218,9 +234,9 @@ def test_a_call_that_outlives_its_deadline_leaves_nothing_at_the_callee(
     assert all(isinstance(future.exception(PATIENCE), CallTimeout) for future in futures)
     assert w0.submit("w1", abs, -1).wait() == 1  # the cancellations have been read
     gate.open()
-    inbounds = pair["w1"]._runtime.connections.server_connections
-    until(lambda: not any(inbound.under_way for inbound in inbounds))
-    assert [inbound._cancelled for inbound in inbounds] == [set() for _ in inbounds]
+    connections = pair["w1"]._runtime.listener.connections
+    until(lambda: not any(connection.calls_under_way for connection in connections))
+    assert [connection._cancelled for connection in connections] == [set() for _ in connections]
 
 
 def test_a_promise_that_comes_after_its_deadline_is_not_kept(
@@ -230,12 +246,12 @@ def test_a_promise_that_comes_after_its_deadline_is_not_kept(
     late = w0._runtime.start("w1", promise_at_last, (promises, gate), None, SHORT)
     gate.wait_for(1)
     assert isinstance(late.exception(PATIENCE), CallTimeout)
-    inbounds = pair["w1"]._runtime.connections.server_connections
-    until(lambda: any(inbound._cancelled for inbound in inbounds))
+    connections = pair["w1"]._runtime.listener.connections
+    until(lambda: any(connection._cancelled for connection in connections))
     gate.open()
-    until(lambda: not any(inbound.under_way for inbound in inbounds))
-    assert [(inbound._waiting, inbound._cancelled) for inbound in inbounds] == [
-        ({}, set()) for _ in inbounds
+    until(lambda: not any(connection.calls_under_way for connection in connections))
+    assert [(connection._deferred, connection._cancelled) for connection in connections] == [
+        ({}, set()) for _ in connections
     ]
 
 
@@ -282,9 +298,9 @@ def test_a_callee_that_finds_the_deadline_passed_a_moment_before_its_caller(
     cluster: Clusters,
 ) -> None:
     """It answers a call that it did not begin with an empty reply."""
-    pipe = cluster(2)["w0"]._runtime.peers.reach("w1").pipe
+    multiplexed = cluster(2)["w0"]._runtime.peers.reach("w1").multiplexed
     future: Future[int] = Future()
-    pipe._complete(
+    multiplexed._complete(
         PendingCall(future, math.inf, 1.0, "slow", False, None, []),
         Frame(Kind.REPLY, 0, 1, 0, 0, b"", ()),
     )

@@ -132,14 +132,14 @@ def test_a_call_whose_thread_loses_the_loop_before_the_call_begins_is_answered(
 ) -> None:
     w0 = workers["w0"]
     [loop] = w0._runtime.event_loops
-    find = w0._runtime.target
+    find = w0._runtime.functions.find
 
     def wait_and_find(function: Any) -> Any:
         blocking.resume(blocking.pause())
         until(lambda: loop._asleep)  # the new leader has nothing to send
         return find(function)
 
-    monkeypatch.setattr(w0._runtime, "target", wait_and_find)
+    monkeypatch.setattr(w0._runtime.functions, "find", wait_and_find)
     assert workers["w1"].submit("w0", abs, -1).result(PATIENCE) == 1
     assert workers["w1"].call("w0", abs, -2) == 2
 
@@ -154,7 +154,7 @@ def test_a_call_that_blocks_does_not_hold_up_the_others(
     gate.open()
     threads = {each.result(PATIENCE) for each in held}
     assert len(threads) == len(CALLERS)
-    target = workers["w0"]._runtime.target(sleep_unknown)
+    target = workers["w0"]._runtime.functions.find(sleep_unknown)
     assert target.seconds > 0  # it was seen to block: the executor runs it from now on
 
 
@@ -164,7 +164,7 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
     workers = cluster(3)
     w1 = workers["w1"]
     assert w1.submit("w0", bytes, 1).wait() == b"\0"
-    (link,) = w1._runtime.links()
+    (peer,) = w1._runtime.peers.all()
     asleep, awake = threading.Event(), threading.Event()
 
     def sleep(_: Any) -> None:
@@ -177,17 +177,17 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
     w1.submit("w0", abs, -1).add_done_callback(sleep)
     assert asleep.wait(PATIENCE)
     futures = [w1.submit("w0", bytes, 1 << 13) for _ in range(4000)]
-    inbound = next(
+    server_connection = next(
         each
-        for each in workers["w0"]._runtime.connections.server_connections
-        if each.peer_name == "w1" and each.is_shared
+        for each in workers["w0"]._runtime.listener.connections
+        if each.peer_name == "w1" and each.is_multiplexed
     )
-    if inbound.channel.kind != "memory":
-        until(lambda: inbound.watched_events == select.EPOLLOUT)
+    if server_connection.channel.kind != "memory":
+        until(lambda: server_connection.watched_events == select.EPOLLOUT)
     assert workers["w2"].call("w0", abs, -2) == 2
     awake.set()
     assert all(len(future.result(PATIENCE)) == 1 << 13 for future in futures)
-    assert not link.lost
+    assert not peer.lost
 
 
 # The loop by itself
@@ -418,17 +418,24 @@ def test_an_executor_that_is_full_holds_up_who_fills_it(
 ) -> None:
     workers = cluster(3, threads=1, max_threads=2)
     w0 = workers["w0"]
-    target = w0._runtime.target(hold_at)
+    target = w0._runtime.functions.find(hold_at)
     target.seconds = 1.0  # it is known to be slow
     futures = [workers["w1"].submit("w0", hold_at, gate) for _ in range(8)]
-    until(lambda: any(inbound.hold_count for inbound in w0._runtime.connections.server_connections))
+    until(
+        lambda: any(
+            server_connection.hold_count for server_connection in w0._runtime.listener.connections
+        )
+    )
     assert workers["w2"].call("w0", abs, -3) == 3
     gate.open()
     for future in futures:
         future.result(PATIENCE)
     until(
         lambda: (
-            not any(inbound.hold_count for inbound in w0._runtime.connections.server_connections)
+            not any(
+                server_connection.hold_count
+                for server_connection in w0._runtime.listener.connections
+            )
         )
     )
 

@@ -40,7 +40,7 @@ def call_on(to: str, value: int) -> int:
 def spread(agent: Agent, purpose: str) -> list[int]:
     """Return how many connections of one purpose each loop of an agent reads."""
     found = collections.Counter(
-        each.loop for each in agent._runtime.connections.server_connections if each.group == purpose
+        each.loop for each in agent._runtime.listener.connections if each.group == purpose
     )
     return sorted(found[loop] for loop in agent._runtime.event_loops)
 

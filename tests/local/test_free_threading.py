@@ -112,8 +112,8 @@ def test_a_snapshot_of_a_deque_may_be_taken_while_others_append() -> None:
 def test_threads_that_call_a_new_peer_at_once_share_one_link(cluster: Clusters) -> None:
     workers = cluster(9)
     for to in range(1, 9):
-        links = at_once([lambda to=to: workers["w0"]._runtime.peers.reach(f"w{to}")] * THREADS)  # type: ignore[misc]
-        assert len(set(map(id, links))) == 1
+        peers = at_once([lambda to=to: workers["w0"]._runtime.peers.reach(f"w{to}")] * THREADS)  # type: ignore[misc]
+        assert len(set(map(id, peers))) == 1
 
 
 def test_memory_of_the_pool_has_one_user_at_a_time() -> None:

@@ -373,7 +373,7 @@ def pass_time_limit(trio: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Call
     at = leader._runtime.clock.at
 
     def keep_limits(moment: float, run: Callable[[], None]) -> None:
-        if run.__qualname__.startswith("Collectives.arrive"):
+        if run.__qualname__.startswith("Collectives.add_report"):
             limits.append(run)
         else:
             at(moment, run)
@@ -611,9 +611,9 @@ def test_who_connects_to_a_worker_that_is_given_up_does_not_wait(
         silent.listen()
         member = Member("gone", 1, "its incarnation", (f"unix:@{name}",))
         transports = replace(w0.config, transports=("unix",))
-        w0._runtime.connections._config = transports
-        dialling = in_background(w0._runtime.connections.dial, member, "lane")
-        until(lambda: bool(w0._runtime.connections._dialling))
-        w0._runtime.declare_lost("gone", "its incarnation", reason="it was silent")
+        w0._runtime.dialer._config = transports
+        dialling = in_background(w0._runtime.dialer.dial, member, "lane")
+        until(lambda: bool(w0._runtime.endpoint._connecting))
+        w0._runtime.failures.declare_lost("gone", "its incarnation", reason="it was silent")
         assert isinstance(dialling.exception(PATIENCE), PeerLost)
-        assert not w0._runtime.connections._dialling
+        assert not w0._runtime.endpoint._connecting

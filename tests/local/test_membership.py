@@ -289,7 +289,7 @@ def test_a_peer_has_one_link_however_it_is_named(
     monkeypatch.setattr(w0._runtime, "dial", dial_together)
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda to: w0.submit(to, abs, -1).wait(), ["w1", 1])) == [1, 1]
-    assert len(workers["w1"]._runtime.connections.server_connections) == 1
+    assert len(workers["w1"]._runtime.listener.connections) == 1
 
 
 # Refused

@@ -306,15 +306,15 @@ def test_a_callback_that_blocks_no_more_runs_where_the_answer_is_read_again(
     replies.open()
     gate.wait_for()
     assert w0.submit("w1", abs, -1).result(PATIENCE) == 1
-    pipe = w0._runtime.peers.reach("w1").pipe
-    assert pipe._slow
+    multiplexed = w0._runtime.peers.reach("w1").multiplexed
+    assert multiplexed._slow_callbacks
     gate.open()
     blocked.result(PATIENCE)
     for _ in range(1000):
         w0.submit("w1", abs, -1).then(callback).result(PATIENCE)
-        if not pipe._slow:
+        if not multiplexed._slow_callbacks:
             break
-    assert not pipe._slow
+    assert not multiplexed._slow_callbacks
 
 
 def test_a_callback_may_wait_for_another_call(w0: Agent) -> None:

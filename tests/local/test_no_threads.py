@@ -13,6 +13,7 @@ from telegrad.errors import PeerLost, ProtocolError, TelegradError
 from telegrad.refs import remote
 from telegrad.scheduling.thread_pool import Job, ThreadPool
 from telegrad.server.connection import ServerConnection
+from telegrad.server.listener import Listener
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.conftest import Background
@@ -81,24 +82,24 @@ def test_a_connection_waits_for_a_thread(
     """The callee has proven itself and cannot start to serve: that is no reason to give it up."""
     w0, w1 = workers["w0"], workers["w1"]
     refused, here = Gate(), threading.local()
-    welcome, start = type(w1._runtime.connections)._welcome, ThreadPool.start
+    accept, start = Listener.accept_channel, ThreadPool.start
 
     def start_unless_refused(threads: ThreadPool, job: Job) -> None:
         if getattr(here, "refuses", False):
             raise RuntimeError("can't start new thread")
         start(threads, job)
 
-    def welcome_without_threads(connections: Any, *args: Any) -> None:
-        here.refuses = connections is w1._runtime.connections
+    def accept_without_threads(listener: Listener, *args: Any) -> None:
+        here.refuses = listener is w1._runtime.listener
         try:
-            welcome(connections, *args)
+            accept(listener, *args)
         finally:
             here.refuses = False
-        if connections is w1._runtime.connections:
+        if listener is w1._runtime.listener:
             refused.hold()
 
     monkeypatch.setattr(ThreadPool, "start", start_unless_refused)
-    monkeypatch.setattr(type(w1._runtime.connections), "_welcome", welcome_without_threads)
+    monkeypatch.setattr(Listener, "accept_channel", accept_without_threads)
     calls = [
         in_background(w0._runtime.invoke, "w1", abs, (-number,), None, PATIENCE)
         for number in range(3)
@@ -146,7 +147,7 @@ def test_a_connection_that_its_callee_ends_costs_the_call_alone(
     kept = remote("w1", Thing, (5,), agent=w0)
     assert kept.rpc_sync().get() == 5
 
-    def refuse(inbound: ServerConnection, *args: Any) -> None:
+    def refuse(connection: ServerConnection, *args: Any) -> None:
         raise ProtocolError("this makes no sense")
 
     with monkeypatch.context() as patch:

@@ -30,7 +30,14 @@ from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import DEFINES, HEADER, INLINE_FUNCTION, PLACE, Kind
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Log, until
-from tests.local.strangers import Recorder, introduction, is_closed, shake_hands, stranger, trickle
+from tests.local.raw_sockets import (
+    Recorder,
+    introduction,
+    is_closed,
+    shake_hands,
+    trickle,
+    unauthenticated_socket,
+)
 
 HELLO = struct.pack("<4sH32s", handshake.MAGIC, handshake.VERSION, os.urandom(32))
 
@@ -144,7 +151,7 @@ def test_the_secret_is_never_shown(pair: LocalCluster) -> None:
 def test_what_is_no_handshake_is_closed_and_counted(
     agent: Agent, transport: str, data: bytes
 ) -> None:
-    with stranger(agent, transport) as sock:
+    with unauthenticated_socket(agent, transport) as sock:
         sock.sendall(data)
         assert is_closed(sock)
     until(lambda: turned_away(agent) == 1)
@@ -154,7 +161,7 @@ def test_what_is_no_handshake_is_closed_and_counted(
 def test_a_truncated_handshake_is_closed_and_counted(
     agent: Agent, transport: str, length: int
 ) -> None:
-    with stranger(agent, transport) as sock:
+    with unauthenticated_socket(agent, transport) as sock:
         sock.sendall((HELLO + b"\x10\x00")[:length])
         sock.shutdown(socket.SHUT_WR)
         assert is_closed(sock)
@@ -162,11 +169,11 @@ def test_a_truncated_handshake_is_closed_and_counted(
 
 
 def test_a_recorded_handshake_cannot_be_replayed(agent: Agent, transport: str) -> None:
-    with stranger(agent, transport) as sock:
+    with unauthenticated_socket(agent, transport) as sock:
         recorder = Recorder(sock)
         steps = handshake.client(group_secret(agent.config.secret), introduction(agent))
         sockets.shake_hands(recorder, steps, PATIENCE)  # type: ignore[arg-type]
-    with stranger(agent, transport) as sock:
+    with unauthenticated_socket(agent, transport) as sock:
         for data in recorder.sent:
             sock.sendall(data)
         assert is_closed(sock)
@@ -175,7 +182,7 @@ def test_a_recorded_handshake_cannot_be_replayed(agent: Agent, transport: str) -
 
 def test_the_agents_own_proof_cannot_be_reflected(agent: Agent, transport: str) -> None:
     """Its proof as a server, sent back as if it were a client's, opens no door."""
-    with stranger(agent, transport) as sock:
+    with unauthenticated_socket(agent, transport) as sock:
         sock.sendall(HELLO)
         answer = b""
         while len(answer) < len(HELLO) + 32:
@@ -190,7 +197,7 @@ def test_nothing_is_unpickled_before_the_handshake(agent: Agent, transport: str,
     call = HEADER.pack(len(bomb), 1, 0, 0, 0, Kind.CALL, INLINE_FUNCTION, 0) + bomb
     openings = [bomb, call, HELLO + call, HELLO + struct.pack("<H", len(bomb)) + bomb + b"x" * 32]
     for opening in openings:
-        with stranger(agent, transport) as sock:
+        with unauthenticated_socket(agent, transport) as sock:
             sock.sendall(opening + b"\0" * 4096)
             assert is_closed(sock)
     assert log.entries == []
@@ -200,7 +207,7 @@ def test_nothing_is_unpickled_before_the_handshake(agent: Agent, transport: str,
 
 def test_a_silent_stranger_is_closed_in_time(cluster: Clusters, transport: str) -> None:
     agent = cluster(1, connect_timeout=0.1)["w0"]
-    with stranger(agent, transport) as sock:
+    with unauthenticated_socket(agent, transport) as sock:
         assert is_closed(sock)
     until(lambda: turned_away(agent) == 1)
 
@@ -208,7 +215,7 @@ def test_a_silent_stranger_is_closed_in_time(cluster: Clusters, transport: str) 
 def test_a_stranger_that_trickles_is_closed_in_time(cluster: Clusters, transport: str) -> None:
     """The limit is for the whole handshake, or a few patient strangers could keep everybody else out."""
     agent = cluster(1, connect_timeout=0.2)["w0"]
-    with stranger(agent, transport) as sock:
+    with unauthenticated_socket(agent, transport) as sock:
         assert trickle(sock, HELLO, pause=0.05) < len(HELLO) / 2
 
 
@@ -217,7 +224,7 @@ def test_a_crowd_of_strangers_is_bounded_and_goes_by(cluster: Clusters, transpor
     agent = workers["w1"]
     workers["w0"].call("w1", abs, -1)
     with ExitStack() as stack:
-        crowd = [stack.enter_context(stranger(agent, transport)) for _ in range(300)]
+        crowd = [stack.enter_context(unauthenticated_socket(agent, transport)) for _ in range(300)]
         until(lambda: agent.statistics().get("refused_too_many_unauthenticated", 0) > 0)
         assert workers["w0"].call("w1", abs, -1) == 1  # who is in already is not disturbed
         assert all(is_closed(sock) for sock in crowd)
@@ -227,7 +234,7 @@ def test_a_crowd_of_strangers_is_bounded_and_goes_by(cluster: Clusters, transpor
 def test_closing_an_agent_ends_its_strangers(cluster: Clusters, transport: str) -> None:
     for _ in range(10):  # at the door, just let in, or in the middle of the handshake
         agent = cluster(1)["w0"]
-        with stranger(agent, transport) as sock:
+        with unauthenticated_socket(agent, transport) as sock:
             sock.sendall(HELLO[:10])
             agent.close()
             assert is_closed(sock)
@@ -268,7 +275,7 @@ BROKEN_CALLS = {
 def test_a_member_that_breaks_the_protocol_is_closed_and_counted(
     agent: Agent, transport: str, frame: bytes, purpose: str
 ) -> None:
-    with stranger(agent, transport) as sock:
+    with unauthenticated_socket(agent, transport) as sock:
         shake_hands(sock, agent, purpose=purpose)
         sock.sendall(frame)
         assert is_closed(sock)
@@ -276,7 +283,7 @@ def test_a_member_that_breaks_the_protocol_is_closed_and_counted(
 
 
 def test_a_reply_to_a_callee_is_closed_and_counted(agent: Agent, transport: str) -> None:
-    with stranger(agent, transport) as sock:
+    with unauthenticated_socket(agent, transport) as sock:
         shake_hands(sock, agent)
         sock.sendall(HEADER.pack(0, 1, 1, 0, 0, Kind.REPLY, 0, 0))
         assert is_closed(sock)
@@ -291,7 +298,7 @@ def test_a_message_for_which_there_is_no_memory_is_skipped_and_answered(
         raise MemoryError(f"no room for {nbytes} bytes")
 
     monkeypatch.setattr(BufferPool, "reserve", exhausted)
-    with stranger(agent, transport) as sock:
+    with unauthenticated_socket(agent, transport) as sock:
         shake_hands(sock, agent, purpose=purpose)
         for call, flags in ((1, DEFINES), (2, 0), (3, DEFINES)):  # the connection goes on
             sock.sendall(HEADER.pack(1 << 20, call, 1, 0, 0, Kind.CALL, flags, 0) + bytes(1 << 20))
@@ -316,12 +323,10 @@ def test_a_member_that_claims_much_and_sends_little_costs_little(
     before = _resident()
     with ExitStack() as stack:
         for _ in range(8):
-            sock = stack.enter_context(stranger(agent, transport))
+            sock = stack.enter_context(unauthenticated_socket(agent, transport))
             shake_hands(sock, agent)
             sock.sendall(HEADER.pack(1 << 30, 1, 1, 0, 0, Kind.CALL, 0, 0) + b"x" * 100)
-        until(
-            lambda: repr(agent._runtime.connections.server_connections).count("inside a frame") == 8
-        )
+        until(lambda: repr(agent._runtime.listener.connections).count("inside a frame") == 8)
         assert _resident() - before < 1 << 29
 
 
@@ -337,7 +342,7 @@ def _resident() -> int:
 def test_a_member_with_a_strange_introduction_is_closed_and_counted(
     agent: Agent, transport: str, changes: dict[str, Any]
 ) -> None:
-    with stranger(agent, transport) as sock:
+    with unauthenticated_socket(agent, transport) as sock:
         # some are refused during the handshake, some right after it
         with contextlib.suppress(ProtocolError):
             shake_hands(sock, agent, **changes)

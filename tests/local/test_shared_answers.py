@@ -119,20 +119,20 @@ def test_the_memory_is_free_when_all_receivers_are_done(workers: LocalCluster) -
     values = [future.result(PATIENCE) for future in futures]
     del futures, meeting
     gc.collect()
-    arena = workers["w0"]._runtime.connections.arena
-    blocks = sum(len(segment.blocks) for segment in arena._segments)
+    allocator = workers["w0"]._runtime.endpoint.allocator
+    blocks = sum(len(segment.blocks) for segment in allocator._segments)
     assert blocks in (0, len(CALLERS))  # none where memory is not shared
     values.pop()
     del values
     gc.collect()
 
     def swept() -> bool:
-        for segment in arena._segments:
+        for segment in allocator._segments:
             segment.reclaim()
-        return not any(segment.blocks for segment in arena._segments)
+        return not any(segment.blocks for segment in allocator._segments)
 
     until(swept)
-    for segment in arena._segments:
+    for segment in allocator._segments:
         assert not segment._shared_slots
         assert len(segment._free_ranges) == 1
 
@@ -144,8 +144,8 @@ def test_a_caller_that_gave_up_costs_nothing(workers: LocalCluster) -> None:
     until(
         lambda: (
             sum(
-                inbound.calls_answered_later
-                for inbound in workers["w0"]._runtime.connections.server_connections
+                connection.calls_answered_later
+                for connection in workers["w0"]._runtime.listener.connections
             )
             == 2
         )
@@ -250,16 +250,16 @@ def test_a_receiver_that_takes_nothing_holds_up_no_other(
     meeting = Meeting()
     futures = waiting(workers, meeting)
     stuck, go = threading.Event(), threading.Event()
-    for inbound in workers["w0"]._runtime.connections.server_connections:
-        if inbound.peer_name == "w1":
-            send = inbound.channel.send
+    for connection in workers["w0"]._runtime.listener.connections:
+        if connection.peer_name == "w1":
+            send = connection.channel.send
 
             def send_late(*args: Any, send: Any = send, **kwargs: Any) -> None:
                 stuck.set()
                 assert go.wait(PATIENCE)
                 send(*args, **kwargs)
 
-            monkeypatch.setattr(inbound.channel, "send", send_late)
+            monkeypatch.setattr(connection.channel, "send", send_late)
     value = torch.ones(LARGE)
     meeting.future.set_result(value)  # returns although w1 takes nothing
     assert stuck.wait(PATIENCE)

@@ -47,7 +47,7 @@ def add_up(size: int) -> float:
 
 
 def transport_used() -> str:
-    return rpc._get_current_rpc_agent()._runtime.links()[0].pipe.channel.kind
+    return rpc._get_current_rpc_agent()._runtime.peers.all()[0].multiplexed.channel.kind
 
 
 @pytest.mark.parametrize("method", ["tcp", "file"])

@@ -61,8 +61,8 @@ class Held(NamedTuple):
     frame: Frame
 
     def run(self) -> None:
-        served_function = self.connection._target(self.frame)
-        self.connection._host.threads.start(
+        served_function = self.connection._find_function(self.frame)
+        self.connection._runtime.threads.start(
             lambda: self.connection._execute(self.frame, served_function)
         )
 
@@ -89,7 +89,7 @@ class Lives(RuleBasedStateMachine):
         held = self.held
 
         def hold(connection: ServerConnection, frame: Frame) -> None:
-            served_function = connection._target(frame) if frame.kind == Kind.CALL else None
+            served_function = connection._find_function(frame) if frame.kind == Kind.CALL else None
             if served_function is not None and served_function.name in HELD:
                 held.append(Held(connection, frame))
             else:

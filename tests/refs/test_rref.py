@@ -309,7 +309,7 @@ def test_a_reference_to_an_earlier_life_of_its_owner_says_so(
     thing = remote("w1", Thing, agent=w0)
     thing.to_here()
     trio.kill("w1")
-    until(lambda: all(link.lost for link in w0._runtime.links() if link.member.name == "w1"))
+    until(lambda: all(link.lost for link in w0._runtime.peers.all() if link.member.name == "w1"))
     trio.join("w1", 1)
     for use in (thing.to_here, thing.rpc_sync().get):
         with pytest.raises(StaleReference, match="earlier incarnation"):

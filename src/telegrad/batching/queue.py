@@ -387,7 +387,7 @@ def _failures(outcomes: list[Any]) -> int:
 
 def _has_connection(runtime: AgentRuntime, name: str) -> bool:
     """Return whether a worker of this name is connected to the agent."""
-    connections = runtime.connections.server_connections
+    connections = runtime.listener.connections
     return any(connection.peer_name == name for connection in connections)
 
 

@@ -1,22 +1,24 @@
-"""The connection of a `Peer` that asynchronous calls share; the thread that reads it completes their futures.
+"""`MultiplexedConnection`: the connection of a `Peer` that its asynchronous calls share.
 
-A call ends when its callee has answered it or is lost, not when its caller gives up. So an entry of
-`pending` stays until then: a deadline or a cancellation completes its future and marks it
-`given_up`, and what the call uses (`kept`: references, for example) is kept until the callee no
-longer needs it. The callee answers every call, also one that was cancelled.
+The event loop reads it and completes the futures. An entry of `pending` stays until the callee has
+answered or is lost, also if the caller no longer waits (see `PendingCall`). The callee answers
+every call, also one that was cancelled.
 
-A call that is made before the pipe has a channel is packed at once and waits in `_queue`, with
-copies of its buffers. `catch_up` sends what waits. Calls that are made meanwhile go to the end of
-the queue, so that none overtakes another.
+A call that is made before the channel is there is encoded at once and waits in `_queue`, with
+copies of its buffers. `send_queue` sends the queued calls. Calls that are made meanwhile go to the
+end of the queue, so that none overtakes another.
 
-Callbacks of futures run where the answer was read. Those that were seen to block there in a wait
-that we do not know of run on the executor from then on, until they no longer take long (`_slow`).
+Callbacks of futures run on the thread that read the reply. Callbacks that blocked there in a wait
+that the event loop does not know of run on the executor from then on, until they no longer take
+long (`_slow_callbacks`).
 
-State: `MultiplexedConnection.pending` (calls by id; whoever pops an entry makes sure that its
-future is complete); `_next_look`, the moment for which the clock was last asked to look at
-deadlines: never later than the earliest of those that are pending; `_queue`, changed under `_lock`,
-None once all that waited was sent; `_answered`, the calls whose futures the executor completes
-(whoever pops an entry completes it); and `_slow`, the seconds that callbacks take, by their code.
+State:
+- `pending`: calls by id. The thread that removes an entry completes its future.
+- `_next_expiry_check`: the time for which the clock was last asked to check deadlines. It is never
+  later than the earliest deadline in `pending`.
+- `_queue`: changed under `_lock`; None once all queued calls were sent.
+- `_queued_replies`: replies whose futures the executor completes. The thread that removes an entry
+  completes its future.
 """
 
 from __future__ import annotations
@@ -26,15 +28,20 @@ import math
 import threading
 import time
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from telegrad import blocking
+from telegrad.client.pending import PendingCall, timeout_error
+from telegrad.client.request_codec import Args, Request, RequestCodec
+from telegrad.client.slow_callbacks import SlowCallbacks
 from telegrad.deadline import to_wire
-from telegrad.errors import CallTimeout, ProtocolError, as_exception
+from telegrad.errors import ProtocolError, as_exception
 from telegrad.futures import CompletionListener
-from telegrad.messages.scope import CallScope, current_scope
-from telegrad.scheduling.event_loop import LoopConnection
-from telegrad.scheduling.threads import SLOW
+from telegrad.group.membership import Member
+from telegrad.messages.scope import current_scope
+from telegrad.scheduling.clock import Clock
+from telegrad.scheduling.event_loop import EventLoops, LoopConnection
+from telegrad.scheduling.threads import Executor, ThreadPool
 from telegrad.transport.channel import (
     Channel,
     ChannelClosed,
@@ -44,205 +51,224 @@ from telegrad.transport.channel import (
 )
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES, Frame, Kind
-from telegrad.wire.function_table import MAX_FUNCTIONS, Function, describe
-
-if TYPE_CHECKING:
-    from telegrad.client.peer import Args, Message, Peer, PeerRuntime
+from telegrad.wire.function_table import Function, describe
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
-# seconds that a call waits for those before it to be sent: the queue must not grow while it is
-# emptied
-PACE = 0.05
-_COARSEST = 0.01  # seconds between two looks at the deadlines of a pipe
+# Seconds that a caller waits for the queue to be sent: it must not grow while it is emptied.
+QUEUE_WAIT = 0.05
+_MIN_EXPIRY_INTERVAL = 0.01  # seconds between two checks of the deadlines
 
 
-class PendingCall:
-    """A call that its callee has not answered."""
+class MultiplexedRuntime(Protocol):
+    """What a multiplexed connection needs of its agent."""
 
-    __slots__ = (
-        "call",
-        "definition_lost",
-        "given_up",
-        "internal",
-        "kept",
-        "outcome",
-        "scope",
-        "sent",
-        "timeout",
-        "until",
-    )
+    threads: ThreadPool
+    executor: Executor
+    clock: Clock
+    event_loops: EventLoops
+    calls_made: int
 
-    def __init__(
-        self,
-        outcome: CompletionListener,
-        until: float,
-        timeout: float | None,
-        call: str,
-        internal: bool,
-        scope: CallScope | None,
-        kept: list[Any],
-    ) -> None:
-        self.outcome = outcome
-        self.until = until
-        self.timeout = timeout
-        self.call = call
-        self.internal = internal
-        self.scope = scope
-        self.kept = kept
-        self.given_up = False  # its caller no longer waits
-        self.sent = False  # the callee may have heard of it
-        self.definition_lost = False  # its callee does not know the function that it defined
 
-    def give_up(self, error: Exception | None) -> None:
-        """Tell its outcome of `error`, unless it was cancelled; the call itself goes on."""
-        self.given_up = True
-        if error is not None:
-            self.outcome._settle(None, error)
+class MultiplexedOwner(Protocol):
+    """What a multiplexed connection needs of its `Peer`."""
+
+    member: Member
+
+    @property
+    def lost(self) -> bool: ...
+    def lose(self, reason: str) -> None: ...
+    def peer_left(self, frame: Frame) -> None: ...
+    def connection_broke(self, error: Exception) -> None: ...
+    def error_for(self, call: str | None = None) -> Exception: ...
 
 
 class _QueuedCall(NamedTuple):
     """A call that waits for the connection."""
 
-    call: int
+    call_id: int
     pending: PendingCall
-    message: Message
-    must_run: bool  # even if its caller gives up
+    request: Request
+    must_run: bool  # even if its caller no longer waits
 
 
 class MultiplexedConnection(LoopConnection):
-    """The connection that asynchronous calls share."""
+    """The connection that the asynchronous calls to one peer share."""
 
-    # answers are read whatever the callee takes, so that it is never held up by them
+    # Replies are read even if the callee receives nothing, so that they never block it.
     stops_reading = False
 
-    def __init__(self, link: Peer, agent: PeerRuntime) -> None:
+    def __init__(
+        self, peer: MultiplexedOwner, runtime: MultiplexedRuntime, codec: RequestCodec
+    ) -> None:
         super().__init__()
         self.attached = False
         self.pending: dict[int, PendingCall] = {}
-        self._link = link
-        self._agent = agent
-        self._heard: set[int] = set()
-        self._next_look = math.inf
-        # opens when no call waits for the connection any more
-        self.caught_up = blocking.OneShotEvent()
+        self._peer = peer
+        self._runtime = runtime
+        self._codec = codec
+        self._encode = codec.encode
+        self._known_functions: set[int] = set()
+        self._next_expiry_check = math.inf
+        self.queue_sent = blocking.OneShotEvent()
         self._queue: collections.deque[_QueuedCall] | None = collections.deque()
         self._lock = threading.Lock()
-        self._answered: dict[int, tuple[PendingCall, Frame]] = {}
-        self._running: tuple[Hashable, ...] = ()  # the callbacks that the leader of the loop runs
-        self._slow: dict[Hashable, float] = {}
+        self._queued_replies: dict[int, tuple[PendingCall, Frame]] = {}
+        # the callbacks that the leader of the event loop runs
+        self._running_callbacks: tuple[Hashable, ...] = ()
+        self._slow_callbacks = SlowCallbacks()
 
     def __repr__(self) -> str:
         channel = repr(self.channel) if self.attached else "not connected"
         return f"<MultiplexedConnection {len(self.pending)} pending, {channel}>"
 
+    # Connecting and closing
+
     def attach(self, channel: Channel) -> None:
-        """The connection is there."""
+        """Use this channel."""
         self.channel = channel
         self.attached = True
 
     def start(self) -> None:
-        """Begin to read. The link must be complete: the first frame may be a good-bye."""
-        self._agent.event_loops.add(self)
+        """Begin to read. The peer must be set up: the first frame may be a goodbye."""
+        self._runtime.event_loops.add(self)
 
-    def waited_for(self) -> list[PendingCall]:
-        """Return the calls that somebody waits for."""
-        return [pending for pending in list(self.pending.values()) if not pending.given_up]
+    def close(self, reason: str | None) -> None:
+        """Shut the channel. Tell the peer first why this worker leaves; None: tell it nothing."""
+        send_goodbye(self.channel, reason)
+        self.channel.shut()
+
+    def ended(self, error: BaseException) -> None:
+        """Close the channel after the event loop could not read from it."""
+        self.channel.close()
+        self._peer.lose(f"the connection ended ({error})")
+
+    # Sending calls
+
+    def active_calls(self) -> list[PendingCall]:
+        """Return the calls whose callers still wait."""
+        return [pending for pending in list(self.pending.values()) if not pending.abandoned]
 
     def submit(
         self,
-        call: int,
+        call_id: int,
         function: Function,
         args: Args,
         kwargs: dict[str, Any] | None,
         timeout: float | None,
         internal: bool,
-        outcome: CompletionListener,
+        listener: CompletionListener,
         keep: object = None,
     ) -> None:
-        """Send a call, or let it wait for the connection, and tell `outcome` how it ended.
+        """Send a call, or queue it until the connection is there. Complete `listener` when it ends.
 
         `keep` is kept alive until the callee has answered.
         """
-        link = self._link
-        kept: list[Any] = [] if keep is None else [keep]
+        retained: list[Any] = [] if keep is None else [keep]
         scope = None if internal else current_scope.get()
-        message = link.encode(self._heard, function, args, kwargs, kept, scope)
-        outcome._on_cancel = lambda: self._cancel(call)
+        request = self._encode(
+            self._known_functions, function, args, kwargs, retained, scope, False
+        )
+        listener._on_cancel = lambda: self._cancel(call_id)
         until = math.inf if timeout is None else time.monotonic() + timeout
         try:
             pending = PendingCall(
-                outcome, until, timeout, describe(function), internal, scope, kept
+                listener, until, timeout, describe(function), internal, scope, retained
             )
-            self.pending[call] = pending
-            if until < self._next_look:
-                self._look_at(until)
+            self.pending[call_id] = pending
+            if until < self._next_expiry_check:
+                self._schedule_expiry_check(until)
             if not internal:
-                self._agent.calls_made += 1
-            if self._queue is None or not self._wait(call, pending, message, function):
-                self._send(call, pending, message, timeout)
+                self._runtime.calls_made += 1
+            if self._queue is None or not self._enqueue(call_id, pending, request, function):
+                self._send(call_id, pending, request, timeout)
         except BaseException:
-            self.pending.pop(call, None)
+            self.pending.pop(call_id, None)
             raise
-        if link.lost:  # it may have been lost before this call was pending
+        if self._peer.lost:  # it may have been lost before this call was pending
             self.fail_all()
 
-    def _send(self, call: int, pending: PendingCall, message: Message, left: float | None) -> None:
-        link = self._link
-        number, flags, body, buffers = message
+    def _send(
+        self, call_id: int, pending: PendingCall, request: Request, left: float | None
+    ) -> None:
+        function_id, flags, body, buffers = request
         pending.sent = True
         try:
-            self.channel.send(_CALL, call, body, buffers, number, to_wire(left), flags, left)
+            self.channel.send(
+                _CALL, call_id, body, buffers, function_id, to_wire(left), flags, left
+            )
         except SendTimeout as error:
-            late = timeout_error(link.member.name, pending.call, pending.timeout, sent=error.begun)
-            if error.begun:  # the rest goes out before the next frame
-                pending.give_up(late)
-                self.channel.offer(Kind.CANCEL, call, b"")
+            late = timeout_error(
+                self._peer.member.name, pending.call, pending.timeout, sent=error.begun
+            )
+            if error.begun:  # the rest is sent before the next frame
+                pending.abandon(late)
+                self.channel.offer(Kind.CANCEL, call_id, b"")
             else:
-                self._finish(call, lambda _: late)
+                self._fail(call_id, lambda _: late)
         except ChannelClosed as error:
-            link.broke(error)
+            self._peer.connection_broke(error)
             self.fail_all()
         else:
             if flags & DEFINES:
-                self._heard.add(number)
-                if pending.definition_lost:  # its answer came before this was noted
-                    self._heard.discard(number)
-            if pending.given_up:  # before it was sent, and the callee was told too early
-                self._tell_cancelled(call, pending)
+                self._known_functions.add(function_id)
+                if pending.definition_lost:  # its reply was read before the id was added
+                    self._known_functions.discard(function_id)
+            # It was abandoned while it was sent: the cancellation may have come before the call.
+            if pending.abandoned:
+                self._send_cancel(call_id, pending)
 
-    def _wait(self, call: int, pending: PendingCall, message: Message, function: Function) -> bool:
-        """Let a call wait for the connection. False: it can be sent now."""
-        if self.attached:  # those before it are being sent
+    def _cancel(self, call_id: int) -> None:
+        pending = self.pending.get(call_id)
+        if pending is not None:
+            pending.abandon(None)
+            self._send_cancel(call_id, pending)
+
+    def _send_cancel(self, call_id: int, pending: PendingCall) -> None:
+        if not pending.sent:
+            return
+        try:
+            self.channel.offer(Kind.CANCEL, call_id, b"")
+        except ChannelClosed:
+            return  # the callee cannot be told; its reply is ignored
+
+    # Calls that wait for the connection
+
+    def _enqueue(
+        self, call_id: int, pending: PendingCall, request: Request, function: Function
+    ) -> bool:
+        """Queue a call until the connection is there. Return False if it can be sent now."""
+        if self.attached:  # the queue is being sent
             role = blocking.pause()
             try:
-                self.caught_up.wait(PACE)
+                self.queue_sent.wait(QUEUE_WAIT)
             finally:
                 blocking.resume(role)
         if self._queue is None:
             return False
-        number, flags, body, buffers = message
-        message = number, flags, body, [memoryview(bytearray(buffer)) for buffer in buffers]
-        queued = _QueuedCall(call, pending, message, getattr(function, "must_run", False))
+        function_id, flags, body, buffers = request
+        copies = [memoryview(bytearray(buffer)) for buffer in buffers]
+        must_run = getattr(function, "must_run", False)
+        queued = _QueuedCall(call_id, pending, (function_id, flags, body, copies), must_run)
         with self._lock:
             if self._queue is not None:
                 self._queue.append(queued)
                 return True
         return False
 
-    def catch_up(self) -> None:
+    def send_queue(self) -> None:
         """Send the calls that waited for the connection, in order."""
         while (queued := self._next_queued()) is not None:
-            call, pending, message, must_run = queued
-            if call not in self.pending or (pending.given_up and not must_run):
-                self.pending.pop(call, None)
+            call_id, pending, request, must_run = queued
+            if call_id not in self.pending or (pending.abandoned and not must_run):
+                self.pending.pop(call_id, None)
                 continue
             left = None if pending.timeout is None else max(pending.until - time.monotonic(), 0.0)
             try:
-                self._send(call, pending, message, left)
+                self._send(call_id, pending, request, left)
             except BaseException as error:
-                self.pending.pop(call, None)
-                pending.outcome._settle(None, as_exception(error))
-        self.caught_up.open()
+                self.pending.pop(call_id, None)
+                pending.listener._settle(None, as_exception(error))
+        self.queue_sent.open()
 
     def _next_queued(self) -> _QueuedCall | None:
         with self._lock:
@@ -251,89 +277,48 @@ class MultiplexedConnection(LoopConnection):
             self._queue = None
             return None
 
-    def fail_all(self) -> None:
-        """The peer is lost: every pending call ends now."""
-        with self._lock:
-            if self._queue is not None:
-                self._queue.clear()
-        for call in list(self.pending):
-            self._finish(
-                call, lambda pending: self._link.error_for(pending.call if pending.sent else None)
-            )
-
-    def close(self, last_words: str | None) -> None:
-        send_goodbye(self.channel, last_words)
-        self.channel.shut()
+    # Replies
 
     def handle(self, frame: Frame) -> None:
+        """Complete the future that a reply belongs to, or handle another frame of the callee."""
         if frame.kind in (_REPLY, _FAILURE):
             pending = self.pending.pop(frame.call, None)
             if frame.kind == _FAILURE and frame.function:
                 if pending is not None:
                     pending.definition_lost = True
-                self._heard.discard(frame.function)
-            if pending is not None and not pending.given_up:
-                codes = pending.outcome._callbacks
-                if self._slow and not self._slow.keys().isdisjoint(codes):
-                    self._complete_elsewhere(frame.call, pending, frame)
+                self._known_functions.discard(frame.function)
+            if pending is not None and not pending.abandoned:
+                callbacks = pending.listener._callbacks
+                if self._slow_callbacks and not self._slow_callbacks.keys().isdisjoint(callbacks):
+                    self._complete_on_executor(frame.call, pending, frame)
                 else:
-                    self._running = codes
+                    self._running_callbacks = callbacks
                     self._complete(pending, frame)
         elif frame.kind == Kind.BYE:
-            self._link.lose_to(frame)
+            self._peer.peer_left(frame)
         elif frame.kind == Kind.END:
             raise ChannelClosed(text_of_frame(frame))
         elif frame.kind != Kind.ALIVE:
             raise ProtocolError(f"a frame of kind {frame.kind} where a reply was due")
 
-    def blocked(self) -> None:
-        """The leader is stuck in callbacks: from now on, those run on the executor."""
-        for code in self._running:
-            if len(self._slow) < MAX_FUNCTIONS:
-                self._slow[code] = 2 * SLOW
-
-    def _complete_elsewhere(self, call: int, pending: PendingCall, frame: Frame) -> None:
-        self._answered[call] = pending, frame
-        if not self._agent.executor.offer(lambda: self._complete_slowly(call)) or self._link.lost:
-            self._complete_slowly(call)
-
-    def _complete_slowly(self, call: int) -> None:
-        """Complete a future whose callbacks blocked before, and note how long they take now."""
-        answered = self._answered.pop(call, None)
-        if answered is None:
-            return
-        codes = answered[0].outcome._callbacks
-        started, waited = time.perf_counter(), blocking.waited()
-        self._complete(*answered)
-        seconds = time.perf_counter() - started - (blocking.waited() - waited)
-        for code in codes:
-            known = self._slow.get(code)
-            if known is not None:
-                self._slow[code] = known = known + (seconds - known) * 0.25
-                if known < SLOW:
-                    self._slow.pop(code, None)
-
-    def complete_rest(self) -> None:
-        """Complete the futures that the executor has not come to."""
-        for call in list(self._answered):
-            self._complete_slowly(call)
-
     def _complete(self, pending: PendingCall, frame: Frame) -> None:
-        """Give a call its answer. Unpickling runs code of the user, so anything may be raised here."""
+        """Complete a future with a reply.
+
+        Unpickling runs code of the user, which may raise anything.
+        """
         value: Any = None
         error: Exception | None = None
         try:
             if frame.kind == _REPLY and frame.damage is None and not len(frame.body):
-                # The callee found the deadline passed before it began, a moment before this worker
-                # did.
-                error = timeout_error(self._link.member.name, pending.call, pending.timeout)
+                # The callee found that the deadline had passed, a moment before this worker did.
+                error = timeout_error(self._peer.member.name, pending.call, pending.timeout)
             elif frame.kind == _REPLY:
                 token = current_scope.set(pending.scope)
                 try:
-                    arrivals: list[Any] = []
-                    value = self._link.decode(frame, pending.call, arrivals)
-                    if arrivals:
-                        pending.outcome._arrivals = arrivals
+                    received: list[Any] = []
+                    value = self._codec.decode(frame, pending.call, received)
+                    if received:
+                        pending.listener._arrivals = received
                 finally:
                     current_scope.reset(token)
             else:
@@ -341,75 +326,86 @@ class MultiplexedConnection(LoopConnection):
         except Exception as failure:
             error = failure
         except BaseException as failure:
-            error = self._link.undecodable(pending.call, failure)
+            error = self._codec.undecodable(pending.call, failure)
         finally:
             del frame  # callbacks of a future may run for long
-            pending.outcome._settle(value, error)
+            pending.listener._settle(value, error)
 
-    def ended(self, error: BaseException) -> None:
-        self.channel.close()
-        self._link.lose(f"the connection ended ({error})")
+    def blocked(self) -> None:
+        """Run the callbacks that block the leader of the event loop on the executor from now on."""
+        self._slow_callbacks.mark(self._running_callbacks)
 
-    def _cancel(self, call: int) -> None:
-        pending = self.pending.get(call)
-        if pending is not None:
-            pending.give_up(None)
-            self._tell_cancelled(call, pending)
+    def _complete_on_executor(self, call_id: int, pending: PendingCall, frame: Frame) -> None:
+        self._queued_replies[call_id] = pending, frame
+        accepted = self._runtime.executor.offer(lambda: self._complete_queued(call_id))
+        if not accepted or self._peer.lost:
+            self._complete_queued(call_id)
 
-    def _tell_cancelled(self, call: int, pending: PendingCall) -> None:
-        if not pending.sent:
+    def _complete_queued(self, call_id: int) -> None:
+        """Complete a future whose callbacks blocked before, and measure how long they take now."""
+        queued = self._queued_replies.pop(call_id, None)
+        if queued is None:
             return
-        try:
-            self.channel.offer(Kind.CANCEL, call, b"")
-        except ChannelClosed:
-            return  # the callee cannot be told; its reply is ignored
+        callbacks = queued[0].listener._callbacks
+        started, waited = time.perf_counter(), blocking.waited()
+        self._complete(*queued)
+        seconds = time.perf_counter() - started - (blocking.waited() - waited)
+        self._slow_callbacks.add_duration(callbacks, seconds)
 
-    def _finish(self, call: int, error: Callable[[PendingCall], Exception]) -> None:
+    def complete_all_queued(self) -> None:
+        """Complete the futures that the executor has not completed yet."""
+        for call_id in list(self._queued_replies):
+            self._complete_queued(call_id)
+
+    # Lost peers and deadlines
+
+    def fail_all(self) -> None:
+        """Fail every pending call, because the peer is lost."""
+        with self._lock:
+            if self._queue is not None:
+                self._queue.clear()
+        for call_id in list(self.pending):
+            self._fail(
+                call_id,
+                lambda pending: self._peer.error_for(pending.call if pending.sent else None),
+            )
+
+    def _fail(self, call_id: int, error: Callable[[PendingCall], Exception]) -> None:
         """End a call that the callee will not answer."""
-        pending = self.pending.pop(call, None)
+        pending = self.pending.pop(call_id, None)
         if pending is not None:
-            pending.outcome._settle(None, error(pending))
+            pending.listener._settle(None, error(pending))
 
-    def _look_at(self, moment: float) -> None:
-        self._next_look = moment
-        self._agent.clock.at(moment, self._expire)
+    def _schedule_expiry_check(self, when: float) -> None:
+        self._next_expiry_check = when
+        self._runtime.clock.at(when, self._check_expiry)
 
-    def _expire(self) -> None:
-        """Runs on the clock: end the calls whose deadline has passed. Callbacks of the user run elsewhere."""
-        now, soonest, late = time.monotonic(), math.inf, []
-        # first, so that a call that becomes pending now asks for a look of its own
-        self._next_look = math.inf
-        for call, pending in list(self.pending.items()):
-            if pending.given_up:
+    def _check_expiry(self) -> None:
+        """Find the calls whose deadline has passed.
+
+        This runs on the thread of the clock, so callbacks of futures run on another.
+        """
+        now, soonest, expired = time.monotonic(), math.inf, []
+        # first, so that a call that becomes pending now schedules a check of its own
+        self._next_expiry_check = math.inf
+        for call_id, pending in list(self.pending.items()):
+            if pending.abandoned:
                 continue
             if pending.until <= now:
-                late.append(call)
+                expired.append(call_id)
             else:
                 soonest = min(soonest, pending.until)
         if soonest < math.inf:
-            self._look_at(max(soonest, now + _COARSEST))
-        if late:
-            self._agent.threads.start_when_possible(lambda: self._end(late), self._agent.clock)
+            self._schedule_expiry_check(max(soonest, now + _MIN_EXPIRY_INTERVAL))
+        if expired:
+            runtime = self._runtime
+            runtime.threads.start_when_possible(lambda: self._time_out(expired), runtime.clock)
 
-    def _end(self, calls: list[int]) -> None:
-        """Give up the calls whose deadline has passed, and tell the callee."""
-        for call in calls:
-            pending = self.pending.get(call)
-            if pending is not None and not pending.given_up:
-                pending.give_up(
-                    timeout_error(
-                        self._link.member.name, pending.call, pending.timeout, pending.sent
-                    )
-                )
-                self._tell_cancelled(call, pending)
-
-
-def timeout_error(peer: str, call: str, timeout: float | None, sent: bool = True) -> CallTimeout:
-    milliseconds = int((timeout or 0) * 1000)
-    return CallTimeout(
-        f"{call} on worker {peer!r}: RPC ran for more than set timeout ({milliseconds} ms) and will now be marked with "
-        "an error. Give the call a larger timeout if it is meant to take so long",
-        peer=peer,
-        call=call,
-        sent=sent,
-    )
+    def _time_out(self, call_ids: list[int]) -> None:
+        """Abandon the calls whose deadline has passed, and tell the callee."""
+        for call_id in call_ids:
+            pending = self.pending.get(call_id)
+            if pending is not None and not pending.abandoned:
+                name = self._peer.member.name
+                pending.abandon(timeout_error(name, pending.call, pending.timeout, pending.sent))
+                self._send_cancel(call_id, pending)

@@ -1,17 +1,19 @@
-"""The caller's side: a `Peer` to one peer holds a pipe for asynchronous calls and lanes for synchronous ones.
+"""`Peer`: all connections to one incarnation of another worker, and the calls to it.
 
-A synchronous caller owns a lane for the length of its call and reads the reply itself; nothing is handed between
-threads. Asynchronous calls share the pipe (`client/multiplexed.py`).
+A synchronous call has an `ExclusiveConnection` for itself, and the calling thread reads the reply;
+nothing is passed between threads. Asynchronous calls share one `MultiplexedConnection`.
 
-A lane that breaks costs the call that used it. Whether the peer is alive is for the pipe to say, which carries the
-signs of life.
+If an exclusive connection breaks, only the call that uses it fails. Whether the peer is alive is
+decided by the multiplexed connection, which carries the heartbeats.
 
-A link is made before it is connected: the directory has all that packing a call needs. Asynchronous calls wait in the
-pipe for the connection, synchronous callers for the link to be `settled`.
+A `Peer` is made before it is connected: the directory has all that encoding a call needs.
+Asynchronous calls are queued until the connection is there; synchronous callers wait for
+`connected_or_lost`.
 
-State: `Peer._idle` (lanes nobody uses; list operations are atomic) and, under `_lock`, `Peer._error` (set once when the
-peer is lost or could not be reached; never cleared: the next call gets a new link), `ready`, and the channel of the
-pipe, which is set once.
+State: `_idle` (exclusive connections that no call uses) and `_busy` are changed by atomic
+operations of list and set. Under `_lock`: `_error` (set once when the peer is lost or could not be
+connected; never cleared, the next call gets a new `Peer`), `ready`, and the channel of the
+multiplexed connection, which is set once.
 """
 
 from __future__ import annotations
@@ -20,171 +22,140 @@ import copy
 import itertools
 import threading
 import time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from telegrad import blocking
-from telegrad.client.multiplexed import MultiplexedConnection, timeout_error
+from telegrad.client.dialer import DialedConnection
+from telegrad.client.exclusive import ExclusiveConnection, time_left
+from telegrad.client.multiplexed import MultiplexedConnection, MultiplexedRuntime
+from telegrad.client.pending import timeout_error
+from telegrad.client.request_codec import Args, RequestCodec
 from telegrad.config import Config
-from telegrad.deadline import to_wire
-from telegrad.errors import (
-    CallTimeout,
-    PeerLost,
-    ProtocolError,
-    SerializationError,
-    as_exception,
-    text_of,
-)
+from telegrad.errors import CallTimeout, PeerLost, ProtocolError, as_exception
 from telegrad.futures import CompletionListener
+from telegrad.group.endpoint import EXCLUSIVE, MULTIPLEXED
+from telegrad.group.failure_detector import FailureDetector, lost_notice
 from telegrad.group.membership import Member
-from telegrad.messages import scope as scopes
-from telegrad.messages.packing import MessageContext, pack, return_resources, unpack
-from telegrad.messages.routes import ANY_DEVICE, ANY_DEVICE_MARK, DeviceRoute, request_route
-from telegrad.messages.scope import CallScope, current_scope
-from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.event_loop import EventLoops
-from telegrad.scheduling.threads import Executor, ThreadPool
-from telegrad.transport.channel import Channel, ChannelClosed, close_with_reason, text_of_frame
+from telegrad.messages.packing import MessageContext, return_resources
+from telegrad.messages.routes import DeviceRoute, request_route
+from telegrad.messages.scope import current_scope
+from telegrad.transport.channel import ChannelClosed, close_with_reason, text_of_frame
 from telegrad.wire.failures import decode_failure
-from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Frame, Kind
-from telegrad.wire.function_table import Function, FunctionTable, defined_in_main, describe
+from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.function_table import Function, FunctionTable, describe
 
-_CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
-_SMALL_DIFFERENCE = 0.02  # seconds
-# seconds that the good-bye of a peer may take to be read when another connection to it broke
-_LAST_WORDS = 0.2
-
-Args = tuple[Any, ...]
-Message = tuple[int, int, bytes, list[memoryview]]  # function number, flags, body, buffers
+_REPLY, _FAILURE = int(Kind.REPLY), int(Kind.FAILURE)
+# seconds to wait for the goodbye of a peer when another connection to it broke
+_GOODBYE_WAIT = 0.2
 
 
-class DialedConnection(NamedTuple):
-    """A new connection and what its other end said of itself."""
-
-    channel: Channel
-    heartbeat: float
-
-
-class PeerRuntime(Protocol):
-    """What links need of their agent."""
+class PeerRuntime(MultiplexedRuntime, Protocol):
+    """What a peer needs of its agent."""
 
     config: Config
-    threads: ThreadPool
-    executor: Executor
-    clock: Clock
-    event_loops: EventLoops
-    numbers: FunctionTable
-    calls_made: int
+    function_table: FunctionTable
+    failures: FailureDetector
     name: str
     local_member: Member
 
-    def envelope(self, peer: str, incarnation: str, route: DeviceRoute) -> MessageContext: ...
+    def message_context(
+        self, peer: str, incarnation: str, route: DeviceRoute
+    ) -> MessageContext: ...
     def dial(
         self, member: Member, purpose: str, timeout: float | None = None
     ) -> DialedConnection: ...
-    def peer_lost(self, link: Peer, reason: str) -> None: ...
-
-
-class ExclusiveConnection:
-    """A connection for one call at a time."""
-
-    __slots__ = ("channel", "heard", "used")
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        # function numbers that the other side knows on this connection
-        self.heard: set[int] = set()
-        self.used = 0.0
 
 
 class Peer:
-    """All connections to one incarnation of a peer."""
+    """All connections to one incarnation of another worker."""
 
-    def __init__(self, agent: PeerRuntime, member: Member) -> None:
+    def __init__(self, runtime: PeerRuntime, member: Member) -> None:
         self.member = member
         self.heartbeat = 0.0
-        self.ready = False  # it is connected, and no call waits for that any more
-        self.abandoned = False  # it could not be made, which says nothing about the peer
-        self.settled = blocking.OneShotEvent()  # opens when the link is connected or lost
-        # taken by the thread that connects, and never given back
-        self._connector = threading.Lock()
-        self._agent = agent
-        self._route = request_route(
-            agent.config.device_maps, member.name, agent.config.unmapped_devices
-        )
-        self._envelope = agent.envelope(member.name, member.incarnation, self._route)
-        self._at_rest = self._envelope._replace(exclusive=True)
-        self._ids = itertools.count(1)
+        self.ready = False  # it is connected, and the queued calls were sent
+        self.connect_failed = False  # which does not mean that the peer is lost
+        self.connected_or_lost = blocking.OneShotEvent()
+        # taken by the thread that connects, and never released
+        self._connect_lock = threading.Lock()
+        self._runtime = runtime
+        config = runtime.config
+        route = request_route(config.device_maps, member.name, config.unmapped_devices)
+        context = runtime.message_context(member.name, member.incarnation, route)
+        by_value = member.main != runtime.local_member.main
+        self._codec = RequestCodec(context, runtime.function_table, by_value)
+        self._encode = self._codec.encode
+        self._decode = self._codec.decode
+        self._call_ids = itertools.count(1)
         self._idle: list[ExclusiveConnection] = []
         self._busy: set[ExclusiveConnection] = set()
         self._error: Exception | None = None
-        self._same_main = member.main == agent.local_member.main
-        self._is_lost = blocking.OneShotEvent()
+        self._lost_event = blocking.OneShotEvent()
         self._lock = threading.Lock()
-        self.pipe = MultiplexedConnection(self, agent)
+        self.multiplexed = MultiplexedConnection(self, runtime, self._codec)
+
+    def __repr__(self) -> str:
+        if self._error is not None:
+            state = f"lost: {self._error}"
+        else:
+            state = f"{len(self._idle)} idle connections, {self.multiplexed!r}"
+        return f"<Peer {self.member.name!r} {state}>"
 
     @property
-    def has_connector(self) -> bool:
-        """Does a thread connect this link, or has it done so?"""
-        return self._connector.locked()
+    def lost(self) -> bool:
+        """Whether the peer was lost, or could not be connected."""
+        return self._error is not None
+
+    @property
+    def calls_under_way(self) -> int:
+        """The number of calls of users to this peer whose callers wait."""
+        active = self.multiplexed.active_calls()
+        return len(self._busy) + sum(not pending.internal for pending in active)
+
+    # Connecting
+
+    @property
+    def connect_started(self) -> bool:
+        """Whether a thread connects to this peer, or has done so."""
+        return self._connect_lock.locked()
 
     def connect(self) -> None:
-        """Connect to the peer and send the calls that wait for that. Only the first thread that comes here does so."""
-        if not self._connector.acquire(blocking=False):
+        """Connect to the peer and send the queued calls. Only the first call of this does so."""
+        if not self._connect_lock.acquire(blocking=False):
             return
-        dialled = self._agent.dial(self.member, "pipe")
+        dialed = self._runtime.dial(self.member, MULTIPLEXED)
         try:
             with self._lock:
                 if self._error is not None:
                     raise self.error_for()
-                self.heartbeat = dialled.heartbeat
-                self.pipe.attach(dialled.channel)
-            self.pipe.start()
+                self.heartbeat = dialed.heartbeat
+                self.multiplexed.attach(dialed.channel)
+            self.multiplexed.start()
         except BaseException as error:
             if isinstance(error, ChannelClosed):
-                left = f"worker {self._agent.name!r} has left the group"
-                error = PeerLost(left, peer=self.member.name, sent=False)
-            # the loop, if it reads the pipe, must not take this for a loss
-            self.abandon(as_exception(error))
-            if self._agent.event_loops.reads(self.pipe):
-                dialled.channel.shut()
+                reason = f"worker {self._runtime.name!r} has left the group"
+                error = PeerLost(reason, peer=self.member.name, sent=False)
+            # The event loop, if it reads the channel, must not take its end for a loss of the peer.
+            self.fail_to_connect(as_exception(error))
+            if self._runtime.event_loops.reads(self.multiplexed):
+                dialed.channel.shut()
             else:
-                dialled.channel.close()
+                dialed.channel.close()
             raise error from None
-        self.settled.open()
-        self.pipe.catch_up()
+        self.connected_or_lost.open()
+        self.multiplexed.send_queue()
         with self._lock:
             self.ready = self._error is None
 
-    def abandon(self, error: Exception) -> None:
-        """The link could not be made: this is an error of the calls that wait for it."""
+    def fail_to_connect(self, error: Exception) -> None:
+        """Fail the calls that wait for the connection, because it could not be made."""
         with self._lock:
             if self._error is not None:
                 return
-            self.abandoned, self._error = True, error
-        self._wake()
-        self.pipe.fail_all()
+            self.connect_failed, self._error = True, error
+        self._wake_waiters()
+        self.multiplexed.fail_all()
 
-    def __repr__(self) -> str:
-        state = (
-            f"lost: {self._error}"
-            if self._error
-            else f"{len(self._idle)} idle lanes, {self.pipe!r}"
-        )
-        return f"<Peer to {self.member.name!r} {state}>"
-
-    @property
-    def lost(self) -> bool:
-        return self._error is not None
-
-    @property
-    def under_way(self) -> bool:
-        """Is a call of a user under way to this peer?"""
-        return self.calls_under_way > 0
-
-    @property
-    def calls_under_way(self) -> int:
-        """Calls of users to this peer that somebody waits for."""
-        return len(self._busy) + sum(not pending.internal for pending in self.pipe.waited_for())
+    # Calls
 
     def call(
         self,
@@ -194,48 +165,58 @@ class Peer:
         timeout: float | None,
         until: float | None = None,
     ) -> Any:
-        """Call and wait for the result, for `timeout` seconds, which end at `until` if they have begun before."""
+        """Call a function and return its result.
+
+        `timeout` is in seconds. They end at `until`, if they began before this call.
+        """
         if until is None:
             until = 0.0 if timeout is None else time.monotonic() + timeout
-        lane: ExclusiveConnection | None = None
-        kept: list[Any] = []  # until this returns
+        connection: ExclusiveConnection | None = None
+        retained: list[Any] = []  # until this returns
         role = None
         try:
-            lane = self._take_lane() or self._open_lane(function, timeout, until)
-            message = self.encode(
-                lane.heard, function, args, kwargs, kept, current_scope.get(), lane
+            connection = self._take_idle() or self._open_connection(function, timeout, until)
+            request = self._encode(
+                connection.known_functions,
+                function,
+                args,
+                kwargs,
+                retained,
+                current_scope.get(),
+                True,
             )
-            self._busy.add(lane)
+            self._busy.add(connection)
             role = blocking.pause()
-            # lost since the lane was taken: nobody else will wake this call
+            # If the peer was lost before the connection was in `_busy`, `lose` did not shut it.
             if self._error is not None:
                 raise ChannelClosed("the peer was lost")
-            frame = self._exchange(lane, message, timeout, until)
+            self._runtime.calls_made += 1
+            frame = connection.exchange(next(self._call_ids), request, timeout, until)
         except BaseException as error:
-            if lane is not None:
-                if lane in self._busy:
-                    lane.channel.close()
+            if connection is not None:
+                if connection in self._busy:
+                    connection.channel.close()
                 else:  # nothing was sent
-                    self._give_back(lane)
-                self._busy.discard(lane)
-            return_resources(kept, answered=False)
+                    self._release(connection)
+                self._busy.discard(connection)
+            return_resources(retained, answered=False)
             raise self._explain(error, function, timeout) from None
         finally:
             blocking.resume(role)
-        self._busy.discard(lane)
+        self._busy.discard(connection)
         if frame.kind == _FAILURE and frame.function:
-            lane.heard.discard(frame.function)
-        self._give_back(lane)
+            connection.known_functions.discard(frame.function)
+        self._release(connection)
         try:
             if frame.kind == _REPLY:
-                return self.decode(frame, function)
+                return self._decode(frame, function)
             if frame.kind == _FAILURE:
                 raise decode_failure(frame.body)
         finally:
-            if kept:
-                # not before the result: it may be what orders their next use
-                return_resources(kept, answered=True)
-        self.lose_to(frame)
+            if retained:
+                # after decoding: the result may order the next use of these resources
+                return_resources(retained, answered=True)
+        self.peer_left(frame)
         raise self.error_for(describe(function))
 
     def submit(
@@ -244,153 +225,143 @@ class Peer:
         args: Args,
         kwargs: dict[str, Any] | None,
         timeout: float | None,
-        outcome: CompletionListener,
+        listener: CompletionListener,
         internal: bool = False,
         keep: object = None,
     ) -> None:
-        """Call and tell `outcome` how it ended. `internal` calls do not count as work under way.
+        """Call a function and complete `listener` with its result.
 
-        `keep` is kept alive until the callee has answered.
+        `internal` calls do not count as calls of a user. `keep` is kept alive until the callee has
+        answered.
         """
-        self.pipe.submit(next(self._ids), function, args, kwargs, timeout, internal, outcome, keep)
-
-    def encode(
-        self,
-        heard: set[int],
-        function: Function,
-        args: Args,
-        kwargs: dict[str, Any] | None,
-        kept: list[Any],
-        scope: CallScope | None,
-        lane: ExclusiveConnection | None = None,
-    ) -> Message:
-        """Return a call as the body of a frame."""
-        try:
-            exclusive = lane is not None  # the caller waits, and lets its arguments be
-            number, flags, body, buffers = self._encode(
-                heard, function, args, kwargs, kept, exclusive
-            )
-            said = None if scope is None else scope.follow(self._envelope)
-            if said:
-                flags |= SCOPED
-                body = scopes.append_scope(body, said)
-            return number, flags, body, buffers
-        except SerializationError as error:
-            error.peer, error.call = self.member.name, describe(function)
-            raise
-
-    def _encode(
-        self,
-        heard: set[int],
-        function: Function,
-        args: Args,
-        kwargs: dict[str, Any] | None,
-        kept: list[Any],
-        exclusive: bool,
-    ) -> Message:
-        entry = self._agent.numbers.find(function)
-        by_value = not self._same_main
-        envelope = self._at_rest if exclusive else self._envelope
-        if hasattr(function, ANY_DEVICE_MARK):
-            envelope = envelope._replace(route=ANY_DEVICE)
-        if entry is None or (by_value and defined_in_main(function)):
-            body, buffers = pack(
-                envelope, (function, args, kwargs or {}), by_value=by_value, kept=kept
-            )
-            return 0, INLINE_FUNCTION, body, buffers
-        number, definition = entry
-        flags = 0
-        if kwargs:
-            flags = KEYWORDS
-            body, buffers = pack(envelope, (args, kwargs), by_value=by_value, kept=kept)
-        else:
-            body, buffers = pack(envelope, args, by_value=by_value, kept=kept)
-        if number not in heard:
-            flags |= DEFINES
-            body = len(definition).to_bytes(4, "little") + definition + body
-        return number, flags, body, buffers
-
-    def decode(self, frame: Frame, call: str | Function, arrivals: list[Any] | None = None) -> Any:
-        try:
-            if frame.damage is not None:
-                raise frame.damage
-            return unpack(self._envelope, frame.body, frame.buffers, arrivals)
-        except Exception as error:
-            raise self.undecodable(call, error) from error
-
-    def undecodable(self, call: str | Function, error: BaseException) -> SerializationError:
-        """Return the error for a result that cannot be made here."""
-        name = call if isinstance(call, str) else describe(call)
-        failure = SerializationError(
-            f"the result of {name} from worker {self.member.name!r} could not be unpickled: "
-            f"{type(error).__name__}: {text_of(error)}. Whatever it refers to must be importable here",
-            peer=self.member.name,
-            call=name,
+        self.multiplexed.submit(
+            next(self._call_ids), function, args, kwargs, timeout, internal, listener, keep
         )
-        failure.__cause__ = error
-        return failure
 
-    def lose(self, reason: str, last_words: str = "", tell: bool = True) -> None:
-        """The peer is gone: fail everything that waits for it, at once. `tell` it, in case that it is not."""
+    def _explain(
+        self, error: BaseException, function: Function, timeout: float | None
+    ) -> BaseException:
+        """Return the error to raise instead of an error of the transport."""
+        if isinstance(error, CallTimeout):
+            return error
+        if not isinstance(error, TimeoutError | ChannelClosed | ProtocolError):
+            return error
+        name, call = self.member.name, describe(function)
+        if isinstance(error, TimeoutError):
+            return timeout_error(name, call, timeout)
+        # the reader of the multiplexed connection may know the reason
+        if self._lost_event.wait(_GOODBYE_WAIT):
+            return self.error_for(call)
+        return PeerLost(
+            f"the connection to worker {name!r} ended ({error}) while it ran {call}, "
+            "which may or may not have completed. Other calls to the worker go on",
+            peer=name,
+            call=call,
+        )
+
+    # Exclusive connections
+
+    def _take_idle(self) -> ExclusiveConnection | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    def _open_connection(
+        self, function: Function, timeout: float | None, until: float
+    ) -> ExclusiveConnection:
+        if self._error is not None:
+            raise self.error_for()
+        try:
+            dialed = self._runtime.dial(self.member, EXCLUSIVE, time_left(timeout, until))
+        except TimeoutError:
+            raise timeout_error(self.member.name, describe(function), timeout, sent=False) from None
+        return ExclusiveConnection(dialed.channel)
+
+    def _release(self, connection: ExclusiveConnection) -> None:
+        """Keep a connection for the next call, or close it if there are enough."""
+        if self._error is None and len(self._idle) < self._runtime.config.idle_lanes:
+            connection.last_used = time.monotonic()
+            self._idle.append(connection)
+            # If the peer was lost meanwhile, `lose` may have missed this connection.
+            if self._error is not None:
+                self._close_idle()
+        else:
+            connection.channel.close()
+
+    def close_idle_connections(self, older_than: float) -> None:
+        """Close exclusive connections that no call has used since; one stays."""
+        for connection in self._idle[:-1]:  # the last is the one that is taken next
+            if connection.last_used < older_than:
+                try:
+                    self._idle.remove(connection)
+                except ValueError:
+                    continue  # a call took it
+                connection.channel.close()
+
+    def _close_idle(self) -> None:
+        while (connection := self._take_idle()) is not None:
+            connection.channel.close()
+
+    # Losing and closing
+
+    def beat(self, interval: float, patience: float) -> bool:
+        """Send a heartbeat; return False if the peer has sent none for `patience` seconds."""
+        if not self.multiplexed.attached or self.lost:
+            return True
+        return self.multiplexed.beat(interval, patience)
+
+    def lose(self, reason: str, goodbye: str = "", tell: bool = True) -> None:
+        """Mark the peer as lost and fail all calls to it at once.
+
+        `goodbye` is what it said when it left. `tell` it that it was declared lost, in case that
+        it is alive.
+        """
         with self._lock:
             if self._error is not None:
                 return
-            said = f" Its last words: {last_words}" if last_words else ""
             name = self.member.name
+            last_words = f" Its last words: {goodbye}" if goodbye else ""
             self._error = PeerLost(
-                f"worker {name!r} was lost: {reason}.{said}", peer=name, last_words=last_words
+                f"worker {name!r} was lost: {reason}.{last_words}", peer=name, last_words=goodbye
             )
             self.ready = False
-        self._wake()
-        for lane in list(self._busy):
-            lane.channel.shut()
+        self._wake_waiters()
+        for connection in list(self._busy):
+            connection.channel.shut()
         self._close_idle()
-        self.pipe.fail_all()
-        # The peer must hear that it was given up, whatever it was that broke: what it sends now is for nobody.
-        if self.pipe.attached:
-            close_with_reason(
-                self.pipe.channel, lost_notice(self._agent.name, reason) if tell else None
-            )
-        self._agent.peer_lost(self, reason)
+        self.multiplexed.fail_all()
+        # A peer that is alive must know that it was declared lost, whichever connection broke:
+        # what it sends from now on is refused.
+        if self.multiplexed.attached:
+            notice = lost_notice(self._runtime.name, reason) if tell else None
+            close_with_reason(self.multiplexed.channel, notice)
+        self._runtime.failures.declare_lost(name, self.member.incarnation, reason=reason)
 
-    def broke(self, error: Exception) -> None:
-        """The pipe broke under a sender. Its reader may know better why, so it goes first."""
-        if not self._is_lost.wait(_LAST_WORDS):
+    def connection_broke(self, error: Exception) -> None:
+        """Mark the peer as lost after a send failed, unless the reader knows the reason."""
+        if not self._lost_event.wait(_GOODBYE_WAIT):
             self.lose(f"the connection ended ({error})")
 
-    def lose_to(self, frame: Frame) -> None:
-        """The peer said good-bye."""
+    def peer_left(self, frame: Frame) -> None:
+        """Mark the peer as lost, because it said goodbye."""
         self.lose("it left the group", text_of_frame(frame), tell=False)
 
     def error_for(self, call: str | None = None) -> Exception:
-        """A fresh error for a call that was sent to the lost peer, or (None) for one that was not."""
+        """Return a new error for a call that was sent to the lost peer; None: it was not sent."""
         assert self._error is not None
-        reason = self._error
-        if self.abandoned or not isinstance(reason, PeerLost):
-            return copy.copy(reason)
-        fate = "" if call is None else f" The call of {call} there may or may not have run."
-        words, sent = reason.last_words, call is not None
-        return PeerLost(f"{reason}{fate}", peer=reason.peer, call=call, last_words=words, sent=sent)
+        error = self._error
+        if self.connect_failed or not isinstance(error, PeerLost):
+            return copy.copy(error)
+        text = str(error)
+        if call is not None:
+            text += f" The call of {call} there may or may not have run."
+        return PeerLost(
+            text, peer=error.peer, call=call, last_words=error.last_words, sent=call is not None
+        )
 
-    def trim(self, older_than: float) -> None:
-        """Close lanes that nobody has used since; one stays."""
-        for lane in self._idle[:-1]:  # the last is the one that is taken next
-            if lane.used < older_than:
-                try:
-                    self._idle.remove(lane)
-                except ValueError:
-                    continue  # somebody took it
-                lane.channel.close()
-
-    def drop(self) -> None:
-        """After a fork, in the child."""
-        for lane in (*self._idle, *self._busy):
-            lane.channel.drop()
-        if self.pipe.attached:
-            self.pipe.channel.drop()
-
-    def close(self, last_words: str | None = "") -> None:
-        """Say good-bye, unless `last_words` is None, and close every connection."""
+    def close(self, reason: str | None = "") -> None:
+        """Close every connection. Tell the peer the reason; None: tell it nothing."""
         with self._lock:
             if self._error is None:
                 name = self.member.name
@@ -398,100 +369,22 @@ class Peer:
                     f"this worker has left the group and cannot call {name!r}", peer=name
                 )
             self.ready = False
-        self._wake()
+        self._wake_waiters()
         self._close_idle()
-        for lane in list(self._busy):
-            lane.channel.shut()
-        self.pipe.fail_all()
-        self.pipe.complete_rest()  # the executor forgets them
-        if self.pipe.attached:
-            self.pipe.close(last_words)
+        for connection in list(self._busy):
+            connection.channel.shut()
+        self.multiplexed.fail_all()
+        self.multiplexed.complete_all_queued()  # the executor will not run them
+        if self.multiplexed.attached:
+            self.multiplexed.close(reason)
 
-    def _wake(self) -> None:
-        """The peer is lost: nobody waits for it any more."""
-        self._is_lost.open()
-        self.settled.open()
+    def drop(self) -> None:
+        """In the child of a fork: free this process's copies of the connections."""
+        for connection in (*self._idle, *self._busy):
+            connection.channel.drop()
+        if self.multiplexed.attached:
+            self.multiplexed.channel.drop()
 
-    def _take_lane(self) -> ExclusiveConnection | None:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return None
-
-    def _close_idle(self) -> None:
-        while (lane := self._take_lane()) is not None:
-            lane.channel.close()
-
-    def _open_lane(
-        self, function: Function, timeout: float | None, until: float
-    ) -> ExclusiveConnection:
-        if self._error is not None:
-            raise self.error_for()
-        try:
-            return ExclusiveConnection(
-                self._agent.dial(self.member, "lane", _time_left(timeout, until)).channel
-            )
-        except TimeoutError:
-            raise timeout_error(self.member.name, describe(function), timeout, sent=False) from None
-
-    def _give_back(self, lane: ExclusiveConnection) -> None:
-        if self._error is None and len(self._idle) < self._agent.config.idle_lanes:
-            lane.used = time.monotonic()
-            self._idle.append(lane)
-            # lost meanwhile: whoever closed the idle lanes may have missed this one
-            if self._error is not None:
-                self._close_idle()
-        else:
-            lane.channel.close()
-
-    def _exchange(
-        self, lane: ExclusiveConnection, message: Message, timeout: float | None, until: float
-    ) -> Frame:
-        number, flags, body, buffers = message
-        channel = lane.channel
-        self._agent.calls_made += 1
-        call = next(self._ids)
-        left = _time_left(timeout, until)
-        channel.send(_CALL, call, body, buffers, number, to_wire(left), flags, left)
-        if flags & DEFINES:
-            lane.heard.add(number)
-        del message, body, buffers
-        while True:
-            frame = channel.recv(_time_left(timeout, until))
-            if frame.kind == Kind.END:
-                raise ChannelClosed(text_of_frame(frame))
-            if frame.call == call or frame.kind not in (_REPLY, _FAILURE):
-                return frame
-
-    def _explain(
-        self, error: BaseException, function: Function, timeout: float | None
-    ) -> BaseException:
-        """What the user should see instead of an error of the transport."""
-        if isinstance(error, CallTimeout):
-            return error
-        if isinstance(error, TimeoutError):
-            return timeout_error(self.member.name, describe(function), timeout)
-        if isinstance(error, ChannelClosed | ProtocolError):
-            if self._is_lost.wait(_LAST_WORDS):  # the reader of the pipe knows best why
-                return self.error_for(describe(function))
-            name, call = self.member.name, describe(function)
-            return PeerLost(
-                f"the connection to worker {name!r} ended ({error}) while it ran {call}, which may or may not have "
-                "completed. Other calls to the worker go on",
-                peer=name,
-                call=call,
-            )
-        return error
-
-
-def _time_left(timeout: float | None, until: float) -> float | None:
-    """Return what is left of a time limit. A small difference does not count: setting a new limit is a system call."""
-    if timeout is None:
-        return None
-    left = until - time.monotonic()
-    return timeout if timeout - left < _SMALL_DIFFERENCE else max(left, 0.0)
-
-
-def lost_notice(name: str, reason: str) -> str:
-    """Return what a worker tells a peer that it gives up."""
-    return f"worker {name!r} has given this worker up ({reason}); to go on, this worker must join the group again"
+    def _wake_waiters(self) -> None:
+        self._lost_event.open()
+        self.connected_or_lost.open()

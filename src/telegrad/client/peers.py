@@ -1,7 +1,7 @@
-"""An agent's links: which worker a name or rank means now, and the one link to it.
+"""`PeerTable`: find the worker that a name or rank means now, and the one `Peer` for it.
 
-State: `_by_key` (links by name and by rank, connected or not; entries of lost peers are replaced on the next call),
-written under `_lock`.
+State: `_by_key` (peers by name and by rank, connected or not) is written under `_lock`. The entry
+of a lost peer is replaced on the next call.
 """
 
 from __future__ import annotations
@@ -10,160 +10,180 @@ import logging
 import math
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from telegrad import blocking
-from telegrad.client.multiplexed import PACE
-from telegrad.client.peer import Peer
+from telegrad.client.multiplexed import QUEUE_WAIT
+from telegrad.client.peer import Peer, PeerRuntime
 from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError, as_exception
-from telegrad.group.membership import Member, WorkerInfo
-
-if TYPE_CHECKING:
-    from telegrad.runtime import AgentRuntime
+from telegrad.group.membership import Directory, Member, WorkerInfo
 
 WorkerAddress = str | int | WorkerInfo
 
 _log = logging.getLogger(__name__)
 
 
+class PeerTableRuntime(PeerRuntime, Protocol):
+    """What the table of peers needs of its agent."""
+
+    directory: Directory
+    world_size: int | None
+
+    def require_open(self) -> None: ...
+
+
 class PeerTable:
     """The workers that an agent has called."""
 
-    def __init__(self, agent: AgentRuntime) -> None:
-        self._agent = agent
+    def __init__(self, runtime: PeerTableRuntime) -> None:
+        self._runtime = runtime
         self._by_key: dict[str | int, Peer] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<PeerTable of {self._agent.name!r}: {self.all()}>"
+        return f"<PeerTable of {self._runtime.name!r}: {self.all()}>"
 
     def all(self) -> list[Peer]:
-        """One link per peer."""
+        """Return every peer once."""
         with self._lock:
-            return list({id(link): link for link in self._by_key.values()}.values())
+            return self._unique()
 
-    def known(self, to: WorkerAddress) -> Peer | None:
-        """The link to use, if there is one already and it is connected."""
+    def _unique(self) -> list[Peer]:
+        return list({id(peer): peer for peer in self._by_key.values()}.values())
+
+    def connected(self, to: WorkerAddress) -> Peer | None:
+        """Return the peer if it is connected and can be called at once."""
         try:
-            link = self._by_key.get(to)  # type: ignore[arg-type]  # a WorkerInfo is simply not found
-        except TypeError:  # not hashable, so no worker; `begin` says so
+            peer = self._by_key.get(to)  # type: ignore[arg-type]  # a WorkerInfo is not found
+        except TypeError:  # not hashable, so it is no worker; `begin` raises
             return None
-        return link if link is not None and link.ready else None
+        return peer if peer is not None and peer.ready else None
 
     def current(self, name: str) -> Peer | None:
-        """The link to a peer that was not lost, connected or not."""
-        link = self._by_key.get(name)
-        return None if link is None or link.lost else link
+        """Return the peer with this name, connected or not, unless it was lost."""
+        peer = self._by_key.get(name)
+        return None if peer is None or peer.lost else peer
 
     def reach(self, to: WorkerAddress, timeout: float | None = None) -> Peer:
-        """A link to a peer, new if there is none or the peer was lost, within `timeout` seconds (`TimeoutError`)."""
+        """Return a connected peer; connect first if there is none or it was lost.
+
+        Raise `TimeoutError` after `timeout` seconds.
+        """
         until = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            link = self.begin(to)
+            peer = self.begin(to)
             role = blocking.pause()
             try:
-                if not link.settled.wait(None if timeout is None else until - time.monotonic()):
+                left = None if timeout is None else until - time.monotonic()
+                if not peer.connected_or_lost.wait(left):
                     raise TimeoutError
-                if not link.lost:
-                    link.pipe.caught_up.wait(PACE)  # what was submitted before is sent before
+                if not peer.lost:
+                    # calls that were submitted before are sent before
+                    peer.multiplexed.queue_sent.wait(QUEUE_WAIT)
             finally:
                 blocking.resume(role)
-            if not link.lost:
-                return link
-            if self._agent.directory.is_current(link.member.name, link.member.incarnation):
-                raise link.error_for()  # else it has come back
+            if not peer.lost:
+                return peer
+            member = peer.member
+            if self._runtime.directory.is_current(member.name, member.incarnation):
+                raise peer.error_for()  # else it has come back
 
     def begin(self, to: WorkerAddress) -> Peer:
-        """A link to a peer, which another thread connects if need be. Calls can be submitted at once."""
-        agent = self._agent
-        agent.require_open()
+        """Return a peer at once; another thread connects to it if needed.
+
+        Calls can be submitted at once.
+        """
+        self._runtime.require_open()
         name = self._name_of(worker_key(to))
-        link = self.current(name)
-        if link is None:
-            link = self._add(self._find_again(name))
-        if not link.has_connector:
+        peer = self.current(name)
+        if peer is None:
+            peer = self._add(self._find_member(name))
+        if not peer.connect_started:
             try:
-                agent.threads.start(lambda: self._connect(link))
+                self._runtime.threads.start(lambda: self._connect(peer))
             except RuntimeError:  # the system refuses a thread
-                self._connect(link)
-        return link
+                self._connect(peer)
+        return peer
 
     def _add(self, member: Member) -> Peer:
-        """A new link, unless another thread was faster."""
-        agent = self._agent
+        """Return a new peer, unless another thread has added it meanwhile."""
         with self._lock:
-            link = self.current(member.name)
-            if link is None:
-                agent.require_open()  # `close` has looked at the links already, or is about to
-                link = Peer(agent, member)
-                self._by_key[member.name] = self._by_key[member.rank] = link
-            return link
+            peer = self.current(member.name)
+            if peer is None:
+                # `close` may have read the table before this peer was added
+                self._runtime.require_open()
+                peer = Peer(self._runtime, member)
+                self._by_key[member.name] = self._by_key[member.rank] = peer
+            return peer
 
-    def _connect(self, link: Peer) -> None:
+    def _connect(self, peer: Peer) -> None:
         try:
-            link.connect()
+            peer.connect()
         except BaseException as error:
             if isinstance(error, PeerLost):
-                self._look_for_newer(link.member)  # before those who wait are told
-            link.abandon(as_exception(error))
+                # before the waiting callers are woken, because they look for it then
+                self._refresh(peer.member)
+            peer.fail_to_connect(as_exception(error))
             if not isinstance(error, Exception):
                 raise
 
     def member(self, to: WorkerAddress) -> Member:
-        """What is known of a worker: the incarnation that a call would reach."""
-        key, directory = worker_key(to), self._agent.directory
-        link = self._by_key.get(key)
-        if link is not None and not link.lost:
-            return link.member
+        """Return the directory entry of a worker: the incarnation that a call would reach."""
+        key, directory = worker_key(to), self._runtime.directory
+        peer = self._by_key.get(key)
+        if peer is not None and not peer.lost:
+            return peer.member
+        refresh = peer is not None or self._runtime.world_size is None
         try:
-            return directory.find(key, refresh=link is not None or self._agent.world_size is None)
-        except JoinError:  # the store is gone; what it said last still helps
+            return directory.find(key, refresh=refresh)
+        except JoinError:  # the store is gone; use what was read last
             return directory.find(key)
 
     def clear(self) -> None:
-        """They are closed."""
+        """Forget all peers, after they were closed."""
         with self._lock:
             self._by_key.clear()
 
     def drop(self) -> None:
-        """After a fork, in the child."""
-        for link in {id(link): link for link in self._by_key.values()}.values():
-            link.drop()
+        """In the child of a fork: free this process's copies of the connections."""
+        for peer in self._unique():
+            peer.drop()
         self._by_key = {}
 
-    def _look_for_newer(self, member: Member) -> None:
-        """Let the directory know of a later incarnation of a worker that cannot be reached, if it has come back."""
+    def _refresh(self, member: Member) -> None:
+        """Read the entry of a worker again that cannot be reached: it may have come back."""
         try:
-            self._agent.directory.find(member.name, refresh=True)
+            self._runtime.directory.find(member.name, refresh=True)
         except TelegradError as error:
             _log.debug("no later incarnation of %r was found: %s", member.name, error)
 
     def _name_of(self, key: str | int) -> str:
-        """The name behind a name or rank; in an open group, the newest."""
+        """Return the name that belongs to a name or rank; in an open group, the newest."""
         if isinstance(key, str):
             return key
-        return self._agent.directory.find(key, refresh=self._agent.world_size is None).name
+        return self._runtime.directory.find(key, refresh=self._runtime.world_size is None).name
 
-    def _find_again(self, key: str) -> Member:
-        """Who is to be dialled: a member that has not left and is not known to be dead."""
-        known = self._by_key.get(key)
-        if known is not None and known.abandoned:
-            known = None
-        refresh = known is not None or self._agent.world_size is None
+    def _find_member(self, name: str) -> Member:
+        """Return the member to connect to. Raise `PeerLost` if it has left or was lost."""
+        lost = self._by_key.get(name)
+        if lost is not None and lost.connect_failed:
+            lost = None
+        refresh = lost is not None or self._runtime.world_size is None
         try:
-            member = self._agent.directory.find(key, refresh=refresh)
+            member = self._runtime.directory.find(name, refresh=refresh)
         except JoinError:
-            if known is None:
+            if lost is None:
                 raise
-            raise known.error_for() from None  # the store died with the peer
+            raise lost.error_for() from None  # the store ended with the peer
         if member.left:
             raise PeerLost(f"worker {member.name!r} has left the group", peer=member.name)
-        if known is not None and known.member.incarnation == member.incarnation:
-            raise known.error_for()
+        if lost is not None and lost.member.incarnation == member.incarnation:
+            raise lost.error_for()
         return member
 
 
 def worker_key(to: WorkerAddress) -> str | int:
+    """Return the name or rank of a worker. Raise `UsageError` if `to` is of another type."""
     if isinstance(to, WorkerInfo):
         return to.name
     if isinstance(to, str | int) and not isinstance(to, bool):

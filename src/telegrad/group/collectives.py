@@ -1,16 +1,19 @@
-"""Barriers and gathers that end even when workers die, and say who was missing.
+"""`Collectives`: barriers and gathers that end even if workers are lost, and name the missing ones.
 
-Everybody reports to a leader, the first of the participants that is alive. The leader watches those who have not come:
-who is lost no longer counts. When all others are there, everybody gets the values and the names of the lost.
-If the leader is lost, the next participant leads, starting afresh; one who already has the outcome passes it on.
+Every participant reports to a leader, the first participant that is alive. The leader watches those
+that have not reported; a lost worker no longer counts. When all others have reported, every
+participant gets the values and the names of the lost workers. If the leader is lost, the next
+participant leads and starts again; a participant that already has the result passes it on.
 
-Each participant numbers its own gathers of a sequence (the same topic and names), from the start of its life. The
-numbers of two workers may differ, since one may have restarted, so the leader never compares them with each other. A
-report belongs to the last gather if that already has this very report, or counted its sender as late, and to the next
-one otherwise. Only the leader knows whether somebody late has come since. So nobody replaces an outcome that it knows
-by the same one, or by an earlier one, from somebody else.
+Each participant numbers its own gathers of a sequence (equal topic and names), from the start of
+its incarnation. The numbers of two workers may differ, since one may have restarted, so the leader
+never compares them with each other. A report belongs to the last gather if that gather has this
+very report, or counted its sender as late; otherwise it belongs to the next gather. Only the leader
+knows whether a late worker has reported since. So a worker never replaces a result that it knows by
+the same one, or by an earlier one, from another worker.
 
-State: `_meetings` (gathers that this agent leads, by sequence) and `_outcomes` (the last outcome of each sequence),
+State: `_gathers` (those that this agent leads, by sequence), `_results` (the last result of each
+sequence) and `_started` (how many gathers of each sequence this agent has started) are changed
 under `_lock`.
 """
 
@@ -21,24 +24,46 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from telegrad.current import thread_state
 from telegrad.errors import CallTimeout, GroupBroken, InternalError, PeerLost, TelegradError
 from telegrad.futures import Future
-from telegrad.server.functions import DeferredReply, internal
+from telegrad.group.membership import Directory, Member
+from telegrad.messages.remote_functions import DeferredReply, internal
+from telegrad.scheduling.clock import Clock
+from telegrad.scheduling.threads import ThreadPool
 
-if TYPE_CHECKING:
-    from telegrad.runtime import AgentRuntime
-
-# seconds that a participant waits longer than its leader, so that it hears who was late
+# Seconds that a participant waits longer than its leader, so that the leader names the late
+# workers.
 _GRACE = 5.0
-_LOOK_AGAIN = 1.0
+_ASK_AGAIN = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Participation(NamedTuple):
-    """Which worker came, in which of its lives, and to which of its gathers of a sequence."""
+class CollectivesRuntime(Protocol):
+    """What collectives need of their agent."""
+
+    name: str
+    local_member: Member
+    closing: bool
+    threads: ThreadPool
+    clock: Clock
+    directory: Directory
+
+    def start(
+        self,
+        to: str,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: None,
+        timeout: float | None,
+        internal: bool,
+    ) -> Future[Any]: ...
+
+
+class Report(NamedTuple):
+    """Identify a participant of a gather: its name, its incarnation and its count of gathers."""
 
     name: str
     incarnation: str
@@ -46,23 +71,27 @@ class Participation(NamedTuple):
 
 
 class GatherResult(NamedTuple):
+    """The values of all participants that reported, and the names of the others."""
+
     values: dict[str, Any]
     lost: tuple[str, ...]
     late: tuple[str, ...]
-    reports: tuple[Participation, ...] = ()
+    reports: tuple[Report, ...] = ()
     late_incarnations: tuple[str, ...] = ()
 
-    def answers(self, report: Participation) -> bool:
-        """Is this the outcome of the gather that a report belongs to?"""
+    def answers(self, report: Report) -> bool:
+        """Return whether this is the result of the gather that a report belongs to."""
         return report in self.reports or report.incarnation in self.late_incarnations
 
 
 class _Gather:
+    """A gather that this agent leads and that has not ended."""
+
     def __init__(self, expected: tuple[str, ...]) -> None:
         self.expected = expected
         self.done: Future[GatherResult] = Future()
         self.values: dict[str, Any] = {}
-        self.reports: dict[str, Participation] = {}
+        self.reports: dict[str, Report] = {}
         self.lost: set[str] = set()
 
     @property
@@ -71,239 +100,246 @@ class _Gather:
             name for name in self.expected if name not in self.reports and name not in self.lost
         ]
 
-    def outcome(self, incarnations: dict[str, str]) -> GatherResult:
+    def result(self, incarnations: dict[str, str]) -> GatherResult:
+        """Return the result if the gather ends now; `incarnations` are those of all members."""
         late = tuple(self.missing)
         late_incarnations = tuple(incarnations[name] for name in late if name in incarnations)
         reports = tuple(self.reports.values())
-        return GatherResult(
-            dict(self.values), tuple(sorted(self.lost)), late, reports, late_incarnations
-        )
+        lost = tuple(sorted(self.lost))
+        return GatherResult(dict(self.values), lost, late, reports, late_incarnations)
 
 
 class Collectives:
     """The barriers and gathers of one agent."""
 
-    def __init__(self, agent: AgentRuntime) -> None:
-        self._agent = agent
-        self._meetings: dict[str, _Gather] = {}
-        self._outcomes: dict[str, GatherResult] = {}
-        self._numbers: Counter[str] = Counter()
+    def __init__(self, runtime: CollectivesRuntime) -> None:
+        self._runtime = runtime
+        self._gathers: dict[str, _Gather] = {}
+        self._results: dict[str, GatherResult] = {}
+        self._started: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        waits = {
-            key: meeting.missing
-            for key, meeting in list(self._meetings.items())
-            if not meeting.done.done()
+        waiting_for = {
+            sequence: gather.missing
+            for sequence, gather in list(self._gathers.items())
+            if not gather.done.done()
         }
-        return f"<Gathering, leading {waits}>"
+        return f"<Collectives, leading {waiting_for}>"
 
     def gather(
         self, value: Any, names: Sequence[str], timeout: float | None, topic: str = "gather"
     ) -> GatherResult:
-        """Everybody's value by name. All participants call it with the same names, in the same order, and topic."""
+        """Return the value of every participant by name.
+
+        All participants call this with the same names, in the same order, and the same topic.
+        """
         names = tuple(names)
         sequence = f"{topic}:{','.join(names)}"
+        member = self._runtime.local_member
         with self._lock:
-            self._numbers[sequence] += 1
-            report = Participation(
-                self._agent.name, self._agent.local_member.incarnation, self._numbers[sequence]
-            )
+            self._started[sequence] += 1
+            report = Report(self._runtime.name, member.incarnation, self._started[sequence])
         patience = None if timeout is None else timeout + _GRACE
+        args = (sequence, names, report, value, timeout)
         lost: list[str] = []
         for leader in names:
             try:
-                arrival = (sequence, names, report, value, timeout)
-                outcome: GatherResult = self._ask(leader, _arrive, arrival, patience).wait()
+                result: GatherResult = self._start(leader, _report, args, patience).wait()
             except PeerLost:
-                if self._agent.closing:
+                if self._runtime.closing:
                     raise  # it is this worker that leaves
                 lost.append(leader)
                 continue
             except CallTimeout:
-                outcome = GatherResult({}, tuple(lost), (leader,))
+                result = GatherResult({}, tuple(lost), (leader,))
             with self._lock:
-                if not self._knows(sequence, outcome):  # who leads knows more of it
-                    self._outcomes[sequence] = outcome
-            return outcome
+                # If this worker leads, it already knows this result and may know of late reports.
+                if not self._is_known(sequence, result):
+                    self._results[sequence] = result
+            return result
         raise InternalError("a gather without a living participant")
 
     def close(self) -> None:
-        """The agent leaves: nobody waits here any longer."""
+        """Fail all gathers that this agent leads, because it leaves."""
         with self._lock:
-            meetings = list(self._meetings.values())
-        for meeting in meetings:
-            meeting.done._settle(
-                None, PeerLost(f"worker {self._agent.name!r} left the group", peer=self._agent.name)
-            )
+            gathers = list(self._gathers.values())
+        name = self._runtime.name
+        for gather in gathers:
+            gather.done._settle(None, PeerLost(f"worker {name!r} left the group", peer=name))
 
-    def _ask(
+    def _start(
         self, name: str, function: Any, args: tuple[Any, ...], timeout: float | None
     ) -> Future[Any]:
-        return self._agent.start(name, function, args, None, timeout, internal=True)
+        return self._runtime.start(name, function, args, None, timeout, internal=True)
 
-    def arrive(
+    # The leader's side
+
+    def add_report(
         self,
         sequence: str,
         names: tuple[str, ...],
-        report: Participation,
+        report: Report,
         value: Any,
         timeout: float | None,
     ) -> Future[GatherResult]:
-        """A participant reports to this agent, which leads."""
+        """Add the report of a participant to a gather that this agent leads."""
         with self._lock:
-            last = self._outcomes.get(sequence)
+            last = self._results.get(sequence)
             if last is not None and last.answers(report):
-                self._outcomes[sequence] = last._replace(
-                    late_incarnations=tuple(
-                        each for each in last.late_incarnations if each != report.incarnation
-                    )
+                still_late = (
+                    incarnation
+                    for incarnation in last.late_incarnations
+                    if incarnation != report.incarnation
                 )
+                self._results[sequence] = last._replace(late_incarnations=tuple(still_late))
                 done: Future[GatherResult] = Future()
                 done.set_result(last)
                 return done
-            meeting = self._meetings.get(sequence)
-            first = meeting is None
-            if meeting is None:
-                meeting = self._meetings[sequence] = _Gather(names)
-            meeting.values[report.name] = value
-            meeting.reports[report.name] = report
-            meeting.lost.discard(report.name)  # it has come back
-        if first:
-            self._agent.threads.start_when_possible(
-                lambda: self._watch(sequence, meeting), self._agent.clock
+            gather = self._gathers.get(sequence)
+            is_first = gather is None
+            if gather is None:
+                gather = self._gathers[sequence] = _Gather(names)
+            gather.values[report.name] = value
+            gather.reports[report.name] = report
+            gather.lost.discard(report.name)  # it has come back
+        if is_first:
+            runtime = self._runtime
+            runtime.threads.start_when_possible(
+                lambda: self._watch(sequence, gather), runtime.clock
             )
             if timeout is not None:
-                self._agent.clock.at(
-                    time.monotonic() + timeout, lambda: self._finish(sequence, meeting)
-                )
-        self._check(sequence, meeting)
-        return meeting.done
+                until = time.monotonic() + timeout
+                runtime.clock.at(until, lambda: self._finish(sequence, gather))
+        self._finish_if_complete(sequence, gather)
+        return gather.done
 
-    def outcome_for(self, sequence: str, reports: Sequence[Participation]) -> GatherResult | None:
-        """What this agent knows of a gather, led by another, that these reports belong to."""
-        with self._lock:
-            last = self._outcomes.get(sequence)
-        return (
-            last
-            if last is not None and any(last.answers(Participation(*each)) for each in reports)
-            else None
-        )
-
-    def lost(self, name: str) -> None:
-        """A worker is gone: no round waits for it any longer. (When we leave, it is not the others who are gone.)"""
-        if self._agent.closing:
+    def worker_lost(self, name: str) -> None:
+        """Let no gather wait for a lost worker. Do nothing if it is this agent that leaves."""
+        if self._runtime.closing:
             return
         with self._lock:
-            meetings = list(self._meetings.items())
-        for sequence, meeting in meetings:
-            if name in meeting.expected and name not in meeting.reports:
-                meeting.lost.add(name)
-                self._check(sequence, meeting)
+            gathers = list(self._gathers.items())
+        for sequence, gather in gathers:
+            if name in gather.expected and name not in gather.reports:
+                gather.lost.add(name)
+                self._finish_if_complete(sequence, gather)
 
-    def _watch(self, sequence: str, meeting: _Gather) -> None:
-        """Look after those who are missing: connect to each, and ask if it knows the outcome from an earlier leader."""
+    def _watch(self, sequence: str, gather: _Gather) -> None:
+        """Ask the missing workers for the result until the gather ends.
+
+        This connects to each, so that its loss is noticed. One may have the result from an earlier
+        leader.
+        """
         asked: set[str] = set()
 
-        def heard(name: str, done: Any) -> None:
+        def on_reply(name: str, done: Any) -> None:
             asked.discard(name)
             try:
-                outcome = done.value()
+                result = done.value()
             except PeerLost:
-                self.lost(name)
+                self.worker_lost(name)
                 return
-            except Exception as error:  # it lives, and is asked again
+            except Exception as error:  # it is alive, and is asked again
                 _log.debug("worker %r could not be asked for a gather: %s", name, error)
                 return
-            if outcome is not None:
-                self._complete(sequence, meeting, outcome)
+            if result is not None:
+                self._complete(sequence, gather, result)
 
-        while not meeting.done.done() and not self._agent.closing:
-            for name in meeting.missing:
+        while not gather.done.done() and not self._runtime.closing:
+            for name in gather.missing:
                 if name in asked:
                     continue
                 asked.add(name)
+                args = (sequence, tuple(gather.reports.values()))
                 try:
-                    known = self._ask(
-                        name, _outcome_for, (sequence, tuple(meeting.reports.values())), None
-                    )
+                    reply = self._start(name, _result_for, args, None)
                 except TelegradError:
-                    self.lost(name)
+                    self.worker_lost(name)
                 else:
-                    known.add_done_callback(lambda done, name=name: heard(name, done))  # type: ignore[misc]
+                    reply.add_done_callback(lambda done, name=name: on_reply(name, done))  # type: ignore[misc]
             try:
-                meeting.done.exception(_LOOK_AGAIN)
+                gather.done.exception(_ASK_AGAIN)
             except CallTimeout:
                 continue
 
-    def _knows(self, sequence: str, outcome: GatherResult) -> bool:
-        """Under the lock: is this the last outcome that this agent knows of a sequence, or an earlier one?"""
-        last = self._outcomes.get(sequence)
-        numbers = (
-            {report.incarnation: report.number for report in last.reports}
-            if last is not None
-            else {}
-        )
-        return any(
-            report.number <= numbers.get(report.incarnation, 0) for report in outcome.reports
-        )
+    def _finish_if_complete(self, sequence: str, gather: _Gather) -> None:
+        if not gather.missing:
+            self._finish(sequence, gather)
 
-    def _check(self, sequence: str, meeting: _Gather) -> None:
-        if not meeting.missing:
-            self._finish(sequence, meeting)
-
-    def _finish(self, sequence: str, meeting: _Gather) -> None:
-        """End a gather; on a thread of its own, since whoever waits runs callbacks."""
-        if not meeting.done.done():
-            self._agent.threads.start_when_possible(
-                lambda: self._complete(sequence, meeting, None), self._agent.clock
+    def _finish(self, sequence: str, gather: _Gather) -> None:
+        """End a gather, on a thread of its own because callbacks of the future may block."""
+        if not gather.done.done():
+            self._runtime.threads.start_when_possible(
+                lambda: self._complete(sequence, gather, None), self._runtime.clock
             )
 
-    def _complete(self, sequence: str, meeting: _Gather, outcome: GatherResult | None) -> None:
-        known = {
-            member.name: member.incarnation
-            for member in self._agent.directory.members(refresh=False)
-        }
+    def _complete(self, sequence: str, gather: _Gather, result: GatherResult | None) -> None:
+        """End a gather with a result of an earlier leader; None: with what was reported here."""
+        members = self._runtime.directory.members(refresh=False)
+        incarnations = {member.name: member.incarnation for member in members}
         with self._lock:
-            if self._meetings.get(sequence) is not meeting:
-                return  # it is over
-            if outcome is not None and self._knows(sequence, outcome):
-                return  # it is that of an earlier gather
-            del self._meetings[sequence]
-            outcome = outcome or meeting.outcome(known)
-            self._outcomes[sequence] = outcome
-        meeting.done._settle(outcome, None)
+            if self._gathers.get(sequence) is not gather:
+                return  # it has ended
+            if result is not None and self._is_known(sequence, result):
+                return  # it is the result of an earlier gather
+            del self._gathers[sequence]
+            result = result or gather.result(incarnations)
+            self._results[sequence] = result
+        gather.done._settle(result, None)
+
+    # Results that are known here
+
+    def result_for(self, sequence: str, reports: Sequence[Report]) -> GatherResult | None:
+        """Return the result of the gather, led by another worker, that these reports belong to."""
+        with self._lock:
+            last = self._results.get(sequence)
+        if last is None or not any(last.answers(Report(*each)) for each in reports):
+            return None
+        return last
+
+    def _is_known(self, sequence: str, result: GatherResult) -> bool:
+        """Return whether this is the last result known of a sequence, or an earlier one.
+
+        Called under the lock.
+        """
+        last = self._results.get(sequence)
+        if last is None:
+            return False
+        known = {report.incarnation: report.number for report in last.reports}
+        return any(report.number <= known.get(report.incarnation, 0) for report in result.reports)
 
 
-def group_broken(what: str, outcome: GatherResult, timeout: float | None) -> GroupBroken:
-    """The error for a gather that did not get everybody."""
-    said = []
-    if outcome.lost:
-        said.append(f"lost: {', '.join(outcome.lost)}")
-    if outcome.late:
-        said.append(f"not there within {timeout} s: {', '.join(outcome.late)}")
+def group_broken(operation: str, result: GatherResult, timeout: float | None) -> GroupBroken:
+    """Return the error for a gather that not all workers took part in."""
+    reasons = []
+    if result.lost:
+        reasons.append(f"lost: {', '.join(result.lost)}")
+    if result.late:
+        reasons.append(f"not there within {timeout} s: {', '.join(result.late)}")
     return GroupBroken(
-        f"{what} ended without everybody; {'; '.join(said)}", missing=(*outcome.lost, *outcome.late)
+        f"{operation} ended without everybody; {'; '.join(reasons)}",
+        missing=(*result.lost, *result.late),
     )
 
 
-def _leader() -> Collectives:
-    agent: AgentRuntime | None = thread_state.runtime
-    if agent is None:
+def _local_collectives() -> Collectives:
+    if thread_state.runtime is None:
         raise InternalError("a gather outside an agent")
-    return agent.collectives
+    collectives: Collectives = thread_state.runtime.collectives
+    return collectives
 
 
 @internal
-def _arrive(
-    sequence: str, names: tuple[str, ...], report: Participation, value: Any, timeout: float | None
+def _report(
+    sequence: str, names: tuple[str, ...], report: Report, value: Any, timeout: float | None
 ) -> DeferredReply:
-    report = Participation(*report)
+    done = _local_collectives().add_report(sequence, names, Report(*report), value, timeout)
     return DeferredReply(
-        _leader().arrive(sequence, names, report, value, timeout)
-    )  # everybody's, so nobody may cancel it
+        done
+    )  # not the future itself: a caller that cancels would cancel it for all
 
 
 @internal
-def _outcome_for(sequence: str, reports: Sequence[Participation]) -> GatherResult | None:
-    return _leader().outcome_for(sequence, reports)
+def _result_for(sequence: str, reports: Sequence[Report]) -> GatherResult | None:
+    return _local_collectives().result_for(sequence, reports)

@@ -1,75 +1,123 @@
-"""What the clock does for an agent: heartbeats, idle connections, unused memory."""
+"""Periodic tasks of an agent, run by its clock: heartbeats, idle connections, unused memory."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
-from telegrad.client.peer import lost_notice
+from telegrad.config import Config
+from telegrad.group.endpoint import LocalEndpoint
+from telegrad.group.failure_detector import lost_notice
+from telegrad.scheduling.clock import Clock
+from telegrad.scheduling.threads import ThreadPool
 
-if TYPE_CHECKING:
-    from telegrad.runtime import AgentRuntime
-
-_TIDY_EVERY = 5.0
-_LANE_IDLE = 30.0
-_QUIET_BEFORE_TRIM = 60.0
-_MISSED_BEATS = 3  # a peer that beats slowly is given at least so many of its own intervals
+_TIDY_INTERVAL = 5.0
+_CLOSE_IDLE_AFTER = 30.0
+_TRIM_IDLE_AFTER = 60.0
+_MISSED_HEARTBEATS = 3  # a peer with a long interval gets at least this many of its own intervals
 
 _log = logging.getLogger(__name__)
 
 
-def start(agent: AgentRuntime) -> None:
-    """Put an agent's upkeep on its clock."""
-    memory = _IdleMemoryTrimmer(agent)
-    agent.clock.every(agent.config.heartbeat_interval, lambda: send_heartbeats(agent))
-    agent.clock.every(_TIDY_EVERY, lambda: _close_idle_lanes(agent))
-    agent.clock.every(_TIDY_EVERY, memory.tidy)
+class _Peer(Protocol):
+    @property
+    def heartbeat(self) -> float: ...
+    def beat(self, interval: float, patience: float) -> bool: ...
+    def lose(self, reason: str) -> None: ...
+    def close_idle_connections(self, older_than: float) -> None: ...
 
 
-def send_heartbeats(agent: AgentRuntime) -> None:
-    """Give a sign of life to every peer, and find those that have gone silent."""
-    interval, patience = agent.config.heartbeat_interval, agent.config.heartbeat_timeout
-    for link in agent.links():
-        longest = max(patience, _MISSED_BEATS * link.heartbeat)
-        if link.pipe.attached and not link.lost and not link.pipe.beat(interval, longest):
-            reason = f"it was silent for {longest} s"
-            agent.threads.start_when_possible(
-                lambda link=link, reason=reason: link.lose(reason),  # type: ignore[misc]
-                agent.clock,
-            )
-    for inbound in agent.connections.server_connections:
-        longest = max(patience, _MISSED_BEATS * inbound.heartbeat)
-        if inbound.is_shared and not inbound.beat(interval, longest):
+class _ServerConnection(Protocol):
+    @property
+    def peer_name(self) -> str: ...
+    @property
+    def incarnation(self) -> str: ...
+    @property
+    def heartbeat(self) -> float: ...
+    @property
+    def is_multiplexed(self) -> bool: ...
+    def beat(self, interval: float, patience: float) -> bool: ...
+
+
+class _Listener(Protocol):
+    @property
+    def connections(self) -> Sequence[_ServerConnection]: ...
+    def close_peer(self, incarnation: str, reason: str) -> None: ...
+
+
+class _Peers(Protocol):
+    def all(self) -> Sequence[_Peer]: ...
+
+
+class MaintenanceRuntime(Protocol):
+    """What maintenance needs of its agent."""
+
+    name: str
+    config: Config
+    clock: Clock
+    threads: ThreadPool
+    endpoint: LocalEndpoint
+    calls_made: int
+    calls_served: int
+
+    @property
+    def listener(self) -> _Listener: ...
+    @property
+    def peers(self) -> _Peers: ...
+
+
+def start(runtime: MaintenanceRuntime) -> None:
+    """Put the periodic tasks of an agent on its clock."""
+    trimmer = _MemoryTrimmer(runtime)
+    runtime.clock.every(runtime.config.heartbeat_interval, lambda: send_heartbeats(runtime))
+    runtime.clock.every(_TIDY_INTERVAL, lambda: _close_idle_connections(runtime))
+    runtime.clock.every(_TIDY_INTERVAL, trimmer.tidy)
+
+
+def send_heartbeats(runtime: MaintenanceRuntime) -> None:
+    """Send a heartbeat to every peer, and declare those lost that have sent none for too long."""
+    interval, timeout = runtime.config.heartbeat_interval, runtime.config.heartbeat_timeout
+    for peer in runtime.peers.all():
+        patience = max(timeout, _MISSED_HEARTBEATS * peer.heartbeat)
+        if not peer.beat(interval, patience):
+            lose = functools.partial(peer.lose, f"it was silent for {patience} s")
+            runtime.threads.start_when_possible(lose, runtime.clock)
+    for connection in runtime.listener.connections:
+        patience = max(timeout, _MISSED_HEARTBEATS * connection.heartbeat)
+        if connection.is_multiplexed and not connection.beat(interval, patience):
             _log.warning(
                 "worker %r has heard nothing from %r for %s s",
-                agent.name,
-                inbound.peer_name,
-                longest,
+                runtime.name,
+                connection.peer_name,
+                patience,
             )
-            words = lost_notice(agent.name, f"it was silent for {longest} s")
-            agent.connections.shut_all(inbound.incarnation, words)
+            notice = lost_notice(runtime.name, f"it was silent for {patience} s")
+            runtime.listener.close_peer(connection.incarnation, notice)
 
 
-def _close_idle_lanes(agent: AgentRuntime) -> None:
-    for link in agent.links():
-        link.trim(time.monotonic() - _LANE_IDLE)
+def _close_idle_connections(runtime: MaintenanceRuntime) -> None:
+    for peer in runtime.peers.all():
+        peer.close_idle_connections(time.monotonic() - _CLOSE_IDLE_AFTER)
 
 
-class _IdleMemoryTrimmer:
-    """Gives shared memory back when the agent has been quiet for a while."""
+class _MemoryTrimmer:
+    """Give unused shared memory back to the system when an agent has made no calls for a while."""
 
-    def __init__(self, agent: AgentRuntime) -> None:
-        self._agent = agent
-        self._traffic = 0
-        self._quiet_since = time.monotonic()
+    def __init__(self, runtime: MaintenanceRuntime) -> None:
+        self._runtime = runtime
+        self._calls = 0
+        self._idle_since = time.monotonic()
 
     def tidy(self) -> None:
-        agent, now = self._agent, time.monotonic()
-        agent.connections.mappings.forget()
-        agent.connections.arena.tidy()
-        traffic = agent.calls_made + agent.calls_served
-        if traffic != self._traffic:
-            self._traffic, self._quiet_since = traffic, now
-        elif now - self._quiet_since > _QUIET_BEFORE_TRIM:
-            agent.connections.arena.trim()
+        """Free what peers no longer use; trim the allocator if there were no calls for a minute."""
+        endpoint, now = self._runtime.endpoint, time.monotonic()
+        endpoint.mappings.forget()
+        endpoint.allocator.tidy()
+        calls = self._runtime.calls_made + self._runtime.calls_served
+        if calls != self._calls:
+            self._calls, self._idle_since = calls, now
+        elif now - self._idle_since > _TRIM_IDLE_AFTER:
+            endpoint.allocator.trim()

@@ -1,8 +1,8 @@
 """The secret that all workers of a group share.
 
-From the config or ``TELEGRAD_SECRET``; otherwise from a key file that is made on first use and that only this user can
-read. So on one machine everything works without any setting and still nobody else gets in; between machines that do not
-share a home directory, a secret must be given.
+It comes from the config or ``TELEGRAD_SECRET``. Otherwise it is read from a key file that is made
+on first use and that only this user can read, so workers of one user on one machine need no
+setting. Between machines that do not share a home directory, a secret must be given.
 """
 
 from __future__ import annotations
@@ -15,39 +15,46 @@ from pathlib import Path
 
 from telegrad.errors import UsageError
 
-_SHORTEST = 16
+_MIN_LENGTH = 16
 
 
 def group_secret(given: str | None) -> bytes:
-    text = given if given is not None else _from_key_file(key_file())
+    """Return the key that handshakes use, derived from the given secret or the key file."""
+    text = given if given is not None else _read_key_file(key_file())
     return hashlib.sha256(b"telegrad secret\0" + text.encode()).digest()
 
 
 def key_file() -> Path:
+    """Return the path of this user's key file."""
     base = os.environ.get("XDG_STATE_HOME") or os.path.join(
         os.path.expanduser("~"), ".local", "state"
     )
     return Path(base) / "telegrad" / "secret"
 
 
-def _from_key_file(path: Path) -> str:
-    """Read the key, making it first if need be. Several processes may try at once: the first to link it wins."""
+def _read_key_file(path: Path) -> str:
+    """Read the key, and make it first if it does not exist.
+
+    Several processes may make it at once: the first to link its file wins.
+    """
     if not path.exists():
-        _make(path)
+        _make_key_file(path)
     status = path.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise UsageError(
-            f"{path} must belong to you and be readable by you alone: chmod 600 it, or set TELEGRAD_SECRET"
+            f"{path} must belong to you and be readable by you alone: chmod 600 it, "
+            "or set TELEGRAD_SECRET"
         )
     text = path.read_bytes().decode("ascii", "replace").strip()
-    if "\ufffd" in text or len(text) < _SHORTEST:
+    if "\ufffd" in text or len(text) < _MIN_LENGTH:
         raise UsageError(
-            f"{path} holds no key of at least {_SHORTEST} characters: delete it, and a new one is made"
+            f"{path} holds no key of at least {_MIN_LENGTH} characters: delete it, "
+            "and a new one is made"
         )
     return text
 
 
-def _make(path: Path) -> None:
+def _make_key_file(path: Path) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")

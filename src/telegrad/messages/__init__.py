@@ -1,1 +1,5 @@
-"""What travels with one message besides its bytes: the peer, the devices, and resources that it uses."""
+"""Values and their context between two workers: packing, device routes, scopes, function marks.
+
+Modules here know which agent and which peer a message belongs to, but nothing about connections,
+threads or the runtime. They import only from the transport and the wire format.
+"""

@@ -1,12 +1,15 @@
-"""Values on their way in or out of an agent: pickling that knows who is talking to whom.
+"""Pack and unpack the values of messages, with the agent and the peer known to reducers.
 
-Some objects (references) mean something only to an agent and a peer. While a message is packed or unpacked, the
-`MessageContext` of the connection is in `current_message()`; their reducers and constructors look there. What has to
-happen once the message is packed, but before it leaves, they register with `before_sending`; what must live until a
-call has been answered, with `keep_until_answered`; what belongs to one message, on either side, with
-`message_resource`.
+Some objects (references, CUDA tensors) mean something only to one agent and one peer. While a
+message is packed or unpacked, `current_message()` returns the `MessageContext` of the connection,
+for the reducers and constructors of such objects. They register
 
-State: of each thread, what it is packing, changed only by that thread.
+- with `before_sending`: what must happen once the message is packed, before it is sent;
+- with `keep_until_answered`: what must live until a call has been answered;
+- with `message_resource`: what belongs to one message, on either side.
+
+State: per thread, the message that it packs or unpacks and the replies that it shares, changed only
+by that thread.
 """
 
 from __future__ import annotations
@@ -16,33 +19,31 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from telegrad.messages.routes import DeviceRoute
 from telegrad.transport.channel import Channel
 from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire import codec
 
-if TYPE_CHECKING:
-    from telegrad.runtime import AgentRuntime
-
 
 class MessageContext(NamedTuple):
-    """Which agent packs or unpacks, which incarnation of which peer is at the other end, and where tensors go there."""
+    """The agent that packs or unpacks, the incarnation of its peer, and the route of tensors."""
 
-    agent: AgentRuntime
+    # The `AgentRuntime`. It has no type here, because packages of every layer above read it.
+    agent: Any
     peer: str
     incarnation: str
     route: DeviceRoute
-    # nobody writes to the tensors of this message before the peer has copied them
+    # no thread writes to the tensors of this message before the peer has copied them
     exclusive: bool = False
 
 
 class MessageResource(Protocol):
-    """Something that belongs to one message."""
+    """Something that belongs to one message. See `message_resource`."""
 
     def finish(self) -> None:
-        """The message is packed, or unpacked."""
+        """Called when the message is packed, or unpacked."""
 
 
 class LentResource(ABC):
@@ -50,99 +51,205 @@ class LentResource(ABC):
 
     @abstractmethod
     def returned(self, answered: bool) -> None:
-        """The call is over: it was answered, or it failed here and the callee may still be at it."""
+        """The call is over. If it was not `answered`, the callee may still use the resource."""
 
 
 class ReceivedResource(MessageResource, Protocol):
-    """What a message brought: a companion where it is unpacked."""
+    """A resource that a message brought, where the message is unpacked."""
 
     def join(self) -> None:
         """Called by a thread that uses the result but did not unpack it."""
 
     def forget(self) -> None:
-        """Nobody will call `join`."""
+        """Called if no thread will call `join`."""
 
     def settle(self, companions: Collection[Any] = ()) -> None:
-        """The answer, with its companions, is about to be sent: from then on the sender does with it what it wants."""
+        """Called before the reply is sent, with its resources: the sender may reuse this then."""
 
 
-C = TypeVar("C", bound=MessageResource)
+R = TypeVar("R", bound=MessageResource)
 
 
 class _Message:
-    """What is known of a message while it is packed or unpacked."""
+    """The state of a message while it is packed or unpacked."""
 
-    __slots__ = ("actions", "companions", "envelope", "is_personal", "kept")
+    __slots__ = ("actions", "context", "depends_on_receiver", "resources", "retained")
 
-    def __init__(self, envelope: MessageContext, kept: list[Any] | None) -> None:
-        self.envelope = envelope
-        self.kept = kept
-        self.companions: dict[Hashable, Any] | None = None
+    def __init__(self, context: MessageContext, retained: list[Any] | None) -> None:
+        self.context = context
+        self.retained = retained
+        self.resources: dict[Hashable, Any] | None = None
         self.actions: dict[int, tuple[Any, Callable[[MessageContext], None]]] | None = None
-        self.is_personal = False  # what it contains depends on who receives it
+        self.depends_on_receiver = False
 
 
 class _Local(threading.local):
     message: _Message | None = None
-    shared: dict[int, SharedReply] | None = None
+    shared_replies: dict[int, SharedReply] | None = None
 
 
 _local = _Local()
 
 
+# For reducers and constructors
+
+
 def current_message() -> MessageContext | None:
-    """The envelope of the message that this thread is packing or unpacking."""
+    """Return the context of the message that this thread is packing or unpacking."""
     message = _local.message
     if message is None:
         return None
-    message.is_personal = True
-    return message.envelope
+    message.depends_on_receiver = True
+    return message.context
 
 
 def before_sending(subject: object, action: Callable[[MessageContext], None]) -> None:
-    """Run `action(envelope)` when the message is packed; once per subject, however often packing starts again."""
+    """Run `action(context)` when the message is packed.
+
+    It runs once for each subject, even if packing starts again.
+    """
     message = _local.message
     assert message is not None
-    message.is_personal = True
+    message.depends_on_receiver = True
     if message.actions is None:
         message.actions = {}
     message.actions[id(subject)] = subject, action
 
 
-def message_resource(key: Hashable, make: Callable[[], C]) -> C:
-    """The one companion of the message in hand that is known by `key`, made on first use."""
+def message_resource(key: Hashable, make: Callable[[], R]) -> R:
+    """Return the resource of the current message that has this key, made on first use."""
     message = _local.message
     assert message is not None
-    message.is_personal = True
-    if message.companions is None:
-        message.companions = {}
-    companion: C | None = message.companions.get(key)
-    if companion is None:
-        companion = message.companions[key] = make()
-    return companion
+    message.depends_on_receiver = True
+    if message.resources is None:
+        message.resources = {}
+    resource: R | None = message.resources.get(key)
+    if resource is None:
+        resource = message.resources[key] = make()
+    return resource
 
 
 def keep_until_answered(subject: object) -> bool:
-    """Keep `subject` alive as long as the call that is being packed is under way. False: it is no call."""
+    """Keep `subject` alive until the call that is being packed is answered.
+
+    Return False if the current message is not a call.
+    """
     message = _local.message
     if message is None:
         return False
-    message.is_personal = True
-    if message.kept is None:
+    message.depends_on_receiver = True
+    if message.retained is None:
         return False
-    message.kept.append(subject)
+    message.retained.append(subject)
     return True
 
 
-def return_resources(kept: list[Any], answered: bool) -> None:
-    """A call is over for which these were kept."""
-    for each in kept:
+# Packing and unpacking
+
+
+_NONE = codec.encode_atoms(None)
+
+
+def pack(
+    context: MessageContext,
+    value: Any,
+    *,
+    by_value: bool = False,
+    retained: list[Any] | None = None,
+    received: Sequence[ReceivedResource] = (),
+) -> codec.Encoded:
+    """Encode `value` for the peer of `context`.
+
+    For a call, `retained` collects what must live until it is answered. For a reply, `received` is
+    what the call brought.
+    """
+    if not received:
+        body = codec.encode_atoms(value)
+        if body is not None:
+            return body, []
+    return _pack(_Message(context, retained), value, by_value, received)
+
+
+def _pack(
+    message: _Message,
+    value: Any,
+    by_value: bool = False,
+    received: Sequence[ReceivedResource] = (),
+) -> codec.Encoded:
+    outer = _local.message
+    _local.message = message
+    try:
+        encoded = codec.encode(value, by_value=by_value)
+        if message.resources or received:
+            resources = (message.resources or {}).values()
+            for resource in resources:
+                resource.finish()
+            for each in received:
+                each.settle(resources)
+        if message.actions:
+            for _, action in message.actions.values():
+                action(message.context)
+        return encoded
+    finally:
+        _local.message = outer
+
+
+def unpack(
+    context: MessageContext,
+    body: bytes | memoryview,
+    buffers: Sequence[Any],
+    received: list[ReceivedResource] | None = None,
+) -> Any:
+    """Decode what the peer of `context` sent.
+
+    The resources of the message are added to `received`, also if decoding fails. Without that list,
+    the result is used on the streams that are current now.
+    """
+    if body == _NONE:
+        return None
+    outer = _local.message
+    message = _local.message = _Message(context, None)
+    try:
+        return codec.decode(body, buffers)
+    finally:
+        _local.message = outer
+        if message.resources:
+            _finish_unpacking(message.resources, received)
+
+
+def _finish_unpacking(
+    resources: dict[Hashable, Any], received: list[ReceivedResource] | None
+) -> None:
+    for resource in resources.values():
+        resource.finish()
+    if received is None:
+        for resource in resources.values():
+            resource.forget()
+    else:
+        received.extend(resources.values())
+
+
+def return_resources(retained: list[Any], answered: bool) -> None:
+    """Tell the lent resources of a call that it is over."""
+    for each in retained:
         if isinstance(each, LentResource):
             each.returned(answered)
 
 
+# Replies that are equal for several calls
+
+
+_SMALL_TYPES = frozenset({int, float, bool, str, type(None)})
+
+
 class SharedReply:
-    """A value that answers several calls: packed once, and its buffers copied once for all receivers on this host."""
+    """A value that answers several calls.
+
+    It is packed once, and its buffers are copied once for all receivers on this host.
+
+    State: `_packed` and `_snapshot` are set by the thread that sends the replies, `_users` is
+    changed under `_lock`.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -152,38 +259,38 @@ class SharedReply:
         self._users = 1
         self._lock = threading.Lock()
 
-    def pack(self, envelope: MessageContext) -> codec.Encoded:
-        """Encode the value for the peer of `envelope`. If what is sent depends on the peer, for each anew."""
+    def pack(self, context: MessageContext) -> codec.Encoded:
+        """Encode the value: once for all peers, or for each if the encoding depends on the peer."""
         if self._packed is not None:
             return self._packed
-        message = _Message(envelope, None)
+        message = _Message(context, None)
         packed = _pack(message, self.value)
-        if message.is_personal:
+        if message.depends_on_receiver:
             self.copies = None
         else:
             self._packed = packed
         return packed
 
     def snapshot(self, buffers: list[memoryview], channel: Channel) -> list[memoryview]:
-        """The buffers as they are now, for those who are sent them later; copied once if all get the same."""
+        """Return copies of the buffers as they are now, made once if all receivers get the same."""
         if self._packed is None:
             return [memoryview(bytearray(buffer)) for buffer in buffers]
         if self._snapshot is None:
             assert self.copies is not None
             self._snapshot = [
-                channel.copy_to_shared_block(self.copies, number, buffer)
+                channel.copy_to_shared_block(self.copies, index, buffer)
                 or memoryview(bytearray(buffer))
-                for number, buffer in enumerate(buffers)
+                for index, buffer in enumerate(buffers)
             ]
         return self._snapshot
 
     def join(self) -> None:
-        """One more thread uses the copies until it calls `close`."""
+        """Let one more thread use the copies until it calls `close`."""
         with self._lock:
             self._users += 1
 
     def close(self) -> None:
-        """A user is done; after the last one, the copies belong to their receivers."""
+        """End one use. After the last one, the copies belong to their receivers."""
         with self._lock:
             self._users -= 1
             last = not self._users
@@ -193,105 +300,26 @@ class SharedReply:
 
 @contextlib.contextmanager
 def sharing_replies(values: Sequence[Any]) -> Iterator[None]:
-    """In this block, this thread answers calls with `values`. One that occurs several times is packed once."""
-    numbers = {id(value) for value in values}
-    if len(numbers) == len(values):
+    """In this block, this thread replies with `values`: pack one that occurs several times once."""
+    distinct = {id(value): value for value in values}
+    if len(distinct) == len(values):
         yield
         return
     counts = collections.Counter(map(id, values))
-    several = {
-        id(value): value
-        for value in values
-        if counts[id(value)] > 1 and type(value) not in _SMALL_TYPES
+    _local.shared_replies = {
+        key: SharedReply(value)
+        for key, value in distinct.items()
+        if counts[key] > 1 and type(value) not in _SMALL_TYPES
     }
-    _local.shared = {number: SharedReply(value) for number, value in several.items()}
     try:
         yield
     finally:
-        for shared in _local.shared.values():
+        for shared in _local.shared_replies.values():
             shared.close()
-        _local.shared = None
+        _local.shared_replies = None
 
 
 def shared_reply_for(value: Any) -> SharedReply | None:
-    """What `sharing_replies` knows of a value."""
-    return None if _local.shared is None else _local.shared.get(id(value))
-
-
-_NOTHING = codec.encode_atoms(None)
-_SMALL_TYPES = frozenset({int, float, bool, str, type(None)})
-
-
-def pack(
-    envelope: MessageContext,
-    value: Any,
-    *,
-    by_value: bool = False,
-    kept: list[Any] | None = None,
-    owed: Sequence[ReceivedResource] = (),
-) -> codec.Encoded:
-    """Encode `value` for the peer of `envelope`.
-
-    Who packs a call gives a list to keep things in; who packs an answer, what the call brought.
-    """
-    if not owed:
-        body = codec.encode_atoms(value)
-        if body is not None:
-            return body, []
-    return _pack(_Message(envelope, kept), value, by_value, owed)
-
-
-def _pack(
-    message: _Message, value: Any, by_value: bool = False, owed: Sequence[ReceivedResource] = ()
-) -> codec.Encoded:
-    outer = _local.message
-    _local.message = message
-    try:
-        encoded = codec.encode(value, by_value=by_value)
-        if message.companions or owed:
-            companions = (message.companions or {}).values()
-            for companion in companions:
-                companion.finish()
-            for each in owed:
-                each.settle(companions)
-        if message.actions:
-            for _, action in message.actions.values():
-                action(message.envelope)
-        return encoded
-    finally:
-        _local.message = outer
-
-
-def unpack(
-    envelope: MessageContext,
-    body: bytes | memoryview,
-    buffers: Sequence[Any],
-    arrivals: list[ReceivedResource] | None = None,
-) -> Any:
-    """Decode what the peer of `envelope` sent.
-
-    What came along is added to `arrivals`, also if decoding fails. Without that list, the result is used on the
-    streams that are current now.
-    """
-    if body == _NOTHING:
-        return None
-    outer = _local.message
-    message = _local.message = _Message(envelope, None)
-    try:
-        return codec.decode(body, buffers)
-    finally:
-        _local.message = outer
-        if message.companions:
-            _finish_unpacking(message.companions, arrivals)
-
-
-def _finish_unpacking(
-    companions: dict[Hashable, Any], arrivals: list[ReceivedResource] | None
-) -> None:
-    for companion in companions.values():
-        companion.finish()
-    if arrivals is None:
-        for companion in companions.values():
-            companion.forget()
-    else:
-        arrivals.extend(companions.values())
+    """Return the `SharedReply` of a value in a block of `sharing_replies`."""
+    shared_replies = _local.shared_replies
+    return None if shared_replies is None else shared_replies.get(id(value))

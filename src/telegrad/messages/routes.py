@@ -1,4 +1,7 @@
-"""Which device a tensor arrives on: device maps as torch has them, and what counts where a map says nothing."""
+"""Device routes: on which device a tensor arrives.
+
+Device maps are those of torch. The setting `unmapped` decides about devices that no map contains.
+"""
 
 from __future__ import annotations
 
@@ -17,61 +20,61 @@ SAME, CPU, REFUSE = UNMAPPED = ("same", "cpu", "refuse")
 
 
 class DeviceRoute(NamedTuple):
-    """From the devices of this worker to those of a peer. In a reply, the caller's map is read backwards."""
+    """Map the devices of this worker to those of a peer.
+
+    A reply uses the map of the caller in the other direction.
+    """
 
     known: Mapping[torch.device, torch.device]
     unmapped: str
     is_reply: bool = False
 
     def target(self, device: torch.device) -> torch.device | None:
-        """Where a tensor on `device` arrives; None: it must not be sent."""
+        """Return where a tensor on `device` arrives; None: it must not be sent."""
         if device in self.known:
             return self.known[device]
         return None if self.unmapped == REFUSE and device.type != "cpu" else device
 
     def falls_back_to_cpu(self, device: torch.device) -> bool:
-        """May a tensor arrive on the CPU if the peer has no such device?"""
+        """Return whether a tensor may arrive on the CPU if the peer has no such device."""
         return self.unmapped == CPU and device not in self.known
 
 
-ANY_DEVICE = DeviceRoute({}, CPU)  # for tensors that their receiver moves where they belong
+ANY_DEVICE = DeviceRoute({}, CPU)  # for tensors that their receiver moves to another device
 ANY_DEVICE_MARK = "_tensors_go_anywhere"
 
 
 def allow_any_device(function: F) -> F:
-    """A decorator for functions of Telegrad that move the tensors in their arguments and results themselves."""
+    """Decorate a function of Telegrad that moves the tensors that it gets and returns itself."""
     setattr(function, ANY_DEVICE_MARK, True)
     return function
 
 
 def request_route(maps: Mapping[str, Mapping[str, str]], peer: str, unmapped: str) -> DeviceRoute:
-    """The route of calls to a peer."""
-    targets = list(maps.get(peer, {}).values())
-    if len(set(targets)) != len(targets):
+    """Return the route of calls to a peer."""
+    device_map = maps.get(peer, {})
+    if len(set(device_map.values())) != len(device_map):
         raise UsageError(
             f"the device map for {peer!r} sends two devices to one, so results could not find back"
         )
-    return _route(
-        {parse_device(near): parse_device(far) for near, far in maps.get(peer, {}).items()},
-        unmapped,
-    )
+    known = {parse_device(local): parse_device(remote) for local, remote in device_map.items()}
+    return _route(known, unmapped)
 
 
 def reply_route(devices: Mapping[str, str], unmapped: str) -> DeviceRoute:
-    """The route of replies to a peer that calls with this map."""
-    return _route(
-        {parse_device(far): parse_device(near) for near, far in devices.items()}, unmapped
-    )._replace(is_reply=True)
+    """Return the route of replies to a peer that calls with this device map."""
+    known = {parse_device(local): parse_device(remote) for remote, local in devices.items()}
+    return _route(known, unmapped)._replace(is_reply=True)
 
 
 def parse_device(device: str | int | torch.device) -> torch.device:
-    """A device with its index; `cuda` alone is the first."""
+    """Return a device with its index; `cuda` alone is the first."""
     parsed = torch.device(device)
     return torch.device(parsed.type, 0) if parsed.index is None and parsed.type != "cpu" else parsed
 
 
 def is_device_map(devices: object) -> bool:
-    """Could this, which a peer sent, be a device map?"""
+    """Return whether a value that a peer sent is a valid device map."""
     try:
         return isinstance(devices, dict) and all(
             parse_device(device) for pair in devices.items() for device in pair

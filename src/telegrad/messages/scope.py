@@ -1,10 +1,11 @@
-"""`CallScope`: what a call runs under besides its arguments, and takes along to whatever it calls in turn.
+"""`CallScope`: state that a call runs under besides its arguments, and passes on to its own calls.
 
-The scope of a caller travels with each of its calls as a few bytes. At the callee a function that a layer above
-registered turns them into that worker's part of the scope. The call runs under it, and so does what answers it later.
-Distributed autograd uses this: its contexts are scopes.
+The scope of a caller travels with each of its calls as a few bytes. At the callee, a function that
+a layer above registered turns them into that worker's part of the scope. The call runs under it,
+and so does the code that replies later. Distributed autograd uses this: its contexts are scopes.
 
-State: a context variable, so callbacks (`Future.then`) and coroutines keep the scope that they were made under.
+State: a context variable, so callbacks (`Future.then`) and coroutines keep the scope that they were
+made under. `_Registry.opener` is set once, when the layer above is imported.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Protocol
 from telegrad.errors import InternalError
 from telegrad.messages.packing import MessageContext
 
-_LENGTH = 2  # bytes at the end of a body that say how long the scope before them is
+_LENGTH = 2  # bytes at the end of a body: the length of the scope data before them
 
 
 class CallScope(Protocol):
+    """A scope on one worker."""
+
     def follow(self, to: MessageContext) -> bytes:
-        """A call under this scope is about to leave: what it takes along. Nothing, if the scope has ended."""
+        """Return the data that a call under this scope takes along; b"" if the scope has ended."""
 
     def run(self, call: Callable[[], None]) -> None:
         """Run a call that came with this scope."""
@@ -37,19 +40,22 @@ class _Registry:
 
 
 def register_opener(opener: ScopeOpener) -> None:
-    """Let `opener(said, envelope)` find or make this worker's part of a scope; None: it has ended here already."""
+    """Let `opener(data, context)` find or make this worker's part of a scope.
+
+    It returns None if the scope has already ended here.
+    """
     _Registry.opener = staticmethod(opener)  # type: ignore[assignment]
 
 
-def append_scope(body: bytes, said: bytes) -> bytes:
-    """A body that ends with what a scope says of itself. Who reads the pickle before it does not notice."""
-    return body + said + len(said).to_bytes(_LENGTH, "little")
+def append_scope(body: bytes, data: bytes) -> bytes:
+    """Return a body that ends with scope data. Unpickling ignores what follows the pickle."""
+    return body + data + len(data).to_bytes(_LENGTH, "little")
 
 
-def open_scope(body: bytes | memoryview, envelope: MessageContext) -> CallScope | None:
-    """The scope that a call came with."""
+def open_scope(body: bytes | memoryview, context: MessageContext) -> CallScope | None:
+    """Return the scope that a call came with."""
     if _Registry.opener is None:
-        raise InternalError("a call came with a scope, but nobody here knows scopes")
+        raise InternalError("a call came with a scope, but no layer has registered an opener")
     end = len(body) - _LENGTH
     length = int.from_bytes(body[end:], "little")
-    return _Registry.opener(bytes(body[end - length : end]), envelope)
+    return _Registry.opener(bytes(body[end - length : end]), context)

@@ -70,7 +70,7 @@ class RpcAgent(Agent):
     def get_metrics(self) -> dict[str, str]:
         """Return counters of the agent, under torch's names."""
         executor = self._runtime.executor
-        connections = list(self._runtime.connections.server_connections)
+        connections = self._runtime.listener.connections
         peers = self._runtime.links()
         metrics = {
             "agent.thread_pool_size": executor.limit,

@@ -17,7 +17,7 @@ from tests.local.gates import PATIENCE
 
 
 @contextlib.contextmanager
-def stranger(agent: Agent, transport: str) -> Iterator[socket.socket]:
+def unauthenticated_socket(agent: Agent, transport: str) -> Iterator[socket.socket]:
     """A connection to an agent that has not said anything yet."""
     address = next(
         address

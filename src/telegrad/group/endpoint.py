@@ -1,0 +1,197 @@
+"""`LocalEndpoint`: what the connections of one agent share, whichever side opened them.
+
+It holds the secret of the group, the introduction that this worker sends in a handshake, and the
+memory that connections receive into or share with peers on this host. It also opens authenticated
+sockets: the dialer needs them for calls, and both sides need them to pass shared-memory segments.
+
+A connection has a purpose: ``lane`` (one call at a time), ``pipe`` (many calls at a time),
+``segment`` (it passes one shared-memory segment and ends) or ``probe`` (it checks that the worker
+is alive and ends). Nothing that a peer sends is unpickled before its handshake has succeeded.
+
+State: `addresses` is set once, by the listener. `_connecting` (sockets whose handshake is in
+progress, by the incarnation of the peer) is changed under `_lock`. `_closed` is set once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+from telegrad.config import Config
+from telegrad.errors import ProtocolError
+from telegrad.group.membership import Member
+from telegrad.transport import sockets
+from telegrad.transport.channel import Channel
+from telegrad.transport.segment_transfer import SegmentSender
+from telegrad.transport.shared_memory import (
+    SegmentAllocator,
+    SegmentMappings,
+    SharedMemoryTransfer,
+    SharedSegment,
+)
+from telegrad.transport.stream import StreamChannel
+from telegrad.wire import handshake
+from telegrad.wire.buffer_pool import BufferPool
+from telegrad.wire.handshake import Introduction
+
+EXCLUSIVE, MULTIPLEXED, SEGMENT, PROBE = PURPOSES = ("lane", "pipe", "segment", "probe")
+
+_log = logging.getLogger(__name__)
+
+
+class WrongWorker(ProtocolError):
+    """Another worker, or another incarnation of it, listens at an address."""
+
+
+class InProcessListener(Protocol):
+    """An agent of this process that accepts connections without a socket."""
+
+    def handshake(self) -> handshake.Steps:
+        """Return the server's side of a handshake."""
+
+    def accept_channel(self, channel: Channel, peer: Introduction) -> None:
+        """Serve a channel whose peer was authenticated."""
+
+
+# by address
+in_process_listeners: weakref.WeakValueDictionary[str, InProcessListener]
+in_process_listeners = weakref.WeakValueDictionary()
+
+
+class EndpointRuntime(Protocol):
+    """What the endpoint needs of its agent."""
+
+    local_member: Member
+    group: str
+
+
+class LocalEndpoint:
+    """The local end of all connections of one agent."""
+
+    def __init__(self, runtime: EndpointRuntime, config: Config, secret: bytes) -> None:
+        self._runtime = runtime
+        self._config = config
+        self.secret = secret
+        self.pool = BufferPool()
+        self.allocator = SegmentAllocator(config.shared_memory_floor, config.shared_memory_limit)
+        self.mappings = SegmentMappings()
+        self.addresses: tuple[str, ...] = ()
+        self._segments = SegmentSender(self.connect)
+        self._connecting: dict[str, set[socket.socket]] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"<LocalEndpoint {self.addresses}, {len(self._connecting)} connecting>"
+
+    def introduction(self, purpose: str, to: str = "") -> Introduction:
+        """Return what this worker says of itself in a handshake with the worker `to`."""
+        local_member = self._runtime.local_member
+        return {
+            "name": local_member.name,
+            "rank": local_member.rank,
+            "incarnation": local_member.incarnation,
+            "group": self._runtime.group,
+            "purpose": purpose,
+            "heartbeat": self._config.heartbeat_interval,
+            "max_frame": self._config.max_frame,
+            "unix": unix_address(self.addresses),
+            "devices": dict(self._config.device_maps.get(to, {})),
+        }
+
+    def connect(
+        self, address: str, member: Member | None, purpose: str, until: float = math.inf
+    ) -> tuple[socket.socket, Introduction]:
+        """Open a socket to `address` and authenticate both sides before `until`.
+
+        Raise `WrongWorker` if `member` is given and another worker answers.
+        """
+        timeout = max(min(self._config.connect_timeout, until - time.monotonic()), 0.001)
+        sock = sockets.connect(address, timeout)
+        incarnation = "" if member is None else member.incarnation
+        with self._lock:
+            self._connecting.setdefault(incarnation, set()).add(sock)
+        try:
+            # `stop_connecting` may have run before this socket was added
+            if self._closed.is_set():
+                raise OSError("this worker is shutting down")
+            introduction = self.introduction(purpose, "" if member is None else member.name)
+            peer = sockets.shake_hands(sock, handshake.client(self.secret, introduction), timeout)
+            if member is not None:
+                verify_peer(peer, member)
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            with self._lock:
+                self._connecting[incarnation].discard(sock)
+                if not self._connecting[incarnation]:
+                    del self._connecting[incarnation]
+        return sock, peer
+
+    def make_channel(
+        self, sock: socket.socket, peer: Introduction, incarnation: str, unix: str
+    ) -> StreamChannel:
+        """Return a channel over an authenticated socket.
+
+        Large buffers use shared memory if the peer is on this host: `unix` is its unix address.
+        """
+        transfer = None
+        if sock.family == socket.AF_UNIX and unix:
+            transfer = self._shared_memory_transfer(incarnation, unix)
+        peer_limit = peer.get("max_frame")
+        if not isinstance(peer_limit, int):
+            peer_limit = self._config.max_frame
+        return StreamChannel(sock, self.pool, self._config.max_frame, transfer, peer_limit)
+
+    def _shared_memory_transfer(self, incarnation: str, unix: str) -> SharedMemoryTransfer:
+        def announce(segment: SharedSegment, until: float) -> bool:
+            return self._segments.announce(segment, incarnation, unix, until)
+
+        return SharedMemoryTransfer(self.allocator, self.mappings, incarnation, announce)
+
+    def forget_peer(self, incarnation: str) -> None:
+        """Free what is shared with a lost peer, and end the handshakes with it."""
+        with self._lock:
+            shut_sockets(self._connecting.get(incarnation, ()))
+        self._segments.forget(incarnation)
+        self.allocator.abandon(incarnation, None)
+        self.mappings.forget(incarnation)
+
+    def stop_connecting(self) -> None:
+        """End the handshakes in progress; no other begins after this."""
+        self._closed.set()
+        with self._lock:
+            for connecting in self._connecting.values():
+                shut_sockets(connecting)
+
+    def close(self) -> None:
+        """Free the shared memory. No connection may be in use."""
+        self.allocator.close()
+        self.mappings.close()
+
+
+def verify_peer(peer: Introduction, member: Member) -> None:
+    """Raise `WrongWorker` unless the introduction is that of this incarnation of `member`."""
+    if peer.get("incarnation") != member.incarnation:
+        raise WrongWorker(f"{peer.get('name')!r} answered in place of {member.name!r}")
+
+
+def unix_address(addresses: tuple[str, ...]) -> str:
+    """Return the unix address among `addresses`; "" if there is none."""
+    return next((address for address in addresses if address.startswith("unix:")), "")
+
+
+def shut_sockets(socks: Iterable[socket.socket]) -> None:
+    """Shut sockets down, which ends the handshakes that use them."""
+    for sock in socks:
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            _log.debug("a connection was closed already: %s", error)

@@ -1,0 +1,178 @@
+"""`FailureDetector`: find out which workers are lost, and declare them lost once for all.
+
+A worker is lost for one of these reasons: it said goodbye, its connections broke, it sent no
+heartbeat, or it cannot be reached although a layer above needs to know whether it is alive
+(`watch`). An incarnation that was declared lost stays lost: its connections are closed on this
+side too, so that it learns of it and joins again.
+
+State: `_lost` (incarnations) is changed under `_lock`. `_listeners` grows while layers above start.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from telegrad.config import Config
+from telegrad.errors import JoinError, TelegradError
+from telegrad.group.membership import Directory, Member
+from telegrad.scheduling.clock import Clock
+from telegrad.scheduling.threads import ThreadPool
+
+LossListener = Callable[[str, str], None]
+
+_RETRY = 1.0  # seconds between two attempts to reach a worker that is watched
+
+_log = logging.getLogger(__name__)
+
+
+class MonitoredPeer(Protocol):
+    """A peer that this worker is connected to, or connects to."""
+
+    @property
+    def member(self) -> Member: ...
+    def lose(self, reason: str, goodbye: str = "") -> None: ...
+
+
+class MonitoredPeers(Protocol):
+    """The peers that this worker has called."""
+
+    def current(self, name: str) -> MonitoredPeer | None: ...
+    def connected(self, to: str) -> MonitoredPeer | None: ...
+    def reach(self, to: str) -> MonitoredPeer: ...
+
+
+class Prober(Protocol):
+    """See `telegrad.client.dialer.Dialer`."""
+
+    def probe(self, member: Member) -> bool | None: ...
+
+
+class DetectorRuntime(Protocol):
+    """What failure detection needs of its agent."""
+
+    config: Config
+    clock: Clock
+    threads: ThreadPool
+    directory: Directory
+    closing: bool
+
+    @property
+    def peers(self) -> MonitoredPeers: ...
+    @property
+    def dialer(self) -> Prober: ...
+    def close_lost_peer(self, name: str, incarnation: str, reason: str) -> None: ...
+
+
+class FailureDetector:
+    """The workers that one agent has found to be lost."""
+
+    def __init__(self, runtime: DetectorRuntime) -> None:
+        self._runtime = runtime
+        self._lost: set[str] = set()
+        self._listeners: list[LossListener] = []
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<FailureDetector, {len(self._lost)} lost>"
+
+    def add_listener(self, listener: LossListener) -> None:
+        """Call `listener(name, incarnation)` when a worker is declared lost."""
+        self._listeners.append(listener)
+
+    def is_lost(self, incarnation: str) -> bool:
+        """Return whether a worker was declared lost. True before the listeners are called."""
+        return incarnation in self._lost
+
+    def declare_lost(
+        self,
+        name: str,
+        incarnation: str,
+        goodbye: str = "",
+        reason: str = "it closed its connections",
+    ) -> None:
+        """Declare one incarnation of a peer lost: close its connections and call the listeners.
+
+        `goodbye` is the reason that the peer gave when it left.
+        """
+        runtime = self._runtime
+        peer = runtime.peers.current(name)
+        if peer is not None and peer.member.incarnation == incarnation:
+            peer.lose(reason, goodbye)
+            return  # `lose` calls this method again
+        with self._lock:
+            if runtime.closing or incarnation in self._lost:
+                return
+            self._lost.add(incarnation)
+        runtime.close_lost_peer(name, incarnation, reason)
+        for listener in self._listeners:
+            try:
+                listener(name, incarnation)
+            except Exception:
+                _log.exception("a listener failed when worker %r was lost", name)
+
+    def check_silent_peer(self, name: str, incarnation: str) -> None:
+        """Find out whether a peer has ended that closed its last connection without a goodbye.
+
+        It may also have been interrupted while it connected. If this worker has a connection to the
+        peer, its end will tell. If not, this worker connects.
+        """
+        peer = self._runtime.peers.connected(name)
+        is_connected = peer is not None and peer.member.incarnation == incarnation
+        if not self._runtime.closing and not is_connected:
+            self.watch(incarnation)
+
+    def watch(self, incarnation: str) -> None:
+        """Make sure that the loss of a worker is noticed: connect to it, and retry on failure."""
+        runtime = self._runtime
+        until = time.monotonic() + runtime.config.heartbeat_timeout
+
+        def check() -> None:
+            if runtime.closing or self.is_lost(incarnation):
+                return
+            name = runtime.directory.name_of(incarnation)
+            try:
+                alive: bool | None = runtime.peers.reach(name).member.incarnation == incarnation
+            except TelegradError as error:
+                # A failure to connect does not prove that the worker has ended. It may be stopped,
+                # or out of descriptors. It gets as much time as a worker that sends no heartbeats.
+                alive = None if time.monotonic() < until else False
+                reason = str(error)
+                if alive is None:
+                    alive = self._probe(name, incarnation)
+            else:
+                reason = "another worker has taken its name"
+            if alive is False:
+                self.declare_lost(name, incarnation, reason=reason)
+            elif alive is None:
+                runtime.clock.at(time.monotonic() + _RETRY, lambda: self._run_soon(check))
+
+        self._run_soon(check)
+
+    def _probe(self, name: str, incarnation: str) -> bool | None:
+        """Return False if this incarnation has ended, and None if that is not known.
+
+        A worker that answers although `reach` has failed counts as not known, so it is tried again.
+        """
+        directory = self._runtime.directory
+        try:
+            member = directory.find(name, refresh=True)
+        except JoinError:  # the store is gone; use what was read last
+            member = directory.find(name)
+        if member.left or member.incarnation != incarnation:
+            return False
+        return None if self._runtime.dialer.probe(member) is not False else False
+
+    def _run_soon(self, job: Callable[[], None]) -> None:
+        self._runtime.threads.start_when_possible(job, self._runtime.clock)
+
+
+def lost_notice(name: str, reason: str) -> str:
+    """Return the message of worker `name` to a peer that it has declared lost."""
+    return (
+        f"worker {name!r} has declared this worker lost ({reason}); "
+        "to go on, this worker must join the group again"
+    )
