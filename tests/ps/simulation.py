@@ -26,7 +26,8 @@ from telegrad.ps.consistency import Consistency
 from telegrad.ps.messages import PushReply, SavedVersions, worker_of
 from telegrad.ps.server.base_shard import BaseShard, ServerRole, run_actions
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
-from telegrad.ps.server.coordinator import RoundCoordinator, RoundVote, StepReport
+from telegrad.ps.server.decisions import RoundVote, StepReport
+from telegrad.ps.server.round_coordinator import RoundCoordinator
 from telegrad.ps.trainer.creation import find_or_create_shards
 from telegrad.ps.trainer.joining import LOSS_ERRORS
 
@@ -87,13 +88,13 @@ class Disk:
 class MemoryArchive(CheckpointArchive):
     """The real archive, but for the disk."""
 
-    def __init__(self, world: World, rule: ps.Checkpoint, disk: Disk) -> None:
-        self.rule = rule
+    def __init__(self, world: World, policy: ps.Checkpoint, disk: Disk) -> None:
+        self.policy = policy
         self.problem = None
-        self._keep = max(rule.keep, 2) if rule.exact else rule.keep
+        self._keep = max(policy.keep, 2) if policy.exact else policy.keep
         self._world, self._disk = world, disk
         self._folder = None  # type: ignore[assignment]
-        self._members, self._noted = None, True
+        self._members, self._members_saved = None, True
         self._waiting: list[ShardSnapshot] = []
         self.dead = False
 
@@ -116,13 +117,13 @@ class MemoryArchive(CheckpointArchive):
                 del self._disk.versions[version]
 
     def save(self, snapshot: ShardSnapshot) -> None:
-        if self.rule.wait:
+        if self.policy.wait:
             self._attempt(self._write, snapshot)
         else:
             self._waiting = [snapshot]
             self._world.later(self._write_waiting)
 
-    def fail(self, error: Exception) -> None:
+    def record_problem(self, error: Exception) -> None:
         if not isinstance(error, OSError):
             raise error
         self.problem = str(error)
@@ -134,7 +135,7 @@ class MemoryArchive(CheckpointArchive):
     def _write(self, snapshot: ShardSnapshot) -> None:
         self._world.writing()
         self._disk.versions[snapshot.version] = snapshot
-        if not self._noted:
+        if not self._members_saved:
             self._write_members()
         for old in self.versions()[: -self._keep]:
             del self._disk.versions[old]
@@ -143,7 +144,7 @@ class MemoryArchive(CheckpointArchive):
     def _write_members(self) -> None:
         self._world.writing()
         self._disk.members = self._members
-        self._noted = True
+        self._members_saved = True
 
 
 class LedgerShard(BaseShard):
@@ -164,10 +165,10 @@ class LedgerShard(BaseShard):
     def _load(self, snapshot: ShardSnapshot) -> None:
         self.ledger = snapshot.values["ledger"]  # type: ignore[assignment]
 
-    def answer(self, report: StepReport) -> PushReply:
+    def reply_to_report(self, report: StepReport) -> PushReply:
         return self._current()._replace(staleness=report.staleness)
 
-    def welcome(self, trainer: str) -> PushReply:
+    def reply_to_join(self, trainer: str) -> PushReply:
         return self._current()
 
     def _current(self) -> PushReply:
@@ -305,33 +306,36 @@ class Server(Process):
             membership.come_back_if_idle(self.name)
 
     def _ask(self, what: What, vote: RoundVote) -> None:
-        if not self.alive or not self.find(what).is_asking(vote):
+        if not self.alive or not self.find(what).is_vote_pending(vote):
             return
         verdict = self.world.call(
-            self, what.servers[0], lambda lead: lead.find(what).hear(self.name, vote), vote.server
+            self,
+            what.servers[0],
+            lambda lead: lead.find(what).receive_vote(self.name, vote),
+            vote.server,
         )
 
         def answered() -> None:
             if not self.alive:
                 return
             if verdict.error is None:
-                self.find(what).answered(vote.sequence, verdict.value)
+                self.find(what).receive_verdict(vote.sequence, verdict.value)
             else:
                 self.world.timer(partial(self._ask, what, vote))
 
         verdict.then(answered)
 
     def _look_at(self, what: What, follower: str) -> None:
-        if not self.alive or not self.find(what).unsure:
+        if not self.alive or not self.find(what).may_be_behind:
             return
         standing = self.world.call(
-            self, follower, lambda other: (other.incarnation, other.find(what).round)
+            self, follower, lambda other: (other.incarnation, other.find(what).current_round)
         )
 
         def answered() -> None:
             if self.alive:
                 if standing.error is None:
-                    self.find(what).hear_of(follower, *standing.value)
+                    self.find(what).receive_round(follower, *standing.value)
                 self.world.timer(partial(self._look_at, what, follower))
 
         standing.then(answered)
@@ -399,8 +403,8 @@ class Membership:
                     for side in self.sides
                 ]
                 yield from self._wait_for_start(entered)
-                for side, answer in zip(self.sides, entered, strict=True):
-                    side.held = answer.value
+                for side, reply in zip(self.sides, entered, strict=True):
+                    side.held = reply.value
             # UsageError: the first checkpoint could not be written
             except (UsageError, *LOSS_ERRORS):
                 yield self.process.world.pause()
@@ -499,14 +503,14 @@ class Membership:
         self.busy = False
         self.acknowledged[self.step] = any(push.value.dropped for push in pushes)
 
-    def _stay(self, side: ServerSide, answer: PushReply) -> Task:
+    def _stay(self, side: ServerSide, reply: PushReply) -> Task:
         try:
             if (yield self._call(side, lambda shard: shard.has_member(self.name))):
                 return
         except LOSS_ERRORS:
             yield self.process.world.pause()
         try:
-            yield self._resume(side, self.step, answer)
+            yield self._resume(side, self.step, reply)
         except LOSS_ERRORS:
             return
 
@@ -643,7 +647,7 @@ class World:
             finally:
                 if sender is not None and not caller.alive:
                     for shard in callee.shards.values():
-                        shard.lose(worker_of(sender))
+                        shard.remove_worker(worker_of(sender))
             if isinstance(result, Future):
                 result.add_done_callback(
                     lambda done: (
@@ -727,7 +731,7 @@ class World:
     def _notice(self, server: Server, incarnation: str) -> None:
         if server.alive:
             for shard in list(server.shards.values()):
-                shard.lose(incarnation)
+                shard.remove_worker(incarnation)
 
     def _restart(self, name: str) -> None:
         self.servers[name] = Server(self, name)
@@ -835,7 +839,8 @@ class World:
         """Return the rounds that have trainers and cannot be undone."""
         shard = self.servers[server].shards.get(what.name)
         if shard is None or (
-            isinstance(shard._coordinator, RoundCoordinator) and shard._coordinator.made is not None
+            isinstance(shard._coordinator, RoundCoordinator)
+            and shard._coordinator.unconfirmed is not None
         ):
             ledger = ledger[:-1]
         return tuple(made for made in ledger if made)

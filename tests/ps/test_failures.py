@@ -80,8 +80,8 @@ POINTS = {
     "after a step": (ParameterShard, "_save_if_due", [8]),
 }
 BETWEEN_SERVERS = {
-    "asked by another": (ParameterShard, "hear", [4, 7]),
-    "told by another": (ParameterShard, "answered", [4, 7]),
+    "asked by another": (ParameterShard, "receive_vote", [4, 7]),
+    "told by another": (ParameterShard, "receive_verdict", [4, 7]),
 }
 
 
@@ -151,7 +151,7 @@ def test_a_step_that_another_trainer_brings_back_counts_once(
     for net in nets:
         net.weight.grad = torch.ones_like(net.weight)
     pushed, lost, brought = threading.Event(), threading.Event(), threading.Event()
-    push, come_back = service.now_or_later, ShardClient._come_back
+    push, come_back = service.value_or_deferred, ShardClient._come_back
 
     def answer_later(future: Any) -> Any:
         answer = push(future)
@@ -165,7 +165,7 @@ def test_a_step_that_another_trainer_brings_back_counts_once(
             assert brought.wait(PATIENCE)
         come_back(self, acknowledged)
 
-    monkeypatch.setattr(service, "now_or_later", answer_later)
+    monkeypatch.setattr(service, "value_or_deferred", answer_later)
     monkeypatch.setattr(ShardClient, "_come_back", come_back_later)
     with ThreadPoolExecutor(1) as pool:
         step = pool.submit(first.step)

@@ -90,7 +90,7 @@ def test_one_that_is_dropped_leaves(cluster: Clusters, make: str) -> None:
         return ps.Optimizer(nn.Linear(2, 1), "w1", name="a", lr=0.1, agent=agent)
 
     def members() -> set[str]:
-        held = workers["w1"]._runtime.service(ParameterShards)._holdings._all
+        held = workers["w1"]._runtime.service(ParameterShards)._registry._shards
         return next(iter(held.values())).members
 
     dropped, other = made(agent), made(workers["w2"])

@@ -70,10 +70,10 @@ def together(pairs: list[Any]) -> list[list[float]]:
 def kill(workers: LocalCluster, name: str) -> None:
     """A process that is killed leaves nothing behind, and writes nothing any more."""
     victim = workers[name]
-    for holding in victim._runtime.service(ShardRegistry)._all.values():
-        holding._archive = None
+    for shard in victim._runtime.service(ShardRegistry)._shards.values():
+        shard._archive = None
     workers.kill(name)
-    victim._runtime.service(ShardRegistry)._all.clear()
+    victim._runtime.service(ShardRegistry)._shards.clear()
 
 
 def restart(workers: LocalCluster, name: str) -> None:
@@ -207,7 +207,7 @@ def test_a_skipped_round_stays_skipped_if_the_server_dies_before_it_answers(
     pairs = trainers(workers, ["w1", "w2"], ["w0"], checkpoint=point)
     together(pairs)
     armed, reached, dead = threading.Event(), threading.Event(), threading.Event()
-    real = ParameterShard.answer
+    real = ParameterShard.reply_to_report
     armed.set()
 
     def hold(self: ParameterShard, report: Any) -> Any:
@@ -218,7 +218,7 @@ def test_a_skipped_round_stays_skipped_if_the_server_dies_before_it_answers(
             raise RuntimeError("this worker is dead")
         return real(self, report)
 
-    monkeypatch.setattr(ParameterShard, "answer", hold)
+    monkeypatch.setattr(ParameterShard, "reply_to_report", hold)
     infinite = pairs[0][1]
     infinite.found_inf = torch.ones(())  # as a GradScaler does it
     with ThreadPoolExecutor(1) as pool:

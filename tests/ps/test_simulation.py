@@ -9,7 +9,8 @@ import pytest
 
 from telegrad import ps
 from telegrad.futures import Future
-from telegrad.ps.server.coordinator import RoundCoordinator, RoundVote
+from telegrad.ps.server.decisions import RoundVote
+from telegrad.ps.server.leader_coordinator import LeaderCoordinator
 from tests.ps.simulation import What, World
 
 RULES = [ps.Sync(), ps.Sync(quorum=1), ps.Sync(quorum=2), ps.Async(), ps.Stale(2)]
@@ -143,15 +144,15 @@ def test_a_kill_at_every_message(rule: Any, victim: str) -> None:
 @pytest.mark.parametrize("said", ["asked", "looked at"])
 def test_a_leader_that_is_restarted_passes_over_a_round_again(said: str) -> None:
     """Nobody made a step of that round, so no checkpoint knows that it is over, but the followers do."""
-    leader = RoundCoordinator(ps.Sync(), 1, ["s1"], exact=True, server="s0 again")
+    leader = LeaderCoordinator(ps.Sync(), 1, exact=True, followers=["s1"])
     leader.restore(0, {}, [], None)
     if said == "asked":
-        leader.hear(
+        leader.receive_vote(
             "s1", RoundVote("s1", 1, 1, {}, frozenset({"trainer"}), complete=False), Future()
         )
     else:
-        leader.hear_of("s1", "s1", 1)
+        leader.receive_round("s1", "s1", 1)
     future: Future[Any] = Future()
     decisions = leader.enter("trainer", 1, future)
-    assert leader.number == 1
+    assert leader.round == 1
     assert any(future in decision for decision in decisions if isinstance(decision, tuple))

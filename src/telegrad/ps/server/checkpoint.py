@@ -11,8 +11,8 @@ checksums, or cannot be read, is passed over with a warning, and the one before 
 Writing never raises, except for the first checkpoint: what goes wrong is logged and kept as `problem` until something
 has been written again. Training goes on meanwhile, and the last good checkpoint stays.
 
-State of an `CheckpointArchive`: `_next`, the newest snapshot that nobody has begun to write; `_writing`, whether some
-thread writes; `problem`. All under `_changed`. `_noted`: whether the members on disk are the current ones.
+State of an `CheckpointArchive`: `_queued`, the newest snapshot that nobody has begun to write; `_writing`, whether some
+thread writes; `problem`. All under `_changed`. `_members_saved`: whether the members on disk are the current ones.
 """
 
 from __future__ import annotations
@@ -97,18 +97,24 @@ class CheckpointArchive:
     """The checkpoints of one server. `start` runs a job on a thread of its own."""
 
     def __init__(
-        self, rule: Checkpoint, name: str, server: str, start: Callable[[Callable[[], None]], None]
+        self,
+        policy: Checkpoint,
+        name: str,
+        server: str,
+        start: Callable[[Callable[[], None]], None],
     ) -> None:
-        self.rule = rule
+        self.policy = policy
         self.problem: str | None = None
-        self._keep = max(rule.keep, 2) if rule.exact else rule.keep  # to be able to undo a step
-        self._folder = Path(rule.folder) / name / server
+        self._keep = (
+            max(policy.keep, 2) if policy.exact else policy.keep
+        )  # to be able to undo a step
+        self._folder = Path(policy.folder) / name / server
         self._start = start
         self._changed = threading.Condition()
-        self._next: ShardSnapshot | None = None
+        self._queued: ShardSnapshot | None = None
         self._writing = False
         self._members: dict[str, Any] | None = None
-        self._noted = True
+        self._members_saved = True
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def __repr__(self) -> str:
@@ -129,7 +135,7 @@ class CheckpointArchive:
 
     def readable(self) -> list[int]:
         """Return the versions whose files are what was written."""
-        return [version for version in self.versions() if self._is_whole(version)]
+        return [version for version in self.versions() if self._is_intact(version)]
 
     def newest(self) -> ShardSnapshot | None:
         """Return the newest version that can be read."""
@@ -150,7 +156,7 @@ class CheckpointArchive:
             _warn_damaged(self._folder / str(version), error)
             return None
 
-    def _is_whole(self, version: int) -> bool:
+    def _is_intact(self, version: int) -> bool:
         try:
             self._verify(version)
         except Exception as error:
@@ -160,11 +166,11 @@ class CheckpointArchive:
 
     def _verify(self, version: int) -> None:
         folder = self._folder / str(version)
-        sums = folder / _CHECKSUMS
-        if not sums.exists():  # of a release that wrote none
+        checksums_file = folder / _CHECKSUMS
+        if not checksums_file.exists():  # of a release that wrote none
             self._read(version)
             return
-        for name, expected in json.loads(sums.read_text()).items():
+        for name, expected in json.loads(checksums_file.read_text()).items():
             found = _checksum(folder / name)
             if found != expected:
                 raise ValueError(f"{name} has checksum {found}, but {expected} was written")
@@ -180,15 +186,15 @@ class CheckpointArchive:
         """Return who took part when this was last noted, and whether they had started."""
         file = self._folder / _MEMBERS
         try:
-            noted = json.loads(file.read_text())
+            saved = json.loads(file.read_text())
         except FileNotFoundError:
             return [], False
         except (OSError, ValueError) as error:
             _warn_damaged(file, error)
             return [], False
-        if isinstance(noted, list):  # of a release that noted the members alone
-            return noted, True
-        return list(noted["members"]), bool(noted["started"])
+        if isinstance(saved, list):  # of a release that noted the members alone
+            return saved, True
+        return list(saved["members"]), bool(saved["started"])
 
     # Writing
 
@@ -198,19 +204,19 @@ class CheckpointArchive:
             if version > after:
                 self._attempt(shutil.rmtree, self._folder / str(version))
 
-    def note_members(self, members: Iterable[str], started: bool) -> None:
+    def save_members(self, members: Iterable[str], started: bool) -> None:
         """Write down who takes part. If that fails, it is tried again with the next checkpoint."""
         self._members = {"members": sorted(members), "started": started}
-        self._noted = False
+        self._members_saved = False
         self._attempt(self._write_members)
 
     def save(self, snapshot: ShardSnapshot) -> None:
         """Write a snapshot, beside what the caller does next unless the rule says to wait. The newest wins."""
-        if self.rule.wait:
+        if self.policy.wait:
             self._attempt(self._write, snapshot)
             return
         with self._changed:
-            self._next = snapshot
+            self._queued = snapshot
             if not self._writing:
                 self._writing = True
                 self._start(self._write_all)
@@ -230,7 +236,7 @@ class CheckpointArchive:
         with self._changed:
             self._changed.wait_for(lambda: not self._writing)
 
-    def fail(self, error: Exception) -> None:
+    def record_problem(self, error: Exception) -> None:
         """Note that something could not be saved."""
         last = self.versions()[-1:]
         problem = (
@@ -245,12 +251,12 @@ class CheckpointArchive:
         try:
             function(*args)
         except Exception as error:
-            self.fail(error)
+            self.record_problem(error)
 
     def _write_all(self) -> None:
         while True:
             with self._changed:
-                snapshot, self._next = self._next, None
+                snapshot, self._queued = self._queued, None
                 if snapshot is None:
                     self._writing = False
                     self._changed.notify_all()
@@ -259,42 +265,42 @@ class CheckpointArchive:
 
     def _write(self, snapshot: ShardSnapshot) -> None:
         final = self._folder / str(snapshot.version)
-        beside = self._folder / f"{snapshot.version}.new"
+        temporary = self._folder / f"{snapshot.version}.new"
         self._folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         try:
-            self._fill(beside, snapshot)
+            self._write_files(temporary, snapshot)
             if final.exists():
                 shutil.rmtree(final)
-            beside.rename(final)
+            temporary.rename(final)
         except BaseException:
-            shutil.rmtree(beside, ignore_errors=True)  # what is left of it takes up space
+            shutil.rmtree(temporary, ignore_errors=True)  # what is left of it takes up space
             raise
-        _to_disk([self._folder])
-        if not self._noted:
+        _fsync([self._folder])
+        if not self._members_saved:
             self._write_members()
         for old in self.versions()[: -self._keep]:
             shutil.rmtree(self._folder / str(old))
         with self._changed:
             self.problem = None
 
-    def _fill(self, folder: Path, snapshot: ShardSnapshot) -> None:
+    def _write_files(self, folder: Path, snapshot: ShardSnapshot) -> None:
         folder.mkdir()
         files = [folder / _PARAMETERS, folder / _OPTIMIZER]
         rest = snapshot._asdict()
         save_file(rest.pop("values"), files[0])
         torch.save(rest, files[1])
-        sums = folder / _CHECKSUMS
-        sums.write_text(json.dumps({file.name: _checksum(file) for file in files}))
-        _to_disk([*files, sums, folder])
+        checksums_file = folder / _CHECKSUMS
+        checksums_file.write_text(json.dumps({file.name: _checksum(file) for file in files}))
+        _fsync([*files, checksums_file, folder])
 
     def _write_members(self) -> None:
         file = self._folder / _MEMBERS
-        beside = file.with_suffix(".new")
+        temporary = file.with_suffix(".new")
         self._folder.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(self._members))
-        beside.replace(file)
-        self._noted = True
+        temporary.write_text(json.dumps(self._members))
+        temporary.replace(file)
+        self._members_saved = True
 
 
 def _warn_damaged(path: Path, error: Exception) -> None:
@@ -310,7 +316,7 @@ def _checksum(path: Path) -> int:
     return total
 
 
-def _to_disk(paths: Sequence[Path]) -> None:
+def _fsync(paths: Sequence[Path]) -> None:
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -43,7 +43,7 @@ class ParameterShards:
 
     def __init__(self, agent: AgentRuntime) -> None:
         self.agent = agent
-        self._holdings = agent.service(ShardRegistry)
+        self._registry = agent.service(ShardRegistry)
         self._founders: dict[str, str] = {}
 
     def __repr__(self) -> str:
@@ -54,20 +54,20 @@ class ParameterShards:
         return ShardRegistry.here().agent.service(cls)
 
     def find(self, name: str) -> ParameterShard:
-        return self._holdings.find(_what(name), ParameterShard)
+        return self._registry.find(_what(name), ParameterShard)
 
     def has(self, name: str) -> bool:
-        return self._holdings.has(_what(name))
+        return self._registry.has(_what(name))
 
     def found(self, name: str, trainer: str) -> bool:
-        with self._holdings.lock:
+        with self._registry.lock:
             founder = self._founders.get(name)
             if not self.has(name) and (founder is None or self.agent.is_lost(worker_of(founder))):
                 founder = self._founders[name] = trainer
             return not self.has(name) and founder == trainer
 
     def leave(self, name: str, trainer: str) -> None:
-        with self._holdings.lock:
+        with self._registry.lock:
             if self._founders.get(name) == trainer:
                 del self._founders[name]  # if it could not make the shards, the next may try
         if self.has(name):
@@ -83,7 +83,7 @@ class ParameterShards:
             return SavedVersions(here, pristine, ours=False, versions=[])
         ours = newest.run == self.agent.group
         return SavedVersions(
-            here, pristine, ours, archive.readable() if ours or archive.rule.resume else []
+            here, pristine, ours, archive.readable() if ours or archive.policy.resume else []
         )
 
     def create(self, plan: ShardSpec, values: Tensor, version: int | None) -> None:
@@ -91,7 +91,7 @@ class ParameterShards:
 
         One that is here and that nobody has used is replaced: whoever made it died before it had made all.
         """
-        with self._holdings.lock:
+        with self._registry.lock:
             if self.has(plan.name) and (
                 self.find(plan.name).known or self.find(plan.name).version > 0
             ):
@@ -108,7 +108,7 @@ class ParameterShards:
 
     def recreate(self, plan: ShardSpec) -> None:
         """Make a shard that was here before this worker was restarted, from its newest checkpoint."""
-        with self._holdings.lock:
+        with self._registry.lock:
             if self.has(plan.name):
                 return
             archive = self._archive(plan)
@@ -116,7 +116,7 @@ class ParameterShards:
             if (
                 archive is None
                 or snapshot is None
-                or not (archive.rule.resume or snapshot.run == self.agent.group)
+                or not (archive.policy.resume or snapshot.run == self.agent.group)
             ):
                 where = "it saves none"
                 if archive is not None and plan.checkpoint is not None:
@@ -130,7 +130,7 @@ class ParameterShards:
 
     def check(self, shard: ParameterShard, trainer: str) -> None:
         """A call of a trainer may be served after its loss was noticed: it must not stay."""
-        self._holdings.check(shard, trainer)
+        self._registry.check(shard, trainer)
 
     def _archive(self, plan: ShardSpec) -> CheckpointArchive | None:
         agent, rule = self.agent, plan.checkpoint
@@ -158,8 +158,8 @@ class ParameterShards:
             expected = members if snapshot.run == agent.group else []
             shard.restore(snapshot, expected, started)
         shard.save_first()
-        self._holdings.add(what, shard)
-        self._holdings.expect(shard, expected)
+        self._registry.add(what, shard)
+        self._registry.expect(shard, expected)
         shard.start()
         return protocol
 

@@ -24,7 +24,7 @@ from telegrad.ps.flat_memory import MappedMemory, SegmentHandle
 from telegrad.ps.messages import Gradients, JoinReply, PushReply, ShardSpec, Steps
 from telegrad.ps.server.base_shard import SINGLE_SERVER, BaseShard, ServerRole, run_actions
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
-from telegrad.ps.server.coordinator import StepReport
+from telegrad.ps.server.decisions import StepReport
 from telegrad.ps.server.shard_optimizer import Options, ShardOptimizer, State, works_by_element
 from telegrad.ps.trainer.overlap import GradientBuffer
 
@@ -143,7 +143,7 @@ class ParameterShard(BaseShard):
 
     def _staging(self, trainer: str) -> GradientBuffer:
         with self._lock:
-            self._coordinator.check(trainer)
+            self._coordinator.require_member(trainer)
             if trainer not in self._stagings:
                 self._stagings[trainer] = GradientBuffer(self.plan.share)
             return self._stagings[trainer]
@@ -172,7 +172,7 @@ class ParameterShard(BaseShard):
         elif isinstance(gradients, dict):
             gradients = self._staging(trainer).complete(step, gradients)
         with self._lock:
-            self._coordinator.check(trainer)
+            self._coordinator.require_member(trainer)
             if gradients is None and not skip:
                 if trainer not in self._gradients:
                     raise UsageError(
@@ -264,7 +264,7 @@ class ParameterShard(BaseShard):
             missing = frozenset.intersection(*(content.missing for content in contents))
             self._solver.step(gradients, missing)
 
-    def answer(self, report: StepReport) -> PushReply:
+    def reply_to_report(self, report: StepReport) -> PushReply:
         in_rounds = isinstance(self.plan.consistency, Sync)
         skipped = report.content.gradients is None or (in_rounds and self._skipped)
         values = None
@@ -274,7 +274,7 @@ class ParameterShard(BaseShard):
             self.version, report.staleness, values=values, skipped=skipped, applied=self._told
         )
 
-    def welcome(self, trainer: str) -> JoinReply:
+    def reply_to_join(self, trainer: str) -> JoinReply:
         return JoinReply(self._current(), trainer in self._gradients, self._handle)
 
     def _current(self) -> PushReply:
