@@ -13,12 +13,12 @@ report takes one path, in one direction:
 When a step has been made or undone, `_carry_out` tells the coordinator, and the decisions that the
 coordinator returns run next. Nothing else calls the coordinator from inside a decision.
 
-State, all of it under `_lock`: the coordinator, and `_saved_version`. Calls of trainers are completed
-after the lock is released.
+State, all of it under `_lock`: the coordinator, and `_saved_version`. Calls of trainers are
+completed after the lock is released.
 
-Rule: every decision is carried out. An error on the way (in a step, a checkpoint or a reply) is sent
-to the trainers that wait, or is logged and reported to the trainers as a problem. It never prevents
-another decision from being carried out.
+Rule: every decision is carried out. An error on the way (in a step, a checkpoint or a reply) is
+sent to the trainers that wait, or is logged and reported to the trainers as a problem. It never
+prevents another decision from being carried out.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class BaseShard(ABC):
         return PushReply(self.version)
 
     def _publish(self) -> None:  # noqa: B027 - optional
-        """Make the current version visible to trainers. Called after every change of members, too."""
+        """Publish the current version. Called after every step and every change of members."""
 
     def _forget_trainer(self, trainer: str) -> None:  # noqa: B027 - optional
         """Release what is kept for a trainer."""
@@ -172,7 +172,7 @@ class BaseShard(ABC):
         run_actions(actions)
 
     def remove_worker(self, worker: str) -> None:
-        """Remove a dead worker, given its incarnation: its trainers, or the follower that it was."""
+        """Remove the trainers, or the follower, of a dead worker, given its incarnation."""
         with self._lock:
             trainers = self._coordinator.trainers_of(worker)
             if isinstance(self._coordinator, LeaderCoordinator):

@@ -10,8 +10,8 @@ servers never make trainers wait for each other.
 | `report` of a step that is already applied | reply at once: the first reply was lost |
 | a step has been applied, a trainer leaves or joins | reply to every trainer that may continue |
 
-With `Async` every trainer may continue. With `Stale(k)` a trainer may continue while it is fewer than
-k steps ahead of the slowest trainer.
+With `Async` every trainer may continue. With `Stale(k)` a trainer may continue while it is fewer
+than k steps ahead of the slowest trainer.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ClockCoordinator(Coordinator):
         return self._start_clocks[trainer] + self.applied.get(trainer, 0)
 
     def _may_continue(self, trainer: str) -> bool:
-        """Return whether a trainer is close enough to the slowest. One that has left may continue."""
+        """Return whether a trainer has left or is close enough to the slowest."""
         clocks = self._start_clocks
         if self._max_ahead is None or trainer not in clocks or len(clocks) == 1:
             return True

@@ -108,7 +108,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def step_finished(self, error: Exception | None = None) -> list[Decision]:
-        """Continue after the step was counted, published and saved. `error` goes to its trainers."""
+        """Continue after the step was counted, published and saved. Trainers get the `error`."""
 
     @abstractmethod
     def restore(
@@ -116,8 +116,8 @@ class Coordinator(ABC):
     ) -> None:
         """Start from a checkpoint.
 
-        `expected` are the trainers of the checkpoint. `unconfirmed` are the reports of its last step
-        if other servers may not have made that step.
+        `expected` are the trainers of the checkpoint. `unconfirmed` are the reports of its last
+        step if other servers may not have made that step.
         """
 
     def advance(self) -> list[Decision]:

@@ -1,7 +1,7 @@
 """Messages that a coordinator receives and decisions that it returns.
 
-All of them are immutable records without behaviour. `StepReport`, `RoundVote` and `RoundVerdict` are
-inputs. A `Decision` is an output: `BaseShard` carries out each one, in order.
+All of them are immutable records without behaviour. `StepReport`, `RoundVote` and `RoundVerdict`
+are inputs. A `Decision` is an output: `BaseShard` carries out each one, in order.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ until it knows the verdict, even if their trainers die.
 | "over", step not made | make the step of the reports that can still arrive, or skip the round |
 | "outdated", or of an earlier vote | none |
 
-Votes carry a sequence number. Only the verdict on the last vote counts, so verdicts may arrive in any
-order.
+Votes carry a sequence number. Only the verdict on the last vote counts, so verdicts may arrive in
+any order.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FollowerCoordinator(RoundCoordinator):
         return self._make_finished_round(verdict)
 
     def _make_finished_round(self, verdict: RoundVerdict) -> list[Decision]:
-        """Make the step of a round that is over on other servers, of the reports still available."""
+        """Make the step of a round that is over elsewhere, of the reports still available."""
         applied = verdict.steps
         missing = {
             trainer

@@ -1,7 +1,7 @@
 """`LeaderProtocol`: calls between the servers of a model by which they agree on each round.
 
-The first server leads. `LeaderCoordinator` and `FollowerCoordinator` decide; this module sends their
-messages.
+The first server leads. `LeaderCoordinator` and `FollowerCoordinator` decide; this module sends
+their messages.
 
 | call | from | to | repeated while |
 |---|---|---|---|

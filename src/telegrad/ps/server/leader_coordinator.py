@@ -13,8 +13,8 @@ before it makes its own step, so that all servers make their step at the same ti
 | the round has no trainer | skip it |
 | a vote is for an earlier round | answer "over" |
 
-A server has lost a report for ever if it was restarted and the trainer of the report has died. A vote
-is outdated if a vote with a higher sequence number from the same incarnation has arrived.
+A server has lost a report for ever if it was restarted and the trainer of the report has died. A
+vote is outdated if a vote with a higher sequence number from the same incarnation has arrived.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 State: `_shards`, by key. A key is also how error messages name the shard's owner: "parameter server
 'default'". Shards are added under `lock`, and looked up without it.
 
-The registry tells its shards which workers are lost, and asks the trainers of a restored shard whether
-they still take part.
+The registry tells its shards which workers are lost, and asks the trainers of a restored shard
+whether they still take part.
 """
 
 from __future__ import annotations

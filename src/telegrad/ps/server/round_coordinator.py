@@ -10,13 +10,13 @@ the round is complete; then the servers agree on its reports (`LeaderCoordinator
 | made: the step is in memory and on disk | its reports | confirmation (next round) or `UndoStep` |
 
 A round is complete when no trainer is `expected` and every due trainer has reported, or a quorum of
-them. A trainer is due from its first round on. `expected` are trainers that a restarted server knows
-from its checkpoint and that have not returned. A round that no trainer is due in is skipped.
+them. A trainer is due from its first round on. `expected` are trainers that a restarted server
+knows from its checkpoint and that have not returned. A round that no trainer is due in is skipped.
 
-With one phase, `step_finished` confirms the step at once. With two phases (`exact`: every step is on
-disk before it is acknowledged, and there are several servers), the step stays unconfirmed until the
-leader knows that all servers have made it. Trainers get no reply before that, so nobody has seen the
-new version, and it can be undone.
+With one phase, `step_finished` confirms the step at once. With two phases (`exact`: every step is
+on disk before it is acknowledged, and there are several servers), the step stays unconfirmed until
+the leader knows that all servers have made it. Trainers get no reply before that, so nobody has
+seen the new version, and it can be undone.
 
 | report | decision |
 |---|---|

@@ -1,12 +1,12 @@
 """The calls that trainers make to a parameter server, and the shards that serve them.
 
-A worker needs no code of its own to be a server: the first trainer creates its shard. The first server
-decides which trainer that is, and whose parameters training starts from. That trainer creates the
-shards of all other servers before the shard of the first server. So if the first server has a shard,
-all servers have one.
+A worker needs no code of its own to be a server: the first trainer creates its shard. The first
+server decides which trainer that is, and whose parameters training starts from. That trainer
+creates the shards of all other servers before the shard of the first server. So if the first server
+has a shard, all servers have one.
 
-State: `ParameterShards`, one per agent. It records which trainer creates each parameter server, under
-the lock of the `ShardRegistry`, which holds the shards.
+State: `ParameterShards`, one per agent. It records which trainer creates each parameter server,
+under the lock of the `ShardRegistry`, which holds the shards.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class ParameterShards:
     def create(self, spec: ShardSpec, values: Tensor, version: int | None) -> None:
         """Create a shard from a saved version or, if that is None, from these values.
 
-        An unused shard is replaced: its creator died before it had created the shards of all servers.
+        An unused shard is replaced: its creator died before it had created the shards of all
+        servers.
         """
         with self._registry.lock:
             if self.has(spec.name) and self._is_used(spec.name):
@@ -108,7 +109,8 @@ class ParameterShards:
             if archive is not None:
                 if version is not None and snapshot is None:
                     raise UsageError(
-                        f"worker {self.agent.name!r} cannot read its checkpoint of version {version}"
+                        f"worker {self.agent.name!r} cannot read its checkpoint of version "
+                        f"{version}"
                     )
                 archive.clear(after=-1 if version is None else version)
             self._add_shard(spec, values, archive, snapshot)
@@ -129,9 +131,9 @@ class ParameterShards:
                 if spec.checkpoint is not None:
                     reason = f"there is none of this run in {spec.checkpoint.folder}"
                 raise JoinError(
-                    f"worker {self.agent.name!r} was restarted without its part of parameter server "
-                    f"{spec.name!r}: it needs a checkpoint that can be read, and {reason}. Start "
-                    "the training anew"
+                    f"worker {self.agent.name!r} was restarted without its part of parameter "
+                    f"server {spec.name!r}: it needs a checkpoint that can be read, and {reason}. "
+                    "Start the training anew"
                 )
             values = flat_memory.allocate_private(spec.share.nbytes, _available(spec.device))
             self._add_shard(spec, values, archive, snapshot).look_around()

@@ -1,17 +1,17 @@
-"""`ParameterShard`: one server's range of the parameters of a parameter server, and their optimizer.
+"""`ParameterShard`: one server's range of the parameters of a model, and their optimizer.
 
-State, all of it under the lock of `BaseShard`: the values and their optimizer; and, of each trainer,
-the memory with gradients that it shares (`_shared_gradients`) or the buffer for gradients that arrive
-in pieces (`_gradient_buffers`).
+State, all of it under the lock of `BaseShard`: the values and their optimizer; and, of each
+trainer, the memory with gradients that it shares (`_shared_gradients`) or the buffer for gradients
+that arrive in pieces (`_gradient_buffers`).
 
 Trainers on the same host read values from a shared segment, and never see a version that is half
 updated:
 
 - With `Sync()`, the segment holds the values themselves. They change only when every trainer has
   reported again, which it does after it has read.
-- With other rules, the segment holds two copies, and versions are written to them in turn. The counter
-  of the segment is the version that is being written. A trainer that finds, after it has copied, that
-  its copy was overwritten fetches the values by a call.
+- With other rules, the segment holds two copies, and versions are written to them in turn. The
+  counter of the segment is the version that is being written. A trainer that finds, after it has
+  copied, that its copy was overwritten fetches the values by a call.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ParameterShard(BaseShard):
             return self._coordinator.announce(trainer)
 
     def enter(self, trainer: str, first: int, gradients: SegmentHandle | None) -> Future[JoinReply]:
-        """Let a trainer join. The future is completed when the trainer may start, in round `first`."""
+        """Let a trainer join. The future is completed when it may start, in round `first`."""
         future: Future[JoinReply] = Future()
         mapped = self._map_gradients(gradients)
         with self._lock:
