@@ -1,4 +1,4 @@
-"""Servers, trainers and disks fail in combinations that once left somebody waiting; training goes on."""
+"""Training continues when servers, trainers and disks fail, also several at once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def together(pairs: list[Any]) -> list[list[float]]:
 
 
 def kill(workers: LocalCluster, name: str) -> None:
-    """A process that is killed leaves nothing behind, and writes nothing any more."""
+    """Kill a worker in the way of a process: its shards are lost, and it writes nothing more."""
     victim = workers[name]
     for shard in victim._runtime.service(ShardRegistry)._shards.values():
         shard._archive = None
@@ -80,8 +80,8 @@ def restart(workers: LocalCluster, name: str) -> None:
     workers.join(name, workers[name]._runtime.local_member.rank)
 
 
-def test_a_folder_that_is_gone_keeps_nobody_waiting(cluster: Clusters, tmp_path: Path) -> None:
-    """The members cannot be noted when a trainer leaves, which completes the round."""
+def test_a_removed_folder_does_not_block_trainers(cluster: Clusters, tmp_path: Path) -> None:
+    """The list of members cannot be saved when a trainer leaves, which completes the round."""
     workers = cluster(3)
     folder = tmp_path / "points"
     pair, (net, leaving) = trainers(
@@ -137,7 +137,7 @@ def test_a_trainer_that_left_while_the_server_was_down_is_not_waited_for(
 def test_both_servers_die_while_the_second_makes_its_step(
     cluster: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    """Without confirmation, the trainer has the answer of the first server, and does not call it again by itself."""
+    """With one phase, the trainer has the reply of the first server and does not call it again."""
     workers = cluster(3)
     point = ps.Checkpoint(tmp_path, every=every, wait=True)
     ((net, optimizer),) = trainers(workers, ["w2"], ["w0", "w1"], checkpoint=point)
@@ -201,7 +201,7 @@ def test_what_was_written_reaches_a_server_that_is_restarted(
 def test_a_skipped_round_stays_skipped_if_the_server_dies_before_it_answers(
     cluster: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainers are told so, also the one whose gradients were finite."""
+    """All trainers learn that the step was skipped, also the one with finite gradients."""
     workers = cluster(3)
     point = ps.Checkpoint(tmp_path, every=1, wait=True)
     pairs = trainers(workers, ["w1", "w2"], ["w0"], checkpoint=point)
@@ -258,7 +258,7 @@ def test_an_optimizer_that_was_dropped_while_the_server_was_down_is_not_waited_f
 def test_a_step_that_was_interrupted_is_no_write_to_the_model(
     cluster: Clusters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server has a newer version then, in memory that the trainer compares its parameters with."""
+    """The server has a newer version, in memory that the trainer compares its parameters with."""
     workers = cluster(2)
     ((net, optimizer),) = trainers(workers, ["w1"], ["w0"])
     step(net, optimizer)
