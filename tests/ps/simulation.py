@@ -320,6 +320,10 @@ class Simulation:
                     and not self.writes_failed
                 ):
                     self._check_acknowledged(model, server, set(counted), include_dead=safe)
+            # A follower that lost its reports may finish a round without some of them.
+            keeps_reports = model.checkpoint.exact or len(model.servers) == 1
+            if model.rule == ps.Sync() and keeps_reports:
+                self._check_not_dropped(model)
             if safe and isinstance(model.rule, ps.Sync):
                 rounds = [
                     self._confirmed(model, name, history) for name, history in histories.items()
@@ -327,6 +331,15 @@ class Simulation:
                 longest = max(rounds, key=len, default=())
                 assert all(each == longest[: len(each)] for each in rounds), (
                     f"servers differ in {model.name}: {histories}"
+                )
+
+    def _check_not_dropped(self, model: Model) -> None:
+        """Check that no round was made without a live trainer."""
+        for trainer in self.trainers:
+            for each in trainer.model_trainers:
+                dropped = [step for step, was_dropped in each.acknowledged.items() if was_dropped]
+                assert each.model is not model or not dropped, (
+                    f"{model.name}: steps {dropped} of {each.name} were dropped"
                 )
 
     def _confirmed(self, model: Model, server: str, history: History) -> History:

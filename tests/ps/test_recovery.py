@@ -459,6 +459,23 @@ def test_training_goes_on_while_the_disk_is_full(cluster: Clusters, small_disk: 
     )
 
 
+def test_a_trainer_joins_only_if_the_list_of_trainers_can_be_written(
+    cluster: Clusters, tmp_path: Path
+) -> None:
+    """A restarted server would make rounds without a trainer that is not in the list."""
+    workers = cluster(3)
+    point = ps.Checkpoint(tmp_path, every=1000)
+    (first,) = trainers(workers, ["w1"], ["w0"], checkpoint=point)
+    temporary = tmp_path / "default" / "w0" / "members.new"
+    temporary.mkdir()  # where the server wants to write a file
+    with pytest.raises(UsageError, match="the list of trainers cannot be written"):
+        trainers(workers, ["w2"], ["w0"], checkpoint=point)
+    assert step(*first) == [-1.0, -1.0]
+    temporary.rmdir()
+    (second,) = trainers(workers, ["w2"], ["w0"], checkpoint=point)
+    assert together([first, second]) == [[-2.0, -2.0]] * 2
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_at_once(
     cluster: Clusters, small_disk: Path
 ) -> None:

@@ -126,6 +126,11 @@ def test_a_leader_that_is_behind_asks_its_followers_until_it_has_caught_up() -> 
     run_with_disk_errors(61331, ps.Sync(quorum=1), LOSSY)
 
 
+def test_a_restarted_server_waits_for_all_trainers_if_writes_fail() -> None:
+    """A server without its list of trainers made rounds of two models without one of them."""
+    run_with_disk_errors(80967, ps.Sync(), LOSSY)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize("victim", ["s0", "s1"])
 def test_a_server_is_killed_at_every_event(rule: Any, victim: str) -> None:

@@ -181,6 +181,14 @@ class BaseShard(ABC):
             self.leave(trainer)
 
     def _enter(self, trainer: str, first: int, future: Future[Any]) -> list[Action]:
+        """Let a trainer join. Raise `UsageError` if it cannot be added to the list on disk.
+
+        A restarted server that does not find a trainer in the list makes rounds without it.
+        """
+        coordinator = self._coordinator
+        if self._archive is not None and isinstance(coordinator, RoundCoordinator):
+            members = coordinator.known | {trainer}
+            self._archive.write_members_now(members, coordinator.starts_with(trainer))
         return self._change_members(self._coordinator.enter(trainer, first, future))
 
     def _resume(

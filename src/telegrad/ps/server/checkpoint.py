@@ -9,9 +9,9 @@ A version is written to a temporary folder, which is renamed when it is complete
 files do not match their checksums, or cannot be read, is ignored with a warning; the version before
 it is used.
 
-Writing never raises, except for the first checkpoint. An error is logged and kept as `problem`
-until something has been written again. Training continues meanwhile, and the last good checkpoint
-stays.
+Writing never raises, except for the first checkpoint and, when a trainer joins, for the list of
+members. An error is logged and kept as `problem` until something has been written again. Training
+continues meanwhile, and the last good checkpoint stays.
 
 State of a `CheckpointArchive`, under `_changed`: `_queued`, the newest snapshot that is not being
 written; `_writing`, whether a thread writes; `problem`. Not under a lock: `_members`, the last list
@@ -211,9 +211,29 @@ class CheckpointArchive:
 
     def save_members(self, members: Iterable[str], started: bool) -> None:
         """Write the list of members. If that fails, the next checkpoint tries again."""
-        self._members = {"members": sorted(members), "started": started}
+        if self._set_members(members, started):
+            self._attempt(self._write_members)
+
+    def write_members_now(self, members: Iterable[str], started: bool) -> None:
+        """Write the list of members. Raise `UsageError` if that fails."""
+        if not self._set_members(members, started):
+            return
+        try:
+            self._write_members()
+        except Exception as error:
+            raise UsageError(
+                f"the list of trainers cannot be written into {self._folder}: "
+                f"{type(error).__name__}: {error}. Make room, or repair the folder, and join again"
+            ) from error
+
+    def _set_members(self, members: Iterable[str], started: bool) -> bool:
+        """Set the current members. Return whether they must be written."""
+        current = {"members": sorted(members), "started": started}
+        if current == self._members and self._members_saved:
+            return False
+        self._members = current
         self._members_saved = False
-        self._attempt(self._write_members)
+        return True
 
     def save(self, snapshot: ShardSnapshot) -> None:
         """Write a snapshot: now if the policy says `wait`, or else on another thread.

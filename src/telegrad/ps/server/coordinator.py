@@ -124,11 +124,14 @@ class Coordinator(ABC):
         """Return the decisions that follow from the current state."""
         return self._admit()
 
+    def starts_with(self, trainer: str) -> bool:
+        """Return whether training has started, or starts when this trainer joins."""
+        return self.started or len(self._ever_joined | {trainer}) >= self._required_trainers
+
     def _add_member(self, trainer: str) -> None:
+        self.started = self.starts_with(trainer)
         self.members.add(trainer)
         self._ever_joined.add(trainer)
-        if len(self._ever_joined) >= self._required_trainers:
-            self.started = True
 
     def _remove_member(self, trainer: str) -> None:
         self.members.discard(trainer)
