@@ -1,10 +1,11 @@
-"""Parameter servers in real processes that are killed at random, compared with what their trainers were told.
+"""Kill parameter servers and trainers in real processes, and compare their counts of steps.
 
     python -m tests.process.ps_oracle sync 2 --kills 25 --seed 1
 
-Every life of a trainer has an element of its own in the parameters of every server, and the optimizer counts in how
-many steps that element had a gradient. So each server says how many steps of each life it has counted. That must be
-what was acknowledged to this life, or one more if it was killed while it waited for an answer.
+Each incarnation of a trainer has its own element in the parameters of every server, and the
+optimizer counts the steps in which the element had a gradient. So each server counts the steps of
+each incarnation. The count must equal the number of steps that were acknowledged to the
+incarnation. It may be one more if the incarnation was killed while it waited for a reply.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ RULES: dict[str, Any] = {
     "async": ps.Async(),
     "stale": ps.Stale(3),
 }
-LIVES = 256  # of trainers, at most
+MAX_INCARNATIONS = 256  # of trainers
 HANG = 90.0  # seconds without any step
 SETTINGS = {
     "heartbeat_interval": 1.0,
@@ -47,8 +48,8 @@ SETTINGS = {
 }
 
 
-class Counting(torch.optim.Optimizer):
-    """Counts, for every element, the steps in which it had a gradient."""
+class CountingOptimizer(torch.optim.Optimizer):
+    """Count, for each element, the steps in which it had a gradient."""
 
     def __init__(self, params: Any, lr: float = 1.0) -> None:
         super().__init__(params, {"lr": lr})
@@ -78,11 +79,11 @@ def serve(name: str, port: int) -> None:
 
 
 def join(me: Agent, rule: str, servers: int, folder: str) -> tuple[nn.ParameterList, ps.Optimizer]:
-    model = nn.ParameterList([nn.Parameter(torch.zeros(LIVES)) for _ in range(servers)])
+    model = nn.ParameterList([nn.Parameter(torch.zeros(MAX_INCARNATIONS)) for _ in range(servers)])
     optimizer = ps.Optimizer(
         model,
         [f"ps{number}" for number in range(servers)],
-        Counting,
+        CountingOptimizer,
         consistency=RULES[rule],
         checkpoint=ps.Checkpoint(folder, every=1, wait=True),
         patience=HANG,
@@ -92,34 +93,43 @@ def join(me: Agent, rule: str, servers: int, folder: str) -> tuple[nn.ParameterL
 
 
 def train(
-    name: str, port: int, rule: str, servers: int, folder: str, life: int, told: Any, stop: Any
+    name: str,
+    port: int,
+    rule: str,
+    servers: int,
+    folder: str,
+    incarnation: int,
+    acknowledged: Any,
+    stop: Any,
 ) -> None:
-    """Make steps, and note after each that it was acknowledged, or dropped."""
+    """Make steps, and count those that were acknowledged and not dropped."""
     torch.set_num_threads(1)
     me = agent(name, port)
     model, optimizer = join(me, rule, servers, folder)
     while not stop.value:
         for each in model:
-            each.grad = torch.zeros(LIVES)
-            each.grad[life] = 1.0
+            each.grad = torch.zeros(MAX_INCARNATIONS)
+            each.grad[incarnation] = 1.0
         before = optimizer.dropped
         optimizer.step()
-        told[life] += 1 - (optimizer.dropped - before)
+        acknowledged[incarnation] += 1 - (optimizer.dropped - before)
     optimizer.close()
     me.close()
 
 
 class Run:
+    """The processes of one run, and what was acknowledged to the trainers."""
+
     def __init__(self, rule: str, servers: int, trainers: int, seed: int) -> None:
         self.rule, self.count = rule, servers
-        self.chance = random.Random(seed)
+        self.rng = random.Random(seed)
         multiprocessing.set_forkserver_preload(["torch", "telegrad.ps"])
         self.context = multiprocessing.get_context("forkserver")
         self.folder = tempfile.mkdtemp(prefix="oracle")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.told = self.context.Array("l", LIVES, lock=False)
+        self.acknowledged = self.context.Array("l", MAX_INCARNATIONS, lock=False)
         self.stop = self.context.Value("b", 0, lock=False)
-        self.lives = 0
+        self.incarnations = 0
         self.killed: set[int] = set()
         self.servers = {
             f"ps{number}": self.start_server(f"ps{number}") for number in range(servers)
@@ -138,17 +148,17 @@ class Run:
         return self.start(serve, name, self.store.port)
 
     def wait_for_servers(self) -> None:
-        self.judge = agent("judge", self.store.port)
+        self.checker = agent("checker", self.store.port)
         until = time.monotonic() + HANG
         for name in self.servers:
-            while not self.answers(name):
+            while not self.is_reachable(name):
                 if time.monotonic() > until:
                     raise AssertionError(f"server {name} did not come up")
                 time.sleep(0.05)
 
-    def answers(self, name: str) -> bool:
+    def is_reachable(self, name: str) -> bool:
         try:
-            self.judge.call(name, os.getpid)
+            self.checker.call(name, os.getpid)
         except Exception:
             return False
         return True
@@ -160,47 +170,47 @@ class Run:
             self.rule,
             self.count,
             self.folder,
-            self.lives,
-            self.told,
+            self.incarnations,
+            self.acknowledged,
             self.stop,
         )
-        self.trainers[name] = self.lives, self.start(train, *args)
-        self.lives += 1
+        self.trainers[name] = self.incarnations, self.start(train, *args)
+        self.incarnations += 1
 
     def kill_server(self) -> None:
-        name = self.chance.choice(list(self.servers))
+        name = self.rng.choice(list(self.servers))
         self.servers[name].kill()
         self.servers[name].join()
         self.servers[name] = self.start_server(name)
 
     def kill_trainer(self) -> None:
-        name = self.chance.choice(list(self.trainers))
-        life, process = self.trainers[name]
+        name = self.rng.choice(list(self.trainers))
+        incarnation, process = self.trainers[name]
         process.kill()
         process.join()
-        self.killed.add(life)
+        self.killed.add(incarnation)
         self.start_trainer(name)
 
     def await_steps(self, count: int) -> None:
-        """Wait until so many more steps have been acknowledged."""
-        goal, until = sum(self.told) + count, time.monotonic() + HANG
-        while sum(self.told) < goal:
+        """Wait until `count` more steps have been acknowledged."""
+        goal, until = sum(self.acknowledged) + count, time.monotonic() + HANG
+        while sum(self.acknowledged) < goal:
             for name, (_, process) in self.trainers.items():
                 assert process.exitcode is None, (
                     f"trainer {name} failed with exit code {process.exitcode}"
                 )
             assert time.monotonic() < until, (
-                f"no step for {HANG} s: {list(self.told[: self.lives])}"
+                f"no step for {HANG} s: {list(self.acknowledged[: self.incarnations])}"
             )
             time.sleep(0.005)
 
-    def play(self, kills: int) -> tuple[int, int]:
-        """Kill servers and trainers, one at a time or two at once; return how many of each."""
+    def kill_at_random(self, kills: int) -> tuple[int, int]:
+        """Kill servers and trainers, one or two at a time. Return the numbers of both."""
         servers = trainers = 0
         while servers + trainers < kills:
-            self.await_steps(self.chance.randint(1, 12))
-            both = self.chance.random() < 0.25
-            server = self.chance.random() < 0.5
+            self.await_steps(self.rng.randint(1, 12))
+            both = self.rng.random() < 0.25
+            server = self.rng.random() < 0.5
             if server or both:
                 self.kill_server()
                 servers += 1
@@ -211,23 +221,28 @@ class Run:
         return servers, trainers
 
     def check(self) -> None:
-        """Compare what each server has counted with what each life was told."""
+        """Compare the counts of each server with the acknowledged steps of each incarnation."""
         self.stop.value = 1
         for name, (_, process) in self.trainers.items():
             process.join(HANG)
             assert process.exitcode == 0, f"trainer {name} did not end: {process.exitcode}"
-        model, optimizer = join(self.judge, self.rule, self.count, self.folder)
+        model, optimizer = join(self.checker, self.rule, self.count, self.folder)
         counted: list[Tensor] = [each.detach().clone() for each in model]
         optimizer.close()
-        for life in range(self.lives):
-            told = self.told[life]
-            allowed = {told, told + 1} if life in self.killed else {told}
-            found = [int(each[life]) for each in counted]
-            assert set(found) <= allowed, (
-                f"life {life}: told {told}, counted {found}, killed {life in self.killed}"
+        for incarnation in range(self.incarnations):
+            acknowledged = self.acknowledged[incarnation]
+            allowed = (
+                {acknowledged, acknowledged + 1} if incarnation in self.killed else {acknowledged}
+            )
+            counts = [int(each[incarnation]) for each in counted]
+            assert set(counts) <= allowed, (
+                f"incarnation {incarnation}: acknowledged {acknowledged}, counted {counts}, "
+                f"killed {incarnation in self.killed}"
             )
             if self.rule in ("sync", "quorum"):
-                assert len(set(found)) == 1, f"the servers differ in life {life}: {found}"
+                assert len(set(counts)) == 1, (
+                    f"the servers differ in incarnation {incarnation}: {counts}"
+                )
 
     def close(self) -> None:
         for process in [
@@ -236,7 +251,7 @@ class Run:
         ]:
             process.kill()
             process.join()
-        self.judge._runtime.abort()
+        self.checker._runtime.abort()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -252,10 +267,12 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     run = Run(options.rule, options.servers, options.trainers, options.seed)
     try:
-        servers, trainers = run.play(options.kills)
+        servers, trainers = run.kill_at_random(options.kills)
         run.check()
-        print(f"{options.rule}, {options.servers} servers: {sum(run.told)} steps agree, {servers} servers and "
-              f"{trainers} trainers killed")  # fmt: skip
+        print(
+            f"{options.rule}, {options.servers} servers: {sum(run.acknowledged)} steps agree, "
+            f"{servers} servers and {trainers} trainers killed"
+        )
     finally:
         run.close()
 

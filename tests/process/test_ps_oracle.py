@@ -1,4 +1,4 @@
-"""Parameter servers and trainers in real processes are killed at random; every acknowledged step counts once."""
+"""Real processes are killed at random; every acknowledged step counts once."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
 
 _SILENT = {
-    "hear",
-    "answered",
+    "receive_vote",
+    "receive_verdict",
 }  # nobody waits for these, or for ever; what they raise is logged, with all that they know
 
 
@@ -53,8 +53,8 @@ class Accidents:
 
         # its connections are closed by now, so nobody hears from it any more
         def cut_off(timeout: float) -> None:
-            for holding in victim._runtime.service(ShardRegistry)._all.values():
-                holding._archive = None  # a process that is killed writes nothing any more
+            for shard in victim._runtime.service(ShardRegistry)._shards.values():
+                shard._archive = None  # a process that is killed writes nothing any more
             self._dead.release()
             end_threads(timeout)
 
@@ -62,5 +62,5 @@ class Accidents:
         cluster.kill(victim.name)
         victim._runtime.service(
             ShardRegistry
-        )._all.clear()  # a process that is killed leaves nothing behind
+        )._shards.clear()  # a process that is killed leaves nothing behind
         cluster.join(victim.name, victim._runtime.local_member.rank)

@@ -1,4 +1,4 @@
-"""Several servers make every round of the same reports, whoever dies in the middle of it, and nobody waits for ever."""
+"""Several servers make each round of the same reports when trainers die during the round."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def shards(workers: LocalCluster) -> list[ParameterShard]:
 
 
 @pytest.mark.parametrize("reached", [["w0"], ["w1"], ["w0", "w1"]], ids=str)
-def test_who_dies_between_two_reports_counts_nowhere(
+def test_a_trainer_that_dies_between_two_reports_counts_on_no_server(
     cluster: Clusters, monkeypatch: pytest.MonkeyPatch, reached: list[str]
 ) -> None:
-    """It has reported to some of the servers, and another trainer to the second only; then it is killed."""
+    """The trainer has reported to some servers, another one to the second only; kill it then."""
     workers = cluster(5)
     nets, optimizers = three(workers)
     victim, second, third = (optimizer._trainer for optimizer in optimizers)
@@ -55,10 +55,10 @@ def test_who_dies_between_two_reports_counts_nowhere(
     start = ShardClient.start_push
     unsent: Future[PushReply] = Future()
 
-    def some(self: ShardClient, *args: Any) -> Future[PushReply]:
+    def push_to_some(self: ShardClient, *args: Any) -> Future[PushReply]:
         return start(self, *args) if self.server in reports_to[self._me] else unsent
 
-    monkeypatch.setattr(ShardClient, "start_push", some)
+    monkeypatch.setattr(ShardClient, "start_push", push_to_some)
     with ThreadPoolExecutor(3) as pool:
         steps = [
             pool.submit(training.train, optimizer, net, range(1), [number])

@@ -359,7 +359,7 @@ def test_rules_are_checked(cluster: Clusters) -> None:
         ps.Optimizer(model(), servers="ps*", agent=agent)
     with pytest.raises(UsageError, match="an agent"):
         ps.Optimizer(model(), servers="w1")
-    with pytest.raises(UsageError, match="again and again"):
+    with pytest.raises(UsageError, match="several times in a step"):
         ps.Optimizer(model(), servers="w1", optimizer=torch.optim.LBFGS, agent=agent)
     with pytest.raises(UsageError, match="quorum"):
         ps.Sync(quorum=0)
@@ -392,5 +392,5 @@ def test_servers_step_in_one_pass_unless_told_otherwise(
 def how_steps_are_made() -> list[Any]:
     return [
         unit.optimizer.param_groups[0]["fused"]
-        for unit in ParameterShards.here().find("default")._solver._units
+        for unit in ParameterShards.here().find("default")._optimizer._units
     ]

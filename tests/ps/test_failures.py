@@ -80,8 +80,8 @@ POINTS = {
     "after a step": (ParameterShard, "_save_if_due", [8]),
 }
 BETWEEN_SERVERS = {
-    "asked by another": (ParameterShard, "hear", [4, 7]),
-    "told by another": (ParameterShard, "answered", [4, 7]),
+    "asked by another": (ParameterShard, "receive_vote", [4, 7]),
+    "told by another": (ParameterShard, "receive_verdict", [4, 7]),
 }
 
 

@@ -73,7 +73,7 @@ def test_a_name_that_is_in_use_is_an_error(cluster: Clusters) -> None:
 
 def test_one_that_could_not_be_made_takes_no_name(cluster: Clusters) -> None:
     agent = cluster(2)["w0"]
-    with pytest.raises(UsageError, match="again and again"):
+    with pytest.raises(UsageError, match="several times in a step"):
         ps.Optimizer(nn.Linear(2, 1), "w1", optimizer=torch.optim.LBFGS, agent=agent)
     with ps.Optimizer(nn.Linear(2, 1), "w1", lr=0.1, agent=agent) as optimizer:
         assert optimizer.name == "default"
@@ -90,7 +90,7 @@ def test_one_that_is_dropped_leaves(cluster: Clusters, make: str) -> None:
         return ps.Optimizer(nn.Linear(2, 1), "w1", name="a", lr=0.1, agent=agent)
 
     def members() -> set[str]:
-        held = workers["w1"]._runtime.service(ParameterShards)._holdings._all
+        held = workers["w1"]._runtime.service(ParameterShards)._registry._shards
         return next(iter(held.values())).members
 
     dropped, other = made(agent), made(workers["w2"])

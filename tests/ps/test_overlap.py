@@ -254,7 +254,7 @@ def test_a_trainer_that_leaves_takes_back_what_it_sent(both: Both) -> None:
 
 
 def staged() -> int:
-    return len(ParameterShards.here().find("default")._stagings)
+    return len(ParameterShards.here().find("default")._gradient_buffers)
 
 
 # The parts

@@ -1,4 +1,4 @@
-"""Servers, trainers and disks fail in combinations that once left somebody waiting; training goes on."""
+"""Training continues when servers, trainers and disks fail, also several at once."""
 
 from __future__ import annotations
 
@@ -68,20 +68,20 @@ def together(pairs: list[Any]) -> list[list[float]]:
 
 
 def kill(workers: LocalCluster, name: str) -> None:
-    """A process that is killed leaves nothing behind, and writes nothing any more."""
+    """Kill a worker in the way of a process: its shards are lost, and it writes nothing more."""
     victim = workers[name]
-    for holding in victim._runtime.service(ShardRegistry)._all.values():
-        holding._archive = None
+    for shard in victim._runtime.service(ShardRegistry)._shards.values():
+        shard._archive = None
     workers.kill(name)
-    victim._runtime.service(ShardRegistry)._all.clear()
+    victim._runtime.service(ShardRegistry)._shards.clear()
 
 
 def restart(workers: LocalCluster, name: str) -> None:
     workers.join(name, workers[name]._runtime.local_member.rank)
 
 
-def test_a_folder_that_is_gone_keeps_nobody_waiting(cluster: Clusters, tmp_path: Path) -> None:
-    """The members cannot be noted when a trainer leaves, which completes the round."""
+def test_a_removed_folder_does_not_block_trainers(cluster: Clusters, tmp_path: Path) -> None:
+    """The list of members cannot be saved when a trainer leaves, which completes the round."""
     workers = cluster(3)
     folder = tmp_path / "points"
     pair, (net, leaving) = trainers(
@@ -137,7 +137,7 @@ def test_a_trainer_that_left_while_the_server_was_down_is_not_waited_for(
 def test_both_servers_die_while_the_second_makes_its_step(
     cluster: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    """Without confirmation, the trainer has the answer of the first server, and does not call it again by itself."""
+    """With one phase, the trainer has the reply of the first server and does not call it again."""
     workers = cluster(3)
     point = ps.Checkpoint(tmp_path, every=every, wait=True)
     ((net, optimizer),) = trainers(workers, ["w2"], ["w0", "w1"], checkpoint=point)
@@ -201,13 +201,13 @@ def test_what_was_written_reaches_a_server_that_is_restarted(
 def test_a_skipped_round_stays_skipped_if_the_server_dies_before_it_answers(
     cluster: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainers are told so, also the one whose gradients were finite."""
+    """All trainers learn that the step was skipped, also the one with finite gradients."""
     workers = cluster(3)
     point = ps.Checkpoint(tmp_path, every=1, wait=True)
     pairs = trainers(workers, ["w1", "w2"], ["w0"], checkpoint=point)
     together(pairs)
     armed, reached, dead = threading.Event(), threading.Event(), threading.Event()
-    real = ParameterShard.answer
+    real = ParameterShard.reply_to_report
     armed.set()
 
     def hold(self: ParameterShard, report: Any) -> Any:
@@ -218,7 +218,7 @@ def test_a_skipped_round_stays_skipped_if_the_server_dies_before_it_answers(
             raise RuntimeError("this worker is dead")
         return real(self, report)
 
-    monkeypatch.setattr(ParameterShard, "answer", hold)
+    monkeypatch.setattr(ParameterShard, "reply_to_report", hold)
     infinite = pairs[0][1]
     infinite.found_inf = torch.ones(())  # as a GradScaler does it
     with ThreadPoolExecutor(1) as pool:
@@ -258,7 +258,7 @@ def test_an_optimizer_that_was_dropped_while_the_server_was_down_is_not_waited_f
 def test_a_step_that_was_interrupted_is_no_write_to_the_model(
     cluster: Clusters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server has a newer version then, in memory that the trainer compares its parameters with."""
+    """The server has a newer version, in memory that the trainer compares its parameters with."""
     workers = cluster(2)
     ((net, optimizer),) = trainers(workers, ["w1"], ["w0"])
     step(net, optimizer)
@@ -457,6 +457,23 @@ def test_training_goes_on_while_the_disk_is_full(cluster: Clusters, small_disk: 
         sorted(int(each.name) for each in (small_disk / "points/default/w0").glob("[0-9]*"))[-1]
         == 4
     )
+
+
+def test_a_trainer_joins_only_if_the_list_of_trainers_can_be_written(
+    cluster: Clusters, tmp_path: Path
+) -> None:
+    """A restarted server would make rounds without a trainer that is not in the list."""
+    workers = cluster(3)
+    point = ps.Checkpoint(tmp_path, every=1000)
+    (first,) = trainers(workers, ["w1"], ["w0"], checkpoint=point)
+    temporary = tmp_path / "default" / "w0" / "members.new"
+    temporary.mkdir()  # where the server wants to write a file
+    with pytest.raises(UsageError, match="the list of trainers cannot be written"):
+        trainers(workers, ["w2"], ["w0"], checkpoint=point)
+    assert step(*first) == [-1.0, -1.0]
+    temporary.rmdir()
+    (second,) = trainers(workers, ["w2"], ["w0"], checkpoint=point)
+    assert together([first, second]) == [[-2.0, -2.0]] * 2
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_at_once(

@@ -65,8 +65,8 @@ POINTS = {
     "after a step": (TableShard, "_save_if_due", [8]),
 }
 BETWEEN_SERVERS = {
-    "asked by another": (TableShard, "hear", [4, 7]),
-    "told by another": (TableShard, "answered", [4, 7]),
+    "asked by another": (TableShard, "receive_vote", [4, 7]),
+    "told by another": (TableShard, "receive_verdict", [4, 7]),
 }
 
 

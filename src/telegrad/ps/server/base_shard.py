@@ -1,11 +1,24 @@
-"""`BaseShard`: what one server holds of something that trainers train together: who they are, rounds, and checkpoints.
+"""`BaseShard`: the part of a model or of tables that one server holds, and how its decisions run.
 
-A `Coordinator` decides; this carries its decisions out. Classes that derive from it know what is trained. State, all of
-it under `_lock`: the coordinator, and `_saved`. Futures are completed after the lock is released.
+A `Coordinator` decides; `BaseShard` carries the decisions out. Subclasses know what is trained. A
+report takes one path, in one direction:
 
-Rule: every decision of the coordinator is carried out. What fails on the way (a step, a checkpoint, an answer) becomes
-an answer to those who wait or a problem that is logged and told to the trainers; it never keeps another decision from
-being carried out.
+    service.push -> ParameterShard.push -> Coordinator.report -> [Decision, ...]
+                                           BaseShard._carry_out (under the lock)
+                                               MakeStep       apply, publish, save
+                                               AnswerVote     complete the call of the follower
+                                               ReplyToReport  build the reply
+                                           run_actions (after the lock): complete the calls
+
+When a step has been made or undone, `_carry_out` tells the coordinator, and the decisions that the
+coordinator returns run next. Nothing else calls the coordinator from inside a decision.
+
+State, all of it under `_lock`: the coordinator, and `_saved_version`. Calls of trainers are
+completed after the lock is released.
+
+Rule: every decision is carried out. An error on the way (in a step, a checkpoint or a reply) is
+sent to the trainers that wait, or is logged and reported to the trainers as a problem. It never
+prevents another decision from being carried out.
 """
 
 from __future__ import annotations
@@ -20,24 +33,27 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from telegrad.futures import Future
-from telegrad.ps.consistency import Consistency
+from telegrad.ps.consistency import Consistency, Sync
 from telegrad.ps.messages import PushReply, Steps
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
-from telegrad.ps.server.coordinator import (
+from telegrad.ps.server.clock_coordinator import ClockCoordinator
+from telegrad.ps.server.coordinator import Coordinator
+from telegrad.ps.server.decisions import (
     AdmitTrainer,
     AnswerVote,
-    AskLeader,
     Decision,
     FailReport,
     MakeStep,
     ReplyToReport,
-    RoundCoordinator,
     RoundVerdict,
     RoundVote,
+    SendVote,
     StepReport,
     UndoStep,
-    coordinator,
 )
+from telegrad.ps.server.follower_coordinator import FollowerCoordinator
+from telegrad.ps.server.leader_coordinator import LeaderCoordinator
+from telegrad.ps.server.round_coordinator import RoundCoordinator
 
 _log = logging.getLogger(__name__)
 
@@ -45,18 +61,32 @@ Action = Callable[[], None]
 
 
 class ServerRole(NamedTuple):
-    """What a server is among those that hold parts of the same thing."""
+    """The role of a server among those that hold shards of the same model or tables."""
 
-    server: str = ""  # its incarnation
-    followers: Sequence[str] = ()  # if it is the first: the names of the others
-    ask: Callable[[RoundVote], None] | None = None  # if it is another: send a vote to the first
+    incarnation: str = ""
+    followers: Sequence[str] = ()  # names of the other servers, if this one leads
+    send_vote: Callable[[RoundVote], None] | None = None  # to the leader, if this one follows
 
 
 SINGLE_SERVER = ServerRole()
 
 
+def make_coordinator(
+    consistency: Consistency, trainers: int, role: ServerRole, exact: bool
+) -> Coordinator:
+    """Return the coordinator for a consistency rule and the role of this server."""
+    if not isinstance(consistency, Sync):
+        return ClockCoordinator(consistency, trainers)
+    if role.send_vote is not None:
+        return FollowerCoordinator(consistency, trainers, exact, role.incarnation)
+    return LeaderCoordinator(consistency, trainers, exact, role.followers)
+
+
 class BaseShard(ABC):
-    """`run` names the group of workers; a snapshot of the same run brings back the trainers that took part."""
+    """Members, rounds and checkpoints of a shard.
+
+    `run` names the group of workers. A checkpoint of the same run restores the members, too.
+    """
 
     def __init__(
         self,
@@ -69,13 +99,10 @@ class BaseShard(ABC):
         self._run = run
         self._archive = archive
         self._lock = threading.Lock()
-        self._ask = role.ask
-        follows = role.ask is not None
-        exact = archive is not None and archive.rule.exact
-        self._coordinator = coordinator(
-            consistency, trainers, role.followers, follows, exact, role.server
-        )
-        self._saved = -1  # the last version that was given to the archive
+        self._send_vote = role.send_vote
+        exact = archive is not None and archive.policy.exact
+        self._coordinator = make_coordinator(consistency, trainers, role, exact)
+        self._saved_version = -1  # the last version that was given to the archive
 
     @property
     def version(self) -> int:
@@ -84,167 +111,180 @@ class BaseShard(ABC):
 
     @property
     def waiting(self) -> list[str]:
-        """Who has reported and is not answered."""
+        """The trainers that have reported and have no reply."""
         return self._coordinator.waiting
 
     @property
     def members(self) -> set[str]:
+        """The trainers that take part."""
         return self._coordinator.members
 
     @property
     def known(self) -> set[str]:
-        """Everybody who takes part or is waited for."""
+        """The trainers that take part or are waited for."""
         with self._lock:
             return self._coordinator.known
 
-    # What is trained, under the lock
+    def has_member(self, trainer: str) -> bool:
+        """Return whether a trainer takes part."""
+        with self._lock:
+            return trainer in self._coordinator.members
+
+    # What subclasses define; all of it is called under the lock
 
     @abstractmethod
     def apply(self, reports: list[StepReport]) -> None:
-        """Make a step of the reports of a round, which may be none, or, without rounds, of one."""
+        """Make one step of these reports: those of a round, maybe none, or a single one."""
 
     @abstractmethod
     def _snapshot(self) -> ShardSnapshot:
-        """Return copies of what is here now."""
+        """Return copies of the current contents."""
 
     @abstractmethod
     def _load(self, snapshot: ShardSnapshot) -> None:
-        """Take over the contents of a snapshot."""
+        """Replace the contents by those of a snapshot."""
 
-    def answer(self, report: StepReport) -> PushReply:
-        """Return the answer to a report."""
+    def reply_to_report(self, report: StepReport) -> PushReply:
+        """Return the reply to a report."""
         return PushReply(self.version, report.staleness)
 
-    def welcome(self, trainer: str) -> Any:
-        """Return the answer to a trainer that joins."""
+    def reply_to_join(self, trainer: str) -> Any:
+        """Return the reply to a trainer that joins."""
         return PushReply(self.version)
 
-    def _publish(self) -> None:  # noqa: B027 - most have nothing to publish
-        """Let trainers see the current version, or be ready for others to come or go."""
+    def _publish(self) -> None:  # noqa: B027 - optional
+        """Publish the current version. Called after every step and every change of members."""
 
-    # Trainers
+    def _forget_trainer(self, trainer: str) -> None:  # noqa: B027 - optional
+        """Release what is kept for a trainer."""
+
+    # Inputs from trainers
 
     def leave(self, trainer: str) -> None:
-        """Do not wait for a trainer any more. What it reported in an unfinished round is dropped."""
+        """Stop waiting for a trainer. Its report in an unfinished round is dropped."""
         with self._lock:
             was_member = trainer in self._coordinator.members
             self._forget_trainer(trainer)
             actions = self._carry_out(self._coordinator.leave(trainer))
             self._publish()
             if was_member:
-                self._note_members()
+                self._save_members()
         run_actions(actions)
 
-    def _forget_trainer(self, trainer: str) -> None:  # noqa: B027 - or nothing to forget
-        """Let go of what is kept for a trainer."""
-
-    def lose(self, worker: str) -> None:
-        """Forget a dead worker, by its incarnation: every trainer there, or a server that follows this one."""
+    def remove_worker(self, worker: str) -> None:
+        """Remove the trainers, or the follower, of a dead worker, given its incarnation."""
         with self._lock:
-            trainers = self._coordinator.of(worker)
-            if isinstance(self._coordinator, RoundCoordinator):
-                self._coordinator.forget(worker)
+            trainers = self._coordinator.trainers_of(worker)
+            if isinstance(self._coordinator, LeaderCoordinator):
+                self._coordinator.remove_follower(worker)
         for trainer in trainers:
             self.leave(trainer)
 
-    def has_member(self, trainer: str) -> bool:
-        with self._lock:
-            return trainer in self._coordinator.members
-
     def _enter(self, trainer: str, first: int, future: Future[Any]) -> list[Action]:
-        actions = self._carry_out(self._coordinator.enter(trainer, first, future))
-        self._publish()
-        self._note_members()
-        return actions
+        """Let a trainer join. Raise `UsageError` if it cannot be added to the list on disk.
+
+        A restarted server that does not find a trainer in the list makes rounds without it.
+        """
+        coordinator = self._coordinator
+        if self._archive is not None and isinstance(coordinator, RoundCoordinator):
+            members = coordinator.known | {trainer}
+            self._archive.write_members_now(members, coordinator.starts_with(trainer))
+        return self._change_members(self._coordinator.enter(trainer, first, future))
 
     def _resume(
         self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps
     ) -> list[Action]:
-        actions = self._carry_out(
+        return self._change_members(
             self._coordinator.resume(trainer, first, acknowledged, version, applied)
         )
+
+    def _change_members(self, decisions: list[Decision]) -> list[Action]:
+        actions = self._carry_out(decisions)
         self._publish()
-        self._note_members()
+        self._save_members()
         return actions
 
-    # Other servers
+    # Inputs from other servers
 
     def start(self) -> None:
-        """Begin to talk to other servers, once they can find this."""
-        with self._lock:
-            actions = self._carry_out(self._coordinator.advance())
-        run_actions(actions)
+        """Start to vote. Call it when other servers can find this shard."""
+        self._process(self._coordinator.advance)
 
-    def hear(self, name: str, vote: RoundVote) -> Future[RoundVerdict]:
-        """Take the vote of a follower; the answer comes when there is a decision."""
+    def receive_vote(self, follower: str, vote: RoundVote) -> Future[RoundVerdict]:
+        """Receive the vote of a follower. The future is completed with the verdict."""
+        assert isinstance(self._coordinator, LeaderCoordinator)
         future: Future[RoundVerdict] = Future()
-        with self._lock:
-            actions = self._carry_out(self._rounds.hear(name, vote, future))
-        run_actions(actions)
+        self._process(self._coordinator.receive_vote, follower, vote, future)
         return future
 
-    def hear_of(self, name: str, server: str, number: int) -> None:
-        """Note that a follower is in this round."""
-        with self._lock:
-            actions = self._carry_out(self._rounds.hear_of(name, server, number))
-        run_actions(actions)
+    def receive_round(self, follower: str, server: str, number: int) -> None:
+        """Receive the number of the round that a follower is in."""
+        assert isinstance(self._coordinator, LeaderCoordinator)
+        self._process(self._coordinator.receive_round, follower, server, number)
 
-    def answered(self, sequence: int, verdict: RoundVerdict) -> None:
-        """Take the leader's answer to a vote."""
-        with self._lock:
-            actions = self._carry_out(self._rounds.answered(sequence, verdict))
-        run_actions(actions)
+    def receive_verdict(self, sequence: int, verdict: RoundVerdict) -> None:
+        """Receive the leader's answer to a vote."""
+        assert isinstance(self._coordinator, FollowerCoordinator)
+        self._process(self._coordinator.receive_verdict, sequence, verdict)
 
-    def is_asking(self, vote: RoundVote) -> bool:
+    def is_vote_pending(self, vote: RoundVote) -> bool:
         """Return whether this vote still waits for its answer."""
         with self._lock:
-            return self._rounds.asking == vote
+            return self._rounds.pending_vote == vote
 
     @property
-    def round(self) -> int:
+    def current_round(self) -> int:
         """The number of the round that is open here."""
         with self._lock:
-            return self._rounds.number
+            return self._rounds.round
 
     @property
-    def unsure(self) -> bool:
-        """Was this server restarted, and may others have finished a round since that it does not know of?"""
+    def may_be_behind(self) -> bool:
+        """Whether this server was restarted and others may have finished rounds since."""
         with self._lock:
-            return isinstance(self._coordinator, RoundCoordinator) and self._coordinator.unsure
+            coordinator = self._coordinator
+            return isinstance(coordinator, RoundCoordinator) and coordinator.may_be_behind
 
     @property
     def _rounds(self) -> RoundCoordinator:
         assert isinstance(self._coordinator, RoundCoordinator)
         return self._coordinator
 
+    def _process(self, receive: Callable[..., list[Decision]], *args: Any) -> None:
+        """Pass one input to the coordinator and carry out its decisions."""
+        with self._lock:
+            actions = self._carry_out(receive(*args))
+        run_actions(actions)
+
     # Decisions, under the lock
 
     def _carry_out(self, decisions: list[Decision]) -> list[Action]:
-        """Carry out decisions in order, and those that follow from them. Return what is left for after the lock."""
+        """Carry out decisions in order, and those that follow from them.
+
+        Return the actions that must run after the lock is released.
+        """
         actions: list[Action] = []
-        left = deque(decisions)
-        while left:
-            decision = left.popleft()
+        remaining = deque(decisions)
+        while remaining:
+            decision = remaining.popleft()
             if isinstance(decision, MakeStep):
-                left.extendleft(reversed(self._make_step(decision.reports)))
+                remaining.extendleft(reversed(self._make_step(decision.reports)))
             elif isinstance(decision, UndoStep):
-                left.extendleft(reversed(self._undo(decision.version)))
-            # now, so that all servers make their step at the same time
+                remaining.extendleft(reversed(self._undo_step(decision.version)))
             elif isinstance(decision, AnswerVote):
+                # Under the lock, so that followers make their step while this server makes its own.
                 _complete(decision.future, decision.verdict)
             elif isinstance(decision, ReplyToReport):
-                actions.append(
-                    self._result(decision.report.future, partial(self._answer, decision))
-                )
+                make_reply = partial(self._push_reply, decision)
+                actions.append(_completion(decision.report.future, make_reply))
             elif isinstance(decision, AdmitTrainer):
-                actions.append(
-                    self._result(decision.future, partial(self.welcome, decision.trainer))
-                )
+                make_reply = partial(self.reply_to_join, decision.trainer)
+                actions.append(_completion(decision.future, make_reply))
             elif isinstance(decision, FailReport):
-                actions.append(_failing(decision.future, decision.error))
-            elif isinstance(decision, AskLeader):
-                assert self._ask is not None
-                actions.append(partial(self._ask, decision.vote))
+                actions.append(_failure(decision.future, decision.error))
+            elif isinstance(decision, SendVote):
+                assert self._send_vote is not None
+                actions.append(partial(self._send_vote, decision.vote))
         return actions
 
     def _make_step(self, reports: list[StepReport]) -> list[Decision]:
@@ -253,113 +293,121 @@ class BaseShard(ABC):
             self.apply(reports)
         except Exception as problem:
             error = problem
-        self._coordinator.count_step(error)
+        self._coordinator.step_applied(error)
         try:
             self._publish()
             self._save_if_due()
         except Exception as problem:
             error = error or problem
-        return self._coordinator.after_step(error)
+        return self._coordinator.step_finished(error)
 
-    def _undo(self, version: int) -> list[Decision]:
-        """Go back to a version that was saved."""
+    def _undo_step(self, version: int) -> list[Decision]:
+        """Go back to a saved version."""
         archive = self._archive
         snapshot = None if archive is None else archive.find(version)
         if archive is None or snapshot is None:
             _log.error(
-                "a step that other servers cannot make is kept, because there is no readable checkpoint of version "
-                "%s; the servers may differ by the gradients of a trainer that died",
+                "a step that other servers cannot make is kept, because there is no readable "
+                "checkpoint of version %s; the servers may differ by the gradients of a trainer "
+                "that died",
                 version,
             )
-            return self._rounds.undone(None)
+            return self._rounds.step_undone(None)
         self._load(snapshot)
         archive.clear(after=version)
-        self._saved = version
-        decisions = self._rounds.undone(snapshot.applied)
+        self._saved_version = version
+        decisions = self._rounds.step_undone(snapshot.applied)
         self._publish()
         return decisions
 
-    def _answer(self, reply: ReplyToReport) -> PushReply:
-        answer = self.answer(reply.report)
+    def _push_reply(self, decision: ReplyToReport) -> PushReply:
+        reply = self.reply_to_report(decision.report)
         problem = None if self._archive is None else self._archive.problem
-        if reply.dropped or problem is not None:
-            answer = answer._replace(dropped=reply.dropped, problem=problem)
-        return answer
-
-    def _result(self, future: Any, make: Callable[[], Any]) -> Action:
-        """Return an action that completes a future with a value that is made now."""
-        try:
-            return partial(_complete, future, make())
-        except Exception as error:
-            return _failing(future, error)
+        if decision.dropped or problem is not None:
+            reply = reply._replace(dropped=decision.dropped, problem=problem)
+        return reply
 
     # Checkpoints
 
     def save(self) -> None:
-        """Put what is here now into the archive."""
+        """Save the current version."""
         with self._lock:
             self._save()
 
     def save_first(self) -> None:
-        """Write the first checkpoint, without which a restarted server would have nothing; raise if it cannot be."""
+        """Write the first checkpoint. Raise `UsageError` if that fails.
+
+        Without it, a restarted server would have nothing to start from.
+        """
         with self._lock:
-            if self._archive is not None and self.version != self._saved:
+            if self._archive is not None and self.version != self._saved_version:
                 self._archive.write_now(self._snapshot())
-                self._saved = self.version
+                self._saved_version = self.version
 
     def close(self) -> None:
-        """Save everything before the worker leaves, and wait until that is on disk."""
+        """Save the current version and wait until it is on disk."""
         if self._archive is not None:
             self.save()
             self._archive.finish()
 
     def _restore(self, snapshot: ShardSnapshot, expected: Sequence[str], started: bool) -> None:
-        """Begin with the version of a snapshot. Of the same run, the trainers that took part are waited for."""
-        same = snapshot.run == self._run
-        made = snapshot.round if same else None
-        self._coordinator.restore(
-            snapshot.version, snapshot.applied if same else {}, expected if same else (), made
-        )
-        self._coordinator.started = same and started
-        self._saved = snapshot.version
+        """Start from a snapshot. Trainers are expected only if it is of the same run."""
+        coordinator = self._coordinator
+        if snapshot.run == self._run:
+            coordinator.restore(snapshot.version, snapshot.applied, expected, snapshot.round)
+            coordinator.started = started
+        else:
+            coordinator.restore(snapshot.version, {}, (), None)
+            coordinator.started = False
+        self._saved_version = snapshot.version
 
     def _save(self) -> None:
-        if self._archive is not None and self.version != self._saved:
+        if self._archive is not None and self.version != self._saved_version:
             try:
                 self._archive.save(self._snapshot())
             except Exception as error:
-                self._archive.fail(error)
-            self._saved = self.version
+                self._archive.record_problem(error)
+            self._saved_version = self.version
 
     def _save_if_due(self) -> None:
-        if self._archive is not None and self.version % self._archive.rule.every == 0:
+        if self._archive is not None and self.version % self._archive.policy.every == 0:
             self._save()
 
-    def _note_members(self) -> None:
+    def _save_members(self) -> None:
         if self._archive is not None:
-            self._archive.note_members(self._coordinator.known, self._coordinator.started)
+            self._archive.save_members(self._coordinator.known, self._coordinator.started)
             if not self._coordinator.members:
                 self._save()
 
     @property
     def _last_round(self) -> Steps | None:
         """The reports that the last step was made of, if it can still be undone."""
-        return self._coordinator.made if isinstance(self._coordinator, RoundCoordinator) else None
+        coordinator = self._coordinator
+        return coordinator.unconfirmed if isinstance(coordinator, RoundCoordinator) else None
 
 
 def run_actions(actions: list[Action]) -> None:
-    """Take all actions, not under a lock."""
+    """Run all actions. Do not hold a lock."""
     for action in actions:
         try:
             action()
         except Exception:
-            _log.exception("an answer of a parameter server could not be given")
+            _log.exception("a parameter server could not complete a call")
 
 
 def _complete(future: Any, value: Any) -> None:
     future.set_result(value)
 
 
-def _failing(future: Any, error: Exception) -> Action:
-    traceback.clear_frames(error.__traceback__)  # a future is no place to keep gradients alive
+def _completion(future: Any, make: Callable[[], Any]) -> Action:
+    """Return an action that completes a future with a value that is made now, under the lock."""
+    try:
+        return partial(_complete, future, make())
+    except Exception as error:
+        return _failure(future, error)
+
+
+def _failure(future: Any, error: Exception) -> Action:
+    # The future must not keep the frames of the error alive: they refer to gradients.
+    traceback.clear_frames(error.__traceback__)
     return partial(future.set_exception, error)

@@ -1,18 +1,21 @@
-"""Checkpoints of a server: what it holds of the parameters (safetensors), and the optimizer's state beside it.
+"""Checkpoints of a shard: `Checkpoint` (the policy), `ShardSnapshot`, and `CheckpointArchive`.
 
     folder/<parameter server>/<worker>/<version>/parameters.safetensors
     folder/<parameter server>/<worker>/<version>/optimizer.pt
     folder/<parameter server>/<worker>/<version>/checksums.json
     folder/<parameter server>/<worker>/members.json      the trainers that take part
 
-A version is written under another name and renamed when it is complete. A version whose files do not match their
-checksums, or cannot be read, is passed over with a warning, and the one before it is used.
+A version is written to a temporary folder, which is renamed when it is complete. A version whose
+files do not match their checksums, or cannot be read, is ignored with a warning; the version before
+it is used.
 
-Writing never raises, except for the first checkpoint: what goes wrong is logged and kept as `problem` until something
-has been written again. Training goes on meanwhile, and the last good checkpoint stays.
+Writing never raises, except for the first checkpoint and, when a trainer joins, for the list of
+members. An error is logged and kept as `problem` until something has been written again. Training
+continues meanwhile, and the last good checkpoint stays.
 
-State of an `CheckpointArchive`: `_next`, the newest snapshot that nobody has begun to write; `_writing`, whether some
-thread writes; `problem`. All under `_changed`. `_noted`: whether the members on disk are the current ones.
+State of a `CheckpointArchive`, under `_changed`: `_queued`, the newest snapshot that is not being
+written; `_writing`, whether a thread writes; `problem`. Not under a lock: `_members`, the last list
+of members, and `_members_saved`, whether it is on disk.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from telegrad.ps.server.shard_optimizer import Options, State
 
 try:
     from safetensors.torch import load_file, save_file
-except ImportError:  # needed only by those who want checkpoints; `Checkpoint` says so
+except ImportError:  # optional; `Checkpoint` raises an error without it
     load_file = save_file = None  # type: ignore[assignment]
 
 _log = logging.getLogger(__name__)
@@ -47,16 +50,17 @@ _PARAMETERS, _OPTIMIZER, _CHECKSUMS, _MEMBERS = (
     "checksums.json",
     "members.json",
 )
-_BLOCK = 1 << 20  # bytes that are read at once
+_READ_SIZE = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Let servers save what they hold into a `folder` of theirs, after `every` so many steps and at the end.
+    """When and where servers save their shards: into `folder`, after `every` steps and at the end.
 
-    A server that dies and comes back under its name goes on from there by itself; `resume` lets a new run do the same.
-    Writing goes on beside training. With `wait`, trainers are answered only when the step is on disk: with `every=1`,
-    nothing that was acknowledged is ever lost.
+    A server that is restarted under the same name continues from its newest checkpoint. With
+    `resume`, a new run does so, too. `keep` is the number of versions that are kept. Checkpoints
+    are written while training continues. With `wait`, trainers get their reply when the step is on
+    disk; with `every=1` as well, no acknowledged step is ever lost.
     """
 
     folder: str | os.PathLike[str]
@@ -75,51 +79,57 @@ class Checkpoint:
 
     @property
     def exact(self) -> bool:
-        """Is every step on disk before it is acknowledged?"""
+        """Whether every step is on disk before it is acknowledged."""
         return self.every == 1 and self.wait
 
 
 class ShardSnapshot(NamedTuple):
-    """What a server holds at one moment: copies."""
+    """Copies of the contents of a shard. The fields are also the format on disk."""
 
     version: int
-    run: str  # the group that trained it
-    values: dict[str, Tensor]  # by the names of their parts
+    run: str  # the group of workers that trained it
+    values: dict[str, Tensor]  # by the labels of the parts
     states: list[State]
     groups: list[Options]
-    applied: dict[str, int]
-    # the reports of the last step, if other servers may not have made it
+    applied: dict[str, int]  # the last step of each trainer in this version
+    # the reports of the last step, if other servers may not have made that step
     round: dict[str, int] | None = None
     skipped: bool = False  # the last round made no step
 
 
 class CheckpointArchive:
-    """The checkpoints of one server. `start` runs a job on a thread of its own."""
+    """The checkpoints of one shard. `start` runs a function on another thread."""
 
     def __init__(
-        self, rule: Checkpoint, name: str, server: str, start: Callable[[Callable[[], None]], None]
+        self,
+        policy: Checkpoint,
+        name: str,
+        server: str,
+        start: Callable[[Callable[[], None]], None],
     ) -> None:
-        self.rule = rule
+        self.policy = policy
         self.problem: str | None = None
-        self._keep = max(rule.keep, 2) if rule.exact else rule.keep  # to be able to undo a step
-        self._folder = Path(rule.folder) / name / server
+        # A step of an exact shard can be undone, which needs the version before it.
+        self._keep = max(policy.keep, 2) if policy.exact else policy.keep
+        self._folder = Path(policy.folder) / name / server
         self._start = start
         self._changed = threading.Condition()
-        self._next: ShardSnapshot | None = None
+        self._queued: ShardSnapshot | None = None
         self._writing = False
         self._members: dict[str, Any] | None = None
-        self._noted = True
+        self._members_saved = True
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def __repr__(self) -> str:
-        return f"<CheckpointArchive {self._folder}: versions {self.versions()}{', writing' if self._writing else ''}>"
+        state = ", writing" if self._writing else ""
+        return f"<CheckpointArchive {self._folder}: versions {self.versions()}{state}>"
 
     # Reading
 
     def versions(self) -> list[int]:
-        """Return the versions that are there, whether they can be read or not."""
+        """Return the versions on disk, including those that cannot be read."""
         try:
-            names = [entry.name for entry in self._folder.iterdir()]
+            names = [path.name for path in self._folder.iterdir()]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -128,11 +138,11 @@ class CheckpointArchive:
         return sorted(int(name) for name in names if name.isdigit())
 
     def readable(self) -> list[int]:
-        """Return the versions whose files are what was written."""
-        return [version for version in self.versions() if self._is_whole(version)]
+        """Return the versions whose files match their checksums."""
+        return [version for version in self.versions() if self._is_intact(version)]
 
     def newest(self) -> ShardSnapshot | None:
-        """Return the newest version that can be read."""
+        """Return the newest version that can be read, or None."""
         for version in reversed(self.versions()):
             snapshot = self.find(version)
             if snapshot is not None:
@@ -140,17 +150,17 @@ class CheckpointArchive:
         return None
 
     def find(self, version: int) -> ShardSnapshot | None:
-        """Return a version, or None if it is not there or cannot be read."""
+        """Return a version, or None if it does not exist or cannot be read."""
         if version not in self.versions():
             return None
         try:
             self._verify(version)
             return self._read(version)
-        except Exception as error:  # whatever a damaged file makes the readers raise
+        except Exception as error:  # readers raise many types for damaged files
             _warn_damaged(self._folder / str(version), error)
             return None
 
-    def _is_whole(self, version: int) -> bool:
+    def _is_intact(self, version: int) -> bool:
         try:
             self._verify(version)
         except Exception as error:
@@ -159,83 +169,108 @@ class CheckpointArchive:
         return True
 
     def _verify(self, version: int) -> None:
+        """Raise an error if the files of a version are damaged."""
         folder = self._folder / str(version)
-        sums = folder / _CHECKSUMS
-        if not sums.exists():  # of a release that wrote none
+        checksums_file = folder / _CHECKSUMS
+        if not checksums_file.exists():  # written by a release without checksums
             self._read(version)
             return
-        for name, expected in json.loads(sums.read_text()).items():
+        for name, expected in json.loads(checksums_file.read_text()).items():
             found = _checksum(folder / name)
             if found != expected:
                 raise ValueError(f"{name} has checksum {found}, but {expected} was written")
 
     def _read(self, version: int) -> ShardSnapshot:
         folder = self._folder / str(version)
-        rest: dict[str, Any] = torch.load(
+        metadata: dict[str, Any] = torch.load(
             folder / _OPTIMIZER, map_location="cpu", weights_only=True
         )
-        return ShardSnapshot(values=load_file(folder / _PARAMETERS), **rest)
+        return ShardSnapshot(values=load_file(folder / _PARAMETERS), **metadata)
 
     def members(self) -> tuple[list[str], bool]:
-        """Return who took part when this was last noted, and whether they had started."""
+        """Return the members when they were last saved, and whether training had started."""
         file = self._folder / _MEMBERS
         try:
-            noted = json.loads(file.read_text())
+            saved = json.loads(file.read_text())
         except FileNotFoundError:
             return [], False
         except (OSError, ValueError) as error:
             _warn_damaged(file, error)
             return [], False
-        if isinstance(noted, list):  # of a release that noted the members alone
-            return noted, True
-        return list(noted["members"]), bool(noted["started"])
+        if isinstance(saved, list):  # written by a release without `started`
+            return saved, True
+        return list(saved["members"]), bool(saved["started"])
 
     # Writing
 
     def clear(self, after: int = -1) -> None:
-        """Remove versions after this one, which are of an earlier run or undone."""
+        """Remove the versions after this one: they are of an earlier run, or undone."""
         for version in self.versions():
             if version > after:
                 self._attempt(shutil.rmtree, self._folder / str(version))
 
-    def note_members(self, members: Iterable[str], started: bool) -> None:
-        """Write down who takes part. If that fails, it is tried again with the next checkpoint."""
-        self._members = {"members": sorted(members), "started": started}
-        self._noted = False
-        self._attempt(self._write_members)
+    def save_members(self, members: Iterable[str], started: bool) -> None:
+        """Write the list of members. If that fails, the next checkpoint tries again."""
+        if self._set_members(members, started):
+            self._attempt(self._write_members)
+
+    def write_members_now(self, members: Iterable[str], started: bool) -> None:
+        """Write the list of members. Raise `UsageError` if that fails."""
+        if not self._set_members(members, started):
+            return
+        try:
+            self._write_members()
+        except Exception as error:
+            raise UsageError(
+                f"the list of trainers cannot be written into {self._folder}: "
+                f"{type(error).__name__}: {error}. Make room, or repair the folder, and join again"
+            ) from error
+
+    def _set_members(self, members: Iterable[str], started: bool) -> bool:
+        """Set the current members. Return whether they must be written."""
+        current = {"members": sorted(members), "started": started}
+        if current == self._members and self._members_saved:
+            return False
+        self._members = current
+        self._members_saved = False
+        return True
 
     def save(self, snapshot: ShardSnapshot) -> None:
-        """Write a snapshot, beside what the caller does next unless the rule says to wait. The newest wins."""
-        if self.rule.wait:
+        """Write a snapshot: now if the policy says `wait`, or else on another thread.
+
+        If several are queued, only the newest is written.
+        """
+        if self.policy.wait:
             self._attempt(self._write, snapshot)
             return
         with self._changed:
-            self._next = snapshot
+            self._queued = snapshot
             if not self._writing:
                 self._writing = True
-                self._start(self._write_all)
+                self._start(self._write_queued)
 
     def write_now(self, snapshot: ShardSnapshot) -> None:
-        """Write a snapshot, and raise an error if that fails."""
+        """Write a snapshot. Raise `UsageError` if that fails."""
         try:
             self._write(snapshot)
         except Exception as error:
             raise UsageError(
-                f"the first checkpoint cannot be written into {self._folder}: {type(error).__name__}: {error}. Choose "
-                "another folder, or make room"
+                f"the first checkpoint cannot be written into {self._folder}: "
+                f"{type(error).__name__}: {error}. Choose another folder, or make room"
             ) from error
 
     def finish(self) -> None:
-        """Wait until everything is on disk."""
+        """Wait until all queued snapshots are written."""
         with self._changed:
             self._changed.wait_for(lambda: not self._writing)
 
-    def fail(self, error: Exception) -> None:
-        """Note that something could not be saved."""
-        last = self.versions()[-1:]
+    def record_problem(self, error: Exception) -> None:
+        """Log that a checkpoint could not be written, and set `problem`."""
+        versions = self.versions()
+        last = f"version {versions[-1]}" if versions else "nothing"
         problem = (
-            f"a checkpoint could not be written into {self._folder}: {type(error).__name__}: {error}. "
-            f"Training goes on; if the server dies, it goes back to {f'version {last[0]}' if last else 'nothing'}"
+            f"a checkpoint could not be written into {self._folder}: {type(error).__name__}: "
+            f"{error}. Training goes on; if the server dies, it goes back to {last}"
         )
         _log.error("%s", problem)
         with self._changed:
@@ -245,12 +280,12 @@ class CheckpointArchive:
         try:
             function(*args)
         except Exception as error:
-            self.fail(error)
+            self.record_problem(error)
 
-    def _write_all(self) -> None:
+    def _write_queued(self) -> None:
         while True:
             with self._changed:
-                snapshot, self._next = self._next, None
+                snapshot, self._queued = self._queued, None
                 if snapshot is None:
                     self._writing = False
                     self._changed.notify_all()
@@ -259,58 +294,58 @@ class CheckpointArchive:
 
     def _write(self, snapshot: ShardSnapshot) -> None:
         final = self._folder / str(snapshot.version)
-        beside = self._folder / f"{snapshot.version}.new"
+        temporary = self._folder / f"{snapshot.version}.new"
         self._folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         try:
-            self._fill(beside, snapshot)
+            self._write_files(temporary, snapshot)
             if final.exists():
                 shutil.rmtree(final)
-            beside.rename(final)
+            temporary.rename(final)
         except BaseException:
-            shutil.rmtree(beside, ignore_errors=True)  # what is left of it takes up space
+            shutil.rmtree(temporary, ignore_errors=True)  # an incomplete version takes up space
             raise
-        _to_disk([self._folder])
-        if not self._noted:
+        _fsync([self._folder])
+        if not self._members_saved:
             self._write_members()
         for old in self.versions()[: -self._keep]:
             shutil.rmtree(self._folder / str(old))
         with self._changed:
             self.problem = None
 
-    def _fill(self, folder: Path, snapshot: ShardSnapshot) -> None:
+    def _write_files(self, folder: Path, snapshot: ShardSnapshot) -> None:
         folder.mkdir()
         files = [folder / _PARAMETERS, folder / _OPTIMIZER]
-        rest = snapshot._asdict()
-        save_file(rest.pop("values"), files[0])
-        torch.save(rest, files[1])
-        sums = folder / _CHECKSUMS
-        sums.write_text(json.dumps({file.name: _checksum(file) for file in files}))
-        _to_disk([*files, sums, folder])
+        metadata = snapshot._asdict()
+        save_file(metadata.pop("values"), files[0])
+        torch.save(metadata, files[1])
+        checksums_file = folder / _CHECKSUMS
+        checksums_file.write_text(json.dumps({file.name: _checksum(file) for file in files}))
+        _fsync([*files, checksums_file, folder])
 
     def _write_members(self) -> None:
         file = self._folder / _MEMBERS
-        beside = file.with_suffix(".new")
+        temporary = file.with_suffix(".new")
         self._folder.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(self._members))
-        beside.replace(file)
-        self._noted = True
+        temporary.write_text(json.dumps(self._members))
+        temporary.replace(file)
+        self._members_saved = True
 
 
 def _warn_damaged(path: Path, error: Exception) -> None:
-    # not the error with its frames
+    # As text: a log record must not keep the frames of the error alive.
     _log.warning("%s cannot be used: %s", path, f"{type(error).__name__}: {error}")
 
 
 def _checksum(path: Path) -> int:
     total = 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(_READ_SIZE):
             total = zlib.crc32(block, total)
     return total
 
 
-def _to_disk(paths: Sequence[Path]) -> None:
+def _fsync(paths: Sequence[Path]) -> None:
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

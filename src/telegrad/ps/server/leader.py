@@ -1,8 +1,14 @@
-"""`LeaderProtocol`: how several servers agree on whose reports make up a round.
+"""`LeaderProtocol`: calls between the servers of a model by which they agree on each round.
 
-The first of them leads. Another sends it votes (`coordinator.RoundVote`) and gets verdicts. Servers that were restarted
-find their way back by asking: a follower repeats its vote; a leader asks its followers which round they are in, because
-they may have finished one that it has forgotten.
+The first server leads. `LeaderCoordinator` and `FollowerCoordinator` decide; this module sends
+their messages.
+
+| call | from | to | repeated while |
+|---|---|---|---|
+| `send_vote` | follower | leader | the vote is pending: the leader may be restarted |
+| `current_round` | restarted leader | each follower | the leader may be behind |
+
+Each call runs on a thread of its own. The protocol has no state.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import PeerLost, StaleReference
 from telegrad.ps.server.base_shard import BaseShard, ServerRole
-from telegrad.ps.server.coordinator import RoundVote
+from telegrad.ps.server.decisions import RoundVote
 from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
 from telegrad.ps.trainer.joining import pauses
 from telegrad.server.functions import trusted
@@ -23,85 +29,94 @@ if TYPE_CHECKING:
 
 
 class LeaderProtocol:
-    """Of the servers that hold `what`. `patient`: one that is gone may come back."""
+    """The calls of one server. `what` is the key of its shard in the `ShardRegistry`.
+
+    `patient`: a server that is lost may be restarted, so calls to it are repeated.
+    """
 
     def __init__(
         self, agent: AgentRuntime, what: str, servers: Sequence[str], patient: bool
     ) -> None:
         self._agent = agent
-        self._what = what
+        self._shard_key = what
         self._servers = servers
         self._patient = patient
 
     def __repr__(self) -> str:
-        return f"<LeaderProtocol of {self._what}: {', '.join(self._servers)}>"
+        return f"<LeaderProtocol of {self._shard_key}: {', '.join(self._servers)}>"
+
+    @property
+    def _leads(self) -> bool:
+        return self._agent.name == self._servers[0]
 
     @property
     def _followers(self) -> Sequence[str]:
-        return self._servers[1:] if self._agent.name == self._servers[0] else ()
+        return self._servers[1:] if self._leads else ()
 
     @property
     def role(self) -> ServerRole:
-        """What this server is."""
-        ask = None if self._agent.name == self._servers[0] else self._start_asking
-        return ServerRole(self._agent.local_member.incarnation, self._followers, ask)
+        """The role of this server."""
+        send = None if self._leads else self._start_sending
+        return ServerRole(self._agent.local_member.incarnation, self._followers, send)
 
     def look_around(self) -> None:
-        """If this server leads and was restarted, ask in which round the others are, until one is finished."""
+        """Ask each follower for its round, if this server leads and may be behind."""
         for follower in self._followers:
-            self._agent.threads.start(partial(self._look_at, follower))
+            self._agent.threads.start(partial(self._ask_for_round, follower))
 
-    def _start_asking(self, vote: RoundVote) -> None:
-        self._agent.threads.start(partial(self._ask, vote))
+    def _ask_for_round(self, follower: str) -> None:
+        for shard in self._attempts(lambda shard: shard.may_be_behind):
+            found = self._call(follower, current_round, (self._shard_key,))
+            if found is not None:
+                shard.receive_round(follower, *found)
 
-    def _ask(self, vote: RoundVote) -> None:
-        for holding in self._tries(lambda holding: holding.is_asking(vote)):
-            verdict = self._answer(
-                self._servers[0], send_vote, (self._what, self._agent.name, vote)
-            )
+    def _start_sending(self, vote: RoundVote) -> None:
+        self._agent.threads.start(partial(self._send_vote, vote))
+
+    def _send_vote(self, vote: RoundVote) -> None:
+        for shard in self._attempts(lambda shard: shard.is_vote_pending(vote)):
+            arguments = (self._shard_key, self._agent.name, vote)
+            verdict = self._call(self._servers[0], send_vote, arguments)
             if verdict is not None:
-                holding.answered(vote.sequence, verdict)
+                shard.receive_verdict(vote.sequence, verdict)
                 return
 
-    def _look_at(self, follower: str) -> None:
-        for holding in self._tries(lambda holding: holding.unsure):
-            standing = self._answer(follower, current_round, (self._what,))
-            if standing is not None:
-                holding.hear_of(follower, *standing)
-
-    def _answer(self, server: str, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return None if the server is not there."""
+    def _call(self, server: str, function: Any, arguments: tuple[Any, ...]) -> Any:
+        """Call a function on a server. Return None if the server or its shard is not there."""
         try:
             return self._agent.invoke(server, function, arguments, None, None)
         except (PeerLost, StaleReference):
             return None
 
-    def _tries(self, needed: Callable[[BaseShard], bool]) -> Iterator[BaseShard]:
-        """Yield what is held here, again and again while there is need, and hope."""
-        holdings = self._agent.service(ShardRegistry)
+    def _attempts(self, needed: Callable[[BaseShard], bool]) -> Iterator[BaseShard]:
+        """Yield the shard of this server before each attempt, while `needed` returns True.
+
+        Stop when the agent closes, the shard is removed, or, without `patient`, after one attempt.
+        """
+        registry = self._agent.service(ShardRegistry)
         for _ in pauses():
-            if self._agent.closing or not holdings.has(self._what):
+            if self._agent.closing or not registry.has(self._shard_key):
                 return
-            holding = holdings.part(self._what)
-            if not needed(holding):
+            shard = registry.get(self._shard_key)
+            if not needed(shard):
                 return
-            yield holding
-            if not (self._patient and needed(holding)):
+            yield shard
+            if not (self._patient and needed(shard)):
                 return
 
 
 @trusted
 def send_vote(what: str, name: str, vote: RoundVote) -> Any:
-    """Take the vote of a follower; the answer is the verdict."""
-    holdings = ShardRegistry.here()
-    holding = holdings.part(what)
-    decided = holding.hear(name, vote)
-    holdings.check(holding, vote.server)
-    return value_or_deferred(decided)
+    """Receive the vote of follower `name`. Reply with the verdict, when there is one."""
+    registry = ShardRegistry.here()
+    shard = registry.get(what)
+    verdict = shard.receive_vote(name, vote)
+    registry.check(shard, vote.server)
+    return value_or_deferred(verdict)
 
 
 @trusted
 def current_round(what: str) -> tuple[str, int]:
-    """Return this server's incarnation, and the round that it is in."""
-    holdings = ShardRegistry.here()
-    return holdings.agent.local_member.incarnation, holdings.part(what).round
+    """Return the incarnation of this server and the number of its current round."""
+    registry = ShardRegistry.here()
+    return registry.agent.local_member.incarnation, registry.get(what).current_round

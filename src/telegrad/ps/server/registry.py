@@ -1,6 +1,10 @@
-"""`ShardRegistry`: everything that one worker holds of parameter servers and tables, by what it is part of.
+"""`ShardRegistry`: all shards that one worker holds, of parameter servers and of tables.
 
-State: the holdings, added under `lock`.
+State: `_shards`, by key. A key is also how error messages name the shard's owner: "parameter server
+'default'". Shards are added under `lock`, and looked up without it.
+
+The registry tells its shards which workers are lost, and asks the trainers of a restored shard
+whether they still take part.
 """
 
 from __future__ import annotations
@@ -21,97 +25,105 @@ from telegrad.server.functions import DeferredReply
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
-H = TypeVar("H", bound=BaseShard)
+ShardT = TypeVar("ShardT", bound=BaseShard)
 
 
 class ShardRegistry:
-    """One per agent."""
+    """The shards of one agent."""
 
     def __init__(self, agent: AgentRuntime) -> None:
         self.agent = agent
         self.lock = threading.Lock()
-        self._all: dict[str, BaseShard] = {}
-        agent.on_loss(self._lost)
+        self._shards: dict[str, BaseShard] = {}
+        agent.on_loss(self._remove_lost_worker)
         agent.on_close(self._close)
 
     def __repr__(self) -> str:
-        return f"<ShardRegistry of {self.agent.name}: {list(self._all.values())}>"
+        return f"<ShardRegistry of {self.agent.name}: {list(self._shards.values())}>"
 
     @classmethod
     def here(cls) -> ShardRegistry:
+        """Return the registry of the agent that serves the current call."""
         agent = active_runtime()
-        if agent is None:  # it was called in the moment in which it closes
-            raise StaleReference("a worker that holds part of a parameter server is leaving")
+        if agent is None:  # the call arrived while the agent closed
+            raise StaleReference("a worker that holds a shard of a parameter server is leaving")
         return agent.service(cls)
 
-    def has(self, what: str) -> bool:
-        return what in self._all
+    def has(self, key: str) -> bool:
+        """Return whether there is a shard with this key."""
+        return key in self._shards
 
-    def part(self, what: str) -> BaseShard:
-        """What is held of `what`, which is how people would call it: "parameter server 'default'"."""
-        if what not in self._all:
-            raise StaleReference(f"worker {self.agent.name!r} holds nothing of {what}")
-        return self._all[what]
+    def get(self, key: str) -> BaseShard:
+        """Return a shard. Raise `StaleReference` if there is none."""
+        if key not in self._shards:
+            raise StaleReference(f"worker {self.agent.name!r} holds no shard of {key}")
+        return self._shards[key]
 
-    def find(self, what: str, kind: type[H]) -> H:
-        """What is held of `what`, which is of this kind."""
-        found = self.part(what)
-        assert isinstance(found, kind)
-        return found
+    def find(self, key: str, kind: type[ShardT]) -> ShardT:
+        """Return a shard of this class. Raise `StaleReference` if there is none."""
+        shard = self.get(key)
+        assert isinstance(shard, kind)
+        return shard
 
-    def add(self, what: str, holding: BaseShard) -> None:
-        self._all[what] = holding
+    def add(self, key: str, shard: BaseShard) -> None:
+        """Add a shard. The caller holds `lock`."""
+        self._shards[key] = shard
 
-    def check(self, holding: BaseShard, *workers: str) -> None:
-        """A call of a worker, or of a trainer there, may be served after its loss was noticed: it must not stay."""
-        for worker in map(worker_of, workers):
+    def check(self, shard: BaseShard, *senders: str) -> None:
+        """Remove the senders of a call (workers or trainers) from a shard if they are lost.
+
+        A call may be served after the loss of its sender was noticed, and must not add it again.
+        """
+        for worker in map(worker_of, senders):
             if self.agent.is_lost(worker):
-                holding.lose(worker)
+                shard.remove_worker(worker)
 
     def refuse_lost(self, trainer: str) -> None:
-        """Raise an error if the worker of a trainer was given up: it would be forgotten again at once."""
+        """Raise `JoinError` if the worker of a trainer is lost: it would be removed at once."""
         if self.agent.is_lost(worker_of(trainer)):
             raise JoinError(
-                f"worker {self.agent.name!r} has given up the worker of this trainer, which was silent for too long or "
-                "has closed its connections; close the optimizer and make a new one"
+                f"worker {self.agent.name!r} has given up the worker of this trainer, which was "
+                "silent for too long or has closed its connections; close the optimizer and make "
+                "a new one"
             )
 
-    def expect(self, holding: BaseShard, trainers: Iterable[str]) -> None:
-        """Find out which of the trainers of an earlier life of this server are still there.
+    def expect(self, shard: BaseShard, trainers: Iterable[str]) -> None:
+        """Find out which trainers of a restored shard still take part.
 
-        Call it when the holding has been added. A loss that was noticed before is not announced again.
+        Call it after the shard was added. A loss that was noticed earlier is not reported again.
         """
         for worker in set(map(worker_of, trainers)):
             self.agent.watch(worker)
-        self.check(holding, *trainers)
+        self.check(shard, *trainers)
         for trainer in trainers:
-            self.agent.threads.start(partial(self._ask_trainer, holding, trainer))
+            self.agent.threads.start(partial(self._ask_trainer, shard, trainer))
 
-    def _ask_trainer(self, holding: BaseShard, trainer: str) -> None:
-        """Do not wait for a trainer that has left while this server was down."""
+    def _ask_trainer(self, shard: BaseShard, trainer: str) -> None:
+        """Remove a trainer from a shard if it left while this server was down."""
         worker = self.agent.directory.name_of(worker_of(trainer))
         for _ in pauses():
-            if self.agent.closing or trainer not in holding.known:
+            if self.agent.closing or trainer not in shard.known:
                 return
             try:
-                there = self.agent.invoke(worker, still_trains, (trainer, self.agent.name))
+                takes_part = self.agent.invoke(worker, still_trains, (trainer, self.agent.name))
             except CallTimeout:
                 continue
             except TelegradError:
-                there = False
-            if not there:
-                holding.leave(trainer)
+                takes_part = False
+            if not takes_part:
+                shard.leave(trainer)
             return
 
     def _close(self) -> None:
-        for holding in self._all.values():
-            holding.close()
-        self._all.clear()
+        for shard in self._shards.values():
+            shard.close()
+        self._shards.clear()
 
-    def _lost(self, name: str, incarnation: str) -> None:
-        for holding in list(self._all.values()):
-            self.agent.threads.start(lambda holding=holding: holding.lose(incarnation))  # type: ignore[misc]
+    def _remove_lost_worker(self, name: str, incarnation: str) -> None:
+        for shard in list(self._shards.values()):
+            self.agent.threads.start(partial(shard.remove_worker, incarnation))
 
 
 def value_or_deferred(future: Future[Any]) -> Any:
+    """Return the value of a completed future, or else a reply that is sent when it completes."""
     return future.wait() if future.done() else DeferredReply(future)

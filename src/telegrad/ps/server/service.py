@@ -1,10 +1,12 @@
-"""What trainers call on a server. A worker needs no code of its own to be one: the first trainer that comes makes it.
+"""The calls that trainers make to a parameter server, and the shards that serve them.
 
-Which trainer that is, whose parameters everybody starts from, is decided by the first of the servers; it makes the
-shards of all others before that one's. So whoever finds a shard on the first server finds one on all.
+A worker needs no code of its own to be a server: the first trainer creates its shard. The first
+server decides which trainer that is, and whose parameters training starts from. That trainer
+creates the shards of all other servers before the shard of the first server. So if the first server
+has a shard, all servers have one.
 
-State: `ParameterShards`, one per agent: who is making shards, under the lock of the `ShardRegistry` that they are added
-to.
+State: `ParameterShards`, one per agent. It records which trainer creates each parameter server,
+under the lock of the `ShardRegistry`, which holds the shards.
 """
 
 from __future__ import annotations
@@ -39,118 +41,129 @@ if TYPE_CHECKING:
 
 
 class ParameterShards:
-    """The shards that live on one worker."""
+    """The parameter shards of one worker: create, find and restore them."""
 
     def __init__(self, agent: AgentRuntime) -> None:
         self.agent = agent
-        self._holdings = agent.service(ShardRegistry)
-        self._founders: dict[str, str] = {}
+        self._registry = agent.service(ShardRegistry)
+        self._creators: dict[str, str] = {}  # trainers, by the name of the parameter server
 
     def __repr__(self) -> str:
-        return f"<ParameterShards of {self.agent.name}, made by {self._founders}>"
+        return f"<ParameterShards of {self.agent.name}, created by {self._creators}>"
 
     @classmethod
     def here(cls) -> ParameterShards:
+        """Return the shards of the agent that serves the current call."""
         return ShardRegistry.here().agent.service(cls)
 
     def find(self, name: str) -> ParameterShard:
-        return self._holdings.find(_what(name), ParameterShard)
+        """Return a shard. Raise `StaleReference` if there is none."""
+        return self._registry.find(_key(name), ParameterShard)
 
     def has(self, name: str) -> bool:
-        return self._holdings.has(_what(name))
+        """Return whether there is a shard of this parameter server."""
+        return self._registry.has(_key(name))
 
-    def found(self, name: str, trainer: str) -> bool:
-        with self._holdings.lock:
-            founder = self._founders.get(name)
-            if not self.has(name) and (founder is None or self.agent.is_lost(worker_of(founder))):
-                founder = self._founders[name] = trainer
-            return not self.has(name) and founder == trainer
+    def claim_creation(self, name: str, trainer: str) -> bool:
+        """Return whether this trainer is the one that creates the parameter server."""
+        with self._registry.lock:
+            if self.has(name):
+                return False
+            creator = self._creators.get(name)
+            if creator is None or self.agent.is_lost(worker_of(creator)):
+                creator = self._creators[name] = trainer
+            return creator == trainer
 
     def leave(self, name: str, trainer: str) -> None:
-        with self._holdings.lock:
-            if self._founders.get(name) == trainer:
-                del self._founders[name]  # if it could not make the shards, the next may try
+        """Remove a trainer."""
+        with self._registry.lock:
+            # If it could not create the shards, another trainer may try.
+            if self._creators.get(name) == trainer:
+                del self._creators[name]
         if self.has(name):
             self.find(name).leave(trainer)
 
-    def saved(self, plan: ShardSpec) -> SavedVersions:
-        """Say what a shard could begin with."""
-        here = self.has(plan.name)
-        pristine = here and self.find(plan.name).version == 0 and not self.find(plan.name).known
-        archive = self._archive(plan)
+    def saved_versions(self, spec: ShardSpec) -> SavedVersions:
+        """Return what is here of a parameter server, in memory and on disk."""
+        here = self.has(spec.name)
+        unused = here and not self._is_used(spec.name)
+        archive = self._open_archive(spec)
         newest = None if archive is None else archive.newest()
         if archive is None or newest is None:
-            return SavedVersions(here, pristine, ours=False, versions=[])
+            return SavedVersions(here, unused, ours=False, versions=[])
         ours = newest.run == self.agent.group
-        return SavedVersions(
-            here, pristine, ours, archive.readable() if ours or archive.rule.resume else []
-        )
+        versions = archive.readable() if ours or archive.policy.resume else []
+        return SavedVersions(here, unused, ours, versions)
 
-    def create(self, plan: ShardSpec, values: Tensor, version: int | None) -> None:
-        """Make a shard with a version that was saved or, if that is None, with these values.
+    def create(self, spec: ShardSpec, values: Tensor, version: int | None) -> None:
+        """Create a shard from a saved version or, if that is None, from these values.
 
-        One that is here and that nobody has used is replaced: whoever made it died before it had made all.
+        An unused shard is replaced: its creator died before it had created the shards of all
+        servers.
         """
-        with self._holdings.lock:
-            if self.has(plan.name) and (
-                self.find(plan.name).known or self.find(plan.name).version > 0
-            ):
+        with self._registry.lock:
+            if self.has(spec.name) and self._is_used(spec.name):
                 return
-            archive = self._archive(plan)
+            archive = self._open_archive(spec)
             snapshot = None if archive is None or version is None else archive.find(version)
             if archive is not None:
                 if version is not None and snapshot is None:
                     raise UsageError(
-                        f"worker {self.agent.name!r} cannot read its checkpoint of version {version}"
+                        f"worker {self.agent.name!r} cannot read its checkpoint of version "
+                        f"{version}"
                     )
                 archive.clear(after=-1 if version is None else version)
-            self._make(plan, values, archive, snapshot)
+            self._add_shard(spec, values, archive, snapshot)
 
-    def recreate(self, plan: ShardSpec) -> None:
-        """Make a shard that was here before this worker was restarted, from its newest checkpoint."""
-        with self._holdings.lock:
-            if self.has(plan.name):
+    def recreate(self, spec: ShardSpec) -> None:
+        """Create a shard from its newest checkpoint if this worker was restarted."""
+        with self._registry.lock:
+            if self.has(spec.name):
                 return
-            archive = self._archive(plan)
+            archive = self._open_archive(spec)
             snapshot = None if archive is None else archive.newest()
-            if (
-                archive is None
-                or snapshot is None
-                or not (archive.rule.resume or snapshot.run == self.agent.group)
-            ):
-                where = "it saves none"
-                if archive is not None and plan.checkpoint is not None:
-                    where = f"there is none of this run in {plan.checkpoint.folder}"
+            if archive is not None and snapshot is not None:
+                usable = archive.policy.resume or snapshot.run == self.agent.group
+            else:
+                usable = False
+            if not usable:
+                reason = "it saves none"
+                if spec.checkpoint is not None:
+                    reason = f"there is none of this run in {spec.checkpoint.folder}"
                 raise JoinError(
-                    f"worker {self.agent.name!r} has come back without its part of parameter server {plan.name!r}: it "
-                    f"needs a checkpoint that can be read, and {where}. Start the training anew"
+                    f"worker {self.agent.name!r} was restarted without its part of parameter "
+                    f"server {spec.name!r}: it needs a checkpoint that can be read, and {reason}. "
+                    "Start the training anew"
                 )
-            values = flat_memory.allocate_private(plan.share.nbytes, _usable(plan.device))
-            self._make(plan, values, archive, snapshot).look_around()
+            values = flat_memory.allocate_private(spec.share.nbytes, _available(spec.device))
+            self._add_shard(spec, values, archive, snapshot).look_around()
 
     def check(self, shard: ParameterShard, trainer: str) -> None:
-        """A call of a trainer may be served after its loss was noticed: it must not stay."""
-        self._holdings.check(shard, trainer)
+        """Remove the trainer that made the current call if it is lost."""
+        self._registry.check(shard, trainer)
 
-    def _archive(self, plan: ShardSpec) -> CheckpointArchive | None:
-        agent, rule = self.agent, plan.checkpoint
-        return (
-            None
-            if rule is None
-            else CheckpointArchive(rule, plan.name, agent.name, agent.threads.start)
-        )
+    def _is_used(self, name: str) -> bool:
+        shard = self.find(name)
+        return bool(shard.version > 0 or shard.known)
 
-    def _make(
+    def _open_archive(self, spec: ShardSpec) -> CheckpointArchive | None:
+        if spec.checkpoint is None:
+            return None
+        agent = self.agent
+        return CheckpointArchive(spec.checkpoint, spec.name, agent.name, agent.threads.start)
+
+    def _add_shard(
         self,
-        plan: ShardSpec,
+        spec: ShardSpec,
         values: Tensor,
         archive: CheckpointArchive | None,
         snapshot: ShardSnapshot | None,
     ) -> LeaderProtocol:
-        agent, what = self.agent, _what(plan.name)
-        protocol = LeaderProtocol(agent, what, plan.servers, patient=archive is not None)
+        """Create a shard, restore it from a snapshot, and start it."""
+        agent, key = self.agent, _key(spec.name)
+        protocol = LeaderProtocol(agent, key, spec.servers, patient=archive is not None)
         shard = ParameterShard(
-            plan, values, shares_memory(agent), agent.group, archive, protocol.role
+            spec, values, shares_memory(agent), agent.group, archive, protocol.role
         )
         expected: list[str] = []
         if archive is not None and snapshot is not None:
@@ -158,57 +171,58 @@ class ParameterShards:
             expected = members if snapshot.run == agent.group else []
             shard.restore(snapshot, expected, started)
         shard.save_first()
-        self._holdings.add(what, shard)
-        self._holdings.expect(shard, expected)
+        self._registry.add(key, shard)
+        self._registry.expect(shard, expected)
         shard.start()
         return protocol
 
 
-def _what(name: str) -> str:
+def _key(name: str) -> str:
+    """Return the key of a parameter server in the `ShardRegistry`."""
     return f"parameter server {name!r}"
 
 
-def _usable(device: str) -> str:
-    """The device of the trainers if this worker has it, too."""
+def _available(device: str) -> str:
+    """Return the device of the trainers if this worker has it, or else "cpu"."""
     wanted = torch.device(device)
-    return (
-        device
-        if wanted.type == "cuda" and (wanted.index or 0) < torch.cuda.device_count()
-        else "cpu"
-    )
+    has_device = wanted.type == "cuda" and (wanted.index or 0) < torch.cuda.device_count()
+    return device if has_device else "cpu"
 
 
 def shares_memory(agent: AgentRuntime) -> bool:
-    """Who has been told to use TCP only is treated as if it were on another host."""
+    """Return whether an agent may use shared memory: not if its only transport is TCP."""
     return any(transport != "tcp" for transport in agent.config.transports)
+
+
+# Calls of trainers
 
 
 @trusted
 def find_shard(name: str, trainer: str) -> bool | None:
-    """May this trainer make the shards? None: they are there already."""
+    """Return None if there is a shard, or else whether this trainer creates the shards."""
     shards = ParameterShards.here()
     if shards.has(name):
         return None
-    return shards.found(name, trainer)
+    return shards.claim_creation(name, trainer)
 
 
 @trusted
-def saved(plan: ShardSpec) -> SavedVersions:
-    """Say what of a parameter server is here, in memory or in checkpoints."""
-    return ParameterShards.here().saved(plan)
+def saved(spec: ShardSpec) -> SavedVersions:
+    """Return what is here of a parameter server, in memory and on disk."""
+    return ParameterShards.here().saved_versions(spec)
 
 
 @trusted
 @allow_any_device
-def create(plan: ShardSpec, values: Tensor, version: int | None) -> None:
-    """Make a shard, unless there is one."""
-    ParameterShards.here().create(plan, values, version)
+def create(spec: ShardSpec, values: Tensor, version: int | None) -> None:
+    """Create a shard, unless there is one in use."""
+    ParameterShards.here().create(spec, values, version)
 
 
 @trusted
-def recreate(plan: ShardSpec) -> None:
-    """Make a shard again that was here before this worker was restarted."""
-    ParameterShards.here().recreate(plan)
+def recreate(spec: ShardSpec) -> None:
+    """Create a shard from its newest checkpoint, unless there is one."""
+    ParameterShards.here().recreate(spec)
 
 
 @trusted
@@ -218,10 +232,11 @@ def has_member(name: str, trainer: str) -> bool:
 
 
 @trusted
-def announce(plan: ShardSpec, trainer: str) -> int:
+def announce(spec: ShardSpec, trainer: str) -> int:
+    """Record that a trainer will join. Return the first round, or clock, it may start with."""
     shards = ParameterShards.here()
-    shard = shards.find(plan.name)
-    first = shard.announce(trainer, plan)
+    shard = shards.find(spec.name)
+    first = shard.announce(trainer, spec)
     shards.check(shard, trainer)
     return first
 
@@ -229,6 +244,7 @@ def announce(plan: ShardSpec, trainer: str) -> int:
 @trusted
 @allow_any_device
 def enter(name: str, trainer: str, first: int, gradients: SegmentHandle | None) -> Any:
+    """Let a trainer join. Reply when it may start."""
     shards = ParameterShards.here()
     shard = shards.find(name)
     entered = shard.enter(trainer, first, gradients)
@@ -239,7 +255,7 @@ def enter(name: str, trainer: str, first: int, gradients: SegmentHandle | None) 
 @trusted
 @allow_any_device
 def resume(
-    plan: ShardSpec,
+    spec: ShardSpec,
     trainer: str,
     first: int,
     acknowledged: int,
@@ -248,20 +264,20 @@ def resume(
     gradients: SegmentHandle | None,
     applied: Steps,
 ) -> JoinReply:
-    """Let a trainer come back to a server that has lost it, most likely because it was restarted."""
+    """Let a trainer return to a server that does not know it, because the server was restarted."""
     shards = ParameterShards.here()
     ShardRegistry.here().refuse_lost(trainer)
-    shards.recreate(plan)
-    shard = shards.find(plan.name)
-    welcome = shard.resume(trainer, first, acknowledged, version, values, gradients, applied)
+    shards.recreate(spec)
+    shard = shards.find(spec.name)
+    reply = shard.resume(trainer, first, acknowledged, version, values, gradients, applied)
     shards.check(shard, trainer)
-    return welcome
+    return reply
 
 
 @trusted
 @allow_any_device
 def bring(name: str, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
-    """Buckets of gradients that are ready before the step that they are for."""
+    """Receive buckets of gradients before the trainer reports the step that they belong to."""
     ParameterShards.here().find(name).bring(trainer, step, pieces)
 
 
@@ -279,6 +295,7 @@ def push(
     skip: bool = False,
     written: dict[int, Tensor] | None = None,
 ) -> Any:
+    """Receive the report of a step. Reply when the trainer may continue."""
     shard = ParameterShards.here().find(name)
     arguments = (changes, gradients, by_value, missing, skip, written)
     return value_or_deferred(shard.push(trainer, step, version, *arguments))
@@ -286,22 +303,26 @@ def push(
 
 @trusted
 def leave(name: str, trainer: str) -> None:
+    """Remove a trainer."""
     ParameterShards.here().leave(name, trainer)
 
 
 @trusted
 @allow_any_device
 def pull(name: str) -> PushReply:
+    """Return the current values."""
     return ParameterShards.here().find(name).pull()
 
 
 @trusted
 @allow_any_device
 def state(name: str) -> list[State]:
+    """Return the optimizer state of each part of this server's range."""
     return ParameterShards.here().find(name).state()
 
 
 @trusted
 @allow_any_device
 def load(name: str, states: dict[int, State], changes: dict[int, Options]) -> None:
+    """Set the optimizer state of whole parameters, by number."""
     ParameterShards.here().find(name).load(states, changes)

@@ -1,12 +1,17 @@
-"""`ParameterShard`: what one server holds of a parameter server: its range of the parameters, and their optimizer.
+"""`ParameterShard`: one server's range of the parameters of a model, and their optimizer.
 
-State, all of it under the lock of a `BaseShard`: the values and the solver; of the trainers, what they share
-(`_gradients`) or bring piece by piece (`_stagings`).
+State, all of it under the lock of `BaseShard`: the values and their optimizer; and, of each
+trainer, the memory with gradients that it shares (`_shared_gradients`) or the buffer for gradients
+that arrive in pieces (`_gradient_buffers`).
 
-What trainers read is never half updated. With `Sync()` the values themselves are shared: they change only when every
-trainer has reported again, and it does that after it has read. With the other rules each version is copied into one of
-two places by turns. The counter of the segment says which version is being written; a trainer that finds, after it has
-copied, that it was overtaken fetches the values by a call.
+Trainers on the same host read values from a shared segment, and never see a version that is half
+updated:
+
+- With `Sync()`, the segment holds the values themselves. They change only when every trainer has
+  reported again, which it does after it has read.
+- With other rules, the segment holds two copies, and versions are written to them in turn. The
+  counter of the segment is the version that is being written. A trainer that finds, after it has
+  copied, that its copy was overwritten fetches the values by a call.
 """
 
 from __future__ import annotations
@@ -24,71 +29,78 @@ from telegrad.ps.flat_memory import MappedMemory, SegmentHandle
 from telegrad.ps.messages import Gradients, JoinReply, PushReply, ShardSpec, Steps
 from telegrad.ps.server.base_shard import SINGLE_SERVER, BaseShard, ServerRole, run_actions
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
-from telegrad.ps.server.coordinator import StepReport
+from telegrad.ps.server.decisions import StepReport
 from telegrad.ps.server.gradient_buffer import GradientBuffer
 from telegrad.ps.server.shard_optimizer import Options, ShardOptimizer, State, works_by_element
 
 
-class _PushedContent(NamedTuple):
-    """Of a report."""
+class _PushPayload(NamedTuple):
+    """The payload of a `StepReport`."""
 
-    changes: dict[int, Options]
-    gradients: Tensor | None  # None if the step is to be skipped
-    by_value: bool
-    missing: frozenset[int]
-    written: dict[int, Tensor]  # parts of the range that the trainer has written to, by position
+    changes: dict[int, Options]  # options of parameter groups that have changed
+    gradients: Tensor | None  # None: the step is skipped
+    by_value: bool  # the reply must carry the values
+    missing: frozenset[int]  # numbers of the parameters that have no gradient
+    written: dict[int, Tensor]  # values that the trainer has written, by part of the range
 
 
 class ParameterShard(BaseShard):
+    """Values and optimizer of one range. `sharing`: trainers on this host may map the values."""
+
     def __init__(
         self,
-        plan: ShardSpec,
+        spec: ShardSpec,
         values: Tensor,
         sharing: bool,
         run: str = "",
         archive: CheckpointArchive | None = None,
         role: ServerRole = SINGLE_SERVER,
     ) -> None:
-        super().__init__(plan.consistency, plan.trainers, run, archive, role)
-        self.plan = plan
-        self._strict = plan.consistency == Sync()
-        self._places = 1 if self._strict else 2
+        super().__init__(spec.consistency, spec.trainers, run, archive, role)
+        self.spec = spec
+        self._range = spec.share
+        # Every trainer reports in every round, so values in shared memory need no second copy.
+        self._all_report = spec.consistency == Sync()
+        self._copies = 1 if self._all_report else 2
         sharing = sharing and values.is_cpu
-        self._memory = flat_memory.allocate(self._places * plan.share.nbytes) if sharing else None
-        if self._memory is not None and self._strict:
+        self._memory = flat_memory.allocate(self._copies * self._range.nbytes) if sharing else None
+        if self._memory is not None and self._all_report:
             self._values = self._memory.contents
         else:
-            self._values = flat_memory.allocate_private(plan.share.nbytes, values.device)
+            self._values = flat_memory.allocate_private(self._range.nbytes, values.device)
         self._values.copy_(values)
-        self._solver = ShardOptimizer(
-            plan.make, plan.groups, plan.share, self._values, works_by_element(plan.optimizer)
+        by_element = works_by_element(spec.optimizer)
+        self._optimizer = ShardOptimizer(
+            spec.make, spec.groups, self._range, self._values, by_element
         )
         self._skipped = False  # the last round made no step
-        self._gradients: dict[str, MappedMemory] = {}  # of the trainers that share them
-        # of trainers whose gradients come piece by piece
-        self._stagings: dict[str, GradientBuffer] = {}
+        self._shared_gradients: dict[str, MappedMemory] = {}  # by trainer
+        self._gradient_buffers: dict[str, GradientBuffer] = {}  # by trainer
 
     def __repr__(self) -> str:
-        return f"<ParameterShard of {self.plan.name!r}: {self.plan.share.nbytes} bytes, {self._coordinator!r}>"
+        return (
+            f"<ParameterShard of {self.spec.name!r}: {self._range.nbytes} bytes, "
+            f"{self._coordinator!r}>"
+        )
 
-    # Who takes part
+    # Members
 
-    def announce(self, trainer: str, plan: ShardSpec) -> int:
-        """A trainer is coming: from which round on this server waits for it."""
-        if _terms(plan) != _terms(self.plan):
+    def announce(self, trainer: str, spec: ShardSpec) -> int:
+        """Record that a trainer will join. Return the first round that waits for it."""
+        if _agreement(spec) != _agreement(self.spec):
             raise UsageError(
-                f"the trainers of parameter server {self.plan.name!r} disagree: {_described(plan)}, "
-                f"but it has {_described(self.plan)}"
+                f"the trainers of parameter server {self.spec.name!r} disagree: "
+                f"{_description(spec)}, but it has {_description(self.spec)}"
             )
         with self._lock:
             return self._coordinator.announce(trainer)
 
     def enter(self, trainer: str, first: int, gradients: SegmentHandle | None) -> Future[JoinReply]:
-        """A trainer is here; the answer comes when it may start, which is in round `first`."""
+        """Let a trainer join. The future is completed when it may start, in round `first`."""
         future: Future[JoinReply] = Future()
-        mapped = self._mapped(gradients)
+        mapped = self._map_gradients(gradients)
         with self._lock:
-            self._share(trainer, mapped)
+            self._set_shared_gradients(trainer, mapped)
             actions = self._enter(trainer, first, future)
         run_actions(actions)
         return future
@@ -103,50 +115,48 @@ class ParameterShard(BaseShard):
         gradients: SegmentHandle | None,
         applied: Steps,
     ) -> JoinReply:
-        """A trainer comes back to a server that was restarted. If it holds a newer version, the server takes that.
+        """Let a trainer return after this server was restarted. Copy its values if they are newer.
 
-        `applied` says whose steps are in that version: they may be pushed again, and must not count twice.
+        `applied` lists the steps in these values. They may be reported again and count once.
         """
-        mapped = self._mapped(gradients)
+        mapped = self._map_gradients(gradients)
         with self._lock:
-            self._share(trainer, mapped)
+            self._set_shared_gradients(trainer, mapped)
             if version > self.version:
                 self._values.copy_(values)
             else:
                 applied = {}
             actions = self._resume(trainer, first, acknowledged, version, applied)
-            welcome = JoinReply(PushReply(self.version), mapped is not None, self._handle)
+            reply = JoinReply(PushReply(self.version), mapped is not None, self._handle)
         run_actions(actions)
-        return welcome
+        return reply
 
-    def _mapped(self, gradients: SegmentHandle | None) -> MappedMemory | None:
-        return (
-            flat_memory.find_shared(gradients)
-            if gradients is not None and self._memory is not None
-            else None
-        )
+    def _map_gradients(self, gradients: SegmentHandle | None) -> MappedMemory | None:
+        if gradients is None or self._memory is None:
+            return None
+        return flat_memory.find_shared(gradients)
 
-    def _share(self, trainer: str, mapped: MappedMemory | None) -> None:
-        self._gradients.pop(trainer, None)
+    def _set_shared_gradients(self, trainer: str, mapped: MappedMemory | None) -> None:
+        self._shared_gradients.pop(trainer, None)
         if mapped is not None:
-            self._gradients[trainer] = mapped
+            self._shared_gradients[trainer] = mapped
 
     def _forget_trainer(self, trainer: str) -> None:
-        self._gradients.pop(trainer, None)
-        self._stagings.pop(trainer, None)
+        self._shared_gradients.pop(trainer, None)
+        self._gradient_buffers.pop(trainer, None)
 
-    # What they bring
+    # Gradients
 
     def bring(self, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
-        """Some of the gradients that a trainer is going to push."""
-        self._staging(trainer).bring(step, pieces)
+        """Store some of the gradients of a step before the trainer reports the step."""
+        self._gradient_buffer(trainer).bring(step, pieces)
 
-    def _staging(self, trainer: str) -> GradientBuffer:
+    def _gradient_buffer(self, trainer: str) -> GradientBuffer:
         with self._lock:
-            self._coordinator.check(trainer)
-            if trainer not in self._stagings:
-                self._stagings[trainer] = GradientBuffer(self.plan.share)
-            return self._stagings[trainer]
+            self._coordinator.require_member(trainer)
+            if trainer not in self._gradient_buffers:
+                self._gradient_buffers[trainer] = GradientBuffer(self._range)
+            return self._gradient_buffers[trainer]
 
     def push(
         self,
@@ -160,53 +170,55 @@ class ParameterShard(BaseShard):
         skip: bool = False,
         written: dict[int, Tensor] | None = None,
     ) -> Future[PushReply]:
-        """Gradients that were computed with `version`. The same step may be pushed again: it counts once.
+        """Receive the gradients of a step, computed with `version`. A repeated step counts once.
 
-        `missing` are the numbers of parameters that have no gradient; zeros stand in their place. `skip` says that
-        the gradients are not finite: the round that they are part of makes no step. `written` are values that the
-        trainer has written into parameters; the step begins with them.
+        `missing` are the numbers of the parameters without gradient; their gradients are zeros.
+        `skip`: the gradients are not finite, so the round makes no step. `written` are values that
+        the trainer has written into parameters; the step starts from them.
         """
         future: Future[PushReply] = Future()
         if isinstance(gradients, list):
-            gradients = compression.unpack(self.plan.share, gradients)
+            gradients = compression.unpack(self._range, gradients)
         elif isinstance(gradients, dict):
-            gradients = self._staging(trainer).complete(step, gradients)
+            gradients = self._gradient_buffer(trainer).complete(step, gradients)
         with self._lock:
-            self._coordinator.check(trainer)
+            self._coordinator.require_member(trainer)
             if gradients is None and not skip:
-                if trainer not in self._gradients:
+                if trainer not in self._shared_gradients:
                     raise UsageError(
                         "a push without gradients from a trainer that does not share them"
                     )
-                gradients = self._gradients[trainer].contents[
-                    self.plan.share.start : self.plan.share.stop
-                ]
+                contents = self._shared_gradients[trainer].contents
+                gradients = contents[self._range.start : self._range.stop]
             if gradients is not None:
                 gradients = gradients.to(self._values.device)
-            content = _PushedContent(
+            payload = _PushPayload(
                 changes, None if skip else gradients, by_value, missing, written or {}
             )
-            report = StepReport(trainer, step, version, content, future)
+            report = StepReport(trainer, step, version, payload, future)
             actions = self._carry_out(self._coordinator.report(report))
         run_actions(actions)
         return future
 
     def pull(self) -> PushReply:
-        """The values now, by value."""
+        """Return the current values."""
         with self._lock:
             return self._current()
 
     def state(self) -> list[State]:
+        """Return the optimizer state of each part of the range."""
         with self._lock:
-            return self._solver.state()
+            return self._optimizer.state()
 
     def load(self, states: dict[int, State], changes: dict[int, Options]) -> None:
-        """Take the optimizer's state of whole parameters, by number."""
+        """Set the optimizer state, given that of whole parameters by number."""
         with self._lock:
-            self._solver.change(changes)
-            parts = self.plan.share.parts
-            self._solver.load(
-                [self._solver.cut(part, states.get(part.slot.number, {})) for part in parts]
+            self._optimizer.change(changes)
+            self._optimizer.load(
+                [
+                    self._optimizer.cut(part, states.get(part.slot.number, {}))
+                    for part in self._range.parts
+                ]
             )
 
     # Checkpoints
@@ -214,11 +226,11 @@ class ParameterShard(BaseShard):
     def restore(
         self, snapshot: ShardSnapshot, expected: Sequence[str] = (), started: bool = False
     ) -> None:
-        """Begin where a snapshot ends. Of the same run, the trainers that took part are waited for."""
-        if snapshot.values.keys() != {part.label for part in self.plan.share.parts}:
+        """Start from a snapshot. Trainers are expected only if it is of the same run."""
+        if snapshot.values.keys() != {part.label for part in self._range.parts}:
             raise UsageError(
-                f"the checkpoint of parameter server {self.plan.name!r} is of other parameters, or of another number "
-                f"of servers: it has {', '.join(sorted(snapshot.values))}"
+                f"the checkpoint of parameter server {self.spec.name!r} is of other parameters, or "
+                f"of another number of servers: it has {', '.join(sorted(snapshot.values))}"
             )
         with self._lock:
             self._load(snapshot)
@@ -226,65 +238,75 @@ class ParameterShard(BaseShard):
             self._publish()
 
     def _load(self, snapshot: ShardSnapshot) -> None:
-        for part in self.plan.share.parts:
+        for part in self._range.parts:
             part.of(self._values).copy_(snapshot.values[part.label])
-        self._solver.change(dict(enumerate(snapshot.groups)))
-        self._solver.load(snapshot.states)
+        self._optimizer.change(dict(enumerate(snapshot.groups)))
+        self._optimizer.load(snapshot.states)
         self._skipped = snapshot.skipped
 
     def _snapshot(self) -> ShardSnapshot:
-        values = {part.label: part.of(self._values).clone() for part in self.plan.share.parts}
-        states, groups = self._solver.state(), self._solver.options()
-        applied = dict(self._coordinator.applied)
+        values = {part.label: part.of(self._values).clone() for part in self._range.parts}
         return ShardSnapshot(
             self.version,
             self._run,
             values,
-            states,
-            groups,
-            applied,
+            self._optimizer.state(),
+            self._optimizer.options(),
+            dict(self._coordinator.applied),
             self._last_round,
             self._skipped,
         )
 
-    # What is trained, under the lock
+    # Decisions of the coordinator, under the lock
 
     def apply(self, reports: list[StepReport]) -> None:
-        contents: list[_PushedContent] = [report.content for report in reports]
-        for content in contents:
-            self._solver.change(content.changes)
-        if self._memory is not None and self._strict:
+        payloads: list[_PushPayload] = [report.content for report in reports]
+        for payload in payloads:
+            self._optimizer.change(payload.changes)
+        if self._memory is not None and self._all_report:
             self._memory.counter = self.version + 1
-        for content in contents:
-            for position, values in content.written.items():
-                self.plan.share.parts[position].of(self._values).copy_(values)
-        gradients = [content.gradients for content in contents if content.gradients is not None]
-        self._skipped = len(gradients) < len(contents)
+        for payload in payloads:
+            for position, values in payload.written.items():
+                self._range.parts[position].of(self._values).copy_(values)
+        gradients = [payload.gradients for payload in payloads if payload.gradients is not None]
+        self._skipped = len(gradients) < len(payloads)
         if gradients and not self._skipped:
-            missing = frozenset.intersection(*(content.missing for content in contents))
-            self._solver.step(gradients, missing)
+            missing = frozenset.intersection(*(payload.missing for payload in payloads))
+            self._optimizer.step(gradients, missing)
 
-    def answer(self, report: StepReport) -> PushReply:
-        in_rounds = isinstance(self.plan.consistency, Sync)
-        skipped = report.content.gradients is None or (in_rounds and self._skipped)
+    def reply_to_report(self, report: StepReport) -> PushReply:
+        payload: _PushPayload = report.content
+        in_rounds = isinstance(self.spec.consistency, Sync)
+        skipped = payload.gradients is None or (in_rounds and self._skipped)
         values = None
-        if report.content.by_value:
-            values = self._values if self._strict else self._values.clone()
+        if payload.by_value:
+            # With `Sync()` the values do not change before this trainer has read them.
+            values = self._values if self._all_report else self._values.clone()
         return PushReply(
-            self.version, report.staleness, values=values, skipped=skipped, applied=self._told
+            self.version,
+            report.staleness,
+            values=values,
+            skipped=skipped,
+            applied=self._applied_for_trainers,
         )
 
-    def welcome(self, trainer: str) -> JoinReply:
-        return JoinReply(self._current(), trainer in self._gradients, self._handle)
+    def reply_to_join(self, trainer: str) -> JoinReply:
+        return JoinReply(self._current(), trainer in self._shared_gradients, self._handle)
 
     def _current(self) -> PushReply:
-        return PushReply(self.version, values=self._values.clone(), applied=self._told)
+        return PushReply(
+            self.version, values=self._values.clone(), applied=self._applied_for_trainers
+        )
 
     @property
-    def _told(self) -> Steps | None:
-        """What trainers must know to bring back a version. With `Sync()`, its number says it all."""
-        known = self._archive is not None and not self._strict
-        return dict(self._coordinator.applied) if known else None
+    def _applied_for_trainers(self) -> Steps | None:
+        """The applied steps, which trainers need to restore a version on a restarted server.
+
+        With `Sync()`, they follow from the number of the version.
+        """
+        if self._archive is None or self._all_report:
+            return None
+        return dict(self._coordinator.applied)
 
     @property
     def _handle(self) -> SegmentHandle | None:
@@ -294,17 +316,18 @@ class ParameterShard(BaseShard):
         if self._memory is None:
             return
         self._memory.counter = self.version
-        if self._strict or not self._gradients:
+        if self._all_report or not self._shared_gradients:
             return
-        place = self.version % self._places * self.plan.share.nbytes
-        self._memory.contents[place : place + self.plan.share.nbytes].copy_(self._values)
+        nbytes = self._range.nbytes
+        offset = self.version % self._copies * nbytes
+        self._memory.contents[offset : offset + nbytes].copy_(self._values)
 
 
-def _terms(plan: ShardSpec) -> tuple[object, ...]:
-    """What all trainers must say alike."""
-    return plan.share, plan.consistency, plan.servers
+def _agreement(spec: ShardSpec) -> tuple[object, ...]:
+    """Return the fields that must be the same for all trainers."""
+    return spec.share, spec.consistency, spec.servers
 
 
-def _described(plan: ShardSpec) -> str:
-    size = f"{len(plan.share.parts)} parameters in {plan.share.nbytes} bytes"
-    return f"{plan.consistency} with {size} here, on {', '.join(plan.servers)}"
+def _description(spec: ShardSpec) -> str:
+    size = f"{len(spec.share.parts)} parameters in {spec.share.nbytes} bytes"
+    return f"{spec.consistency} with {size} here, on {', '.join(spec.servers)}"

@@ -1,13 +1,16 @@
 """`ShardOptimizer`: an ordinary `torch.optim` optimizer over the range of one server.
 
-An optimizer that works element by element is run on *blocks* of the flat memory, one after the other, each with an
-optimizer of its own: the mean of the gradients of a block is still in the cache when the block is updated, so a step
-reads and writes main memory once. Other optimizers see the parameters one by one, in their shapes.
+An optimizer that works element by element runs on *blocks* of the flat memory, one after the other,
+each with an optimizer of its own. The mean of the gradients of a block is still in the cache when
+the block is updated, so a step reads and writes main memory once. Other optimizers get the
+parameters one by one, in their shapes.
 
-A parameter that nobody has a gradient for is left alone with its state, as torch does it. In a block that is a matter
-of where blocks end: parts that have been left alone and others get blocks of their own, from then on.
+A parameter that no trainer has a gradient for is left alone with its state, as in torch. Where
+blocks are used, a block must then consist of such parameters only, or of none: `_separate` splits
+the blocks.
 
-State: the optimizers' own, and `_blocks`. A solver is used by one thread at a time; its shard sees to that.
+State: that of the optimizers, and `_blocks`. Used by one thread at a time: the shard holds its
+lock.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ Options = dict[str, Any]
 Make = Callable[[list[dict[str, Any]]], optim.Optimizer]
 State = dict[str, Any]
 
-# bytes: a few of them fit into the cache that cores share, and few enough make Python's part small
+# bytes: small enough that a few blocks fit into the shared cache, large enough that the overhead
+# of Python per block is small
 _BLOCK = 8 << 20
 _BY_ELEMENT = {
     optim.ASGD,
@@ -43,29 +47,32 @@ _BY_ELEMENT = {
     optim.Rprop,
     optim.SGD,
 }
-_HALF = {torch.float16, torch.bfloat16}  # added up as float32
+_HALF = {torch.float16, torch.bfloat16}  # summed as float32
 _FUSED = {torch.float32, torch.float64}
 
 
 def works_by_element(optimizer: Any) -> bool:
-    """Is the result for an element independent of all others? Known for torch's own; assumed of nobody else."""
+    """Return whether the result for each element depends on that element only.
+
+    This is known for optimizers of torch and not assumed for others.
+    """
     return optimizer in _BY_ELEMENT
 
 
 class _ShardParameter(NamedTuple):
-    """A parameter that an optimizer updates, and where its gradient lies in the memory of a trainer."""
+    """A parameter of an optimizer, and the place of its gradient in flat memory."""
 
     parameter: nn.Parameter
     start: int
     stop: int
-    slots: frozenset[int]  # the numbers of what it consists of in the model
+    slots: frozenset[int]  # numbers of the model's parameters that it consists of
 
     def gradient(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.stop].view(self.parameter.dtype).view(self.parameter.shape)
 
 
 class _OptimizerUnit(NamedTuple):
-    """An optimizer, its parameters, the numbers of its groups, and memory for their mean gradients."""
+    """An optimizer, its parameters, the numbers of its groups, and buffers for mean gradients."""
 
     optimizer: optim.Optimizer
     targets: list[_ShardParameter]
@@ -74,6 +81,11 @@ class _OptimizerUnit(NamedTuple):
 
 
 class ShardOptimizer:
+    """Update the values of one range in place.
+
+    `make` creates an optimizer for parameter groups. `by_element`: update block by block.
+    """
+
     def __init__(
         self,
         make: Make,
@@ -87,29 +99,31 @@ class ShardOptimizer:
         self._by_element = by_element
         self._groups = [dict(group) for group in groups]
         self._values = values
-        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._mean_buffers: dict[torch.dtype, Tensor] = {}
         self._blocks: list[tuple[DtypeRun, list[_OptimizerUnit]]] = []
         if by_element:
-            self._arrange([(run, self._block_units(run)) for run in share.runs])
+            self._set_blocks([(run, self._block_units(run)) for run in share.runs])
         else:
             self._units = self._whole_units()
         step = inspect.signature(self._units[0].optimizer.step).parameters
         if "closure" in step and step["closure"].default is inspect.Parameter.empty:
             kind = type(self._units[0].optimizer).__name__
             raise UsageError(
-                f"{kind} evaluates the model again and again while it steps, which a server cannot do"
+                f"{kind} evaluates the model several times in a step, which a server cannot do; "
+                "choose another optimizer"
             )
 
     def __repr__(self) -> str:
-        return f"<ShardOptimizer: {type(self._units[0].optimizer).__name__} over {len(self._units)} blocks>"
+        kind = type(self._units[0].optimizer).__name__
+        return f"<ShardOptimizer: {kind} over {len(self._units)} blocks>"
 
-    def _arrange(self, blocks: list[tuple[DtypeRun, list[_OptimizerUnit]]]) -> None:
+    def _set_blocks(self, blocks: list[tuple[DtypeRun, list[_OptimizerUnit]]]) -> None:
         self._blocks = blocks
         self._units = [unit for _, units in blocks for unit in units]
 
     def _block_units(self, run: DtypeRun) -> list[_OptimizerUnit]:
         size = _BLOCK if self._values.is_cpu else run.nbytes
-        room = self._room(run.dtype, size)
+        buffer = self._mean_buffer(run.dtype, size)
         slots = frozenset(part.slot.number for part in run.parts)
         units = []
         for start in range(run.offset, run.offset + run.nbytes, size):
@@ -117,23 +131,25 @@ class ShardOptimizer:
             target = _ShardParameter(
                 nn.Parameter(self._values[start:stop].view(run.dtype)), start, stop, slots
             )
-            options = {**self._groups[run.group], **self._fastest(run.group, run.dtype)}
+            options = {**self._groups[run.group], **self._fused_option(run.group, run.dtype)}
             optimizer = self._make([{**options, "params": [target.parameter]}])
             units.append(
-                _OptimizerUnit(optimizer, [target], [run.group], [room[: target.parameter.numel()]])
+                _OptimizerUnit(
+                    optimizer, [target], [run.group], [buffer[: target.parameter.numel()]]
+                )
             )
         return units
 
-    def _room(self, dtype: torch.dtype, size: int) -> Tensor:
-        """Memory for a mean, which all blocks of a dtype share."""
-        known = self._scratch.get(dtype)
-        if known is None or known.numel() * dtype.itemsize < size:
-            known = torch.empty(size, dtype=torch.uint8, device=self._values.device).view(dtype)
-            self._scratch[dtype] = known
-        return known
+    def _mean_buffer(self, dtype: torch.dtype, size: int) -> Tensor:
+        """Return a buffer for a mean gradient. All blocks of a dtype share one."""
+        buffer = self._mean_buffers.get(dtype)
+        if buffer is None or buffer.numel() * dtype.itemsize < size:
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._values.device).view(dtype)
+            self._mean_buffers[dtype] = buffer
+        return buffer
 
-    def _fastest(self, group: int, dtype: torch.dtype) -> Options:
-        return _fastest(self._groups[group], dtype) if self._values.is_cpu else {}
+    def _fused_option(self, group: int, dtype: torch.dtype) -> Options:
+        return _fused_option(self._groups[group], dtype) if self._values.is_cpu else {}
 
     def _whole_units(self) -> list[_OptimizerUnit]:
         targets: list[_ShardParameter] = []
@@ -153,9 +169,10 @@ class ShardOptimizer:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], missing: AbstractSet[int] = frozenset()) -> None:
-        """One step with the mean of these gradients, each in flat memory like that of the values.
+        """Make one step with the mean of these gradients.
 
-        Parameters whose numbers are `missing` have none.
+        Each is flat memory with the layout of the values. The parameters with the numbers in
+        `missing` have no gradient.
         """
         if missing and self._by_element:
             self._separate(missing)
@@ -170,21 +187,21 @@ class ShardOptimizer:
                 target.parameter.grad = None
 
     def _separate(self, missing: AbstractSet[int]) -> None:
-        """See to it that of each run, all or none is missing."""
+        """Split runs so that either all parts of a run are missing, or none."""
         blocks: list[tuple[DtypeRun, list[_OptimizerUnit]]] = []
         for run, units in self._blocks:
-            pieces = _pieces(run, [part.slot.number in missing for part in run.parts])
+            pieces = _split_run(run, [part.slot.number in missing for part in run.parts])
             if len(pieces) < 2:
                 blocks.append((run, units))
                 continue
-            whole = _join(units)
+            whole = _joined_state(units)
             for piece in pieces:
                 blocks.append((piece, self._block_units(piece)))
-                self._load_run(*blocks[-1], [_slice(run, part, whole) for part in piece.parts])
-        self._arrange(blocks)
+                self._load_run(*blocks[-1], [_part_state(run, part, whole) for part in piece.parts])
+        self._set_blocks(blocks)
 
     def change(self, changes: dict[int, Options]) -> None:
-        """Options of groups that are new."""
+        """Update the options of parameter groups, by the number of the group."""
         if not changes:
             return
         for number, changed in changes.items():
@@ -193,57 +210,59 @@ class ShardOptimizer:
             for number, group in zip(unit.groups, unit.optimizer.param_groups, strict=True):
                 group.update(changes.get(number, {}))
                 if self._by_element:
-                    group.update(self._fastest(number, unit.targets[0].parameter.dtype))
+                    group.update(self._fused_option(number, unit.targets[0].parameter.dtype))
 
     def options(self) -> list[Options]:
-        """The options of each group, as they are now."""
+        """Return the current options of each group."""
         return [dict(group) for group in self._groups]
 
-    # The state of the optimizer, part by part
+    # The state of the optimizer, by parts of the range
 
     def state(self) -> list[State]:
-        """The state of each part of the share: copies. What belongs to elements is flat if the solver is."""
+        """Return copies of the state of each part. With blocks, state per element is flat."""
         if not self._by_element:
             (unit,) = self._units
-            return [_copied(unit.optimizer.state[target.parameter]) for target in unit.targets]
-        return [
-            _slice(run, part, whole)
-            for run, units in self._blocks
-            for whole in [_join(units)]
-            for part in run.parts
-        ]
+            return [
+                _copied_state(unit.optimizer.state[target.parameter]) for target in unit.targets
+            ]
+        states = []
+        for run, units in self._blocks:
+            whole = _joined_state(units)
+            states += [_part_state(run, part, whole) for part in run.parts]
+        return states
 
     def load(self, states: Sequence[State]) -> None:
-        """Take the state of each part, as `state` or `cut` returned it."""
+        """Set the state of each part, as `state` or `cut` returned it."""
         if not self._by_element:
             (unit,) = self._units
             for number, (target, state) in enumerate(zip(unit.targets, states, strict=True)):
-                unit.optimizer.state[target.parameter] = _placed(state, unit, number)
+                unit.optimizer.state[target.parameter] = _placed_state(state, unit, number)
             return
         remaining = iter(states)
         blocks = []
         for run in self._share.runs:
             mine = {part: next(remaining) for part in run.parts}
             by_element = self._keys_by_element(run.group, run.dtype)
-            for piece in _pieces(run, [_common(state, by_element) for state in mine.values()]):
+            for piece in _split_run(
+                run, [_shared_state(state, by_element) for state in mine.values()]
+            ):
                 blocks.append((piece, self._block_units(piece)))
                 self._load_run(*blocks[-1], [mine[part] for part in piece.parts])
-        self._arrange(blocks)
+        self._set_blocks(blocks)
 
     def cut(self, part: ParameterPart, state: State) -> State:
-        """What of a whole parameter's state belongs to one part of it."""
+        """Return the state of one part, given that of the whole parameter."""
         if not self._by_element:
             return state
         by_element = self._keys_by_element(part.slot.group, part.slot.dtype)
-        return {
-            key: value.reshape(-1)[part.first : part.last]
-            if key in by_element and torch.is_tensor(value)
-            else value
-            for key, value in state.items()
-        }
+        cut = dict(state)
+        for key in by_element:
+            if torch.is_tensor(cut.get(key)):
+                cut[key] = cut[key].reshape(-1)[part.first : part.last]
+        return cut
 
     def _load_run(self, run: DtypeRun, units: list[_OptimizerUnit], states: list[State]) -> None:
-        """Give new units the states of their parts, which differ only in what belongs to elements."""
+        """Set the state of new units. The states of the parts differ only in values per element."""
         if not any(states):
             return
         by_element = self._keys_by_element(run.group, run.dtype)
@@ -260,11 +279,11 @@ class ShardOptimizer:
             mine = {
                 key: value[start:stop] if key in flat else value for key, value in whole.items()
             }
-            unit.optimizer.state[parameter] = _placed(mine, unit, 0)
+            unit.optimizer.state[parameter] = _placed_state(mine, unit, 0)
             start = stop
 
     def _keys_by_element(self, group: int, dtype: torch.dtype) -> set[str]:
-        """Which entries of the state have a value for each element: seen on a small parameter."""
+        """Return the keys of state with a value per element, found by a step of a probe."""
         probe = nn.Parameter(torch.zeros(2, dtype=dtype))
         probe.grad = torch.zeros_like(probe)
         optimizer = self._make([{**self._groups[group], "params": [probe]}])
@@ -277,7 +296,7 @@ class ShardOptimizer:
 
 
 def _mean(gradients: list[Tensor], out: Tensor) -> Tensor:
-    """Return the mean, which is finite if the gradients are: each is divided before they are added up."""
+    """Return the mean. Gradients are divided before they are summed, to avoid overflow."""
     if len(gradients) == 1:
         return gradients[0]
     share = 1 / len(gradients)
@@ -288,91 +307,78 @@ def _mean(gradients: list[Tensor], out: Tensor) -> Tensor:
     return total if total is out else out.copy_(total)
 
 
-def _fastest(options: Options, dtype: torch.dtype) -> Options:
-    """Where the user has left open how a step is computed: in one pass, if the optimizer offers that."""
-    open_to_all = "fused" in options and options["fused"] is None and options.get("foreach") is None
-    return (
-        {"fused": True}
-        if open_to_all and dtype in _FUSED and not options.get("differentiable")
-        else {}
-    )
+def _fused_option(options: Options, dtype: torch.dtype) -> Options:
+    """Return `fused=True` if the optimizer supports it and the user left the choice open."""
+    undecided = "fused" in options and options["fused"] is None and options.get("foreach") is None
+    if undecided and dtype in _FUSED and not options.get("differentiable"):
+        return {"fused": True}
+    return {}
 
 
-def _pieces(run: DtypeRun, keys: Sequence[Any]) -> list[DtypeRun]:
-    """The run, divided where the keys of its parts change."""
-    keyed = list(zip(keys, run.parts, strict=True))
-    found = [
-        [part for _, part in parts]
-        for _, parts in itertools.groupby(keyed, key=lambda entry: entry[0])
-    ]
-    if len(found) < 2:
-        return [run]
-    return [
-        DtypeRun(
-            run.group,
-            run.dtype,
-            parts[0].offset,
-            parts[-1].offset + parts[-1].nbytes - parts[0].offset,
-            tuple(parts),
-        )
-        for parts in found
-    ]
+def _split_run(run: DtypeRun, keys: Sequence[Any]) -> list[DtypeRun]:
+    """Split a run between neighbouring parts that have different keys."""
+    keyed = zip(keys, run.parts, strict=True)
+    pieces = []
+    for _, group in itertools.groupby(keyed, key=lambda pair: pair[0]):
+        parts = tuple(part for _, part in group)
+        start, stop = parts[0].offset, parts[-1].offset + parts[-1].nbytes
+        pieces.append(DtypeRun(run.group, run.dtype, start, stop - start, parts))
+    return pieces if len(pieces) > 1 else [run]
 
 
-def _common(state: State, by_element: set[str]) -> list[tuple[str, Any]]:
-    """What of a state parts must agree on to be in one block."""
-    return [
-        (
-            key,
-            None
-            if key in by_element and torch.is_tensor(value)
-            else float(value)
-            if torch.is_tensor(value)
-            else value,
-        )
-        for key, value in sorted(state.items())
-    ]
+def _shared_state(state: State, by_element: set[str]) -> list[tuple[str, Any]]:
+    """Return the entries of a state that all parts of one block must have in common."""
+    shared: list[tuple[str, Any]] = []
+    for key, value in sorted(state.items()):
+        if not torch.is_tensor(value):
+            shared.append((key, value))
+        elif key in by_element:
+            shared.append((key, None))
+        else:
+            shared.append((key, float(value)))
+    return shared
 
 
-def _join(units: list[_OptimizerUnit]) -> State:
-    """The state of a run from that of its blocks."""
+def _joined_state(units: list[_OptimizerUnit]) -> State:
+    """Return the state of a run, given the units of its blocks."""
     states = [unit.optimizer.state[unit.targets[0].parameter] for unit in units]
     flat = {key for key, value in states[0].items() if torch.is_tensor(value) and value.dim() == 1}
-    return {
-        key: torch.cat([state[key] for state in states]) if key in flat else states[0][key]
-        for key in states[0]
-    }
+    joined = dict(states[0])
+    for key in flat:
+        joined[key] = torch.cat([state[key] for state in states])
+    return joined
 
 
-def _slice(run: DtypeRun, part: ParameterPart, whole: State) -> State:
-    return _copied(
-        {
-            key: _elements(run, part, value)
-            if torch.is_tensor(value) and value.dim() == 1
-            else value
-            for key, value in whole.items()
-        }
-    )
+def _part_state(run: DtypeRun, part: ParameterPart, whole: State) -> State:
+    """Return a copy of the state of one part, given that of its run."""
+    state = dict(whole)
+    for key, value in whole.items():
+        if torch.is_tensor(value) and value.dim() == 1:
+            state[key] = _elements(run, part, value)
+    return _copied_state(state)
 
 
 def _elements(run: DtypeRun, part: ParameterPart, flat: Tensor) -> Tensor:
-    """The elements of a part in something that has one value per element of the run."""
+    """Return the elements of a part, given a tensor with one value per element of the run."""
     return flat[part.within(run)]
 
 
-def _placed(state: State, unit: _OptimizerUnit, number: int) -> State:
-    """A copy of a state where an optimizer expects it: with the parameter, but counters of steps stay on the CPU."""
-    parameter = unit.targets[number].parameter
-    together = any(
-        group.get("fused") or group.get("capturable") for group in unit.optimizer.param_groups
-    )
-    return {
-        key: value.to(parameter.device if key != "step" or together else "cpu", copy=True)
-        if torch.is_tensor(value)
-        else value
-        for key, value in state.items()
-    }
+def _placed_state(state: State, unit: _OptimizerUnit, number: int) -> State:
+    """Return a copy of a state on the devices that torch's optimizers expect.
+
+    These are the device of the parameter and, for the step counter, the CPU, unless the optimizer
+    is fused or capturable.
+    """
+    device = unit.targets[number].parameter.device
+    groups = unit.optimizer.param_groups
+    counter_on_device = any(group.get("fused") or group.get("capturable") for group in groups)
+    placed = dict(state)
+    for key, value in state.items():
+        if torch.is_tensor(value):
+            on_device = key != "step" or counter_on_device
+            placed[key] = value.to(device if on_device else "cpu", copy=True)
+    return placed
 
 
-def _copied(state: State) -> State:
+def _copied_state(state: State) -> State:
     return {key: value.clone() if torch.is_tensor(value) else value for key, value in state.items()}
