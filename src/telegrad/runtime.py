@@ -41,8 +41,9 @@ from telegrad.group.secret import group_secret
 from telegrad.messages.packing import MessageContext
 from telegrad.messages.routes import DeviceRoute
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.event_loop import EventLoops
-from telegrad.scheduling.threads import Executor, ThreadPool
+from telegrad.scheduling.event_loops import EventLoops
+from telegrad.scheduling.executor import Executor
+from telegrad.scheduling.thread_pool import ThreadPool
 from telegrad.server.connection import ServerConnection
 from telegrad.server.functions import FunctionRegistry
 from telegrad.server.listener import Listener

@@ -40,8 +40,10 @@ from telegrad.futures import CompletionListener
 from telegrad.group.membership import Member
 from telegrad.messages.scope import current_scope
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.event_loop import EventLoops, LoopConnection
-from telegrad.scheduling.threads import Executor, ThreadPool
+from telegrad.scheduling.event_loops import EventLoops
+from telegrad.scheduling.executor import Executor
+from telegrad.scheduling.loop_connection import LoopConnection
+from telegrad.scheduling.thread_pool import ThreadPool
 from telegrad.transport.channel import (
     Channel,
     ChannelClosed,

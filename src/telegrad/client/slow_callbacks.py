@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from telegrad.scheduling.threads import SLOW
+from telegrad.scheduling.executor import SLOW
 from telegrad.wire.function_table import MAX_FUNCTIONS
 
 

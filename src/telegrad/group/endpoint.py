@@ -28,13 +28,10 @@ from telegrad.errors import ProtocolError
 from telegrad.group.membership import Member
 from telegrad.transport import sockets
 from telegrad.transport.channel import Channel
+from telegrad.transport.segment_mappings import SegmentMappings
 from telegrad.transport.segment_transfer import SegmentSender
-from telegrad.transport.shared_memory import (
-    SegmentAllocator,
-    SegmentMappings,
-    SharedMemoryTransfer,
-    SharedSegment,
-)
+from telegrad.transport.segments import SegmentAllocator, SharedSegment
+from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.transport.stream import StreamChannel
 from telegrad.wire import handshake
 from telegrad.wire.buffer_pool import BufferPool

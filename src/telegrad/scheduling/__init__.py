@@ -28,6 +28,3 @@ a message to another thread costs more than most calls do. The rules:
 
 Nothing of the user runs on the clock's thread (`clock`): it runs timers, deadlines and heartbeats.
 """
-
-# Until all importers of `EventLoops` use its own module: `event_loop` must be imported before it.
-from telegrad.scheduling import event_loop as event_loop

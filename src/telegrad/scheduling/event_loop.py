@@ -405,10 +405,3 @@ class EventLoop(ConnectionPoller):
             if self._epoch == epoch:
                 self._timers[key] = moment, job
             return self._epoch == epoch
-
-
-# Until all importers use the modules that these names moved to. At the end of the file, because
-# `event_loops` imports `EventLoop`.
-from telegrad.scheduling.event_loops import EventLoops  # noqa: E402
-
-__all__ = ["EventLoop", "EventLoops", "LoopConnection"]

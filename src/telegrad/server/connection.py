@@ -39,8 +39,9 @@ from telegrad.messages.packing import (
 from telegrad.messages.remote_functions import DeferredReply
 from telegrad.messages.routes import DeviceRoute, reply_route
 from telegrad.messages.scope import current_scope
-from telegrad.scheduling.event_loop import EventLoop, EventLoops
-from telegrad.scheduling.threads import SLOW, Executor
+from telegrad.scheduling.event_loop import EventLoop
+from telegrad.scheduling.event_loops import EventLoops
+from telegrad.scheduling.executor import SLOW, Executor
 from telegrad.server.functions import FunctionRegistry, ServedFunction, UndecodableFunction
 from telegrad.server.future_replies import FutureReplies
 from telegrad.server.replies import ReplyingConnection, ReplyRuntime, settle_all

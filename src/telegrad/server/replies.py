@@ -22,8 +22,9 @@ from telegrad.errors import TelegradError
 from telegrad.messages.packing import MessageContext, ReceivedResource, SharedReply, pack
 from telegrad.messages.routes import ANY_DEVICE
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.event_loop import EventLoop, LoopConnection
-from telegrad.scheduling.threads import ThreadPool
+from telegrad.scheduling.event_loop import EventLoop
+from telegrad.scheduling.loop_connection import LoopConnection
+from telegrad.scheduling.thread_pool import ThreadPool
 from telegrad.server.functions import ServedFunction, UndecodableFunction
 from telegrad.transport.channel import Channel, ChannelClosed
 from telegrad.wire.failures import encode_failure, encode_name_of_failure, remote_traceback

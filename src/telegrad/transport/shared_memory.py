@@ -36,20 +36,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from telegrad.transport.copy_threads import copy_buffer
-from telegrad.transport.segment_mappings import MappedSegment, SegmentMappings
+from telegrad.transport.segment_mappings import SegmentMappings
 from telegrad.transport.segments import PRIVATE, SegmentAllocator, SharedSegment
 from telegrad.transport.shared_copies import SharedCopies
 from telegrad.wire.frames import BufferPlace
-
-# Until all importers use the modules that these names moved to.
-__all__ = [
-    "MappedSegment",
-    "SegmentAllocator",
-    "SegmentMappings",
-    "SharedCopies",
-    "SharedMemoryTransfer",
-    "SharedSegment",
-]
 
 
 class SharedMemoryTransfer:
