@@ -1,7 +1,8 @@
 """Builds moolib's last release for the torch of an environment.
 
-Its source expects the pybind11 and the C++ of its day. Needed are the pybind11 of today, C++20 where torch's headers
-are included, torch found without CMake's configuration (which asks for the CUDA toolkit), and one template written out.
+Its source expects the pybind11 and the C++ of its day. Needed are the pybind11 of today, C++20
+where torch's headers are included, torch found without CMake's configuration (which asks for the
+CUDA toolkit), and one template written out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The parts of the whole benchmark, and the run that goes through them into one file.
 
-A part is a module with `main(argv)`, run as a program of its own with `--rounds` and `--out`. It takes turns between
-its entries in every round and writes JSON lines with `results.write`; it can be run alone, too. The file of a run has
-the lines of all its parts.
+A part is a module with `main(argv)`, run as a program of its own with `--rounds` and `--out`. It
+takes turns between its entries in every round and writes JSON lines with `results.write`; it can be
+run alone, too. The file of a run has the lines of all its parts.
 """
 
 from __future__ import annotations

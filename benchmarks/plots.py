@@ -1,6 +1,7 @@
 """Pictures of a run: `python -m benchmarks.plots results.jsonl [picture.png]`. Without matplotlib nothing is drawn.
 
-Cases that differ only in an amount (callers, megabytes, workers, trainers) are curves over it; the others are bars.
+Cases that differ only in an amount (callers, megabytes, workers, trainers) are curves over it; the
+others are bars.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What every entry of the CartPole benchmark shares: the environment, the policy, and an observer's loop.
 
-The environment is gymnasium's CartPole-v1 or, where that is not installed, `Pole`: the same pole on the same cart, by
-the equations of motion of Barto, Sutton and Anderson (1983), in plain Python.
+The environment is gymnasium's CartPole-v1 or, where that is not installed, `Pole`: the same pole on
+the same cart, by the equations of motion of Barto, Sutton and Anderson (1983), in plain Python.
 """
 
 from __future__ import annotations

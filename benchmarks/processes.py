@@ -1,7 +1,8 @@
 """The processes of a benchmark: started, given commands with a time limit each, and always ended, by their own pid.
 
-A `Worker` is a child process in a session of its own, so that what it starts in turn can be found and ended with it. It
-lives in the interpreter its peer is installed in; commands and answers are plain values over a `multiprocessing` pipe.
+A `Worker` is a child process in a session of its own, so that what it starts in turn can be found
+and ended with it. It lives in the interpreter its peer is installed in; commands and answers are
+plain values over a `multiprocessing` pipe.
 """
 
 from __future__ import annotations

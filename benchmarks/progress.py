@@ -1,6 +1,7 @@
 """What a benchmark says while it runs: lines, with a count in front where it knows how much there is to do.
 
-`benchmarks.parts` shows the lines of all parts as one bar where `rich` is installed and this is a terminal.
+`benchmarks.parts` shows the lines of all parts as one bar where `rich` is installed and this is a
+terminal.
 """
 
 from __future__ import annotations

@@ -5,15 +5,16 @@
     python -m benchmarks.ps --entries telegrad.ps,torch
     python -m benchmarks.ps --scaling                          telegrad.ps, 1 to 8 trainers, 1 to 4 servers, with a plot
 
-In each round every trainer brings the gradients of the whole model and gets the new parameters; the server makes one
-step of SGD with momentum with their mean. The entries:
+In each round every trainer brings the gradients of the whole model and gets the new parameters; the
+server makes one step of SGD with momentum with their mean. The entries:
 
     telegrad.ps        `telegrad.ps.Optimizer`
     telegrad           the code of PyTorch's tutorial on batch RPC processing, on Telegrad
     torch              the same code on torch.distributed.rpc
     one process        the same steps in one process, where nothing is copied: the limit for one server
 
-Every measurement has processes of its own; entries take turns, and the tables show the median over the rounds.
+Every measurement has processes of its own; entries take turns, and the tables show the median over
+the rounds.
 """
 
 from __future__ import annotations

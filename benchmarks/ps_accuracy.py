@@ -3,8 +3,8 @@
     python -m benchmarks.ps_accuracy
     python -m benchmarks.ps_accuracy --target 0.97 --rounds 5 --entries telegrad.ps,torch
 
-Two trainers learn with batches of 32 each, SGD, until the test accuracy is reached; the clock starts when all workers
-are up. The entries:
+Two trainers learn with batches of 32 each, SGD, until the test accuracy is reached; the clock
+starts when all workers are up. The entries:
 
     telegrad.ps        `telegrad.ps.Optimizer` with `Sync()`, one server; each trainer tests with its part of the data
     telegrad           the network on the server as in PyTorch's tutorial on parameter servers: forward by calls,
@@ -13,7 +13,8 @@ are up. The entries:
                        another fail, since it changes what that needs; then the batch is tried again
     one process        batches of 64, which are those of the two trainers together
 
-The digits are those of scikit-learn, scaled to 28 x 28 pixels; without scikit-learn, noisy copies of ten patterns.
+The digits are those of scikit-learn, scaled to 28 x 28 pixels; without scikit-learn, noisy copies
+of ten patterns.
 """
 
 from __future__ import annotations

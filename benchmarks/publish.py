@@ -3,8 +3,8 @@
     telegrad bench publish build/bench/results.jsonl
     telegrad bench publish build/bench/core.jsonl build/bench/cartpole.jsonl     parts that were run one by one
 
-The README's figures stand between two marks and are never written by hand; a test says that they are those of the
-committed file. Publishing needs a checkout.
+The README's figures stand between two marks and are never written by hand; a test says that they
+are those of the committed file. Publishing needs a checkout.
 """
 
 from __future__ import annotations

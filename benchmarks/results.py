@@ -1,7 +1,8 @@
 """The figures of a run: gathered round by round, written as JSON lines, read back, printed as a table.
 
-A file holds one line of kind `run` (machine, versions, date, options) and then one line of kind `result` for every case
-and peer. Ratios in them are set up so that more than 1 is better than torch, whichever way the case counts.
+A file holds one line of kind `run` (machine, versions, date, options) and then one line of kind
+`result` for every case and peer. Ratios in them are set up so that more than 1 is better than
+torch, whichever way the case counts.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.soak [--count 1000000]
 
-Two worker processes; one makes references to objects on the other and drops them at once. Prints, as it goes, how many
-are made, how fast, the resident memory of the owner and what it still owns.
+Two worker processes; one makes references to objects on the other and drops them at once. Prints,
+as it goes, how many are made, how fast, the resident memory of the owner and what it still owns.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     python -m benchmarks.startup
     python -m benchmarks.startup --workers 2,8 --rounds 1 --peers telegrad
 
-Workers are forked from a server that has imported torch and the peer already, so imports are not in the figures. The
-clock runs from before the first process is started until every worker has joined the group and every caller had one
-call to the callee answered. `bare` is the same without a peer: what the processes alone cost.
+Workers are forked from a server that has imported torch and the peer already, so imports are not in
+the figures. The clock runs from before the first process is started until every worker has joined
+the group and every caller had one call to the callee answered. `bare` is the same without a peer:
+what the processes alone cost.
 """
 
 from __future__ import annotations

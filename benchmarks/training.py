@@ -1,6 +1,7 @@
 """The loops that train: a backward pass through several workers, and a network that lives on the callee.
 
-Peers that have distributed autograd take part; `local` is the same work in one process, the limit for all of them.
+Peers that have distributed autograd take part; `local` is the same work in one process, the limit
+for all of them.
 """
 
 from __future__ import annotations

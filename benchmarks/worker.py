@@ -1,6 +1,7 @@
 """A process of a peer's group: joins the group, runs the loops it is told to, answers over its pipe.
 
-Run with the number of the pipe as its argument. It ends when told to, when the pipe closes, and when its parent dies.
+Run with the number of the pipe as its argument. It ends when told to, when the pipe closes, and
+when its parent dies.
 """
 
 from __future__ import annotations
