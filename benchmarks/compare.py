@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     for case, peer in lost:
         print(f"no longer measured, or failed: {case} {peer}")
     if len(found) == unsure:
-        print("the files have no cases in common")
+        print("no case was measured in both files")
         return 2
     return 1 if count["slower"] or lost else 0
 
