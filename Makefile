@@ -1,7 +1,8 @@
-# The commands people type; CI types the same ones. Needs only python3 (3.10 or newer) with venv, and make.
+# The commands of the project. CI runs the same ones. They need make, and python3 (3.10 or newer)
+# with venv.
 #
-#   make test ARGS="-x -k deadline"                          pass arguments on
-#   make test TORCH=torch==2.13.0 VENV=.venv-torch-2.13.0    another torch, kept beside the usual one
+#   make test ARGS="-x -k deadline"                          pass arguments to the command
+#   make test TORCH=torch==2.13.0 VENV=.venv-torch-2.13.0    another torch, in its own environment
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -9,26 +10,28 @@ TORCH  ?= torch
 ARGS   ?=
 COVERAGE ?= yes
 
-# Bytecode goes into our own environment only, and without it every process compiles torch anew.
+# Allow bytecode files: without them every process compiles torch again. They are written only into
+# the project's own environment.
 unexport PYTHONDONTWRITEBYTECODE
 export TELEGRAD_BENCH_PEERS ?= $(CURDIR)/.venv-peers
 
 BIN := $(VENV)/bin
-# uv where there is a working one, otherwise a copy inside the environment.
+# Use the installed uv if it works, otherwise a copy inside the environment.
 UV  := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu test-frameworks check lint types public-types layers workflows bench bench-peers conformance docs dist release clean FORCE
+.PHONY: help demo test test-slow test-gpu test-frameworks check lint types public-types layers \
+	workflows bench bench-peers conformance docs dist release clean FORCE
 
-help:  ## list these commands
+help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed-examples  ## one server and two trainers on this machine learn handwritten digits
+demo: $(VENV)/.installed-examples  ## train on handwritten digits with one server and two trainers
 	$(BIN)/telegrad train mnist $(ARGS)
 
-# Child processes are measured, too. COVERAGE=no takes a quarter of the time less.
-test: $(VENV)/.installed-dev  ## every test that this machine can run, and how much of the package they run
+# Coverage includes child processes. COVERAGE=no reduces the time by a quarter.
+test: $(VENV)/.installed-dev  ## run every test that this machine can run, with coverage
 ifeq ($(COVERAGE),no)
 	$(BIN)/python -m pytest $(ARGS)
 else
@@ -37,19 +40,19 @@ else
 	$(BIN)/python scripts/coverage_report.py
 endif
 
-test-slow: $(VENV)/.installed-dev  ## the tests that take minutes: soaks, storms of signals and kills, large messages
+test-slow: $(VENV)/.installed-dev  ## run the tests that take minutes: soak tests, many signals, large messages
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
-test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-conformance  ## the tests that need a GPU, and those of PyTorch's suites
+test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-conformance  ## run the tests that need a GPU, with those of PyTorch
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 	$(BIN)/python tests/conformance/run.py -j 4 --limit 60 -k Cuda
 
-# An environment of its own: these packages bring many others along.
-test-frameworks:  ## training loops of Hugging Face, Lightning and accelerate
+# These packages have many dependencies and get their own environment.
+test-frameworks:  ## test training loops of Hugging Face, Lightning and accelerate
 	$(MAKE) VENV=.venv-frameworks .venv-frameworks/.installed-frameworks
 	.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)
 
-check: lint types layers workflows  ## lint, format, types, layers, workflows: each is also a command of its own
+check: lint types layers workflows  ## run lint, types, layers and workflows; each is also a command
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
@@ -59,7 +62,7 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python tests/repository/typing
 
-public-types: $(VENV)/.installed-dev  ## what pyright does not know about the types of the public names
+public-types: $(VENV)/.installed-dev  ## list public names whose types pyright does not know
 	$(BIN)/python scripts/public_types.py
 
 layers: $(VENV)/.installed-dev
@@ -72,29 +75,30 @@ workflows: $(VENV)/.installed-dev $(VENV)/.tried-actionlint
 	@if test -x $(BIN)/actionlint; then echo $(BIN)/actionlint; PATH="$(BIN):$$PATH" $(BIN)/actionlint; \
 	else echo 'actionlint: not run, could not be installed'; test -z "$$GITHUB_ACTIONS"; fi
 
-bench: $(VENV)/.installed-bench  ## measure this machine; ARGS="--full" for everything
+bench: $(VENV)/.installed-bench  ## run the benchmarks; ARGS="--full" runs all cases
 	$(BIN)/telegrad bench $(ARGS)
 
-bench-peers: $(VENV)/.installed-bench  ## environments for the peers that are measured beside Telegrad
+bench-peers: $(VENV)/.installed-bench  ## install the libraries that the benchmarks compare with
 	$(BIN)/telegrad bench peers $(ARGS)
 
-conformance: $(VENV)/.installed-conformance  ## PyTorch's own RPC test suites, run against this package
+conformance: $(VENV)/.installed-conformance  ## run PyTorch's own RPC test suites against this package
 	$(BIN)/python tests/conformance/run.py $(ARGS)
 
-docs: $(VENV)/.installed-docs  ## API reference into site/
+docs: $(VENV)/.installed-docs  ## write the API reference to site/
 	$(BIN)/pdoc telegrad -o site $(ARGS)
 
-dist: $(VENV)/.installed-dev  ## sdist and wheel into dist/, checked and installed into a fresh environment
+dist: $(VENV)/.installed-dev  ## build sdist and wheel in dist/, check and install them
 	$(BIN)/python scripts/release.py --uv $(UV) build
 
-release: $(VENV)/.installed-dev  ## check, build and tag: make release VERSION=1.2.3; ARGS=--dry-run makes no tag
+release: $(VENV)/.installed-dev  ## check, build, tag: VERSION=1.2.3; ARGS=--dry-run creates no tag
 	$(BIN)/python scripts/release.py --uv $(UV) tag $(or $(VERSION),$(error VERSION=1.2.3 is missing)) $(ARGS)
 
-clean:  ## remove the environment, caches and everything built
+clean:  ## remove environments, caches and build results
 	rm -rf $(VENV) .venv-frameworks .venv-peers build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# --- Bootstrap: each stamp file says "this is installed"; pyproject.toml or another TORCH makes it stale ---------------
+# --- Installation --------------------------------------------------------------------------------
+# A stamp file means that an extra is installed. A change of pyproject.toml or TORCH makes it stale.
 
 $(BIN)/python:
 ifeq ($(UV),uv)
@@ -104,7 +108,7 @@ else
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 endif
 
-# Rewritten only when TORCH is not what it was.
+# Written only when TORCH has changed.
 $(VENV)/.torch: FORCE | $(BIN)/python
 	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
 
@@ -116,7 +120,8 @@ $(VENV)/.installed-%: $(VENV)/.installed
 	$(UV) pip install --python $(BIN)/python --editable '.[$*]'
 	@touch $@
 
-# Its build downloads a program from github.com. Machines that cannot reach it check workflows by their schemas alone.
+# The build of actionlint downloads a program from github.com. Machines without access to github.com
+# check workflows only against their schemas.
 $(VENV)/.tried-actionlint: $(VENV)/.installed
 	@$(UV) pip install --quiet --python $(BIN)/python --editable '.[actionlint]' 2>/dev/null || true
 	@touch $@

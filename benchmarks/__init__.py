@@ -1,1 +1,1 @@
-"""Telegrad measured beside its peers and beside the limits of the machine; `README.md` says how to run it."""
+"""Benchmarks of Telegrad, its peers and the machine; `README.md` describes how to run them."""

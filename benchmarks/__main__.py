@@ -1,4 +1,4 @@
-"""`python -m benchmarks`, which is `telegrad bench`: a run, unless the first argument is one of the other commands."""
+"""Run `python -m benchmarks`, which is `telegrad bench`: a run, or a subcommand of `COMMANDS`."""
 
 from __future__ import annotations
 

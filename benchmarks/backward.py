@@ -1,12 +1,14 @@
-"""Backward passes through remote calls: what they take longer than the same pass in one process.
+"""Measure the overhead of backward passes through remote calls over the same pass in one process.
 
     python -m benchmarks.backward
     python -m benchmarks.backward --cases "chain of 20,RNN of 40" --rounds 15
 
-Every process joins a group of torch.distributed.rpc and one of Telegrad. The caller runs each case in one process,
-with torch and with Telegrad in turn, one pass after the other, so that all see the same load of the machine. For each
-case the table shows the median time of the backward pass, and of the whole pass (context, calls, backward) in
-brackets. `overhead` is the time above that of one process, as torch's by ours: 2.00x is half of torch's overhead.
+Every process joins a group of torch.distributed.rpc and a group of Telegrad. The caller runs each
+case in one process, with torch and with Telegrad in turn, one pass after the other, so that the
+load of the machine is the same for all. For each case the table shows the median time of the
+backward pass and, in parentheses, of the whole pass (context, calls, backward). The overhead is the
+time above that of one process. The column `overhead` is torch's overhead divided by Telegrad's:
+2.00x means that Telegrad has half of torch's overhead.
 """
 
 from __future__ import annotations
@@ -34,18 +36,18 @@ from benchmarks.processes import import_path
 from benchmarks.worlds import together
 
 WIDTH, BATCH = 64, 8
-WORKERS = 4  # with the caller
+WORKERS = 4  # including the caller
 PACKAGES: dict[str, tuple[Any, Any]] = {
     "torch": (torch_rpc, torch_autograd),
     "telegrad": (telegrad_rpc, telegrad_autograd),
 }
 ENTRIES = ("one process", *PACKAGES)
-Call = Callable[..., Any]  # to which worker, function, arguments: the result
+Call = Callable[..., Any]  # (worker, function, *args) -> result
 _layers: dict[str, nn.Linear] = {}
 
 
 def layer(name: str = "layer") -> nn.Linear:
-    """Return this process's layer of that name."""
+    """Return the layer with this name in this process."""
     if name not in _layers:
         _layers[name] = nn.Linear(WIDTH, WIDTH)
     return _layers[name]
@@ -57,7 +59,7 @@ def apply_layer(x: Tensor) -> Tensor:
 
 
 def apply_along(package: str, path: list[str], x: Tensor) -> Tensor:
-    """Apply one layer here, and the rest on the workers of `path`."""
+    """Apply one layer in this process, and the rest on the workers of `path`."""
     x = apply_layer(x)
     if not path:
         return x
@@ -76,7 +78,7 @@ def total(parameters: list[Tensor]) -> Tensor:
 
 
 def calls_of(package: str) -> tuple[Call, Call]:
-    """Return how a package calls a function and waits, and how it starts a call."""
+    """Return the functions of a package that call synchronously and asynchronously."""
     if package not in PACKAGES:
         return lambda _, function, *args: function(
             *args
@@ -88,7 +90,7 @@ def calls_of(package: str) -> tuple[Call, Call]:
     )
 
 
-# The cases, as functions of the package that give the loss
+# The cases: functions of the package that return the loss
 
 
 def chain(package: str, count: int) -> Tensor:
@@ -146,7 +148,7 @@ CASES: dict[str, Callable[[str], Tensor]] = {
 
 
 def timed(case: str, package: str) -> tuple[float, float]:
-    """Return the seconds of one backward pass, and of the whole pass."""
+    """Return the seconds of one backward pass and of the whole pass."""
     begin = time.perf_counter()
     if package not in PACKAGES:
         loss = CASES[case](package)
@@ -164,7 +166,7 @@ def timed(case: str, package: str) -> tuple[float, float]:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return, for each case and entry, the times of every pass."""
+    """Return the times of every pass for each case and entry."""
     lines: list[dict[str, Any]] = []
     for case in options.cases:
         found: dict[str, list[tuple[float, float]]] = {entry: [] for entry in ENTRIES}
@@ -222,8 +224,10 @@ def main(argv: list[str] | None = None) -> int:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.backward", description=summary)
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=15, help="passes of each case, at least")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each case, at least")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="minimum number of passes of each case"
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="minimum time of each case")
     parser.add_argument(
         "--out", type=Path, default=Path("build/bench/backward.jsonl"), help="default %(default)s"
     )

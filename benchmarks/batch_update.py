@@ -1,11 +1,13 @@
-"""The batch-update parameter server of PyTorch's tutorial on batch RPC processing, with ResNet-50, by its phases.
+"""Measure the phases of the batch-update parameter server of PyTorch's tutorial, with ResNet-50.
 
     python -m benchmarks.batch_update --trainers 2,5
     python -m benchmarks.batch_update --device cuda --trainers 5
 
-The same code runs on Telegrad and on torch.distributed.rpc, in turn; every measurement has processes of its own. In
-each step a trainer computes gradients on `--device`, sends them to the server through the CPU, waits until all have,
-and gets the new model: one future answers all trainers. The table shows the medians over the steps of all trainers.
+The tutorial is the one on batch RPC processing. The same code runs on Telegrad and on
+torch.distributed.rpc in turn; every measurement starts new processes. In each step a trainer
+computes gradients on `--device`, sends them to the server through the CPU, waits until all trainers
+have sent theirs, and receives the new model. One future answers all trainers. The table shows the
+medians over the steps of all trainers.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ CLASSES, BATCH, SIDE, WARM = 30, 20, 64, 2
 
 
 class Server:
-    """What the tutorial calls `BatchUpdateParameterServer`."""
+    """The class `BatchUpdateParameterServer` of the tutorial."""
 
     def __init__(self, trainers: int) -> None:
         models: Any = importlib.import_module("torchvision.models")
@@ -80,7 +82,7 @@ def update_and_fetch(gradients: list[Tensor]) -> Any:
     return _Process.server.update_and_fetch(gradients)
 
 
-update_and_fetch._wrapped_async_rpc_function = update_and_fetch  # type: ignore[attr-defined]  # `async_execution` of both
+update_and_fetch._wrapped_async_rpc_function = update_and_fetch  # type: ignore[attr-defined]  # as `async_execution` of both
 
 
 def get_model() -> nn.Module:
@@ -179,10 +181,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--entries", type=lambda text: text.split(","), default=list(PACKAGES))
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="of the trainers' models"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="device of the models of the trainers",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each entry")
-    parser.add_argument("--steps", type=int, default=10, help="in each measurement")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of measurements of each entry"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="number of steps in each measurement")
     parser.add_argument(
         "--out",
         type=Path,

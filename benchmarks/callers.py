@@ -1,15 +1,17 @@
-"""One callee, many callers: calls per second in total, and how long a call takes.
+"""Measure calls per second and latency of one callee with many callers.
 
     python -m benchmarks.callers
     python -m benchmarks.callers --callers 1,8,14 --entries telegrad,epoll --rounds 5
 
-Each caller is a process; it calls a function of one tensor element synchronously, or keeps several calls in flight.
-All entries take turns in every round. `epoll` is the limit that bare Python sets: one thread reads all connections,
-runs each call where it was read, and nothing else (no deadlines, references, failures or functions by name). From
-`--processes` callers on, several of them are agents in one process (only Telegrad can do that).
+Each caller is a process. It calls a function of a one-element tensor synchronously, or keeps
+several calls in flight. All entries run in turn in every round. `epoll` is the limit of plain
+Python: one thread reads all connections and runs each call directly, without deadlines, references,
+failure handling or functions by name. With more callers than `--processes`, one process has several
+agents. Only Telegrad supports that.
 
-The table shows the median over the rounds of calls per second; in brackets, the 99th percentile of the time of a
-synchronous call by its mean, and the calls of the slowest caller by those of the average one.
+The table shows calls per second, as the median over the rounds. The printed lines also show the
+99th percentile of the time of a synchronous call divided by the mean, and the number of calls of
+the slowest caller divided by the average.
 """
 
 from __future__ import annotations
@@ -45,14 +47,14 @@ from telegrad import Agent
 
 ENTRIES = ("epoll", "telegrad", "torch")
 _HEAD = struct.Struct("<I")
-_AHEAD = 0.05  # seconds between the command to begin and the beginning
+_AHEAD = 0.05  # seconds between the command to start and the start
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
     return a + b
 
 
-# Bare Python
+# Plain Python
 
 
 def pack_tensor(tensor: Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -115,7 +117,7 @@ def serve_bare(path: str) -> None:
 
 
 class Bare:
-    """A caller of the bare server."""
+    """A caller of the plain Python server."""
 
     def __init__(self, path: str) -> None:
         self._sock = socket.socket(socket.AF_UNIX)
@@ -147,7 +149,7 @@ class Bare:
 def drive(
     call: Callable[[Tensor], Any], start: Callable[[Tensor], Any], until: float, in_flight: int
 ) -> tuple[int, list[float]]:
-    """Call until the time is up; the number of calls and, of synchronous ones, their times."""
+    """Call until `until`. Return the number of calls and the times of synchronous calls."""
     one, count, times = torch.ones(1), 0, []
     if in_flight == 1:
         begin = time.monotonic()
@@ -170,7 +172,7 @@ def drive(
 def work(
     entry: str, rank: int, size: int, agents: int, folder: str, port: int, pipe: Connection
 ) -> None:
-    """The life of a process: the callee if its rank is 0, else some callers that do what the parent says."""
+    """Run a process: the callee if `rank` is 0, else callers that follow the parent's commands."""
     die_with_parent()
     torch.set_num_threads(1)
     drives: list[Callable[[float, int], tuple[int, list[float]]]] = []
@@ -211,14 +213,14 @@ def work(
             pipe.send(run_all(drives[:count], begin, seconds, in_flight))
         pipe.send("left")
         pipe.recv()
-        # what is measured is over; a graceful end of a hundred workers would take a while
+        # the measurement is complete; a graceful shutdown of a hundred workers would take long
         os._exit(0)
 
 
 def run_all(
     drives: list[Any], begin: float, seconds: float, in_flight: int
 ) -> list[tuple[int, list[float]]]:
-    """Run all callers of this process at once."""
+    """Run all callers of this process at the same time."""
     found: list[tuple[int, list[float]]] = [(0, [])] * len(drives)
 
     def one(index: int) -> None:
@@ -261,7 +263,7 @@ class World:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Let the processes run in this block only: those of torch use all cores even if they have nothing to do."""
+        """Let the processes run only inside the block: idle processes of torch use all cores."""
         self._signal(signal.SIGCONT)
         try:
             yield
@@ -304,7 +306,7 @@ class World:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a line for each entry, number of callers and of calls in flight."""
+    """Return a result for each entry, number of callers and number of calls in flight."""
     lines: list[dict[str, Any]] = []
     for callers in options.callers:
         entries = [
@@ -377,9 +379,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--callers", type=numbers, default=[1, 2, 4, 8, 14, 32, 64])
     parser.add_argument("--in-flight", type=numbers, default=[1, 64])
     parser.add_argument("--entries", type=lambda text: text.split(","), default=list(ENTRIES))
-    parser.add_argument("--processes", type=int, default=16, help="that callers are in, at most")
+    parser.add_argument(
+        "--processes", type=int, default=16, help="maximum number of processes of callers"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each measurement")
     parser.add_argument(
         "--out", type=Path, default=Path("build/bench/callers.jsonl"), help="default %(default)s"
     )

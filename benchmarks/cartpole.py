@@ -1,21 +1,24 @@
-"""Steps per second of many observers of CartPole that ask one policy what to do: the figure of PyTorch's tutorial.
+"""Measure steps per second of many CartPole observers that request actions from one policy.
 
-    python -m benchmarks.cartpole                        1 to 10 observers; a table, build/bench/cartpole.jsonl and .png
+    python -m benchmarks.cartpole                        1 to 10 observers
     python -m benchmarks.cartpole --observers 1,8 --rounds 5
     python -m benchmarks.cartpole --entries telegrad.batched,torch.batched --device cuda
 
-The entries:
+The program reproduces the figure of PyTorch's tutorial. It prints a table and writes
+build/bench/cartpole.jsonl and .png. The entries:
 
-    telegrad.batched    `@telegrad.batched` on the policy's method
-    telegrad.by_hand    batched with locks and futures, as PyTorch's tutorial on batch RPC processing does it
+    telegrad.batched    `@telegrad.batched` on the method of the policy
+    telegrad.by_hand    batched with locks and futures, as in PyTorch's tutorial on batch RPC
+                        processing
     telegrad.single     a call and a forward pass for each step
     torch.batched       the same code as telegrad.by_hand on torch.distributed.rpc
     torch.single        the same code as telegrad.single on torch.distributed.rpc
-    moolib.batched      moolib's queue with dynamic batching (where TELEGRAD_BENCH_PYTHON_MOOLIB has it)
-    limit               the observers alone, with nobody to ask: what the machine can do
+    moolib.batched      moolib's queue with dynamic batching, in TELEGRAD_BENCH_PYTHON_MOOLIB
+    limit               the observers without a remote policy: the limit of the machine
 
-Every measurement has processes of its own; entries take turns, and the table shows the median over the rounds. The
-environment is gymnasium's if all peers have it, and else written out in `benchmarks.pole`; the results say which.
+Every measurement starts new processes. Entries run in turn, and the table shows the median over the
+rounds. The environment is gymnasium's if all peers have it, otherwise that of `benchmarks.pole`;
+the results contain its name.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ from benchmarks.worlds import forkserver
 SERVER = "server"
 LIMIT_S = 300.0
 ALONE = 50
-FIGURE_STEPS = 10_000  # for which the figure shows the wall time
+FIGURE_STEPS = 10_000  # the figure shows the wall time of this many steps
 PACKAGES: dict[str, Any] = {"torch": torch_rpc, "telegrad": telegrad_rpc}
 FUTURES: dict[str, Any] = {"torch": torch.futures.Future, "telegrad": telegrad.Future}
 ENTRIES = (
@@ -63,7 +66,7 @@ BASELINE = "torch.batched"
 
 
 class Server(pole.Policy):
-    """The policy, and what the tutorial keeps to batch by hand."""
+    """The policy, and the state that the tutorial uses to batch by hand."""
 
     def __init__(self, observers: int, package: str, device: str) -> None:
         super().__init__(device)
@@ -110,7 +113,7 @@ FUNCTIONS = {"telegrad.by_hand": by_hand_on_telegrad, "torch.batched": by_hand_o
 
 
 def deciding(entry: str, server: Any, number: int) -> Callable[[Tensor], Any]:
-    """How an observer of this entry asks for an action."""
+    """Return the function with which an observer of this entry requests an action."""
     if entry == "telegrad.batched":
         return server.rpc_sync().act  # type: ignore[no-any-return]
     rpc_sync, function = PACKAGES[package_of(entry)].rpc_sync, FUNCTIONS.get(entry, single)
@@ -126,7 +129,7 @@ def work(
 ) -> None:
     die_with_parent()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    # torch guesses an interface from the host name, and may fail
+    # torch derives an interface from the host name, which may fail
     os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     torch.manual_seed(rank)
@@ -152,11 +155,11 @@ def work(
 def play_alone(
     rank: int, entry: str, port: int, observers: int, options: argparse.Namespace, rates: Any
 ) -> None:
-    """An observer of `limit`, which decides by itself."""
+    """Run an observer of `limit`, which computes its own actions."""
     die_with_parent()
     torch.set_num_threads(1)
     if rank:
-        steps = ALONE * options.steps  # long enough that all of them play at the same time
+        steps = ALONE * options.steps  # long enough that all observers run at the same time
         rates.put(pole.observe(lambda state: rank & 1, options.environment, rank, steps))
 
 
@@ -167,7 +170,7 @@ def package_of(entry: str) -> str:
 def measure(
     entry: str, observers: int, options: argparse.Namespace, context: ForkServerContext
 ) -> float:
-    """Steps per second of all observers together."""
+    """Return the steps per second of all observers together."""
     if package_of(entry) == "moolib":
         return measure_moolib(observers, options)
     rates = context.SimpleQueue()
@@ -223,7 +226,7 @@ def tabulate(middle: dict[tuple[int, str], float], entries: list[str]) -> str:
 
 
 def draw(path: Path, run: dict[str, Any], lines: list[dict[str, Any]]) -> None:
-    """The tutorial's figure: wall time over the number of observers, and beside it steps per second."""
+    """Draw the tutorial's figure: wall time by number of observers, and steps per second."""
     if importlib.util.find_spec("matplotlib") is None:
         print("matplotlib is not installed: no plot")
         return
@@ -276,11 +279,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--entries", type=lambda text: text.split(","), help=f"default: all of {','.join(ENTRIES)}"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each entry")
-    parser.add_argument("--steps", type=int, default=1000, help="of each observer")
-    parser.add_argument("--device", default="cpu", help="where the policy is")
     parser.add_argument(
-        "--environment", choices=[pole.GYMNASIUM, pole.PLAIN], help="default: what all peers have"
+        "--rounds", type=int, default=3, help="number of measurements of each entry"
+    )
+    parser.add_argument("--steps", type=int, default=1000, help="number of steps of each observer")
+    parser.add_argument("--device", default="cpu", help="device of the policy")
+    parser.add_argument(
+        "--environment",
+        choices=[pole.GYMNASIUM, pole.PLAIN],
+        help="default: gymnasium if all peers have it",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("build/bench/cartpole.jsonl"), help="default %(default)s"
@@ -312,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
                     f"round {number + 1}: {observers} observers, {entry}: {rate:,.0f} steps/s",
                     flush=True,
                 )
-                # whatever ends the run, nothing is lost
+                # write after every measurement, so that an aborted run loses nothing
                 results.write(options.out, run, written(measured))
     middle = {key: statistics.median(rates) for key, rates in measured.items()}
     print(f"\n{tabulate(middle, options.entries)}")

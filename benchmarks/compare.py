@@ -1,8 +1,8 @@
-"""What got slower between two files of results: `telegrad bench compare OLD NEW`.
+"""List the cases that became slower between two result files: `telegrad bench compare OLD NEW`.
 
-A case counts as changed when its median moved by more than the tolerance and its rounds lie so far apart that luck
-would do that less than once in a hundred times (the exact rank test of Mann and Whitney). Five rounds on each side
-suffice for that; with three nothing can be said.
+A case counts as changed if its median moved by more than the tolerance and the difference of its
+rounds is significant: the probability that it is random is below 1 in 100 (exact rank test of Mann
+and Whitney). Five rounds on each side are enough; three are too few.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Change:
-    """One case of one peer in both files. `factor` above 1 is better than before."""
+    """One case of one peer in both files. A `factor` above 1 is an improvement."""
 
     case: str
     peer: str
@@ -51,14 +51,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument(
-        "--peer", default="telegrad", help="whose names begin so; default %(default)s, '' for all"
+        "--peer",
+        default="telegrad",
+        help="prefix of the peers' names; default %(default)s, '' for all",
     )
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="default %(default)s")
-    parser.add_argument("--all", action="store_true", help="also what did not change")
+    parser.add_argument("--all", action="store_true", help="also show cases that did not change")
     options = parser.parse_args(argv)
     (old_run, old), (new_run, new) = results.read(options.old), results.read(options.new)
     for difference in differences(old_run, new_run):
-        print(f"careful: {difference}")
+        print(f"warning: {difference}")
     found = [
         change
         for change in changes(old, new, options.tolerance)
@@ -83,12 +85,12 @@ def main(argv: list[str] | None = None) -> int:
         f"{len(found)} compared: {count['slower']} slower, {count['faster']} faster, {count['same']} within the spread"
     )
     if unsure:
-        print(f"{unsure} with too few rounds to tell; five on each side suffice")
+        print(f"{unsure} with too few rounds; five on each side are enough")
     lost = missing(old, new, options.peer)
     for case, peer in lost:
         print(f"no longer measured, or failed: {case} {peer}")
     if len(found) == unsure:
-        print("nothing could be compared")
+        print("no case was measured in both files")
         return 2
     return 1 if count["slower"] or lost else 0
 
@@ -96,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
 def changes(
     old: list[dict[str, Any]], new: list[dict[str, Any]], tolerance: float = TOLERANCE
 ) -> list[Change]:
-    """Every case that both have, in the order of the new one."""
+    """Return a change for every case in both files, in the order of the new file."""
     before = {(line["case"], line["peer"]): line for line in old if line["median"] is not None}
     pairs = (
         (before.get((line["case"], line["peer"])), line)
@@ -109,7 +111,7 @@ def changes(
 def change(old: dict[str, Any], new: dict[str, Any], tolerance: float) -> Change:
     higher = new["better"] == "higher"
     factor = results.quotient(new["median"], old["median"], higher)
-    # if it got slower
+    # the order of the rounds if the case became slower
     low, high = (new["rounds"], old["rounds"]) if higher else (old["rounds"], new["rounds"])
     if smallest(len(old["rounds"]), len(new["rounds"])) > LUCK:
         verdict = "few rounds"
@@ -127,7 +129,7 @@ def change(old: dict[str, Any], new: dict[str, Any], tolerance: float) -> Change
 def missing(
     old: list[dict[str, Any]], new: list[dict[str, Any]], peer: str = ""
 ) -> list[tuple[str, str]]:
-    """What was measured before and failed now."""
+    """Return the cases that were measured in the old file and are missing or failed in the new."""
     failed = {
         (line["case"], line["peer"]) for line in new if line["errors"] or line["median"] is None
     }
@@ -140,7 +142,7 @@ def missing(
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What makes the two files hard to compare."""
+    """Return the differences between the runs that make a comparison unreliable."""
     found = []
     for key in ("machine", "versions"):
         for name in old[key].keys() | new[key].keys():
@@ -150,12 +152,15 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def smallest(m: int, n: int) -> float:
-    """The smallest probability that so many rounds can give."""
+    """Return the smallest probability that this number of rounds can give."""
     return 1 / math.comb(m + n, m)
 
 
 def by_luck(low: list[float], high: list[float]) -> float:
-    """How probable it is that the values of `low` lie so far below those of `high` if there is no difference."""
+    """Return the probability of the difference if both samples have the same distribution.
+
+    The difference is that the values of `low` are below those of `high`.
+    """
     wins = sum((a < b) + 0.5 * (a == b) for a in low for b in high)
     short = math.ceil(len(low) * len(high) - wins)
     return sum(arrangements(len(low), len(high), each) for each in range(short + 1)) / math.comb(
@@ -165,7 +170,7 @@ def by_luck(low: list[float], high: list[float]) -> float:
 
 @cache
 def arrangements(m: int, n: int, inversions: int) -> int:
-    """In how many ways m and n values can be put in order so that there are exactly so many inversions."""
+    """Return the number of orders of m and n values with exactly this many inversions."""
     if inversions < 0:
         return 0
     if m == 0 or n == 0:

@@ -1,12 +1,12 @@
-"""Calls, throughput and bandwidth of Telegrad and its peers, interleaved in one run.
+"""Measure calls, throughput and bandwidth of Telegrad and its peers, interleaved in one run.
 
-    python -m benchmarks.core                                   every peer that is installed
+    python -m benchmarks.core                                   every installed peer
     python -m benchmarks.core --quick --peers telegrad,torch
     python -m benchmarks.core --cases latency,rate/64 --rounds 9 --out after.jsonl
 
-Every peer's caller and callee live for the whole run. Round 1 measures each case on one peer after the other, round 2
-again, and so on; the table shows the median over rounds. Cases that need more processes follow, in rounds of their own.
-`README.md` says what the rows mean.
+The caller and the callee of every peer run for the whole benchmark. Each round measures each case
+on one peer after the other; the table shows the median over the rounds. Cases that need more
+processes follow in separate rounds. `README.md` describes the rows.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from benchmarks.progress import say
 from benchmarks.suite import CASES, MACHINE, Case
 
 ROUNDS = 5
-FEW = 2  # processes of every peer that live for the whole run
-FAILURES = 2  # of a case on a peer; then it is not tried again
+FEW = 2  # processes of every peer that run for the whole benchmark
+FAILURES = 2  # a case that fails this often on a peer is not tried again
 FULL_SECONDS, QUICK_SECONDS = 0.5, 0.1
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes are ended on the way out
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `finally` blocks end the processes
     cases = chosen(options)
     figures = results.Results()
     run = machine.heading(
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
             figures,
         )
     except KeyboardInterrupt:
-        say("interrupted: what follows is what was measured until then")
+        say("interrupted: these are the results so far")
         run["interrupted"] = True
     lines = figures.lines()
     results.write(options.out, run, lines)
@@ -77,7 +77,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peers", type=names(PEERS), default=default, help=f"from {','.join(PEERS)}"
     )
-    parser.add_argument("--cases", type=lambda text: text.split(","), help="only these, by prefix")
+    parser.add_argument(
+        "--cases", type=lambda text: text.split(","), help="run only the cases with these prefixes"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="default %(default)s")
     parser.add_argument(
         "--seconds", type=float, help=f"per case, default {FULL_SECONDS}, quick {QUICK_SECONDS}"
@@ -91,7 +93,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def chosen(options: argparse.Namespace) -> list[Case]:
-    """The cases that are asked for by name, otherwise those of the mode."""
+    """Return the cases that are selected by name, otherwise those of the mode."""
     if options.cases:
         return [case for case in CASES if case.name.startswith(tuple(options.cases))]
     return [case for case in CASES if case.quick or not options.quick]
@@ -101,7 +103,7 @@ def names(known: dict[str, PeerSpec]) -> Callable[[str], list[str]]:
     def peers(text: str) -> list[str]:
         if unknown := [name for name in text.split(",") if name not in known]:
             raise argparse.ArgumentTypeError(
-                f"unknown {', '.join(unknown)}; known are {', '.join(known)}"
+                f"unknown cases: {', '.join(unknown)}; known cases: {', '.join(known)}"
             )
         return text.split(",")
 
@@ -111,7 +113,7 @@ def names(known: dict[str, PeerSpec]) -> Callable[[str], list[str]]:
 def start(
     wanted: list[str], cases: list[Case], stack: ExitStack, run: dict[str, Any]
 ) -> list[Entry]:
-    """Starts every peer that comes up; the others are reported and noted in the run."""
+    """Start the peers. Report those that do not start, and record them in the run."""
     entries: list[Entry] = []
     for spec in (PEERS[name] for name in wanted):
         try:
@@ -136,7 +138,7 @@ def start(
 def rounds(
     entries: list[Entry], cases: list[Case], options: argparse.Namespace, figures: results.Results
 ) -> None:
-    """One case after the other, each on all entries; who comes first changes from round to round."""
+    """Run each case on all entries. The first entry changes from round to round."""
     plan = [
         (number, case, entry)
         for number, case in itertools.product(range(options.rounds), cases)
@@ -152,7 +154,10 @@ def rounds(
 def crowd(
     specs: list[PeerSpec], cases: list[Case], options: argparse.Namespace, figures: results.Results
 ) -> None:
-    """The cases that need many processes: all peers' together would not fit into memory, so they come up in turn."""
+    """Run the cases that need many processes.
+
+    The processes of all peers together would not fit into memory, so peers start in turn.
+    """
     turns = [
         (number, spec)
         for number in range(options.rounds if cases else 0)
@@ -166,7 +171,7 @@ def crowd(
         except (WorkerError, WorkerLost) as error:
             for case in left:
                 figures.of(case, spec.name).errors.append(summary(error))
-            say(f"round {number + 1}  {spec.name} did not come up: {error}", step, len(turns))
+            say(f"round {number + 1}  {spec.name} did not start: {error}", step, len(turns))
             continue
         try:
             for case in list(entry.cases.values()):
@@ -182,7 +187,7 @@ def turned(entries: list[T], number: int) -> list[T]:
 
 
 def measure(entry: Entry, case: Case, seconds: float, series: results.Series) -> str:
-    """Adds a round to the series; returns what there is to say about it."""
+    """Add a round to the series and return a text that describes it."""
     try:
         measured = entry.run(case, seconds)
     except (WorkerError, WorkerLost) as error:

@@ -1,20 +1,25 @@
-"""Rows per second of a table of embeddings: looked up by a forward pass, and updated by the gradients that come back.
+"""Measure rows per second of an embedding table: forward lookup and update by gradients.
 
-    python -m benchmarks.embeddings                                   1 million rows of 64, 1 trainer
+    python -m benchmarks.embeddings                               1 million rows of 64, 1 trainer
     python -m benchmarks.embeddings --trainers 2 --servers 2 --rounds 5
     python -m benchmarks.embeddings --entries telegrad.ps,torch
 
-Each step takes 2048 bags of 26 rows, of which a few are frequent and most are rare (Zipf's law), adds up the rows of
-each bag and makes a step of SGD. A row counts once in each step that uses it. The entries:
+Each step uses 2048 bags of 26 rows. A few rows are frequent and most are rare (Zipf's law). The
+step adds up the rows of each bag and runs a step of SGD. A row counts once in each step that uses
+it. The entries:
 
-    telegrad.ps        `telegrad.ps.EmbeddingBag`: rows travel, and their gradients
-    telegrad           `nn.EmbeddingBag(sparse=True)` on a server, under distributed autograd: sums of bags travel
+    telegrad.ps        `telegrad.ps.EmbeddingBag`: rows and their gradients are sent
+    telegrad           `nn.EmbeddingBag(sparse=True)` on a server, with distributed autograd: sums
+                       of bags are sent
     torch              the same on torch.distributed.rpc
-    one process        `nn.EmbeddingBag(sparse=True)` and `torch.optim.SGD`, where nothing travels
-    telegrad.ps large  the first with 100 million rows and a new batch in each step, so that many rows are made
-    telegrad.ps known  the same with batches that were used before, as in the first: no row is made while time counts
+    one process        `nn.EmbeddingBag(sparse=True)` and `torch.optim.SGD`; nothing is sent
+    telegrad.ps large  telegrad.ps with 100 million rows and a new batch in each step, so that many
+                       rows are created
+    telegrad.ps known  the same with batches that were used before, as in telegrad.ps: no row is
+                       created during the measurement
 
-Every measurement has processes of its own; entries take turns, and the table shows the median over the rounds.
+Every measurement starts new processes. Entries run in turn, and the table shows the median over the
+rounds.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ from telegrad.optim import DistributedOptimizer as TelegradOptimizer
 SERVER = "server"
 LIMIT_S = 300.0
 RATE = 1e-3
-BATCHES = 8  # that are used by turns
+BATCHES = 8  # used in turn
 LARGE = 100_000_000
 PACKAGES: dict[str, tuple[Any, Any, Any]] = {
     "torch": (torch_rpc, torch_autograd, TorchOptimizer),
@@ -76,7 +81,10 @@ def timed(
     seed: int,
     fresh: bool = False,
 ) -> float:
-    """Rows per second. Each batch is used once before the time counts, unless there is a `fresh` one in each step."""
+    """Return rows per second.
+
+    Each batch is used once before the measurement, unless `fresh` requests a new one in each step.
+    """
     batches = inputs(rows, options.steps + BATCHES if fresh else BATCHES, options, seed)
     for batch in batches[:BATCHES]:
         step(batch)
@@ -92,7 +100,7 @@ def timed(
     return sum(counts) / (time.perf_counter() - begin)
 
 
-# A module on a server, under both packages
+# A module on a server, with both packages
 
 
 def forward(table: Any, batch: Tensor) -> Tensor:
@@ -141,11 +149,11 @@ def module_on_a_server(package: str, rank: int, options: argparse.Namespace) -> 
     return rate
 
 
-# Rows on servers, and in one process
+# Rows on servers and in one process
 
 
 def resident_mb() -> float:
-    """What this process has in memory now."""
+    """Return the resident memory of this process in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
@@ -209,7 +217,7 @@ def work(
 
 
 def measure(entry: str, options: argparse.Namespace) -> tuple[float, float | None]:
-    """Rows per second of all trainers together, and what servers have in memory then, in MB."""
+    """Return the rows per second of all trainers, and the memory of the servers in MB."""
     servers = {"one process": 0}.get(entry, 1 if entry in PACKAGES else options.servers)
     size = 1 if entry == "one process" else servers + options.trainers
     rates, sizes = (mp.get_context("forkserver").SimpleQueue() for _ in range(2))
@@ -225,19 +233,28 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.embeddings", description=summary)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--bags", type=int, default=2048, help="in a batch")
-    parser.add_argument("--length", type=int, default=26, help="rows in a bag")
+    parser.add_argument("--bags", type=int, default=2048, help="number of bags in a batch")
+    parser.add_argument("--length", type=int, default=26, help="number of rows in a bag")
     parser.add_argument("--trainers", type=int, default=1)
     parser.add_argument(
-        "--servers", type=int, default=1, help="of telegrad.ps; the others have one"
+        "--servers",
+        type=int,
+        default=1,
+        help="number of servers of telegrad.ps; other entries have one",
     )
     parser.add_argument(
-        "--async", dest="rule", action="store_const", const=telegrad.ps.Async(), help="no rounds"
+        "--async",
+        dest="rule",
+        action="store_const",
+        const=telegrad.ps.Async(),
+        help="without synchronous rounds",
     )
     parser.add_argument("--entries", type=lambda text: text.split(","), default=list(ENTRIES))
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each entry")
     parser.add_argument(
-        "--steps", type=int, default=40, help="steps of training in each measurement"
+        "--rounds", type=int, default=3, help="number of measurements of each entry"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=40, help="number of training steps in each measurement"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("build/bench/embeddings.jsonl"), help="default %(default)s"

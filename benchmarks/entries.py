@@ -1,4 +1,4 @@
-"""Who takes part in a run: the peers and, in the same rounds, the machine itself."""
+"""The participants of a run: the peers, and the machine itself in the same rounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.suite import MACHINE, Case
 
 
 class PeerEntry:
-    """One peer in the run: its group, started afresh after a failure, and the cases it is still measured on."""
+    """A peer in the run: its group, restarted after a failure, and its remaining cases."""
 
     def __init__(self, spec: PeerSpec, cases: list[Case]) -> None:
         self.name = spec.name
@@ -25,7 +25,7 @@ class PeerEntry:
 
     def run(self, case: Case, seconds: float) -> dict[str, float]:
         if self.group is None:
-            raise WorkerLost("could not be started again")
+            raise WorkerLost("could not be restarted")
         try:
             return self.group.run(case, seconds)
         except (WorkerError, WorkerLost):
@@ -42,7 +42,7 @@ class PeerEntry:
         try:
             self.group = Group(self.spec, self.callers)
         except (WorkerError, WorkerLost):
-            self.cases = {}  # it does not come up any more
+            self.cases = {}  # it cannot be restarted
 
     def close(self) -> None:
         if self.group is not None:
@@ -50,7 +50,7 @@ class PeerEntry:
 
 
 class MachineEntry:
-    """The machine's own limits, measured in the same rounds."""
+    """The limits of the machine, measured in the same rounds."""
 
     name = MACHINE
 

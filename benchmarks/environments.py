@@ -1,7 +1,8 @@
-"""An environment for each peer: `telegrad bench peers`, or with names, `telegrad bench peers ray grpc`.
+"""Create an environment for each peer: `telegrad bench peers`, or `telegrad bench peers ray grpc`.
 
-None of them is a dependency of Telegrad. Each gets an environment of its own that sees the torch of this interpreter,
-in the folder `TELEGRAD_BENCH_PEERS` or in the user's cache. What does not install is reported, and the others go on.
+No peer is a dependency of Telegrad. Each peer gets its own environment, which uses the torch of
+this interpreter, in the folder `TELEGRAD_BENCH_PEERS` or in the user's cache. A peer that cannot be
+installed is reported, and the others are still installed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PACKAGES = {
     "monarch": ("torchmonarch",),
     "grpc": ("grpcio",),
     "rpyc": ("rpyc",),
-    "moolib": moolib_build.TOOLS,  # it is built from source with them
+    "moolib": moolib_build.TOOLS,  # it is built from source with these tools
 }
 
 
@@ -34,19 +35,19 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     if unknown := set(options.peers) - set(PACKAGES):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+        parser.error(f"unknown peers: {', '.join(sorted(unknown))}")
     failed = False
     for peer in options.peers or PACKAGES:
         try:
             print(f"{peer}: {make(peer)}", flush=True)
         except (subprocess.CalledProcessError, ValueError) as error:
             failed = True
-            print(f"{peer}: could not be installed and will be left out: {error}", flush=True)
+            print(f"{peer}: could not be installed and will be skipped: {error}", flush=True)
     return 1 if failed else 0
 
 
 def make(peer: str) -> Path:
-    """The environment's interpreter, with the peer installed."""
+    """Install the peer in its environment and return the interpreter."""
     place, uv = folder() / peer, shutil.which("uv")
     python = place / "bin" / "python"
     with_uv = [
@@ -63,7 +64,7 @@ def make(peer: str) -> Path:
     packages = subprocess.run(
         [python, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()
-    # Its own packages come first; torch, and what torch needs, are this interpreter's.
+    # Packages of the environment come first; torch and its dependencies are this interpreter's.
     Path(packages, "zz_torch.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     if uv:
         pip = [uv, "pip", "install", "--quiet", "--python", str(python)]

@@ -1,12 +1,13 @@
-"""CUDA tensors between processes that share one GPU: latency, bandwidth, parameter servers and a policy on it.
+"""Measure CUDA tensors between processes that share a GPU: calls, parameter servers and a policy.
 
-    python -m benchmarks.gpu                                everything; calls and servers without and with MPS
-    python -m benchmarks.gpu --only calls --plain           calls alone, without MPS
+    python -m benchmarks.gpu                          all; calls and servers without and with MPS
+    python -m benchmarks.gpu --only calls --plain     only calls, without MPS
     python -m benchmarks.gpu --out build/bench/gpu.jsonl
 
-A GPU serves one process at a time: when another one has work for it, it switches, which takes some 150 us on an H200.
-NVIDIA's MPS daemon lets it serve several at once. Where it can be started, everything is measured with it, too.
-Every measurement has processes of its own; packages take turns, and the table shows the median over the rounds.
+A GPU serves one process at a time. When another process submits work, the GPU switches context,
+which takes about 150 us on an H200. NVIDIA's MPS daemon lets the GPU serve several processes at
+once. If it can be started, the calls and servers are also measured with MPS. Every measurement
+starts new processes. Packages run in turn, and the table shows the median over the rounds.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def echo(tensor: Tensor) -> Tensor:
 
 
 def took(once: Callable[[], object]) -> float:
-    """The median of many times, each until the GPU is done."""
+    """Return the median time of `once`, each measured until the GPU is done."""
     for _ in range(FEWEST):
         once()
     times: list[float] = []
@@ -67,7 +68,7 @@ def took(once: Callable[[], object]) -> float:
 
 
 def call(package: str, rank: int, port: int, figures: Any) -> None:
-    """One of two workers; the second measures calls to the first."""
+    """Run one of two workers; the second measures calls to the first."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     rpc = PACKAGES[package]
     options = rpc.TensorPipeRpcBackendOptions(
@@ -87,7 +88,7 @@ def call(package: str, rank: int, port: int, figures: Any) -> None:
 
 
 def limits(_: int, figures: Any) -> None:
-    """What one process reaches with a copy in each direction."""
+    """Measure the limit of one process with a copy in each direction."""
     one = torch.ones(1, device="cuda")
     figures.put(("latency", 1, took(lambda: torch.add(one, 1)) * 1e6))
     for megabytes in MEGABYTES:
@@ -143,7 +144,7 @@ def case(kind: str, amount: int, mps: bool) -> Case:
 
 @contextlib.contextmanager
 def mps() -> Iterator[bool]:
-    """NVIDIA's daemon that lets processes use the GPU at the same time; False where there is none."""
+    """Start NVIDIA's MPS daemon for the block. Yield False if it cannot be started."""
     control = shutil.which("nvidia-cuda-mps-control") or shutil.which(
         "/usr/local/nvidia/bin/nvidia-cuda-mps-control"
     )
@@ -179,7 +180,7 @@ def one_round(
         for trainers in options.trainers:
             for entry in ps.ENTRIES:
                 entries.append((entry, partial(measure_training, entry, trainers)))
-    # whose processes are forked from one that started without MPS
+    # the processes of this part are forked from one that started without MPS
     if "cartpole" in options.only and not mps:
         for entry in POLICIES:
             entries.append((entry, partial(measure_cartpole, entry)))
@@ -191,7 +192,7 @@ def one_round(
                 f"round {number + 1}: {this.title}: {entry} {results.number(value)} {this.unit}",
                 flush=True,
             )
-        results.write(options.out, run, figures.lines())  # whatever ends the run, nothing is lost
+        results.write(options.out, run, figures.lines())  # an aborted run loses nothing
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -207,8 +208,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--trainers", type=lambda text: list(map(int, text.split(","))), default=[2, 5]
     )
-    parser.add_argument("--plain", action="store_true", help="without MPS only")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each entry")
+    parser.add_argument("--plain", action="store_true", help="measure only without MPS")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of measurements of each entry"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("build/bench/gpu.jsonl"), help="default %(default)s"
     )
@@ -216,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     if not set(options.only) <= set(PARTS):
         parser.error(f"--only takes some of {','.join(PARTS)}")
     if not torch.cuda.is_available():
-        print("this benchmark needs a CUDA device, and torch sees none here")
+        print("this benchmark needs a CUDA device, but torch finds none")
         return 1
     os.environ["PYTHONPATH"] = import_path()
     figures = results.Results()

@@ -1,7 +1,8 @@
-"""A peer's processes, kept for the whole run: a callee and its callers, asleep while another peer is measured.
+"""The processes of a peer: a callee and its callers, which run for the whole benchmark.
 
-Some peers poll in a loop even when nothing is called, and would slow down whoever is measured next. Their processes
-are stopped with SIGSTOP except while they are measured, and then only as many callers run as the case needs.
+Some peers poll in a loop even when there are no calls, and would slow down the peer that is
+measured next. Their processes are stopped with SIGSTOP while another peer is measured. When the
+peer itself is measured, only the callers that the case needs are resumed.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from benchmarks.suite import Case
 
 START_LIMIT_S = 120.0
 CASE_LIMIT_S = 90.0
-IDLE_S = 1.0  # CPU time is counted in hundredths of a second
-TOGETHER_S = 0.5  # callers of one case start this long after the command, to start at the same time
+IDLE_S = 1.0  # CPU time has a resolution of 0.01 s
+TOGETHER_S = 0.5  # delay between the command and the common start of all callers of a case
 
 
 class Group:
-    """The callee and the callers of one peer. One thread owns it."""
+    """The callee and the callers of one peer. Only one thread may use it."""
 
     def __init__(self, spec: PeerSpec, callers: int) -> None:
         self.spec = spec
@@ -53,7 +54,7 @@ class Group:
         return f"<Group {self.spec.name} {self.workers}>"
 
     def run(self, case: Case, seconds: float) -> dict[str, float]:
-        """Measures one case; values of callers that ran at the same time are added up."""
+        """Measure one case. Add up the values of callers that run at the same time."""
         with self._awake(case.callers + case.helpers) as workers:
             if case.loop == "idle":
                 return idle(workers, seconds)
@@ -79,12 +80,12 @@ class Group:
                 worker.pause()
 
     def close(self) -> None:
-        """Lets every process leave the group, then ends what is left."""
+        """Let every process leave the group, then end the remaining processes."""
         stop(self.workers)
         self.folder.cleanup()
 
     def end(self) -> None:
-        """Ends every process now."""
+        """End every process at once."""
         for worker in self.workers:
             worker.end()
         self.folder.cleanup()
@@ -111,7 +112,7 @@ class Group:
 
 @contextmanager
 def explained(workers: list[Worker]) -> Iterator[None]:
-    """Adds what the workers were doing to the news that one of them is lost."""
+    """Add the last output and the stacks of the workers to a `WorkerLost` error."""
     try:
         yield
     except WorkerLost as lost:
@@ -119,7 +120,7 @@ def explained(workers: list[Worker]) -> Iterator[None]:
 
 
 def idle(workers: list[Worker], seconds: float) -> dict[str, float]:
-    """Cores kept busy by processes that have nothing to do."""
+    """Return the number of cores that idle processes keep busy."""
     pids = [pid for worker in workers for pid in session_pids(worker.process.pid)]
     begin, used = time.perf_counter(), cpu_seconds(pids)
     time.sleep(max(IDLE_S, seconds))
@@ -133,7 +134,10 @@ def ask(workers: list[Worker], limit: float, command: str, *args: Any) -> list[A
 
 
 def answers(workers: list[Worker], limit: float, fail_fast: bool = False) -> list[Any]:
-    """Every worker's answer, in order. An error is raised when all have answered, a lost worker at once."""
+    """Return the answers of all workers in order.
+
+    Raise an error of a worker when all have answered, but `WorkerLost` at once.
+    """
     deadline = time.monotonic() + limit
     values: dict[int, Any] = {}
     errors: list[WorkerError] = []

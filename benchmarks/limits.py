@@ -1,4 +1,4 @@
-"""What the machine itself can do: copies of memory and bare ping-pongs over a unix socket."""
+"""Limits of the machine: memory copies and round trips over a unix socket."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ while data := s.recv({PING_BYTES}):
 
 
 def memcpy_warm(seconds: float, size: int) -> Measured:
-    """Into memory that was written before, by one thread."""
+    """Copy into memory that was written before, with one thread."""
     a, b = filled(size), filled(size)
     return per_second(lambda: ctypes.memmove(b.data_ptr(), a.data_ptr(), size), seconds, size)
 
 
 def memcpy_threads(seconds: float, size: int) -> Measured:
-    """Into memory that was written before, by as many threads as torch uses."""
+    """Copy into memory that was written before, with as many threads as torch uses."""
     a, b = filled(size), filled(size)
     return per_second(lambda: b.copy_(a), seconds, size)
 
 
 def memcpy_fresh(seconds: float, size: int) -> Measured:
-    """Into memory just taken from the system: every page faults."""
+    """Copy into memory newly allocated from the system: every page faults."""
     a = filled(size)
 
     def once() -> None:
         with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as fresh:
             view = ctypes.c_char.from_buffer(fresh)
             ctypes.memmove(ctypes.addressof(view), a.data_ptr(), size)
-            del view  # a map that is still looked into cannot be closed
+            del view  # a map with an exported buffer cannot be closed
 
     return per_second(once, seconds, size)
 
 
 def ping_pong(seconds: float) -> Measured:
-    """A few bytes to another process and back over a unix socket, both sides plain Python."""
+    """Send a few bytes to another process and back over a unix socket, both in Python."""
     ours, theirs = socket.socketpair()
     echo = subprocess.Popen(
         [sys.executable, "-c", ECHO, str(theirs.fileno())], pass_fds=[theirs.fileno()]
@@ -77,10 +77,10 @@ def ping_pong(seconds: float) -> Measured:
 
 
 def ping_pong_c(seconds: float) -> Measured:
-    """The same, both sides C."""
+    """Run the same round trip with both sides in C."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
-        raise RuntimeError("there is no C compiler on this machine")
+        raise RuntimeError("this machine has no C compiler")
     source = Path(__file__).with_name("ping_pong.c")
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         program = f"{folder}/ping_pong"

@@ -1,4 +1,4 @@
-"""What the figures were measured on: enough to compare two results, nothing that names the machine."""
+"""Describe the machine of a run: enough to compare two results, but no name of the machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 
 def heading(benchmark: str, **options: Any) -> dict[str, Any]:
-    """The first line of a file of results."""
+    """Return the first line of a result file."""
     return {
         "benchmark": benchmark,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": describe(),
-        # high: something else ran, the figures are not clean
+        # if high, other programs ran and the figures are not reliable
         "load_before": round(os.getloadavg()[0], 2),
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         **options,

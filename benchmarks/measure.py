@@ -1,7 +1,7 @@
-"""The timing loops. They run inside a caller process, against whichever peer that process belongs to.
+"""The timing loops. They run in a caller process and use the peer of that process.
 
-A loop warms up, runs for about `seconds`, and returns `value` in the unit of its case, `n` (how many calls or copies
-stand behind it) and, where single calls are timed, `p99`.
+A loop warms up and runs for about `seconds`. It returns `value` in the unit of its case, `n` (the
+number of calls or copies) and, if single calls are timed, `p99`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHURN, CHURN_LIMIT_S = 64, 30.0
 
 
 def latency(peer: Peer, seconds: float, function: str, elements: int) -> Measured:
-    """One call after the other, each waited for."""
+    """Time synchronous calls, one after the other."""
     fn = torch.add if function == "torch.add" else getattr(remote, function)
     x: Any = torch.ones(elements) if elements else 1
     args = (x,) if function == "echo" else (x, 1)
@@ -40,12 +40,15 @@ def latency(peer: Peer, seconds: float, function: str, elements: int) -> Measure
 
 
 def rate(peer: Peer, seconds: float, window: int, start_at: float = 0.0) -> Measured:
-    """Calls per second with `window` calls in flight: when the oldest is answered, the next is sent."""
+    """Return calls per second with `window` calls in flight.
+
+    When the oldest call is answered, the next is sent.
+    """
     submit, result, x = peer.submit(remote.add), peer.result, torch.ones(1)
     for pending in [submit(x, 1) for _ in range(window)]:
         result(pending)
     gc.collect()
-    time.sleep(max(0.0, start_at - time.monotonic()))  # callers that run together start together
+    time.sleep(max(0.0, start_at - time.monotonic()))  # start at the same time as the other callers
     begin = time.perf_counter()
     in_flight = deque(submit(x, 1) for _ in range(window))
     done = 0
@@ -60,7 +63,10 @@ def rate(peer: Peer, seconds: float, window: int, start_at: float = 0.0) -> Meas
 
 
 def bandwidth(peer: Peer, seconds: float, way: str, elements: int) -> Measured:
-    """Gigabytes per second each way. What arrives is read in one place and dropped before the next call."""
+    """Return gigabytes per second each way.
+
+    One element of each result is read. The result is dropped before the next call.
+    """
     x = torch.ones(elements)
     call = peer.call(WAYS[way])
     args = (elements,) if way == "pull" else (x,)
@@ -68,7 +74,7 @@ def bandwidth(peer: Peer, seconds: float, way: str, elements: int) -> Measured:
     def once() -> None:
         y = call(*args)
         if (y if way == "push" else float(y[-1])) != 1.0:
-            raise ValueError(f"{way} brought other data than was sent")
+            raise ValueError(f"{way} returned other data than was sent")
 
     times = timed(once, seconds, MIN_COPIES)
     moved = x.nbytes * (2 if way == "echo" else 1)
@@ -76,7 +82,7 @@ def bandwidth(peer: Peer, seconds: float, way: str, elements: int) -> Measured:
 
 
 def containers(peer: Peer, seconds: float, kind: str, count: int, way: str) -> Measured:
-    """Time calls with a container of many small things as the argument or as the result."""
+    """Time calls with a container of many small objects as the argument or as the result."""
     if way == "result":
         make = peer.call(remote.container)
         return percentiles(lambda: make(kind, count), seconds)
@@ -85,7 +91,7 @@ def containers(peer: Peer, seconds: float, kind: str, count: int, way: str) -> M
 
 
 def reference(peer: Any, seconds: float, use: str) -> Measured:
-    """Objects that stay on the callee: made and fetched, or one that is used again and again."""
+    """Time objects on the callee: created and fetched, or one that is used repeatedly."""
     rpc = peer.rpc
     if use == "remote":
         return percentiles(lambda: rpc.remote(CALLEE, remote.add, (1, 2)).to_here(), seconds)
@@ -95,7 +101,10 @@ def reference(peer: Any, seconds: float, use: str) -> Measured:
 
 
 def churn(peer: Any, seconds: float) -> Measured:
-    """Objects per second that are made on the callee and dropped; it ends when the callee has none of them any more."""
+    """Return the number of objects per second that are created on the callee and dropped.
+
+    The measurement ends when the callee owns none of the objects.
+    """
     rpc = peer.rpc
 
     def owned() -> int:
@@ -103,7 +112,7 @@ def churn(peer: Any, seconds: float) -> Measured:
 
     def make() -> None:
         references = [rpc.remote(CALLEE, remote.Counter) for _ in range(CHURN)]
-        references[-1].to_here()  # nobody runs ahead of the owner
+        references[-1].to_here()  # limit the number of pending creations
 
     before, made = owned(), 0
     make()
@@ -113,7 +122,7 @@ def churn(peer: Any, seconds: float) -> Measured:
         made += CHURN
     while owned() > before:
         if time.perf_counter() - begin > seconds + CHURN_LIMIT_S:
-            raise TimeoutError(f"{owned() - before} of {made} dropped objects are still there")
+            raise TimeoutError(f"{owned() - before} of {made} dropped objects are still owned")
     return {"value": made / (time.perf_counter() - begin), "n": made}
 
 
@@ -124,7 +133,7 @@ def percentiles(once: Callable[[], object], seconds: float) -> Measured:
 
 
 def timed(once: Callable[[], object], seconds: float, at_least: int) -> list[float]:
-    """Seconds that each call of `once` took, after a warm-up of a tenth of `seconds`."""
+    """Return the seconds of each call of `once`, after a warm-up of a tenth of `seconds`."""
     clock = time.perf_counter
     warm = clock() + seconds / 10
     once()

@@ -1,7 +1,8 @@
-"""Builds moolib's last release for the torch of an environment.
+"""Build the last release of moolib for the torch of an environment.
 
-Its source expects the pybind11 and the C++ of its day. Needed are the pybind11 of today, C++20 where torch's headers
-are included, torch found without CMake's configuration (which asks for the CUDA toolkit), and one template written out.
+Its source needs an old pybind11 and an old C++ standard. The build uses a current pybind11, C++20
+for files that include headers of torch, torch without its CMake configuration (which requires the
+CUDA toolkit), and one rewritten template.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ struct RpcDeferredReturn {""",
 
 
 def build(python: Path) -> None:
-    """Into the environment of this interpreter, which has the `TOOLS`."""
+    """Build moolib into the environment of this interpreter, which has the `TOOLS`."""
     with tempfile.TemporaryDirectory(prefix="moolib-") as folder:
         pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
         fetch = [
@@ -71,7 +72,7 @@ def rewrite(path: Path, changes: dict[str, str]) -> None:
     for old, new in changes.items():
         if old not in text:
             raise ValueError(
-                f"{path.name} is not the one that this was written for: it has no {old!r}"
+                f"{path.name} differs from the version that is expected here: it has no {old!r}"
             )
         text = text.replace(old, new)
     path.write_text(text)

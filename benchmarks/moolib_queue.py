@@ -1,8 +1,9 @@
-"""CartPole on moolib: a queue with dynamic batching, which one thread empties, as its documentation shows.
+"""Run CartPole on moolib: one thread reads a queue with dynamic batching, as in its documentation.
 
-    python -m benchmarks.moolib_queue 8 1000 gymnasium cpu 29500    8 observers, who meet at port 29500: their steps/s
+    python -m benchmarks.moolib_queue 8 1000 gymnasium cpu 29500
 
-Runs in the interpreter that has moolib; `benchmarks.cartpole` starts it.
+This runs 8 observers, which connect to port 29500, and prints their steps per second. It runs in
+the interpreter that has moolib; `benchmarks.cartpole` starts it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_SIZE = 64
 
 
 def serve(address: str, device: str, ready: Any, stop: Any) -> None:
-    import moolib  # noqa: PLC0415  # only the processes of this peer have it
+    import moolib  # noqa: PLC0415  # only installed for the processes of this peer
 
     torch.set_num_threads(1)
     rpc, policy = moolib.Rpc(), Policy(device)
@@ -44,7 +45,7 @@ def serve(address: str, device: str, ready: Any, stop: Any) -> None:
 
 
 def play(address: str, number: int, steps: int, environment: str, rates: Any) -> None:
-    import moolib  # noqa: PLC0415  # only the processes of this peer have it
+    import moolib  # noqa: PLC0415  # only installed for the processes of this peer
 
     torch.set_num_threads(1)
     rpc = moolib.Rpc()
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> int:
     server = context.Process(target=serve, args=(address, device, ready, stop), daemon=True)
     server.start()
     if not ready.acquire(timeout=TIMEOUT_S):
-        raise TimeoutError("the server does not come up")
+        raise TimeoutError("the server did not start")
     players = [
         context.Process(target=play, args=(address, number, steps, environment, rates), daemon=True)
         for number in range(observers)

@@ -1,8 +1,8 @@
-"""The parts of the whole benchmark, and the run that goes through them into one file.
+"""The parts of the benchmark, and the run of all parts into one file.
 
-A part is a module with `main(argv)`, run as a program of its own with `--rounds` and `--out`. It takes turns between
-its entries in every round and writes JSON lines with `results.write`; it can be run alone, too. The file of a run has
-the lines of all its parts.
+A part is a module with `main(argv)`. It runs as a separate program with `--rounds` and `--out`, and
+can also be run alone. It runs its entries in turn in every round and writes JSON lines with
+`results.write`. The file of a run contains the lines of all its parts.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Part:
-    """One program. It runs once for each of the lists of arguments that its mode has."""
+    """One program. It runs once for each list of arguments of its mode."""
 
-    name: str  # also its module's
+    name: str  # also the name of its module
     about: str
     full: tuple[str, ...]
     quick: tuple[str, ...] = ()
-    needs: str = ""  # a package besides torch
-    from_peers: bool = False  # takes --peers
+    needs: str = ""  # a required package besides torch
+    from_peers: bool = False  # accepts --peers
     gpu: bool = False
 
     def hindrance(self) -> str:
-        """Why it cannot run here, if so."""
+        """Return the reason why the part cannot run here, or an empty string."""
         if importlib.util.find_spec(f"benchmarks.{self.name}") is None:
             return "not in this version"
         if self.gpu and not torch.cuda.is_available():
-            return "there is no CUDA device"
+            return "no CUDA device"
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
         return ""
@@ -77,20 +77,24 @@ PARTS = (
     ),
     Part(
         "batch_update",
-        "the tutorial's ResNet-50 by its phases",
+        "phases of the tutorial's ResNet-50 training",
         ("--trainers 2,5",),
         needs="torchvision",
     ),
-    Part("ps_accuracy", "handwritten digits until most are right", ("",), needs="sklearn"),
-    Part("cartpole", "observers that ask one policy", ("--observers 1,2,4,8,10,16,32",)),
-    Part("embeddings", "tables of embeddings on servers", ("",)),
+    Part("ps_accuracy", "time to learn handwritten digits", ("",), needs="sklearn"),
+    Part(
+        "cartpole",
+        "observers that request actions from one policy",
+        ("--observers 1,2,4,8,10,16,32",),
+    ),
+    Part("embeddings", "embedding tables on servers", ("",)),
     Part("gpu", "CUDA tensors between processes, parameter servers on a GPU", ("",), gpu=True),
 )
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # parts are ended on the way out
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `finally` blocks end the parts
     parts = [part for part in PARTS if part.name in options.parts]
     run = machine.heading(
         "all", mode="full" if options.full else "quick", rounds=options.rounds, parts={}, skipped={}
@@ -114,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
             finally:
                 bars.end(part.name)
     results.write(options.out, run, lines)
-    progress.say(results.table(lines) if lines else "nothing was measured")
+    progress.say(results.table(lines) if lines else "no results")
     progress.say(
         f"\nmedian of {options.rounds} rounds; 2.00x is twice as good as torch; written to {options.out}"
     )
@@ -127,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="telegrad bench",
-        description="Telegrad, its peers and the limits of this machine, in turns. "
+        description="Measure Telegrad, its peers and the limits of this machine in turn. "
         "Also: telegrad bench report | compare | peers | publish, each with --help.",
         epilog="\n".join(f"  {part.name:11} {part.about}" for part in PARTS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -136,22 +140,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     mode.add_argument(
         "--quick",
         action="store_true",
-        help="the most important cases, under three minutes (default)",
+        help="run the most important cases, under three minutes (default)",
     )
-    mode.add_argument("--full", action="store_true", help="everything, about an hour")
-    parser.add_argument("--parts", type=lambda text: text.split(","), help="only these, see below")
+    mode.add_argument("--full", action="store_true", help="run all cases, about an hour")
     parser.add_argument(
-        "--peers", help="only these, separated by commas, in the parts that have several"
+        "--parts", type=lambda text: text.split(","), help="run only these parts, see below"
     )
     parser.add_argument(
-        "--cases", help="only these of the part core, by prefix, separated by commas"
+        "--peers", help="run only these peers (separated by commas) in parts with several peers"
+    )
+    parser.add_argument(
+        "--cases",
+        help="run only the cases of the part core with these prefixes, separated by commas",
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="default %(default)s")
     parser.add_argument(
         "--out", type=Path, default=Path("build/bench/results.jsonl"), help="default %(default)s"
     )
     parser.add_argument(
-        "--publish", action="store_true", help="put the results into docs/benchmarks and the README"
+        "--publish", action="store_true", help="write the results to docs/benchmarks and the README"
     )
     options = parser.parse_args(argv)
     known = [part.name for part in PARTS]
@@ -164,7 +171,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def measured(
     part: Part, options: argparse.Namespace, folder: Path, run: dict[str, Any], bars: progress.Bars
 ) -> list[dict[str, Any]]:
-    """Runs the part; its results in the common form, and its own heading in that of the run."""
+    """Run the part. Return its results in the common form, and add its heading to the run's."""
     lines: list[dict[str, Any]] = []
     for number, arguments in enumerate(part.full if options.full else part.quick or part.full):
         out = folder / f"{part.name}-{number}.jsonl"
@@ -186,7 +193,7 @@ def measured(
 
 
 def follow(command: list[str], name: str, bars: progress.Bars) -> int:
-    """Runs a program, shows its lines as they come, and never leaves it behind."""
+    """Run a program, show its output as it arrives, and always end the program."""
     environment = {**os.environ, "PYTHONPATH": import_path()}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -196,7 +203,7 @@ def follow(command: list[str], name: str, bars: progress.Bars) -> int:
             for line in program.stdout:
                 bars.line(name, line.rstrip())
         except KeyboardInterrupt:
-            program.send_signal(signal.SIGINT)  # the terminal has told it already; `kill` has not
+            program.send_signal(signal.SIGINT)  # the terminal has sent it already; `kill` has not
             program.wait()
             raise
     return program.returncode

@@ -1,6 +1,7 @@
-"""Pictures of a run: `python -m benchmarks.plots results.jsonl [picture.png]`. Without matplotlib nothing is drawn.
+"""Draw the results of a run: `python -m benchmarks.plots results.jsonl [picture.png]`.
 
-Cases that differ only in an amount (callers, megabytes, workers, trainers) are curves over it; the others are bars.
+Cases that differ only in an amount (callers, megabytes, workers, trainers) are drawn as curves over
+it; the others are bars. Without matplotlib nothing is drawn.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from benchmarks.suite import MACHINE
 try:
     import matplotlib
     from matplotlib.figure import Figure
-except ImportError:  # tables do without
+except ImportError:  # optional; tables do not need it
     matplotlib = None  # type: ignore[assignment]
 
 __all__ = ["GROUPS", "Panel", "panels", "save", "svg"]
@@ -79,10 +80,10 @@ STYLES = ("-", "--", ":", "-.")
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines that are drawn together."""
+    """Results that are drawn together."""
 
     group: str
-    axis: str  # empty: bars
+    axis: str  # empty for bars
     lines: tuple[Line, ...]
     limits: tuple[Line, ...] = ()
 
@@ -94,7 +95,7 @@ class Panel:
 
 
 def panels(lines: list[Line]) -> list[Panel]:
-    """What there is to draw, in the order of the lines."""
+    """Return the panels of the results, in the order of the lines."""
     found = []
     drawn = [line for line in lines if line["peer"] != MACHINE and line["median"] is not None]
     for group in dict.fromkeys(line["group"] for line in drawn):
@@ -122,13 +123,13 @@ def panels(lines: list[Line]) -> list[Panel]:
 
 
 def blank(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
-    """An empty figure and its axes, for parts that draw a picture of their own."""
+    """Return an empty figure and its axes, for parts that draw their own plot."""
     figure = Figure(figsize=size, layout="constrained")
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
 def svg(panel: Panel) -> str:
-    """The panel as a piece of HTML; empty without matplotlib."""
+    """Return the panel as HTML, or an empty string without matplotlib."""
     if matplotlib is None:
         return ""
     figure = Figure(figsize=(10.5, 4.2), layout="constrained")
@@ -140,7 +141,10 @@ def svg(panel: Panel) -> str:
 
 
 def save(path: Path, picture: Path | None = None, groups: tuple[str, ...] = ()) -> Path | None:
-    """Draws the results in `path` beside it, or into `picture`; returns where, or None if there is nothing to draw."""
+    """Draw the results of `path` into `picture`, by default in the same folder.
+
+    Return the path of the picture, or None if there is nothing to draw.
+    """
     if matplotlib is None:
         print("matplotlib is not installed: no plot")
         return None
@@ -178,7 +182,7 @@ def draw(panel: Panel, axis: Any) -> None:
     limits = sorted(panel.limits, key=lambda line: float(line["median"]))
     for line in limits:
         axis.axhline(line["median"], linestyle=(0, (4, 3)), linewidth=1, color="#666666")
-        above = "bottom" if line is limits[-1] else "top"  # two may be close to each other
+        above = "bottom" if line is limits[-1] else "top"  # two limits may be close to each other
         place = {"xy": (1.005, line["median"]), "xycoords": ("axes fraction", "data"), "va": above}
         axis.annotate(
             wrapped(line["title"]), **place, fontsize=7, color="#666666", annotation_clip=False
@@ -192,7 +196,7 @@ def draw(panel: Panel, axis: Any) -> None:
 
 
 def curves(axis: Any, panel: Panel) -> None:
-    """The median over the amount, with the range of the rounds; a peer's curve ends where it failed."""
+    """Draw the median by amount, with the range of the rounds, up to where the peer failed."""
     peers = in_order(panel.lines)
     for peer in peers:
         own = sorted(
@@ -224,7 +228,7 @@ def curves(axis: Any, panel: Panel) -> None:
 
 
 def bars(axis: Any, panel: Panel) -> None:
-    """Bars grouped by case, one colour for each peer, logarithmic; whiskers as in `whiskers`."""
+    """Draw bars grouped by case, one colour for each peer, with the error bars of `whiskers`."""
     titles = {line["case"]: line["title"] for line in panel.lines}
     cases, peers = list(titles), in_order(panel.lines)
     width = GROUP_WIDTH / max(1, len(peers))
@@ -253,7 +257,10 @@ def bars(axis: Any, panel: Panel) -> None:
 
 
 def scale(axis: Any, panel: Panel) -> None:
-    """Logarithmic where figures are far apart and none is nothing; bars that are close to each other begin at zero."""
+    """Use a logarithmic scale for curves and for bars that differ by a large factor.
+
+    The scale is linear if a figure is zero. Other bars start at zero.
+    """
     medians = [line["median"] for line in panel.lines]
     if min(medians) > 0 and (panel.axis or max(medians) >= FAR_APART * min(medians)):
         axis.set_yscale("log")
@@ -265,20 +272,20 @@ def scale(axis: Any, panel: Panel) -> None:
 
 
 def in_order(lines: tuple[Line, ...]) -> list[str]:
-    """The peers as `COLOURS` has them, then the others."""
+    """Return the peers in the order of `COLOURS`, then the others."""
     known, found = list(COLOURS), list(dict.fromkeys(line["peer"] for line in lines))
     return sorted(found, key=lambda peer: known.index(peer) if peer in known else len(known))
 
 
 def whiskers(lines: list[Line]) -> list[list[float]]:
-    """Up to the p99 where there is one, otherwise from the worst to the best round."""
+    """Return error bars: up to the p99 if there is one, otherwise from worst to best round."""
     below = [0.0 if line["p99"] else line["median"] - line["min"] for line in lines]
     above = [(line["p99"] or line["max"]) - line["median"] for line in lines]
     return [below, [max(0.0, value) for value in above]]
 
 
 def colour(peer: str) -> str:
-    """By the library: `torch by hand` and `torch one by one` have one colour and two styles."""
+    """Return the colour of the library; entries of one library differ in style."""
     return COLOURS.get(peer) or COLOURS.get(peer.replace(".", " ").split()[0], "#444444")
 
 

@@ -1,7 +1,7 @@
-"""What every entry of the CartPole benchmark shares: the environment, the policy, and an observer's loop.
+"""The shared code of all entries of the CartPole benchmark: environment, policy and observer loop.
 
-The environment is gymnasium's CartPole-v1 or, where that is not installed, `Pole`: the same pole on the same cart, by
-the equations of motion of Barto, Sutton and Anderson (1983), in plain Python.
+The environment is gymnasium's CartPole-v1 or, if that is not installed, `Pole`: the same system in
+plain Python, with the equations of motion of Barto, Sutton and Anderson (1983).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-WARM = 50  # steps of each observer that do not count
+WARM = 50  # warm-up steps of each observer
 GYMNASIUM, PLAIN = "gymnasium", "plain"
 
 GRAVITY, CART, POLE, HALF_LENGTH, FORCE, TICK = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02
@@ -26,7 +26,7 @@ FARTHEST, STEEPEST, LONGEST = 2.4, math.radians(12), 500
 
 
 class Pole:
-    """A pole on a cart that is pushed to the left (0) or to the right (1), with the interface of gymnasium."""
+    """A pole on a cart that is pushed left (0) or right (1), with the interface of gymnasium."""
 
     def __init__(self) -> None:
         self._random = random.Random()
@@ -64,7 +64,7 @@ class Pole:
 
 
 def available() -> str:
-    """The environment that this interpreter has."""
+    """Return the name of the environment that this interpreter has."""
     return PLAIN if importlib.util.find_spec("gymnasium") is None else GYMNASIUM
 
 
@@ -73,7 +73,7 @@ def environment(name: str) -> Any:
 
 
 class Policy:
-    """The network of PyTorch's tutorial, which draws an action for each state."""
+    """The network of PyTorch's tutorial. It samples an action for each state."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -88,7 +88,7 @@ class Policy:
 
 
 def observe(act: Callable[[Tensor], Any], name: str, number: int, steps: int) -> float:
-    """Plays so many steps; how many per second, after some that do not count."""
+    """Run this number of steps and return the steps per second, without the warm-up."""
     env = environment(name)
     state, _ = env.reset(seed=number)
     for step in range(WARM + steps):

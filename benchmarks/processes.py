@@ -1,7 +1,8 @@
-"""The processes of a benchmark: started, given commands with a time limit each, and always ended, by their own pid.
+"""The processes of a benchmark: start them, send commands with a time limit, and end them by pid.
 
-A `Worker` is a child process in a session of its own, so that what it starts in turn can be found and ended with it. It
-lives in the interpreter its peer is installed in; commands and answers are plain values over a `multiprocessing` pipe.
+A `Worker` is a child process in its own session, so that all processes that it starts can be found
+and ended with it. It runs in the interpreter of its peer. Commands and answers are plain values
+over a `multiprocessing` pipe.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ PR_SET_PDEATHSIG = 1
 
 
 class WorkerError(Exception):
-    """A command failed in the worker; carries the worker's traceback."""
+    """A command failed in the worker. The message contains the worker's traceback."""
 
 
 class WorkerLost(Exception):
-    """The worker died or did not answer within the time limit: it takes no more commands."""
+    """The worker died or did not answer within the time limit. It takes no more commands."""
 
 
 def summary(error: Exception) -> str:
-    """One line for the file: of a traceback the last one, of a lost process what happened to it."""
+    """Return one line: the last line of a traceback, or the reason why a process was lost."""
     return str(error).strip().splitlines()[0 if isinstance(error, WorkerLost) else -1]
 
 
 class Worker:
-    """One child process and the pipe to it. Not thread-safe: one thread owns it."""
+    """A child process and the pipe to it. Not thread-safe: only one thread may use it."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Worker:
         package: str = "torch",
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`package` is the first thing that the process imports, as a program written for it would."""
+        """Start the process. It imports `package` first, as a program that uses it does."""
         self.log = log
         self.pipe, theirs = Pipe()
         with log.open("wb") as output:
@@ -69,10 +70,10 @@ class Worker:
         try:
             self.pipe.send((command, *args))
         except OSError as error:
-            raise WorkerLost("the process is gone") from error
+            raise WorkerLost("the process has ended") from error
 
     def answer(self, deadline: float) -> Any:
-        """The answer to the last command, waited for until `deadline` (on the monotonic clock)."""
+        """Return the answer to the last command. Wait until `deadline` (monotonic clock)."""
         try:
             if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise WorkerLost("no answer within the time limit")
@@ -90,11 +91,11 @@ class Worker:
         self._signal(signal.SIGCONT)
 
     def dump_stacks(self) -> None:
-        """Has the process write the stacks of its threads to its log."""
+        """Make the process write the stacks of its threads to its log."""
         self._signal(signal.SIGUSR1)
 
     def end(self) -> None:
-        """Ends the process and everything in its session, whatever state they are in."""
+        """End the process and all processes of its session, whatever their state."""
         self._signal(signal.SIGKILL)
         for pid in session_pids(self.process.pid):
             _send_signal(pid, signal.SIGKILL)
@@ -111,7 +112,7 @@ class Worker:
 
 
 def stop(workers: list[Worker]) -> None:
-    """Lets the workers leave together, then ends those that did not."""
+    """Let the workers leave together, then end those that did not leave."""
     deadline = time.monotonic() + STOP_LIMIT_S
     for worker in workers:
         worker.resume()
@@ -129,7 +130,7 @@ def stop(workers: list[Worker]) -> None:
 
 
 def last_words(workers: list[Worker]) -> str:
-    """What each worker wrote last, with the stacks of those that still live."""
+    """Return the last output of each worker, with the stacks of those that still run."""
     for worker in workers:
         worker.dump_stacks()
     time.sleep(DUMP_S)
@@ -137,13 +138,13 @@ def last_words(workers: list[Worker]) -> str:
 
 
 def session_pids(session: int) -> list[int]:
-    """Every living process of a session."""
+    """Return all running processes of a session."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     return [pid for pid in pids if (stat := _stat(pid)) and int(stat[3]) == session]
 
 
 def with_descendants(pids: list[int]) -> list[int]:
-    """These processes, those that they started, and so on."""
+    """Return these processes and all their descendants."""
     parents = {
         int(entry): int(stat[1])
         for entry in os.listdir("/proc")
@@ -156,24 +157,24 @@ def with_descendants(pids: list[int]) -> list[int]:
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """CPU time that these processes have used so far; those that are gone count nothing."""
+    """Return the CPU time of these processes so far, without processes that have ended."""
     stats = [stat for pid in pids if (stat := _stat(pid))]
     return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
 
 def import_path() -> str:
-    """The measured code is this checkout's, installed or not."""
+    """Return a path on which this checkout is imported, installed or not."""
     inherited = os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(ROOT), str(ROOT / "src"), *([inherited] if inherited else [])])
 
 
 def die_with_parent() -> None:
-    """Ends this process with its parent: also when that was killed, and also while this one is stopped."""
+    """End this process when its parent ends, even if the parent is killed or this is stopped."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the third on; empty when the process is gone."""
+    """Return the fields of /proc/<pid>/stat from the third on; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

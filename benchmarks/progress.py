@@ -1,6 +1,7 @@
-"""What a benchmark says while it runs: lines, with a count in front where it knows how much there is to do.
+"""The output of a running benchmark: lines, with a count if the number of measurements is known.
 
-`benchmarks.parts` shows the lines of all parts as one bar where `rich` is installed and this is a terminal.
+`benchmarks.parts` shows the lines of all parts as progress bars if `rich` is installed and the
+output is a terminal.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 try:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-except ImportError:  # lines do as well
+except ImportError:  # optional; lines are printed instead
     Progress = None  # type: ignore[assignment,misc]
 
 __all__ = ["Bars", "say"]
@@ -20,13 +21,16 @@ _COUNT = re.compile(r"\[ *(\d+)/(\d+)\] ")
 
 
 def say(text: str, step: int = 0, steps: int = 0) -> None:
-    """One line, or several. `step` of `steps` measurements are done with it."""
+    """Print one or more lines. `step` of `steps` measurements are done."""
     count = f"[{step:{len(str(steps))}}/{steps}] " if steps else ""
     print(f"{count}{text}", flush=True)
 
 
 class Bars:
-    """A bar for each part, with its newest line beside it; use as a context manager. Without a terminal, the lines."""
+    """A progress bar for each part with its newest line, as a context manager.
+
+    If the output is not a terminal, print the lines.
+    """
 
     def __init__(self, parts: list[str]) -> None:
         self.progress: Any = None

@@ -1,19 +1,21 @@
-"""Rounds per second of a batch-update parameter server with gradients that are there already.
+"""Measure rounds per second of a batch-update parameter server with precomputed gradients.
 
     python -m benchmarks.ps                                    ResNet-18, 2 trainers
     python -m benchmarks.ps --model resnet18,resnet50 --trainers 2,4 --rounds 5
     python -m benchmarks.ps --entries telegrad.ps,torch
-    python -m benchmarks.ps --scaling                          telegrad.ps, 1 to 8 trainers, 1 to 4 servers, with a plot
+    python -m benchmarks.ps --scaling                          1 to 8 trainers, 1 to 4 servers
 
-In each round every trainer brings the gradients of the whole model and gets the new parameters; the server makes one
-step of SGD with momentum with their mean. The entries:
+In each round every trainer sends the gradients of the whole model and receives the new parameters.
+The server runs one step of SGD with momentum with the mean of the gradients. `--scaling` measures
+only telegrad.ps and draws a plot. The entries:
 
     telegrad.ps        `telegrad.ps.Optimizer`
     telegrad           the code of PyTorch's tutorial on batch RPC processing, on Telegrad
     torch              the same code on torch.distributed.rpc
-    one process        the same steps in one process, where nothing is copied: the limit for one server
+    one process        the same steps in one process without copies: the limit for one server
 
-Every measurement has processes of its own; entries take turns, and the tables show the median over the rounds.
+Every measurement starts new processes. Entries run in turn, and the tables show the median over the
+rounds.
 """
 
 from __future__ import annotations
@@ -50,12 +52,12 @@ BLOCKS = {"resnet18": ([2, 2, 2, 2], False), "resnet50": ([3, 4, 6, 3], True)}
 
 
 def shapes(model: str) -> list[tuple[int, ...]]:
-    """The shapes of all parameters of a residual network for ImageNet."""
+    """Return the shapes of all parameters of a residual network for ImageNet."""
     counts, bottleneck = BLOCKS[model]
     found: list[tuple[int, ...]] = []
 
     def conv(into: int, out: int, size: int) -> None:
-        # with the two parameters of its normalisation
+        # with the two parameters of its batch normalization
         found.extend([(out, into, size, size), (out,), (out,)])
 
     conv(3, 64, 7)
@@ -74,7 +76,7 @@ def shapes(model: str) -> list[tuple[int, ...]]:
 
 
 class Model(nn.Module):
-    """The parameters of a network, without what it computes."""
+    """The parameters of a network, without its computation."""
 
     def __init__(self, name: str, device: str) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ class Model(nn.Module):
             each.grad = torch.randn_like(each)
 
 
-# The tutorial's server, under both packages
+# The server of the tutorial, with both packages
 
 
 class BatchUpdateServer:
@@ -134,11 +136,11 @@ def update_on_telegrad(server: Any, gradients: list[Tensor]) -> Any:
     return server.local_value().update(gradients)
 
 
-# What each process does
+# The program of each process
 
 
 def timed(once: Callable[[], object], options: argparse.Namespace) -> float:
-    """Rounds per second, after some that do not count."""
+    """Return rounds per second, after a warm-up."""
     for _ in range(WARM):
         once()
     finish(options)
@@ -155,7 +157,7 @@ def finish(options: argparse.Namespace) -> None:
 
 
 def train_by_calls(package: str, server: Any, options: argparse.Namespace) -> float:
-    """A trainer of the tutorial: sends its gradients, gets the model."""
+    """Run a trainer of the tutorial: send gradients, receive the model."""
     rpc, update = {
         "torch": (torch_rpc, update_on_torch),
         "telegrad": (telegrad_rpc, update_on_telegrad),
@@ -234,7 +236,7 @@ def measure(entry: str, options: argparse.Namespace) -> float:
     servers = {"telegrad.ps": options.servers, "one process": 0}.get(entry, 1)
     size = 1 if entry == "one process" else servers + options.trainers
     rates = mp.get_context("spawn").SimpleQueue()
-    # with MPS or without
+    # processes on a GPU need the current environment, which selects MPS
     together(work, size, entry, free_port(), options, rates, fresh=options.device != "cpu")
     found = []
     while not rates.empty():
@@ -243,7 +245,7 @@ def measure(entry: str, options: argparse.Namespace) -> float:
 
 
 ENTRIES = ("telegrad.ps", "telegrad", "torch", "one process")
-Rates = dict[str, list[float]]  # by entry, a figure for each round
+Rates = dict[str, list[float]]  # by entry, a rate for each round
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -255,20 +257,25 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--trainers", type=numbers, default=[2])
     parser.add_argument(
-        "--servers", type=numbers, default=[1], help="of telegrad.ps; the others have one"
+        "--servers",
+        type=numbers,
+        default=[1],
+        help="number of servers of telegrad.ps; other entries have one",
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="of models and gradients"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of models and gradients"
     )
     parser.add_argument("--entries", type=names, default=list(ENTRIES))
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each entry")
     parser.add_argument(
-        "--steps", type=int, default=40, help="rounds of training in each measurement"
+        "--rounds", type=int, default=3, help="number of measurements of each entry"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=40, help="number of training rounds in each measurement"
     )
     parser.add_argument(
         "--scaling",
         action="store_true",
-        help="telegrad.ps with 1, 2, 4, 8 trainers and 1, 2, 4 servers",
+        help="measure telegrad.ps with 1, 2, 4, 8 trainers and 1, 2, 4 servers",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("build/bench/ps.jsonl"), help="default %(default)s"
@@ -331,7 +338,7 @@ def table(measured: Rates) -> str:
 
 
 def draw(lines: list[dict[str, Any]], path: Path) -> None:
-    """Gradients that servers take in, over the number of trainers: a curve for each number of servers."""
+    """Plot gradients per second by number of trainers, with a curve for each number of servers."""
     if importlib.util.find_spec("matplotlib") is None:
         print("matplotlib is not installed: no plot")
         return

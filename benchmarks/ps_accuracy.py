@@ -1,19 +1,23 @@
-"""Seconds until digits are learned: parameter servers in two forms, and one process.
+"""Measure the seconds until digits are learned: parameter servers in two forms, and one process.
 
     python -m benchmarks.ps_accuracy
     python -m benchmarks.ps_accuracy --target 0.97 --rounds 5 --entries telegrad.ps,torch
 
-Two trainers learn with batches of 32 each, SGD, until the test accuracy is reached; the clock starts when all workers
-are up. The entries:
+Two trainers train with SGD and batches of 32 each until the test accuracy is reached. The clock
+starts when all workers have joined. The entries:
 
-    telegrad.ps        `telegrad.ps.Optimizer` with `Sync()`, one server; each trainer tests with its part of the data
-    telegrad           the network on the server as in PyTorch's tutorial on parameter servers: forward by calls,
-                       distributed autograd, DistributedOptimizer; trainers step independently of each other
-    torch              the same on torch.distributed.rpc. There, a step of one trainer may make the backward pass of
-                       another fail, since it changes what that needs; then the batch is tried again
+    telegrad.ps        `telegrad.ps.Optimizer` with `Sync()`, one server; each trainer tests with
+                       its part of the data
+    telegrad           the network on the server as in PyTorch's tutorial on parameter servers:
+                       forward by calls, distributed autograd, DistributedOptimizer; trainers step
+                       independently of each other
+    torch              the same on torch.distributed.rpc. A step of one trainer can make the
+                       backward pass of another fail, because it changes tensors that the pass
+                       needs. Then the batch is repeated
     one process        batches of 64, which are those of the two trainers together
 
-The digits are those of scikit-learn, scaled to 28 x 28 pixels; without scikit-learn, noisy copies of ten patterns.
+The digits are those of scikit-learn, scaled to 28 x 28 pixels. Without scikit-learn, they are noisy
+copies of ten patterns.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ Outcome = tuple[float, int, list[float]]  # seconds, steps, losses
 
 
 def digits() -> tuple[Data, Data]:
-    """Training and test data."""
+    """Return training and test data."""
     generator = torch.Generator().manual_seed(0)
     try:
         images, labels = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
@@ -70,7 +74,10 @@ def digits() -> tuple[Data, Data]:
 
 
 def network() -> nn.Module:
-    """The tutorial's. Nothing is dropped, so that what trainers compute does not depend on how they are spread."""
+    """Return the network of the tutorial, without dropout.
+
+    The results of trainers then do not depend on how the data are distributed.
+    """
     torch.manual_seed(0)
     made = Digits()
     for module in made.modules():
@@ -80,7 +87,10 @@ def network() -> nn.Module:
 
 
 def batches(samples: int) -> Iterator[Tensor]:
-    """Rows of one step for all trainers together, again and again; trainer n has every `TRAINERS`th of them."""
+    """Yield the indices of the samples of each step, for all trainers together, without end.
+
+    Trainer n uses every `TRAINERS`th sample.
+    """
     generator = torch.Generator().manual_seed(1)
     while True:
         for rows in torch.randperm(samples, generator=generator).split(TRAINERS * BATCH):
@@ -96,7 +106,7 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 def until_learned(
     target: float, step: Callable[[Tensor], float], measure: Callable[[], float]
 ) -> Outcome:
-    """Make steps until `measure` is at the target."""
+    """Run steps until `measure` reaches the target."""
     begin, losses = time.perf_counter(), []
     for number, rows in enumerate(batches(len(digits()[0][1])), 1):
         losses.append(step(rows))
@@ -147,7 +157,7 @@ def parameter_server(rank: int, target: float) -> Outcome | None:
         agent = current_agent()
         assert agent is not None
 
-        def measure() -> float:  # each of its part
+        def measure() -> float:  # each trainer measures its part
             parts = agent.all_gather(
                 accuracy(model, *(each[rank - 1 :: TRAINERS] for each in test)), trainers
             )
@@ -160,7 +170,7 @@ def parameter_server(rank: int, target: float) -> Outcome | None:
 
 
 class Server:
-    """The network, and what trainers ask of it."""
+    """The network and the methods that trainers call."""
 
     def __init__(self) -> None:
         self.model = network()
@@ -268,7 +278,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--target", type=float, default=0.95, help="test accuracy")
     parser.add_argument("--entries", type=lambda text: text.split(","), default=list(ENTRIES))
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each entry")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of measurements of each entry"
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -300,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
             ]
         )
     print(
-        f"\nuntil {100 * options.target:.0f} % of the test digits are right\n{results.aligned(rows)}"
+        f"\nuntil {100 * options.target:.0f} % of the test digits are correct\n{results.aligned(rows)}"
     )
     lines = [
         {

@@ -1,10 +1,10 @@
-"""Results for readers: the committed file, the page, the picture and the README's figures, all made from one run.
+"""Publish results: write the result file, page, plots and README figures of one run.
 
     telegrad bench publish build/bench/results.jsonl
-    telegrad bench publish build/bench/core.jsonl build/bench/cartpole.jsonl     parts that were run one by one
+    telegrad bench publish build/bench/core.jsonl build/bench/cartpole.jsonl     separate parts
 
-The README's figures stand between two marks and are never written by hand; a test says that they are those of the
-committed file. Publishing needs a checkout.
+The figures of the README are between two marks and are never edited by hand; a test checks that
+they match the committed file. Publishing needs a checkout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Line = dict[str, Any]
 README = ROOT / "README.md"
 FOLDER = ROOT / "docs" / "benchmarks"
 BEGIN, END = "<!-- figures: made by `telegrad bench publish` -->\n", "<!-- end of figures -->\n"
-SHOWN = "results-2-cores.jsonl"  # whose figures the README shows
+SHOWN = "results-2-cores.jsonl"  # the file whose figures the README shows
 NAMES = {
     "telegrad": "Telegrad",
     "torch": "torch RPC",
@@ -46,7 +46,7 @@ ROWS = {
     "startup/32": "32 workers until all are up",
     "training/digits": "training with the tutorial's MNIST network on a server",
 }
-ENTRIES = {  # cases whose entries are ways to do it, not libraries
+ENTRIES = {  # cases whose entries are implementations, not libraries
     "ps/resnet18/2-trainers": ("parameter server, ResNet-18, 2 trainers", "torch"),
     "cartpole/8-observers": ("CartPole, 8 observers and one policy", "torch.batched"),
     "embeddings/1000000-rows/1-trainers": ("rows of a table of a million x 64, trained", "torch"),
@@ -88,16 +88,22 @@ def main(argv: list[str] | None = None) -> int:
         prog="telegrad bench publish", description=(__doc__ or "").partition(":")[0]
     )
     parser.add_argument(
-        "files", type=Path, nargs="+", help="they replace those of a machine with as many cores"
+        "files",
+        type=Path,
+        nargs="+",
+        help="replace the results of a machine with the same number of cores",
     )
     publish(*parser.parse_args(argv).files)
     return 0
 
 
 def publish(*paths: Path) -> None:
-    """The files as one under the name of their machine, and everything that is made from it."""
+    """Merge the files into one that is named after its machine.
+
+    Then write the page, the plots and the figures of the README.
+    """
     if not README.exists() or not FOLDER.exists():
-        raise SystemExit(f"this is not a checkout: there is no {README} or no {FOLDER}")
+        raise SystemExit(f"this is not a checkout: {README} or {FOLDER} is missing")
     run, lines = results.merge(paths)
     target = FOLDER / f"results-{run['machine']['cores']}-cores.jsonl"
     results.write(target, {key: value for key, value in run.items() if key != "kind"}, lines)
@@ -114,16 +120,16 @@ def files() -> list[Path]:
 
 
 def with_figures(text: str, block: str) -> str:
-    """The page with what is between the marks replaced."""
+    """Return the page with the text between the marks replaced."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise ValueError("the page has no place for the figures")
+        raise ValueError("the page has no marks for the figures")
     return f"{before}{BEGIN}{block}{END}{after}"
 
 
 def figures(folder: Path) -> str:
-    """The README's block: where it was measured, a table, the limits, and where Telegrad is behind."""
+    """Return the README's block: the machine, a table, the limits, and where Telegrad is behind."""
     run, lines = results.read(folder / SHOWN)
     machine = run["machine"]
     others = "".join(
@@ -146,7 +152,7 @@ def figures(folder: Path) -> str:
 
 
 def table(lines: list[Line]) -> str:
-    """The rows that matter most, a column for each library."""
+    """Return the most important rows, with a column for each library."""
     cells = {(line["case"], line["peer"]): line for line in lines if line["median"] is not None}
     peers = [
         peer for peer in NAMES | {"moolib": "moolib"} if any((case, peer) in cells for case in ROWS)
@@ -164,7 +170,7 @@ def table(lines: list[Line]) -> str:
 
 
 def entries(lines: list[Line]) -> str:
-    """A row for each way to do it."""
+    """Return a row for each implementation of a task."""
     cells = {(line["case"], line["peer"]): line for line in lines if line["median"] is not None}
     rows = []
     for case, (label, baseline) in ENTRIES.items():
@@ -205,7 +211,7 @@ def limits(lines: list[Line]) -> str:
 
 
 def behind(lines: list[Line]) -> str:
-    """Every comparison that Telegrad loses, the worst first; those along a curve together."""
+    """List every comparison that Telegrad loses, largest first; group those of one curve."""
     lost = [verdict for verdict in verdicts.verdicts(lines) if verdict.word == "behind"]
     if not lost:
         return "Telegrad is behind nobody in this run.\n"
@@ -217,7 +223,7 @@ def behind(lines: list[Line]) -> str:
 
 
 def loss(curve: list[verdicts.Verdict]) -> str:
-    """An item about comparisons that belong together, and where along their curve they are lost."""
+    """Return an item for comparisons of one curve, with the range in which they are lost."""
     first = curve[0].ours
     peers = dict.fromkeys(verdict.theirs["peer"] for verdict in curve)
     theirs = {
@@ -243,7 +249,7 @@ def span(lines: list[Line]) -> str:
 
 
 def elsewhere(run: dict[str, Any], lines: list[Line]) -> str:
-    """A sentence about another machine."""
+    """Return a sentence about another machine."""
     found = [
         verdict
         for verdict in verdicts.verdicts(lines)

@@ -1,4 +1,4 @@
-"""The functions that callers call on the callee. Every peer serves exactly these."""
+"""The functions that callers call on the callee. Every peer serves exactly these functions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def echo(x: torch.Tensor) -> torch.Tensor:
 
 
 def sink(x: torch.Tensor) -> float:
-    """Takes a tensor, sends back one of its elements."""
+    """Take a tensor and return one of its elements."""
     return float(x[-1])
 
 
 def source(elements: int) -> torch.Tensor:
-    """Sends a tensor that the callee already has."""
+    """Return a tensor that the callee already has."""
     if elements not in _source:
         _source.clear()
         _source[elements] = torch.ones(elements)
@@ -34,7 +34,7 @@ def source(elements: int) -> torch.Tensor:
 
 
 def container(kind: str, count: int) -> Any:
-    """Return `count` small things of a kind, made once."""
+    """Return `count` small objects of a kind, created once."""
     if (kind, count) not in _containers:
         _containers[kind, count] = _CONTAINERS[kind](count)
     return _containers[kind, count]
@@ -51,7 +51,7 @@ _CONTAINERS: dict[str, Callable[[int], Any]] = {
 
 
 def count(things: Any) -> int:
-    """Take a container, send back how many things are in it."""
+    """Take a container and return the number of its objects."""
     return len(things)
 
 

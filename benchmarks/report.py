@@ -1,4 +1,4 @@
-"""Files of results as one page that needs no other file: `telegrad bench report FILE... -o page.html`."""
+"""Write a self-contained page of result files: `telegrad bench report FILE... -o page.html`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ small{color:#777;display:block}.ours{background:#fdf3f4;font-weight:600}.limit{c
 svg{width:100%;height:auto}li{margin:.25em 0}
 """
 RULES = """
-<ul><li>Same work, same machine, same run. Every case runs on one peer after the other, then the next case;
-who comes first changes from round to round.
-<li>The figure is the median over the rounds. Below it stand the worst and the best round and, where single calls are
-timed, the p99 (the median of the rounds' p99).
-<li>Peers run in their recommended configuration, which is said below. Before anything is timed, every peer must give
-the right values.
-<li>A peer whose idle processes keep cores busy is stopped while others are measured, so that nobody pays for it but its
-own row of idle CPU.
-<li>A failure is shown as a failure. Where Telegrad is behind, it is said first.</ul>
+<ul><li>All peers do the same work on the same machine in the same run. Every case runs on one peer
+after the other, then the next case follows. The first peer changes from round to round.
+<li>The figure is the median over the rounds. Below it are the worst and the best round and, if
+single calls are timed, the p99 (the median of the p99 of the rounds).
+<li>Peers run in their recommended configuration, which is described below. Before the measurement,
+every peer must return the right values.
+<li>A peer whose idle processes keep cores busy is stopped while other peers are measured. Only its
+own row of idle CPU shows this cost.
+<li>A failure is shown as a failure. Cases where Telegrad is behind are listed first.</ul>
 """
 
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="telegrad bench report", description=(__doc__ or "").partition(":")[0]
     )
     parser.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="JSON lines, as a run writes them"
+        "files", type=Path, nargs="+", metavar="FILE", help="JSON lines written by a run"
     )
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("build/bench/index.html"), help="a page or a folder"
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def page(runs: list[tuple[dict[str, Any], list[Line]]]) -> str:
-    """The whole page; a chapter for each file."""
+    """Return the whole page, with a chapter for each file."""
     chapters = "".join(chapter(run, lines) for run, lines in runs)
     configurations = "".join(
         f"<tr><td>{html.escape(name)}<td style='text-align:left;white-space:normal'>{html.escape(spec.about)}"
@@ -71,7 +71,7 @@ def page(runs: list[tuple[dict[str, Any], list[Line]]]) -> str:
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Telegrad: benchmarks</title>'
         f"<style>{STYLE}</style>"
         "<h1>Telegrad, its peers, and the limits of the machine</h1>"
-        "<p>Made by <code>telegrad bench</code>. In the tables, a badge under a peer's figure says how many times "
+        "<p>Written by <code>telegrad bench</code>. A badge under a peer's figure shows how many times "
         f"better Telegrad's is: {badge('ahead', 'Telegrad ahead')} {badge('behind', 'Telegrad behind')} "
         f"{badge('even', 'the middle halves of the rounds overlap')}.{RULES}{chapters}"
         f"<h2>Peers and their configuration</h2><table>{configurations}</table></html>\n"
@@ -93,7 +93,7 @@ def chapter(run: dict[str, Any], lines: list[Line]) -> str:
 
 
 def facts(run: dict[str, Any]) -> str:
-    """When, with what, and who is missing."""
+    """Return the date, the versions, and the peers that were not measured."""
     machine = run["machine"]
     heads = [run, *run.get("parts", {}).values()]
     peers = {name: versions for head in heads for name, versions in head.get("peers", {}).items()}
@@ -119,7 +119,7 @@ def facts(run: dict[str, Any]) -> str:
 
 
 def summary(lines: list[Line]) -> str:
-    """Behind first, every one of them; then how the rest went."""
+    """List all cases where Telegrad is behind, then count the others."""
     found = verdicts.verdicts(lines)
     by = {
         word: [verdict for verdict in found if verdict.word == word]
@@ -137,7 +137,7 @@ def summary(lines: list[Line]) -> str:
 
 
 def sections(lines: list[Line]) -> list[str]:
-    """For each group its plots and its table."""
+    """Return the plots and the table of each group."""
     drawn = plots.panels(lines)
     found = []
     for group in dict.fromkeys(line["group"] for line in lines if line["peer"] != MACHINE):
@@ -150,7 +150,7 @@ def sections(lines: list[Line]) -> list[str]:
 
 
 def table(lines: list[Line]) -> str:
-    """Rows are cases, columns are peers."""
+    """Return a table with a row for each case and a column for each peer."""
     peers = list(dict.fromkeys(line["peer"] for line in lines))
     badges = {(v.theirs["case"], v.theirs["peer"]): v for v in verdicts.verdicts(lines)}
     cells = {(line["case"], line["peer"]): line for line in lines}

@@ -1,7 +1,7 @@
-"""The figures of a run: gathered round by round, written as JSON lines, read back, printed as a table.
+"""The figures of a run: collect them by round, write and read JSON lines, print a table.
 
-A file holds one line of kind `run` (machine, versions, date, options) and then one line of kind `result` for every case
-and peer. Ratios in them are set up so that more than 1 is better than torch, whichever way the case counts.
+A file has one line of kind `run` (machine, versions, date, options) and one line of kind `result`
+for every case and peer. A ratio above 1 means better than torch, for rates and for times.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ DIMENSIONS = (
     "observers",
     "callers",
     "in flight",
-)  # what parts with entries of their own vary
-USUAL = {"device": "cpu", "servers": 1}  # not worth saying
+)  # the parameters of parts with their own entries
+USUAL = {"device": "cpu", "servers": 1}  # not shown in titles
 UNITS = {
     "callers": "calls/s",
     "batch-update": "s",
@@ -39,7 +39,7 @@ UNITS = {
 
 @dataclass
 class Series:
-    """One case on one peer: a value for every round that ended well, a message for every one that did not."""
+    """One case on one peer: a value for each successful round, a message for each failed one."""
 
     case: Case
     peer: str
@@ -89,7 +89,7 @@ class Series:
 
 
 class Results:
-    """All series of a run, in the order they were first measured."""
+    """All series of a run, in the order in which they were first measured."""
 
     def __init__(self) -> None:
         self.series: dict[tuple[str, str], Series] = {}
@@ -105,14 +105,14 @@ class Results:
 
 
 def ratio(case: Case, value: float | None, baseline: float | None) -> float | None:
-    """How many times better than the baseline; None where there is nothing to compare."""
+    """Return how many times better the value is than the baseline, or None if one is missing."""
     if not value or not baseline:
         return None
     return quotient(value, baseline, case.higher_is_better)
 
 
 def quotient(value: float, other: float, higher_is_better: bool) -> float:
-    """How many times better `value` is than `other`; of what is nothing at all, infinitely much."""
+    """Return how many times better `value` is than `other`; infinity if the divisor is zero."""
     if not higher_is_better:
         value, other = other, value
     return value / other if other else (1.0 if not value else float("inf"))
@@ -124,13 +124,16 @@ def write(path: Path, run: dict[str, Any], lines: Iterable[dict[str, Any]]) -> N
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The run and the results of a file that `write` wrote, in the common form."""
+    """Return the run and the results of a file in the common form."""
     run, *lines = [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
     return run, [standard(run, line) for line in lines if line["kind"] == "result"]
 
 
 def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Several files of one machine as one: the heading of the first, with those of its parts, and all lines."""
+    """Merge several files of one machine.
+
+    Return the heading of the first file, with the headings of its parts, and all lines.
+    """
     (first, lines), *others = [read(path) for path in paths]
     run = {**first, "parts": dict(first.get("parts", {first["benchmark"]: {**first}}))}
     for heading, more in others:
@@ -145,7 +148,7 @@ def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def standard(run: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
-    """The line of a part that only says `entry` and `rounds`, and what it was measured with, in the common form."""
+    """Return a line with only `entry`, `rounds` and parameters in the common form."""
     if "case" in line:
         return {"axis": "", "at": None, **line}
     values = {**run, **line}
@@ -185,7 +188,7 @@ def standard(run: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Rows are cases, columns are peers: the median, the p99 where there is one, and the ratio to torch."""
+    """Return a table of cases and peers: median, p99 if there is one, and ratio to torch."""
     peers = list(dict.fromkeys(line["peer"] for line in lines if line["peer"] != MACHINE))
     limits = [line for line in lines if line["peer"] == MACHINE]
     cells = {(line["case"], line["peer"]): cell(line) for line in lines}

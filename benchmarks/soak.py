@@ -1,9 +1,10 @@
-"""A million short-lived references: nothing may be left at the end, and memory must stay flat.
+"""Create a million short-lived references; no object may be left, and memory must stay constant.
 
     python -m benchmarks.soak [--count 1000000]
 
-Two worker processes; one makes references to objects on the other and drops them at once. Prints, as it goes, how many
-are made, how fast, the resident memory of the owner and what it still owns.
+One of two worker processes creates references to objects on the other and drops them at once. It
+prints the number of references, the rate, the resident memory of the owner and the number of
+objects that the owner still has.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def soak(count: int) -> None:
         for number in range(count // STEPS):
             rref: rpc.RRef[dict[str, int]] = rpc.remote("worker1", dict)
             if number % 64 == 0:
-                rref.to_here()  # do not run ahead of the owner without bound
+                rref.to_here()  # limit the number of pending creations
         del rref
         rate = count // STEPS / (time.perf_counter() - started)
         memory, figures = rpc.rpc_sync("worker1", owner_figures)
@@ -59,7 +60,7 @@ def soak(count: int) -> None:
     memory, figures = rpc.rpc_sync("worker1", owner_figures)
     print(f"at the end: owner {memory:.0f} MB, {figures}")
     if figures["owned_objects"] or figures["references_of_others"]:
-        raise SystemExit("objects are left over")
+        raise SystemExit("the owner still has objects")
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
-"""How long groups of 2 to 32 workers on one machine take to come up and to leave, and the memory of each worker.
+"""Measure start-up, shutdown and memory of groups of 2 to 32 workers on one machine.
 
     python -m benchmarks.startup
     python -m benchmarks.startup --workers 2,8 --rounds 1 --peers telegrad
 
-Workers are forked from a server that has imported torch and the peer already, so imports are not in the figures. The
-clock runs from before the first process is started until every worker has joined the group and every caller had one
-call to the callee answered. `bare` is the same without a peer: what the processes alone cost.
+Workers are forked from a server that has imported torch and the peer, so the figures do not include
+imports. The clock starts before the first process starts. It stops when every worker has joined the
+group and every caller has received the reply of one call to the callee. `bare` measures the
+processes without a peer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ CLEANUP_S = 60.0
 
 
 class Launcher:
-    """The process that starts groups of one peer, with its interpreter."""
+    """The process that starts groups of one peer, in the interpreter of the peer."""
 
     def __init__(self, peer: str, folder: str) -> None:
         self.peer = peer
@@ -51,7 +52,7 @@ class Launcher:
         return Worker(spec.python, self.log, spec.package, spec.environment)
 
     def measure(self, size: int) -> dict[str, float]:
-        """One group from start to end. After a failure the next one is started by another process."""
+        """Run one group from start to end. After a failure, use a new process for the next."""
         try:
             measured: dict[str, float] = ask(
                 [self.worker], 2 * LIMIT_S + CLEANUP_S, "world", self.peer, size
@@ -79,7 +80,7 @@ def rounds(options: argparse.Namespace, launchers: list[Launcher]) -> results.Re
             failed.add((launcher.peer, size))
             figures.of(case("startup", size), launcher.peer).errors.append(summary(error))
             progress.say(
-                f"{launcher.peer}: {size} workers did not come up and are not tried again: {error}"
+                f"{launcher.peer}: {size} workers did not start and are not tried again: {error}"
             )
             continue
         for metric, value in measured.items():
@@ -123,7 +124,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def hindrance(peer: str) -> str:
-    """Why this peer cannot take part, if so."""
+    """Return the reason why this peer cannot take part, or an empty string."""
     if peer == BARE:
         return ""
     if not PEERS[peer].forks:
@@ -133,7 +134,7 @@ def hindrance(peer: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes are ended on the way out
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `finally` blocks end the processes
     run = machine.heading("startup", rounds=options.rounds, skipped={})
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))

@@ -1,4 +1,4 @@
-"""What is measured: one `Case` per row of the table. A new measurement is a case here and its loop in `measure`."""
+"""The cases: one `Case` for each row of the table. Loops of new kinds are added to `measure`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 KB, MB = 1024, 1_000_000
 FLOAT_BYTES = 4
-MACHINE = "machine"  # the pseudo-peer that measures the machine's own limits
+MACHINE = "machine"  # the pseudo-peer that measures the limits of the machine
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: a loop of `measure` with its parameters, run in `callers` processes at once."""
+    """One measurement: a loop of `measure` with parameters, run in `callers` processes at once."""
 
     name: str
     title: str
@@ -22,17 +22,17 @@ class Case:
     params: Mapping[str, Any] = field(default_factory=dict)
     higher_is_better: bool = False
     callers: int = 1
-    helpers: int = 0  # workers besides the callee and the callers that are called, too
-    # torch-shaped (a torch operator, an RRef): only peers that have such things take part
+    helpers: int = 0  # further workers that are called
+    # needs a torch operator or an RRef: only peers that have them take part
     builtin: bool = False
-    machine: bool = False  # a limit of the machine: measured without a peer
+    machine: bool = False  # a limit of the machine, measured without a peer
     quick: bool = True  # also in the quick mode
-    axis: str = ""  # what grows from case to case along a curve,
-    at: float | None = None  # and its amount here
+    axis: str = ""  # the amount that differs between the cases of a curve
+    at: float | None = None  # its value in this case
 
     @property
     def processes(self) -> int:
-        """Of a peer, the callee included."""
+        """The number of processes of a peer, including the callee."""
         return 1 + self.callers + self.helpers
 
     @property

@@ -1,6 +1,7 @@
-"""The loops that train: a backward pass through several workers, and a network that lives on the callee.
+"""The training loops: a backward pass through several workers, and a network on the callee.
 
-Peers that have distributed autograd take part; `local` is the same work in one process, the limit for all of them.
+Peers with distributed autograd take part. `local` is the same work in one process, which is the
+limit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ BATCH = 32
 
 
 class Digits(nn.Module):
-    """The network of the tutorial on parameter servers: two convolutions, two linear layers, 1.2 million weights."""
+    """The network of the tutorial on parameter servers.
+
+    It has two convolutions, two linear layers and 1.2 million weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +47,14 @@ _layers: dict[str, nn.Linear] = {}
 
 
 def layer(name: str) -> nn.Linear:
-    """This process's layer of that name."""
+    """Return the layer with this name in this process."""
     if name not in _layers:
         _layers[name] = nn.Linear(WIDTH, WIDTH)
     return _layers[name]
 
 
 def hop(module: str, x: Tensor, path: list[str]) -> Tensor:
-    """One layer here, the rest on the workers of `path`."""
+    """Apply one layer in this process, and the rest on the workers of `path`."""
     x = layer("hop")(x).tanh()
     if not path:
         return x
@@ -59,7 +63,10 @@ def hop(module: str, x: Tensor, path: list[str]) -> Tensor:
 
 
 def backward(peer: Any, seconds: float, workers: int) -> Measured:
-    """Microseconds that a backward pass takes longer when its layers are on `workers` workers than in one process."""
+    """Return the time of a backward pass over `workers` workers minus that in one process.
+
+    The unit is microseconds.
+    """
     path = [CALLEE, *(f"caller{number}" for number in range(2, workers))]
     x = torch.randn(SMALL_BATCH, WIDTH)
     rpc, autograd = peer.rpc, peer.autograd
@@ -86,7 +93,7 @@ def backward(peer: Any, seconds: float, workers: int) -> Measured:
 
 
 class Server:
-    """The network, on the callee."""
+    """The network on the callee."""
 
     def __init__(self) -> None:
         self.network = Digits()
@@ -101,7 +108,7 @@ class Server:
 
 
 def digits(peer: Any, seconds: float) -> Measured:
-    """Iterations per second of training with the network on the callee, as the tutorial does it."""
+    """Return iterations per second of training with the network on the callee."""
     server = peer.rpc.remote(CALLEE, Server)
     optimizer = peer.optimizer(
         torch.optim.SGD, server.rpc_sync().parameter_rrefs(peer.module), lr=0.03
@@ -121,7 +128,10 @@ def digits(peer: Any, seconds: float) -> Measured:
 
 
 def digits_backward(peer: Any, seconds: float) -> Measured:
-    """Microseconds that the backward pass of that network takes longer on the callee than in one process."""
+    """Return the time of the network's backward pass on the callee minus that in one process.
+
+    The unit is microseconds.
+    """
     server, here, (x, y) = peer.rpc.remote(CALLEE, Server), Digits(), batch()
 
     def remote() -> float:
@@ -142,7 +152,7 @@ def digits_backward(peer: Any, seconds: float) -> Measured:
 
 
 def digits_here(seconds: float) -> Measured:
-    """The same in one process."""
+    """Return iterations per second of the same training in one process."""
     network = Digits()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.03)
     x, y = batch()
@@ -166,7 +176,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def alternate(runs: list[Callable[[], float]], seconds: float) -> list[list[float]]:
-    """What each of `runs` says, in turn, for `seconds` after a warm-up."""
+    """Run `runs` in turn for `seconds` after a warm-up. Return the values of each."""
     times: list[list[float]] = [[] for _ in runs]
     for number in range(MIN_PASSES // 3):
         runs[number % len(runs)]()

@@ -1,4 +1,4 @@
-"""Telegrad against each peer, case by case: who is ahead, by how much, and whether the spread leaves a doubt."""
+"""Compare Telegrad with each peer by case: the factor, and whether the spread is smaller."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from benchmarks.worlds import BARE
 __all__ = ["Verdict", "is_limit", "is_ours", "verdicts"]
 
 Line = dict[str, Any]
-# what the same work costs without a library for calls
+# entries that do the same work without an RPC library
 LIMITS = (MACHINE, BARE, "one process", "limit")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One case, our line and a peer's. `factor` above 1: Telegrad is so many times better."""
+    """One case with the lines of Telegrad and a peer. A `factor` above 1: Telegrad is better."""
 
     ours: Line
     theirs: Line
@@ -32,7 +32,7 @@ class Verdict:
 
     @property
     def word(self) -> str:
-        """`ahead`, `behind`, or `even` where the middle halves of the rounds of the two overlap."""
+        """`ahead`, `behind`, or `even` if the middle halves of the rounds overlap."""
         (low, high), (their_low, their_high) = (
             middle(self.ours["rounds"]),
             middle(self.theirs["rounds"]),
@@ -50,7 +50,7 @@ class Verdict:
 
 
 def verdicts(lines: list[Line]) -> list[Verdict]:
-    """Every peer against our first entry in every case that both have; in the order of the lines."""
+    """Compare every peer with Telegrad's first entry in every common case, in line order."""
     ours: dict[str, Line] = {}
     for line in lines:
         if is_ours(line["peer"]) and line["median"] is not None:
@@ -64,7 +64,7 @@ def verdicts(lines: list[Line]) -> list[Verdict]:
 
 
 def middle(rounds: list[float]) -> tuple[float, float]:
-    """Between which values the middle half lies: one odd round does not matter."""
+    """Return the range of the middle half of the rounds, which excludes outliers."""
     if len(rounds) < 2:
         return rounds[0], rounds[0]
     low, _, high = statistics.quantiles(rounds, n=4, method="inclusive")

@@ -1,6 +1,7 @@
-"""A process of a peer's group: joins the group, runs the loops it is told to, answers over its pipe.
+"""A process of a peer's group: join the group, run loops on command, answer over a pipe.
 
-Run with the number of the pipe as its argument. It ends when told to, when the pipe closes, and when its parent dies.
+The argument is the file descriptor of the pipe. The process ends on command, when the pipe closes,
+and when its parent dies.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.processes import die_with_parent
 
 
 class Commands:
-    """What the parent can ask for, by method name."""
+    """The commands of the parent, by method name."""
 
     def __init__(self) -> None:
         self.peer: Peer | None = None
@@ -35,21 +36,21 @@ class Commands:
         self.peer.start(Place(**place))
 
     def check(self, builtin: bool) -> None:
-        """Every function gives what it would give here: the peer does the work that is measured."""
+        """Check that every function returns the same values as in this process."""
         peer, x = self.joined(), torch.arange(4096.0)
         if not torch.equal(peer.call(remote.echo)(x), x) or not torch.equal(
             peer.call(remote.add)(x, 1), x + 1
         ):
-            raise ValueError("a tensor came back changed")
+            raise ValueError("a tensor was changed")
         if peer.call(remote.sink)(x) != 4095.0 or peer.call(remote.add)(1, 1) != 2:
-            raise ValueError("a value came back changed")
+            raise ValueError("a value was changed")
         things = peer.call(remote.container)("arrays", 3)
         if peer.call(remote.count)(things) != 3 or [list(each) for each in things] != [[1.0]] * 3:
-            raise ValueError("a container came back changed")
+            raise ValueError("a container was changed")
         if peer.result(peer.submit(remote.add)(1, 1)) != 2:
-            raise ValueError("an async call came back with another value")
+            raise ValueError("an asynchronous call returned a wrong value")
         if builtin and not torch.equal(peer.call(torch.add)(x, 1), x + 1):
-            raise ValueError("a builtin came back with another value")
+            raise ValueError("a builtin returned a wrong value")
 
     def measure(self, loop: str, seconds: float, params: dict[str, Any]) -> Measured:
         return LOOPS[loop](self.joined(), seconds, **params)
@@ -79,7 +80,7 @@ def version(package: str) -> str:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    # not installed, found on the path
+    # not installed, but found on the path
     return str(getattr(sys.modules.get(package), "__version__", "unknown"))
 
 
@@ -95,7 +96,7 @@ def receive(pipe: Connection) -> tuple[Any, ...]:
     try:
         message: tuple[Any, ...] = pipe.recv()
         return message
-    except EOFError:  # the parent is gone
+    except EOFError:  # the parent has ended
         os._exit(1)
 
 
@@ -111,4 +112,4 @@ if __name__ == "__main__":
     die_with_parent()
     serve(Connection(int(sys.argv[1])))
     sys.stdout.flush()
-    os._exit(0)  # a peer's leftover threads must not keep the benchmark waiting
+    os._exit(0)  # do not wait for remaining threads of the peer

@@ -1,4 +1,4 @@
-"""A group of workers from start to end, forked from a server that has imported everything before."""
+"""Run a group of workers from start to end, forked from a server that has done the imports."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ IDLE_S = 1.0
 
 @cache
 def forkserver(*preload: str) -> ForkServerContext:
-    """Its server imports torch and these modules, once."""
-    os.environ["PYTHONPATH"] = import_path()  # for the server; the workers get our `sys.path`
+    """Return a context whose server imports torch and these modules once."""
+    os.environ["PYTHONPATH"] = (
+        import_path()
+    )  # for the server; workers get the `sys.path` of this process
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "benchmarks.worlds", *preload])
     warm = context.Process(target=int)  # the first process waits for the imports
@@ -48,9 +50,10 @@ def forkserver(*preload: str) -> ForkServerContext:
 
 
 def together(work: Callable[..., None], size: int, *arguments: Any, fresh: bool = False) -> None:
-    """Run `work(rank, *arguments)` in as many processes. They need not import torch and Telegrad again, unless `fresh`:
+    """Run `work(rank, *arguments)` in `size` processes.
 
-    then they have this process's environment as it is now.
+    The processes do not import torch and Telegrad again, unless `fresh`. With `fresh`, they get the
+    current environment of this process.
     """
     if not fresh:
         forkserver("torch._dynamo", "telegrad", "telegrad.rpc")
@@ -59,7 +62,7 @@ def together(work: Callable[..., None], size: int, *arguments: Any, fresh: bool 
 
 
 def modules(adapter: str) -> list[str]:
-    """What an adapter imports: its own module, and what it is told to be the adapter of."""
+    """Return the modules that an adapter imports: its own, and those of its packages."""
     name, _, *shaped = adapter.split(":")
     packages = [module.removesuffix(".rpc") for module in shaped]
     return [
@@ -74,13 +77,13 @@ class DidNotComeUp(Exception):
 
 @dataclass
 class Child:
-    """A worker process and our end of its pipe."""
+    """A worker process and the parent's end of its pipe."""
 
     process: ForkServerProcess
     pipe: Connection
 
     def hear(self) -> float:
-        """The time at which the worker says it got there; call it when there is something to hear."""
+        """Return the time that the worker reports. Call it when data is available."""
         try:
             ok, value = self.pipe.recv()
         except (EOFError, OSError) as error:
@@ -97,7 +100,7 @@ class Child:
 
 
 def work(adapter: str | None, place: Place, pipe: Connection) -> None:
-    """The life of a worker: join, as a caller call the callee once, wait to be looked at, leave."""
+    """Run a worker: join, as a caller call the callee once, wait for the measurement, leave."""
     die_with_parent()
     with open(Path(place.folder, "log"), "ab") as log:
         os.dup2(log.fileno(), sys.stderr.fileno())
@@ -117,7 +120,7 @@ def work(adapter: str | None, place: Place, pipe: Connection) -> None:
 
 
 def measure(peer: str, size: int) -> dict[str, float]:
-    """One group from start to end."""
+    """Run one group from start to end."""
     adapter = None if peer == BARE else PEERS[peer].adapter
     context = forkserver(*(modules(adapter) if adapter else ()))
     port, folder, children = (
@@ -137,7 +140,7 @@ def measure(peer: str, size: int) -> dict[str, float]:
             child.pipe.send("leave")
         left = last(children, leave + LIMIT_S)
         return {"startup": up - begin, "shutdown": left - leave, **looked_at}
-    except (DidNotComeUp, OSError) as error:  # OSError: a worker was gone when we looked at it
+    except (DidNotComeUp, OSError) as error:  # OSError: a worker ended before it was measured
         log = log_file.read_text(errors="replace").splitlines() if log_file.exists() else []
         raise DidNotComeUp("\n".join([*log[-LOG_LINES:], str(error)])) from error
     finally:
@@ -147,14 +150,14 @@ def measure(peer: str, size: int) -> dict[str, float]:
 
 
 def last(children: list[Child], deadline: float) -> float:
-    """When the last worker got there; the first failure ends the wait for the others."""
+    """Return the time at which the last worker was ready. Raise the first failure at once."""
     waiting = {child.pipe: child for child in children}
     times = [0.0]
     while waiting:
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             raise DidNotComeUp(
-                f"{len(waiting)} of {len(children)} workers not within {LIMIT_S:.0f} s"
+                f"{len(waiting)} of {len(children)} workers were not ready within {LIMIT_S:.0f} s"
             )
         times += [waiting.pop(pipe).hear() for pipe in ready if isinstance(pipe, Connection)]
     return max(times)
@@ -169,7 +172,7 @@ def spawn(adapter: str | None, place: Place, context: ForkServerContext) -> Chil
 
 
 def look_at(workers: list[int], size: int) -> dict[str, float]:
-    """Memory and CPU of workers that have nothing to do, and of everything that they started."""
+    """Return memory and CPU of idle workers and of all processes that they started."""
     pids = with_descendants(workers)
     maps = [memory(pid) for pid in pids]
     begin, used = time.monotonic(), cpu_seconds(pids)
@@ -182,7 +185,7 @@ def look_at(workers: list[int], size: int) -> dict[str, float]:
 
 
 def memory(pid: int) -> dict[str, float]:
-    """The megabytes in /proc/<pid>/smaps_rollup by name."""
+    """Return the megabytes in /proc/<pid>/smaps_rollup by name."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {
         name.rstrip(":"): int(amount) * 1024 / 1e6 for name, amount, *_ in map(str.split, lines)

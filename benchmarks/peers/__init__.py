@@ -1,4 +1,7 @@
-"""The peers: what each needs to run. Nothing here imports one; that happens in the processes of its group."""
+"""The peers and their requirements.
+
+This module imports no peer; the processes of a group import theirs.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +21,26 @@ __all__ = ["CALLEE", "PEERS", "Peer", "PeerSpec", "Place", "folder", "installed"
 
 @dataclass(frozen=True)
 class PeerSpec:
-    """How to find and treat a peer."""
+    """How to find and run a peer."""
 
     name: str
     adapter: str  # "module:class" or "module:class:argument"
     package: str
-    about: str  # its configuration, and what the adapter does
-    builtin: bool = False  # can call a torch operator without a Python function around it
-    # its idle processes keep a core busy: they are stopped while they are not measured
+    about: str  # the configuration, and what the adapter does
+    builtin: bool = False  # can call a torch operator without a Python function
+    # idle processes keep a core busy: they are stopped while they are not measured
     spins: bool = False
-    forks: bool = True  # can be used in a process that was forked after its import
-    on_request: bool = False  # runs only when asked for by name
-    # of its processes, from their start
+    forks: bool = True  # works in a process that was forked after the import
+    on_request: bool = False  # runs only if it is named
+    # environment variables of its processes
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def python(self) -> str:
         """The interpreter with this peer installed.
 
-        `TELEGRAD_BENCH_PYTHON_RAY=/path/to/python` names it; otherwise it is the one that `telegrad bench peers` made,
-        and where there is none, this one.
+        `TELEGRAD_BENCH_PYTHON_RAY=/path/to/python` selects it. The default is the interpreter that
+        `telegrad bench peers` created and, if there is none, this interpreter.
         """
         own = folder() / self.name / "bin" / "python"
         default = str(own) if own.exists() else sys.executable
@@ -47,7 +50,7 @@ class PeerSpec:
 
 
 def folder() -> Path:
-    """Where the peers' environments are: `TELEGRAD_BENCH_PEERS`, or a folder in the user's cache."""
+    """Return the folder of the environments: `TELEGRAD_BENCH_PEERS`, or one in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("TELEGRAD_BENCH_PEERS") or Path(cache, "telegrad", "peers"))
 
@@ -93,7 +96,7 @@ _SPECS = (
         environment={
             "RAY_AUTH_MODE": "token",
             "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
-        },  # a token: else only children join
+        },  # with a token, processes other than children can join
     ),
     PeerSpec(
         "monarch",
@@ -119,7 +122,7 @@ PEERS = {spec.name: spec for spec in _SPECS}
 
 
 def load(adapter: str) -> Peer:
-    """The peer that `PeerSpec.adapter` names."""
+    """Return the peer that `PeerSpec.adapter` names."""
     module, name, *arguments = adapter.split(":")
     factory = getattr(importlib.import_module(f"benchmarks.peers.{module}"), name)
     peer: Peer = factory(*arguments)
@@ -127,7 +130,7 @@ def load(adapter: str) -> Peer:
 
 
 def installed(spec: PeerSpec) -> bool:
-    """Asked of the peer's own interpreter, without importing the peer."""
+    """Check in the peer's own interpreter, without importing the peer."""
     code = f"import sys, importlib.util as u; sys.exit(u.find_spec({spec.package!r}) is None)"
     environment = {**os.environ, "PYTHONPATH": import_path()}
     try:

@@ -1,4 +1,4 @@
-"""What every peer's adapter offers, seen from inside one of its processes."""
+"""The interface of the adapters, as used in a process of a peer."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ CALLEE = "callee"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands in its peer's group: rank 0 is the callee, the others call it."""
+    """The position of a process in its group: rank 0 is the callee, the others call it."""
 
     rank: int
     world_size: int
     port: int  # free on the loopback interface when the group started
-    folder: str  # the group's own, empty when the group started
+    folder: str  # belongs to the group; empty when the group started
 
     @property
     def name(self) -> str:
         return f"caller{self.rank}" if self.rank else CALLEE
 
     def publish(self, address: str) -> None:
-        """Tells the callers where the callee listens, for peers that have no rendezvous of their own."""
+        """Send the address of the callee to the callers, for peers without a rendezvous."""
         draft = Path(self.folder, "address.draft")
         draft.write_text(address)
         draft.rename(Path(self.folder, "address"))
 
     def find(self, seconds: float = 60.0) -> str:
-        """The address that the callee published."""
+        """Return the address that the callee published."""
         path = Path(self.folder, "address")
         end = time.monotonic() + seconds
         while not path.exists():
@@ -42,24 +42,24 @@ class Place:
 
 
 class Peer(Protocol):
-    """One library for remote calls, in one process of its group."""
+    """A library for remote calls, in one process of its group."""
 
     def start(self, place: Place) -> None:
-        """Joins the group; the callee serves `remote.FUNCTIONS` from here on."""
+        """Join the group. The callee serves `remote.FUNCTIONS` from then on."""
         ...
 
     def call(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """What a caller uses instead of `fn` to run it on the callee and wait."""
+        """Return a function that runs `fn` on the callee and waits for the result."""
         ...
 
     def submit(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The same without waiting: the call returns something for `result`."""
+        """Return a function that starts `fn` on the callee and returns a handle for `result`."""
         ...
 
     def result(self, pending: Any) -> Any:
-        """Waits for a submitted call."""
+        """Wait for a submitted call and return its result."""
         ...
 
     def stop(self) -> None:
-        """Leaves the group; every process of the group is told at the same time."""
+        """Leave the group. All processes of the group get this command at the same time."""
         ...

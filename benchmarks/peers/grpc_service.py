@@ -1,4 +1,4 @@
-"""gRPC: one generic method for each function, over a unix socket; arguments and results are messages of bytes."""
+"""gRPC: a generic method for each function, over a unix socket; messages are bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.peers.base import Place
 from benchmarks.peers.packing import packed, unpacked
 
 SERVICE = "benchmarks"
-THREADS = 10  # as in the guide
+THREADS = 10  # as in the guide of gRPC
 # the default is 4 MB
 OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 TIMEOUT_S = 60.0

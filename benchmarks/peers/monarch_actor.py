@@ -1,4 +1,4 @@
-"""Monarch: the callee's process spawns one actor on this host; the callers are clients that hold a reference to it."""
+"""Monarch: the callee spawns one actor on this host; callers are clients with a reference to it."""
 
 from __future__ import annotations
 

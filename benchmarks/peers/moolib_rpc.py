@@ -1,4 +1,4 @@
-"""moolib: an RPC library in C++ on TensorPipe's transports; functions are served by name."""
+"""moolib: an RPC library in C++ with TensorPipe's transports; functions are served by name."""
 
 from __future__ import annotations
 

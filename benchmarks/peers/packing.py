@@ -1,6 +1,7 @@
-"""Tensors as bytes, for peers that do not know them: NumPy's view of the memory, in a pickle.
+"""Tensors as bytes, for peers without tensor support: NumPy's view of the memory, in a pickle.
 
-One copy each way. This is what their users are told to do, and several times faster than a pickle of the tensor itself.
+This makes one copy each way. Users of these peers are told to do this. It is several times faster
+than a pickle of the tensor itself.
 """
 
 from __future__ import annotations

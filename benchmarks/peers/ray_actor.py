@@ -1,4 +1,4 @@
-"""Ray: the callee's process starts a local cluster with one named actor; the callers' processes join as drivers."""
+"""Ray: the callee starts a local cluster with one named actor; callers join as drivers."""
 
 from __future__ import annotations
 

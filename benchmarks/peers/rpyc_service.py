@@ -1,4 +1,4 @@
-"""RPyC over TCP. It passes objects by reference, so arguments and results go as bytes."""
+"""RPyC over TCP. It passes objects by reference, so arguments and results are sent as bytes."""
 
 from __future__ import annotations
 

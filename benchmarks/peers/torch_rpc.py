@@ -1,4 +1,4 @@
-"""`torch.distributed.rpc` and everything that has its shape: one adapter for both."""
+"""One adapter for `torch.distributed.rpc` and packages with the same interface."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TorchShaped:
 
     def start(self, place: Place) -> None:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(place.port))
-        # torch guesses an interface from the host name, and where that fails it does not come up.
+        # torch derives an interface from the host name; if that fails, it does not start.
         os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self.rpc.init_rpc(
@@ -53,7 +53,10 @@ class TorchShaped:
 
 
 class TorchOverTcp(TorchShaped):
-    """torch RPC without its shared-memory transport: slower to answer, but its threads sleep when idle."""
+    """torch RPC without its shared-memory transport.
+
+    It answers more slowly, but its threads sleep when idle.
+    """
 
     def __init__(self) -> None:
         super().__init__("torch.distributed.rpc")

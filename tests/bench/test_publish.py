@@ -23,7 +23,7 @@ def test_the_page_shows_the_committed_results() -> None:
 
 
 def test_a_page_without_marks_is_refused() -> None:
-    with pytest.raises(ValueError, match="no place"):
+    with pytest.raises(ValueError, match="no marks"):
         publish.with_figures("nothing here", "figures")
 
 
