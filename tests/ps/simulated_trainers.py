@@ -10,7 +10,7 @@ from telegrad import ps
 from telegrad.errors import PeerLost, StaleReference, UsageError
 from telegrad.ps.messages import PushReply, SavedVersions
 from telegrad.ps.trainer.creation import find_or_create_shards
-from telegrad.ps.trainer.joining import LOSS_ERRORS
+from telegrad.ps.trainer.server_client import LOSS_ERRORS
 from tests.ps.simulated_processes import Model, Process, Promise, Task, together
 from tests.ps.simulated_servers import HistoryShard, Server
 

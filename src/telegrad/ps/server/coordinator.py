@@ -31,8 +31,6 @@ from telegrad.errors import StaleReference
 from telegrad.ps.messages import Steps, worker_of
 from telegrad.ps.server.decisions import AdmitTrainer, Decision, FailReport, StepReport
 
-__all__ = ["Coordinator", "StepReport"]
-
 
 class _JoiningTrainer(NamedTuple):
     trainer: str

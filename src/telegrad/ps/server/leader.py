@@ -18,10 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import PeerLost, StaleReference
+from telegrad.ps.backoff import attempts
 from telegrad.ps.server.base_shard import BaseShard, ServerRole
 from telegrad.ps.server.decisions import RoundVote
 from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
-from telegrad.ps.trainer.joining import pauses
 from telegrad.server.functions import trusted
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class LeaderProtocol:
         Stop when the agent closes, the shard is removed, or, without `patient`, after one attempt.
         """
         registry = self._agent.service(ShardRegistry)
-        for _ in pauses():
+        for _ in attempts():
             if self._agent.closing or not registry.has(self._shard_key):
                 return
             shard = registry.get(self._shard_key)

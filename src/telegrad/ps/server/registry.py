@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from telegrad.errors import CallTimeout, JoinError, StaleReference, TelegradError
 from telegrad.futures import Future
+from telegrad.ps.backoff import attempts
 from telegrad.ps.messages import worker_of
 from telegrad.ps.server.base_shard import BaseShard
-from telegrad.ps.trainer.joining import pauses, still_trains
+from telegrad.ps.trainer.service import still_trains
 from telegrad.runtime import active_runtime
 from telegrad.server.functions import DeferredReply
 
@@ -101,7 +102,7 @@ class ShardRegistry:
     def _ask_trainer(self, shard: BaseShard, trainer: str) -> None:
         """Remove a trainer from a shard if it left while this server was down."""
         worker = self.agent.directory.name_of(worker_of(trainer))
-        for _ in pauses():
+        for _ in attempts():
             if self.agent.closing or trainer not in shard.known:
                 return
             try:

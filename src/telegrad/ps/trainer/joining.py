@@ -10,32 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from telegrad.agent import Agent, runtime_of
 from telegrad.errors import CallTimeout, JoinError, StaleReference, UsageError
 from telegrad.futures import Future
-from telegrad.ps import backoff
 from telegrad.ps.trainer.server_calls import wait_briefly, when_all_done
 from telegrad.ps.trainer.server_client import (
-    LOSS_ERRORS,
     LocalClients,
     ServerClient,
     retry_while_lost,
 )
-from telegrad.ps.trainer.service import still_trains
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
-
-# ps/server imports `pauses` and `still_trains` from here
-__all__ = [
-    "LOSS_ERRORS",
-    "close_on_shutdown",
-    "find_servers",
-    "join",
-    "leave",
-    "pauses",
-    "require_runtime",
-    "start_leaving",
-    "still_trains",
-]
-pauses = backoff.attempts
 
 
 class Closable(Protocol):
