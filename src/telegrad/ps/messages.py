@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, optim
 
+from telegrad.ps.checkpoints import Checkpoint
 from telegrad.ps.consistency import Consistency
 from telegrad.ps.flat_memory import SegmentHandle
 from telegrad.ps.layout import ServerRange
-from telegrad.ps.server.checkpoint import Checkpoint
 from telegrad.ps.server.shard_optimizer import Options
 
 # The gradients of a server's range: all of them as bytes; compressed, one tensor for each dtype

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from telegrad.errors import UsageError
 from telegrad.futures import Future
+from telegrad.ps.checkpoints import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
 from telegrad.ps.embeddings.messages import (
     RowRequest,
@@ -32,7 +33,6 @@ from telegrad.ps.embeddings.row_gradients import RowGradients
 from telegrad.ps.embeddings.row_optimizers import RowOptimizer
 from telegrad.ps.embeddings.table_client import TableClient
 from telegrad.ps.messages import PushReply, make_trainer_id
-from telegrad.ps.server.checkpoint import Checkpoint
 from telegrad.ps.trainer.joining import (
     close_on_shutdown,
     find_servers,
