@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, optim
 
+from telegrad.param_groups import Options
 from telegrad.ps.checkpoints import Checkpoint
 from telegrad.ps.consistency import Consistency
 from telegrad.ps.flat_memory import SegmentHandle
 from telegrad.ps.layout import ServerRange
-from telegrad.ps.server.shard_optimizer import Options
 
 # The gradients of a server's range: all of them as bytes; compressed, one tensor for each dtype
 # range; or, by index, the buckets that the server does not have yet.

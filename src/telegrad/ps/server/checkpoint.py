@@ -34,8 +34,9 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import UsageError
+from telegrad.param_groups import Options
 from telegrad.ps.checkpoints import Checkpoint
-from telegrad.ps.server.shard_optimizer import Options, State
+from telegrad.ps.optimizer_types import State
 
 try:
     from safetensors.torch import load_file, save_file

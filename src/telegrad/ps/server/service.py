@@ -18,6 +18,7 @@ from torch import Tensor
 
 from telegrad.errors import JoinError, UsageError
 from telegrad.messages.routes import allow_any_device
+from telegrad.param_groups import Options
 from telegrad.ps import flat_memory
 from telegrad.ps.flat_memory import SegmentHandle
 from telegrad.ps.messages import (
@@ -29,11 +30,11 @@ from telegrad.ps.messages import (
     Steps,
     worker_of,
 )
+from telegrad.ps.optimizer_types import State
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
 from telegrad.ps.server.leader import LeaderProtocol
 from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
 from telegrad.ps.server.shard import ParameterShard
-from telegrad.ps.server.shard_optimizer import Options, State
 from telegrad.server.functions import trusted
 
 if TYPE_CHECKING:

@@ -25,38 +25,17 @@ import torch
 from torch import Tensor, nn, optim
 
 from telegrad.errors import UsageError
+from telegrad.param_groups import Options
 from telegrad.ps.layout import DtypeRun, ParameterPart, ServerRange
+from telegrad.ps.optimizer_types import State
 
-Options = dict[str, Any]
 Make = Callable[[list[dict[str, Any]]], optim.Optimizer]
-State = dict[str, Any]
 
 # bytes: small enough that a few blocks fit into the shared cache, large enough that the overhead
 # of Python per block is small
 _BLOCK = 8 << 20
-_BY_ELEMENT = {
-    optim.ASGD,
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
-}
 _HALF = {torch.float16, torch.bfloat16}  # summed as float32
 _FUSED = {torch.float32, torch.float64}
-
-
-def works_by_element(optimizer: Any) -> bool:
-    """Return whether the result for each element depends on that element only.
-
-    This is known for optimizers of torch and not assumed for others.
-    """
-    return optimizer in _BY_ELEMENT
 
 
 class _ShardParameter(NamedTuple):

@@ -26,6 +26,7 @@ from torch import Tensor, nn, optim
 from telegrad import param_groups
 from telegrad.errors import UsageError
 from telegrad.futures import Future, wait_all
+from telegrad.param_groups import Options
 from telegrad.ps import compression as gradient_compression
 from telegrad.ps.checkpoints import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
@@ -33,8 +34,8 @@ from telegrad.ps.embeddings.row_gradients import RowsParameter
 from telegrad.ps.embeddings.tables import Tables
 from telegrad.ps.layout import ParameterLayout
 from telegrad.ps.messages import PushReply, ShardSpec, make_trainer_id
+from telegrad.ps.optimizer_types import State, works_by_element
 from telegrad.ps.server import service
-from telegrad.ps.server.shard_optimizer import Options, State, works_by_element
 from telegrad.ps.trainer.creation import find_or_create_shards
 from telegrad.ps.trainer.flat_parameters import FlatParameters
 from telegrad.ps.trainer.joining import (

@@ -24,13 +24,14 @@ from torch import Tensor
 
 from telegrad.errors import StaleReference
 from telegrad.futures import Future
+from telegrad.param_groups import Options
 from telegrad.ps import flat_memory
 from telegrad.ps.compression import Compressor
 from telegrad.ps.flat_memory import MappedMemory, SegmentHandle
 from telegrad.ps.gradient_buckets import GradientBucket
 from telegrad.ps.messages import Gradients, JoinReply, PushReply, SavedVersions, ShardSpec
+from telegrad.ps.optimizer_types import State
 from telegrad.ps.server import service
-from telegrad.ps.server.shard_optimizer import Options, State
 from telegrad.ps.trainer.flat_parameters import FlatParameters
 from telegrad.ps.trainer.overlap import OverlappedPush
 from telegrad.ps.trainer.server_client import ServerClient, retry_while_lost
