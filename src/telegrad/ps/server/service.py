@@ -164,7 +164,7 @@ class ParameterShards:
         agent, key = self.agent, _key(spec.name)
         protocol = LeaderProtocol(agent, key, spec.servers, patient=archive is not None)
         shard = ParameterShard(
-            spec, values, shares_memory(agent), agent.group, archive, protocol.role
+            spec, values, flat_memory.may_share(agent.config), agent.group, archive, protocol.role
         )
         expected: list[str] = []
         if archive is not None and snapshot is not None:
@@ -188,11 +188,6 @@ def _available(device: str) -> str:
     wanted = torch.device(device)
     has_device = wanted.type == "cuda" and (wanted.index or 0) < torch.cuda.device_count()
     return device if has_device else "cpu"
-
-
-def shares_memory(agent: AgentRuntime) -> bool:
-    """Return whether an agent may use shared memory: not if its only transport is TCP."""
-    return any(transport != "tcp" for transport in agent.config.transports)
 
 
 # Calls of trainers

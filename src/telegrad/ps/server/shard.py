@@ -65,7 +65,9 @@ class ParameterShard(BaseShard):
         self._all_report = spec.consistency == Sync()
         self._copies = 1 if self._all_report else 2
         sharing = sharing and values.is_cpu
-        self._memory = flat_memory.allocate(self._copies * self._range.nbytes) if sharing else None
+        self._memory = (
+            flat_memory.allocate_shared(self._copies * self._range.nbytes) if sharing else None
+        )
         if self._memory is not None and self._all_report:
             self._values = self._memory.contents
         else:
@@ -136,7 +138,7 @@ class ParameterShard(BaseShard):
     def _map_gradients(self, gradients: SegmentHandle | None) -> MappedMemory | None:
         if gradients is None or self._memory is None:
             return None
-        return flat_memory.find_shared(gradients)
+        return flat_memory.open_shared(gradients)
 
     def _set_shared_gradients(self, trainer: str, mapped: MappedMemory | None) -> None:
         self._shared_gradients.pop(trainer, None)

@@ -62,7 +62,7 @@ class FlatParameters:
         self.device = _common_device(trained)
         self.segment = None
         if sharing and self.device.type == "cpu":
-            self.segment = flat_memory.allocate(layout.nbytes)
+            self.segment = flat_memory.allocate_shared(layout.nbytes)
         if self.segment is not None:
             self.gradients = self.segment.contents
         else:

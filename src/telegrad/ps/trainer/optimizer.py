@@ -28,6 +28,7 @@ from telegrad.errors import UsageError
 from telegrad.futures import Future, wait_all
 from telegrad.param_groups import Options
 from telegrad.ps import compression as gradient_compression
+from telegrad.ps import flat_memory
 from telegrad.ps.checkpoints import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
 from telegrad.ps.embeddings.row_gradients import RowsParameter
@@ -35,7 +36,6 @@ from telegrad.ps.embeddings.tables import Tables
 from telegrad.ps.layout import ParameterLayout
 from telegrad.ps.messages import PushReply, ShardSpec, make_trainer_id
 from telegrad.ps.optimizer_types import State, works_by_element
-from telegrad.ps.server import service
 from telegrad.ps.trainer.creation import find_or_create_shards
 from telegrad.ps.trainer.flat_parameters import FlatParameters
 from telegrad.ps.trainer.joining import (
@@ -138,7 +138,7 @@ class Optimizer(optim.Optimizer):
             raise UsageError("none of the parameters requires a gradient")
         # without rounds of all trainers, servers publish new values while this trainer computes
         keeps_copy = self._consistency != Sync()
-        shares_memory = service.shares_memory(runtime)
+        shares_memory = flat_memory.may_share(runtime.config)
         self._flat = FlatParameters(self._layout, self._parameters, shares_memory, keeps_copy)
         self._structure = (
             ModelStructure(model, self._parameters) if isinstance(model, nn.Module) else None

@@ -162,7 +162,7 @@ class ShardClient(ServerClient[ShardSpec]):
             )
             self._flat.on_gradient_ready(self._on_gradient_ready)
         handle = reply.memory if self._flat.segment is not None else None
-        self._server_memory = None if handle is None else flat_memory.find_shared(handle)
+        self._server_memory = None if handle is None else flat_memory.open_shared(handle)
         self._published.clear()
 
     @property
