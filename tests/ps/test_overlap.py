@@ -268,12 +268,14 @@ def test_buckets_cover_every_element_once() -> None:
     ]
     for share in ParameterLayout.of([entries]).divide(2):
         found = divide_into_buckets(share)
-        runs = [run.of(torch.zeros(share.nbytes, dtype=torch.uint8)) for run in share.runs]
+        dtype_ranges = [
+            each.of(torch.zeros(share.nbytes, dtype=torch.uint8)) for each in share.dtype_ranges
+        ]
         for bucket in found:
-            bucket.of(runs).add_(1)
-        assert all(bool((run == 1).all()) for run in runs)
+            bucket.of(dtype_ranges).add_(1)
+        assert all(bool((each == 1).all()) for each in dtype_ranges)
         assert {slot for bucket in found for slot in bucket.parameters} == {
-            part.slot.number for part in share.parts
+            part.slot.index for part in share.parts
         }
 
 
@@ -303,7 +305,10 @@ def test_an_error_of_the_sender_is_heard_at_the_step() -> None:
     assert (
         len(
             push.take_unsent(
-                [run.of(torch.zeros(share.nbytes, dtype=torch.uint8)) for run in share.runs]
+                [
+                    each.of(torch.zeros(share.nbytes, dtype=torch.uint8))
+                    for each in share.dtype_ranges
+                ]
             )
         )
         == 2

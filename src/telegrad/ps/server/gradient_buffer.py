@@ -21,7 +21,7 @@ class GradientBuffer:
     def __init__(self, server_range: ServerRange) -> None:
         self._buckets = divide_into_buckets(server_range)
         self._flat = flat_memory.allocate_private(server_range.nbytes)
-        self._dtype_ranges = [each.of(self._flat) for each in server_range.runs]
+        self._dtype_ranges = [each.of(self._flat) for each in server_range.dtype_ranges]
         self._step = 0
         self._arrived: set[int] = set()
         self._lock = threading.Lock()

@@ -320,5 +320,5 @@ def state(name: str) -> list[State]:
 @trusted
 @allow_any_device
 def load(name: str, states: dict[int, State], changes: dict[int, Options]) -> None:
-    """Set the optimizer state of whole parameters, by number."""
+    """Set the optimizer state of whole parameters, by index."""
     ParameterShards.here().find(name).load(states, changes)

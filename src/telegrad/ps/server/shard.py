@@ -215,12 +215,12 @@ class ParameterShard(BaseShard):
             return self._optimizer.state()
 
     def load(self, states: dict[int, State], changes: dict[int, Options]) -> None:
-        """Set the optimizer state, given that of whole parameters by number."""
+        """Set the optimizer state, given that of whole parameters by index."""
         with self._lock:
             self._optimizer.change(changes)
             self._optimizer.load(
                 [
-                    self._optimizer.cut(part, states.get(part.slot.number, {}))
+                    self._optimizer.cut(part, states.get(part.slot.index, {}))
                     for part in self._range.parts
                 ]
             )

@@ -143,7 +143,7 @@ class Optimizer(optim.Optimizer):
         self._structure = (
             ModelStructure(model, self._parameters) if isinstance(model, nn.Module) else None
         )
-        trained_indices = {slot.number for slot in self._layout.slots}
+        trained_indices = {slot.index for slot in self._layout.slots}
         self._frozen = [
             parameter
             for index, parameter in enumerate(self._parameters)
@@ -254,7 +254,7 @@ class Optimizer(optim.Optimizer):
         for client, parts_state in zip(self._attachments, server_states, strict=True):
             for part, values in zip(client.plan.share.parts, parts_state, strict=True):
                 if values:
-                    index = part.slot.number
+                    index = part.slot.index
                     self._write_state(state.setdefault(index, {}), index, part.first, values)
         return {
             "state": dict(sorted(state.items())),

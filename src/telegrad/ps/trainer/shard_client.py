@@ -249,7 +249,7 @@ class ShardClient(ServerClient[ShardSpec]):
         return flat[self.plan.share.start : self.plan.share.stop]
 
     def _dtype_ranges_of(self, gradients: Tensor) -> list[Tensor]:
-        return [each.of(gradients) for each in self.plan.share.runs]
+        return [each.of(gradients) for each in self.plan.share.dtype_ranges]
 
     def apply_reply(self, reply: PushReply) -> None:
         """Copy the values of a reply into the parameters. This completes the step."""
