@@ -22,7 +22,7 @@ class ServerClient:
     """A client of one server. `find_or_create_shards` calls it; these calls are not events."""
 
     def __init__(self, trainer: ModelTrainer, server: str) -> None:
-        self.trainer, self.server, self.plan = trainer, server, trainer.model
+        self.trainer, self.server, self.spec = trainer, server, trainer.model
         self.last_reply = PushReply(0, values=(), applied={})  # type: ignore[arg-type]
 
     def _find_server(self) -> Server:
@@ -33,16 +33,16 @@ class ServerClient:
         return process
 
     def may_found(self) -> bool | None:
-        return None if self.plan.name in self._find_server().shards else True
+        return None if self.spec.name in self._find_server().shards else True
 
     def saved(self) -> SavedVersions:
-        return self._find_server().saved(self.plan)
+        return self._find_server().saved(self.spec)
 
     def create(self, version: int | None) -> None:
-        self._find_server().create(self.plan, version)
+        self._find_server().create(self.spec, version)
 
     def recreate(self) -> None:
-        self._find_server().recreate(self.plan)
+        self._find_server().recreate(self.spec)
 
 
 class ModelTrainer:

@@ -50,7 +50,7 @@ class Both:
 
     @property
     def overlapped(self) -> list[OverlappedPush]:
-        pushes = [client._overlapped for client in self.remote._attachments]
+        pushes = [client._overlapped for client in self.remote._clients]
         return [push for push in pushes if push is not None]
 
     def wait(self) -> None:

@@ -36,7 +36,7 @@ class ShardSpec:
     """The configuration that a trainer sends to one server. It is the same for all trainers."""
 
     name: str
-    share: ServerRange
+    server_range: ServerRange
     optimizer: Callable[..., optim.Optimizer]
     options: Options
     groups: tuple[Options, ...]
@@ -46,7 +46,7 @@ class ShardSpec:
     servers: tuple[str, ...]  # that hold a part of the parameters; the first is the leader
     device: str = "cpu"  # of the parameters
 
-    def make(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
         """Create the optimizer for parameter groups."""
         return self.optimizer(groups, **self.options)
 

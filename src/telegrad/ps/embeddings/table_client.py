@@ -28,23 +28,23 @@ T = TypeVar("T")
 
 class TableClient(ServerClient[TablesSpec]):
     def __init__(
-        self, agent: AgentRuntime, trainer: str, server: str, plan: TablesSpec, patience: float
+        self, agent: AgentRuntime, trainer: str, server: str, spec: TablesSpec, patience: float
     ) -> None:
-        super().__init__(agent, trainer, server, plan, service, patience)
+        super().__init__(agent, trainer, server, spec, service, patience)
         self.has_rows = False
         self._last_tables: Sequence[TableDefinition] = ()
         self._last_step = 0
 
     def __repr__(self) -> str:
         return (
-            f"<TableClient to tables {self.plan.name!r} on {self.server!r}: version {self.version}>"
+            f"<TableClient to tables {self.spec.name!r} on {self.server!r}: version {self.version}>"
         )
 
     # Joining
 
     def start_join(self, first_round: int, timeout: float) -> Future[PushReply]:
         self._first_round = first_round
-        arguments = (self.plan.name, self._me, first_round)
+        arguments = (self.spec.name, self._trainer, first_round)
         return self._agent.start(self.server, service.enter, arguments, None, timeout)
 
     def finish_join(self, reply: PushReply) -> None:
@@ -52,7 +52,14 @@ class TableClient(ServerClient[TablesSpec]):
 
     def _rejoin(self, tables: Sequence[TableDefinition], acknowledged: int, version: int) -> None:
         """Rejoin a server that was restarted. `acknowledged`: the last step it replied to."""
-        arguments = (self.plan, list(tables), self._me, self._first_round, acknowledged, version)
+        arguments = (
+            self.spec,
+            list(tables),
+            self._trainer,
+            self._first_round,
+            acknowledged,
+            version,
+        )
         self._agent.invoke(self.server, service.resume, arguments)
 
     def _rejoin_between_steps(self) -> None:
@@ -101,7 +108,7 @@ class TableClient(ServerClient[TablesSpec]):
         """Send the gradients of a step; None if they are not finite."""
         with self._busy_lock:
             self._busy = True
-        arguments = (self.plan.name, self._me, step, version, updates)
+        arguments = (self.spec.name, self._trainer, step, version, updates)
         return self._agent.start(self.server, service.push, arguments, None, self.step_timeout())
 
     def apply_reply(self, reply: PushReply) -> None:
@@ -109,7 +116,7 @@ class TableClient(ServerClient[TablesSpec]):
         self.version, self.has_rows = reply.version, False
         if reply.problem is not None:
             warnings.warn(
-                f"tables {self.plan.name!r} on {self.server!r}: {reply.problem}", stacklevel=4
+                f"tables {self.spec.name!r} on {self.server!r}: {reply.problem}", stacklevel=4
             )
 
     def write_rows(self, table: str, ids: Tensor, values: Tensor) -> Future[None]:

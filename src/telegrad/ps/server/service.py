@@ -136,7 +136,7 @@ class ParameterShards:
                     f"server {spec.name!r}: it needs a checkpoint that can be read, and {reason}. "
                     "Start the training anew"
                 )
-            values = flat_memory.allocate_private(spec.share.nbytes, _available(spec.device))
+            values = flat_memory.allocate_private(spec.server_range.nbytes, _available(spec.device))
             self._add_shard(spec, values, archive, snapshot).look_around()
 
     def check(self, shard: ParameterShard, trainer: str) -> None:

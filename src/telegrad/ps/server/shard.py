@@ -60,7 +60,7 @@ class ParameterShard(BaseShard):
     ) -> None:
         super().__init__(spec.consistency, spec.trainers, run, archive, role)
         self.spec = spec
-        self._range = spec.share
+        self._range = spec.server_range
         # Every trainer reports in every round, so values in shared memory need no second copy.
         self._all_report = spec.consistency == Sync()
         self._copies = 1 if self._all_report else 2
@@ -75,7 +75,7 @@ class ParameterShard(BaseShard):
         self._values.copy_(values)
         by_element = works_by_element(spec.optimizer)
         self._optimizer = ShardOptimizer(
-            spec.make, spec.groups, self._range, self._values, by_element
+            spec.make_optimizer, spec.groups, self._range, self._values, by_element
         )
         self._skipped = False  # the last round made no step
         self._shared_gradients: dict[str, MappedMemory] = {}  # by trainer
@@ -329,9 +329,9 @@ class ParameterShard(BaseShard):
 
 def _agreement(spec: ShardSpec) -> tuple[object, ...]:
     """Return the fields that must be the same for all trainers."""
-    return spec.share, spec.consistency, spec.servers
+    return spec.server_range, spec.consistency, spec.servers
 
 
 def _description(spec: ShardSpec) -> str:
-    size = f"{len(spec.share.parts)} parameters in {spec.share.nbytes} bytes"
+    size = f"{len(spec.server_range.parts)} parameters in {spec.server_range.nbytes} bytes"
     return f"{spec.consistency} with {size} here, on {', '.join(spec.servers)}"

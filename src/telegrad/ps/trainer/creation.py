@@ -39,7 +39,7 @@ def _create_shards(clients: Sequence[ShardClient], consistency: Consistency) -> 
     under_way = leader.ours or is_in_use
     if under_way and _recreate_shards(clients, saved, consistency):
         return
-    rule = clients[0].plan.checkpoint
+    rule = clients[0].spec.checkpoint
     resumes = under_way or (rule is not None and rule.resume)
     versions = _versions(saved, consistency) if resumes else dict.fromkeys(saved)
     for client in clients:
@@ -59,7 +59,7 @@ def _recreate_shards(
             f"the training is under way, but {', '.join(without)} was restarted without a "
             "readable checkpoint of it. Start the training again under another name"
         )
-    rule = clients[0].plan.checkpoint
+    rule = clients[0].spec.checkpoint
     exact = rule is not None and rule.exact
     all_restarted = not any(each.here for each in saved.values())
     in_rounds = isinstance(consistency, Sync)

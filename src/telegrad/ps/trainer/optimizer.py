@@ -8,7 +8,7 @@ If a `GradScaler` finds infinite gradients, the step is still sent, with a flag
 (`_step_supports_amp_scaling`). The servers then skip the round, so all trainers skip it together.
 
 State: `param_groups` belong to the trainer, and their changes are sent with the next push;
-`_sent_options` are the options that the servers know; `_attachments`, the clients, one for each
+`_sent_options` are the options that the servers know; `_clients`, the clients, one for each
 server, hold the rest. Used by one thread at a time.
 """
 
@@ -120,7 +120,7 @@ class Optimizer(optim.Optimizer):
             model.parameters() if isinstance(model, nn.Module) else model, **options
         )
         self._agent = runtime
-        self._attachments: list[ShardClient] = []
+        self._clients: list[ShardClient] = []
         self._tables: list[Tables] = []
         super().__init__(template.param_groups, template.defaults)
         self.steps = 0
@@ -159,19 +159,19 @@ class Optimizer(optim.Optimizer):
         )
         self.name = self._registration.name
         try:
-            self._attachments = self._make_clients(workers, options, trainers, checkpoint, patience)
+            self._clients = self._make_clients(workers, options, trainers, checkpoint, patience)
             self._tables = _tables_of(self._parameters)
             self._join(None if checkpoint is None else patience)
         except BaseException:
             self._registration.release(unused=True)
             raise
-        self._registration.leave_when_collected(self, partial(start_leaving, self._attachments))
+        self._registration.leave_when_collected(self, partial(start_leaving, self._clients))
         for tables in self._tables:
             tables.show_gradients(True)
         close_on_shutdown(runtime, self)
 
     def __repr__(self) -> str:
-        servers = ", ".join(client.server for client in self._attachments)
+        servers = ", ".join(client.server for client in self._clients)
         name = getattr(self._optimizer_class, "__name__", repr(self._optimizer_class))
         return (
             f"<ps.Optimizer {self.name!r} of {name} on {servers}, {self._consistency}: "
@@ -187,11 +187,11 @@ class Optimizer(optim.Optimizer):
     @property
     def version(self) -> int:
         """The number of steps that the servers had made when they last replied."""
-        return min(client.version for client in self._attachments)
+        return min(client.version for client in self._clients)
 
     def close(self) -> None:
         """Leave, so that other trainers no longer wait for this one. The model stays as it is."""
-        clients, self._attachments = self._attachments, []
+        clients, self._clients = self._clients, []
         if clients:
             leave(self._agent, clients)
             self._flat.release()
@@ -218,7 +218,7 @@ class Optimizer(optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._attachments:
+        if not self._clients:
             raise UsageError(f"the optimizer of parameter server {self.name!r} is closed")
         self._check_model()
         skip = self._unscale()
@@ -240,7 +240,7 @@ class Optimizer(optim.Optimizer):
             tables.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._attachments:
+        if self._clients:
             raise UsageError(
                 "the parameters of a parameter server are fixed; create a new Optimizer under "
                 "another name"
@@ -251,8 +251,8 @@ class Optimizer(optim.Optimizer):
         """Fetch the state from the servers, in the format of the optimizer that they run."""
         state: dict[int, State] = {}
         server_states = self._call_all(ShardClient.state)
-        for client, parts_state in zip(self._attachments, server_states, strict=True):
-            for part, values in zip(client.plan.share.parts, parts_state, strict=True):
+        for client, parts_state in zip(self._clients, server_states, strict=True):
+            for part, values in zip(client.spec.server_range.parts, parts_state, strict=True):
                 if values:
                     index = part.slot.index
                     self._write_state(state.setdefault(index, {}), index, part.first, values)
@@ -320,7 +320,7 @@ class Optimizer(optim.Optimizer):
         return clients
 
     def _join(self, patience: float | None) -> None:
-        clients = self._attachments
+        clients = self._clients
         prepare = partial(find_or_create_shards, clients, self._consistency)
         try:
             join(self._agent, f"parameter server {self.name!r}", clients, prepare, patience)
@@ -360,7 +360,7 @@ class Optimizer(optim.Optimizer):
         written = frozenset(self._flat.find_written())
         pushes = [
             (client, PushRequest(self.steps, self._version_of(client), changes, skip, written))
-            for client in self._attachments
+            for client in self._clients
         ]
         if len(pushes) == 1:  # a synchronous call is the fastest
             ((client, request),) = pushes
@@ -393,7 +393,7 @@ class Optimizer(optim.Optimizer):
         return client.retry_push(request._replace(changes=all_options), error)
 
     def _apply_replies(self, replies: list[PushReply]) -> None:
-        for client, reply in zip(self._attachments, replies, strict=True):
+        for client, reply in zip(self._clients, replies, strict=True):
             client.apply_reply(reply)
         self._flat.mark_current()
         self.staleness = max(reply.staleness for reply in replies)
@@ -416,7 +416,7 @@ class Optimizer(optim.Optimizer):
             state[key].view(-1)[first : first + value.numel()].copy_(value)
 
     def _call_all(self, start: Callable[[ShardClient], Future[Any]]) -> list[Any]:
-        return wait_all([start(client) for client in self._attachments])
+        return wait_all([start(client) for client in self._clients])
 
 
 def _tables_of(parameters: Iterable[Tensor]) -> list[Tables]:

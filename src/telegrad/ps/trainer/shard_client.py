@@ -57,19 +57,19 @@ class ShardClient(ServerClient[ShardSpec]):
         agent: AgentRuntime,
         trainer: str,
         server: str,
-        plan: ShardSpec,
+        spec: ShardSpec,
         flat: FlatParameters,
         compression: torch.dtype | None,
         overlap: bool,
         patience: float,
     ) -> None:
-        super().__init__(agent, trainer, server, plan, service, patience)
+        super().__init__(agent, trainer, server, spec, service, patience)
         self._flat = flat
         self._server_memory: MappedMemory | None = None
         self._shares_gradients = False
         self._compressor: Compressor | None = None
         if compression is not None:
-            self._compressor = Compressor(plan.share, compression, flat.device)
+            self._compressor = Compressor(spec.server_range, compression, flat.device)
         self._overlap = overlap
         self._overlapped: OverlappedPush | None = None
         self._last_step = 0  # the last step that was pushed
@@ -84,7 +84,7 @@ class ShardClient(ServerClient[ShardSpec]):
         medium = "shared memory" if is_shared else "calls"
         overlapped = "" if self._overlapped is None else f", {self._overlapped!r}"
         return (
-            f"<ShardClient to {self.server!r}: {self.plan.share.nbytes} bytes, "
+            f"<ShardClient to {self.server!r}: {self.spec.server_range.nbytes} bytes, "
             f"version {self.version}, by {medium}{overlapped}>"
         )
 
@@ -93,29 +93,29 @@ class ShardClient(ServerClient[ShardSpec]):
     def may_found(self) -> bool | None:
         """Return whether this trainer may create the shards. None: they exist already."""
         may_create: bool | None = self._agent.invoke(
-            self.server, service.find_shard, (self.plan.name, self._me)
+            self.server, service.find_shard, (self.spec.name, self._trainer)
         )
         return may_create
 
     def saved(self) -> SavedVersions:
         """Return what the server has of this shard, in memory and in checkpoints."""
-        versions: SavedVersions = self._agent.invoke(self.server, service.saved, (self.plan,))
+        versions: SavedVersions = self._agent.invoke(self.server, service.saved, (self.spec,))
         return versions
 
     def create(self, version: int | None) -> None:
         """Create the shard with a saved version; None: with the values of this model."""
-        values = self._flat.copy_range(self.plan.share)
-        self._agent.invoke(self.server, service.create, (self.plan, values, version))
+        values = self._flat.copy_range(self.spec.server_range)
+        self._agent.invoke(self.server, service.create, (self.spec, values, version))
 
     def recreate(self) -> None:
         """Let a server that was restarted create its shard from its checkpoint."""
-        self._agent.invoke(self.server, service.recreate, (self.plan,))
+        self._agent.invoke(self.server, service.recreate, (self.spec,))
 
     # Joining
 
     def start_join(self, first_round: int, timeout: float) -> Future[JoinReply]:
         self._first_round = first_round
-        arguments = (self.plan.name, self._me, first_round, self._gradient_handle)
+        arguments = (self.spec.name, self._trainer, first_round, self._gradient_handle)
         return self._agent.start(self.server, service.enter, arguments, None, timeout)
 
     def finish_join(self, reply: JoinReply) -> None:
@@ -129,12 +129,12 @@ class ShardClient(ServerClient[ShardSpec]):
         the last step that the server has replied to; `version` is that of the values.
         """
         arguments = (
-            self.plan,
-            self._me,
+            self.spec,
+            self._trainer,
             self._first_round,
             acknowledged,
             self.version if version is None else version,
-            self._flat.copy_range(self.plan.share),
+            self._flat.copy_range(self.spec.server_range),
             self._gradient_handle,
             self._applied,
         )
@@ -158,7 +158,10 @@ class ShardClient(ServerClient[ShardSpec]):
         self._shares_gradients = reply.shared
         if self._overlap and not self._shares_gradients and self._overlapped is None:
             self._overlapped = OverlappedPush(
-                self.plan.share, self._copy_bucket, self._send_bucket, self._agent.threads.start
+                self.spec.server_range,
+                self._copy_bucket,
+                self._send_bucket,
+                self._agent.threads.start,
             )
             self._flat.on_gradient_ready(self._on_gradient_ready)
         handle = reply.memory if self._flat.segment is not None else None
@@ -184,7 +187,7 @@ class ShardClient(ServerClient[ShardSpec]):
         return bucket.of(self._dtype_ranges_of(gradients)).clone()
 
     def _send_bucket(self, index: int, contents: Tensor) -> None:
-        arguments = (self.plan.name, self._me, self._last_step + 1, {index: contents})
+        arguments = (self.spec.name, self._trainer, self._last_step + 1, {index: contents})
         self._agent.invoke(self.server, service.bring, arguments, None, None)
 
     # Steps
@@ -214,9 +217,9 @@ class ShardClient(ServerClient[ShardSpec]):
         step, version, changes, skip, written = request
         gradients = self._gradients_to_send(step, skip)
         self._last_step = step
-        values = self._flat.copy_values(self.plan.share, written) if written else None
+        values = self._flat.copy_values(self.spec.server_range, written) if written else None
         by_value = self._server_memory is None
-        usual = (self.plan.name, self._me, step, version, changes, gradients, by_value)
+        usual = (self.spec.name, self._trainer, step, version, changes, gradients, by_value)
         if skip or values:
             return (*usual, self._flat.missing, skip, values)
         return (*usual, self._flat.missing) if self._flat.missing else usual
@@ -246,10 +249,10 @@ class ShardClient(ServerClient[ShardSpec]):
         return gradients if compressed is None else compressed
 
     def _range_of(self, flat: Tensor) -> Tensor:
-        return flat[self.plan.share.start : self.plan.share.stop]
+        return flat[self.spec.server_range.start : self.spec.server_range.stop]
 
     def _dtype_ranges_of(self, gradients: Tensor) -> list[Tensor]:
-        return [each.of(gradients) for each in self.plan.share.dtype_ranges]
+        return [each.of(gradients) for each in self.spec.server_range.dtype_ranges]
 
     def apply_reply(self, reply: PushReply) -> None:
         """Copy the values of a reply into the parameters. This completes the step."""
@@ -270,7 +273,7 @@ class ShardClient(ServerClient[ShardSpec]):
             self._busy = False
         if reply.problem is not None:
             warnings.warn(
-                f"parameter server {self.plan.name!r} on {self.server!r}: {reply.problem}",
+                f"parameter server {self.spec.name!r} on {self.server!r}: {reply.problem}",
                 stacklevel=4,
             )
 
@@ -279,29 +282,31 @@ class ShardClient(ServerClient[ShardSpec]):
 
         def attempt(_: Callable[[], None]) -> PushReply:
             try:
-                reply: PushReply = self._agent.invoke(self.server, service.pull, (self.plan.name,))
+                reply: PushReply = self._agent.invoke(self.server, service.pull, (self.spec.name,))
             except StaleReference:
                 # the parameters are partly overwritten, so the server must not take them over
                 self._rejoin(self._last_step, version=-1)
                 raise
             return reply
 
-        return retry_while_lost(attempt, 0.0 if self.plan.checkpoint is None else self._patience)
+        return retry_while_lost(attempt, 0.0 if self.spec.checkpoint is None else self._patience)
 
     def _write_values(self, values: Tensor) -> None:
-        self._flat.write_values(self.plan.share, self._flat.part_views(self.plan.share, values))
+        self._flat.write_values(
+            self.spec.server_range, self._flat.part_views(self.spec.server_range, values)
+        )
 
     def _read_published(self, version: int) -> bool:
         """Copy a published version. Return False if the server has begun to overwrite it."""
         assert self._server_memory is not None
-        nbytes = self.plan.share.nbytes
+        nbytes = self.spec.server_range.nbytes
         # the server writes each version into the next one of these copies
         copies = self._server_memory.contents.numel() // nbytes
         start = version % copies * nbytes
         if start not in self._published:
             published = self._server_memory.contents[start : start + nbytes]
-            self._published[start] = self._flat.part_views(self.plan.share, published)
-        self._flat.write_values(self.plan.share, self._published[start])
+            self._published[start] = self._flat.part_views(self.spec.server_range, published)
+        self._flat.write_values(self.spec.server_range, self._published[start])
         return self._server_memory.counter < version + copies
 
     # The optimizer's state
