@@ -170,7 +170,7 @@ class Server(Process):
         disk = self.simulation.disks.setdefault((self.name, model.name), Disk())
         return MemoryArchive(self.simulation, model.checkpoint, disk)
 
-    def saved(self, model: Model) -> SavedVersions:
+    def saved_versions(self, model: Model) -> SavedVersions:
         shard = self.shards.get(model.name)
         versions = self.archive(model).versions()
         unused = shard is not None and shard.version == 0 and not shard.known

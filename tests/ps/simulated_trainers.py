@@ -32,11 +32,11 @@ class ServerClient:
             raise PeerLost(f"{process} is dead")
         return process
 
-    def may_found(self) -> bool | None:
+    def claim_creation(self) -> bool | None:
         return None if self.spec.name in self._find_server().shards else True
 
-    def saved(self) -> SavedVersions:
-        return self._find_server().saved(self.spec)
+    def saved_versions(self) -> SavedVersions:
+        return self._find_server().saved_versions(self.spec)
 
     def create(self, version: int | None) -> None:
         self._find_server().create(self.spec, version)

@@ -54,9 +54,9 @@ class ShardSpec:
 class SavedVersions(NamedTuple):
     """What a server has of a shard, in memory and in checkpoints."""
 
-    here: bool  # the shard is in memory
-    pristine: bool  # the shard is in memory and no trainer has used it
-    ours: bool  # there is a checkpoint of this run
+    has_shard: bool  # the shard is in memory
+    unused: bool  # the shard is in memory and no trainer has used it
+    of_this_run: bool  # there is a checkpoint of this run
     versions: list[int]  # of checkpoints that the shard may start with
 
 

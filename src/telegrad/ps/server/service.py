@@ -86,15 +86,15 @@ class ParameterShards:
 
     def saved_versions(self, spec: ShardSpec) -> SavedVersions:
         """Return what is here of a parameter server, in memory and on disk."""
-        here = self.has(spec.name)
-        unused = here and not self._is_used(spec.name)
+        has_shard = self.has(spec.name)
+        unused = has_shard and not self._is_used(spec.name)
         archive = self._open_archive(spec)
         newest = None if archive is None else archive.newest()
         if archive is None or newest is None:
-            return SavedVersions(here, unused, ours=False, versions=[])
-        ours = newest.run == self.agent.group
-        versions = archive.readable() if ours or archive.policy.resume else []
-        return SavedVersions(here, unused, ours, versions)
+            return SavedVersions(has_shard, unused, of_this_run=False, versions=[])
+        of_this_run = newest.run == self.agent.group
+        versions = archive.readable() if of_this_run or archive.policy.resume else []
+        return SavedVersions(has_shard, unused, of_this_run, versions)
 
     def create(self, spec: ShardSpec, values: Tensor, version: int | None) -> None:
         """Create a shard from a saved version or, if that is None, from these values.
@@ -194,7 +194,7 @@ def _available(device: str) -> str:
 
 
 @trusted
-def find_shard(name: str, trainer: str) -> bool | None:
+def claim_creation(name: str, trainer: str) -> bool | None:
     """Return None if there is a shard, or else whether this trainer creates the shards."""
     shards = ParameterShards.here()
     if shards.has(name):
@@ -203,7 +203,7 @@ def find_shard(name: str, trainer: str) -> bool | None:
 
 
 @trusted
-def saved(spec: ShardSpec) -> SavedVersions:
+def saved_versions(spec: ShardSpec) -> SavedVersions:
     """Return what is here of a parameter server, in memory and on disk."""
     return ParameterShards.here().saved_versions(spec)
 

@@ -90,16 +90,18 @@ class ShardClient(ServerClient[ShardSpec]):
 
     # Creating the shard
 
-    def may_found(self) -> bool | None:
+    def claim_creation(self) -> bool | None:
         """Return whether this trainer may create the shards. None: they exist already."""
         may_create: bool | None = self._agent.invoke(
-            self.server, service.find_shard, (self.spec.name, self._trainer)
+            self.server, service.claim_creation, (self.spec.name, self._trainer)
         )
         return may_create
 
-    def saved(self) -> SavedVersions:
+    def saved_versions(self) -> SavedVersions:
         """Return what the server has of this shard, in memory and in checkpoints."""
-        versions: SavedVersions = self._agent.invoke(self.server, service.saved, (self.spec,))
+        versions: SavedVersions = self._agent.invoke(
+            self.server, service.saved_versions, (self.spec,)
+        )
         return versions
 
     def create(self, version: int | None) -> None:
