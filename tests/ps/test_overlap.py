@@ -285,9 +285,9 @@ def test_what_was_brought_for_another_step_does_not_count() -> None:
     first, second = [
         torch.ones(bucket.last - bucket.first) for bucket in divide_into_buckets(share)
     ]
-    buffer.bring(1, {0: first})
+    buffer.add(1, {0: first})
     assert bool((share.parts[0].of(buffer.complete(1, {1: second})) == 1).all())
-    buffer.bring(2, {0: first})
+    buffer.add(2, {0: first})
     with pytest.raises(StaleReference):
         buffer.complete(3, {1: second})
 

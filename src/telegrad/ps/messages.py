@@ -77,6 +77,6 @@ class PushReply(NamedTuple):
 class JoinReply(NamedTuple):
     """The reply to a trainer that joins."""
 
-    answer: PushReply
-    shared: bool  # the server reads the trainer's gradients from shared memory
+    reply: PushReply
+    reads_shared_memory: bool  # the server reads the trainer's gradients from shared memory
     memory: SegmentHandle | None  # where the server publishes values

@@ -30,7 +30,7 @@ class GradientBuffer:
         count = f"{len(self._arrived)} of {len(self._buckets)} buckets"
         return f"<GradientBuffer: {count} of step {self._step}>"
 
-    def bring(self, step: int, pieces: Mapping[int, Tensor]) -> None:
+    def add(self, step: int, pieces: Mapping[int, Tensor]) -> None:
         """Store buckets of a step, by index. Those of an earlier step become invalid."""
         with self._lock:
             if step != self._step:
@@ -45,7 +45,7 @@ class GradientBuffer:
 
         Raise `StaleReference` if some are missing, because this server was restarted.
         """
-        self.bring(step, pieces)
+        self.add(step, pieces)
         if len(self._arrived) < len(self._buckets):
             raise StaleReference(
                 "some of these gradients were sent to this server before it was restarted"

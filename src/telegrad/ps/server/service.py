@@ -272,9 +272,9 @@ def resume(
 
 @trusted
 @allow_any_device
-def bring(name: str, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
+def stage_gradients(name: str, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
     """Receive buckets of gradients before the trainer reports the step that they belong to."""
-    ParameterShards.here().find(name).bring(trainer, step, pieces)
+    ParameterShards.here().find(name).stage_gradients(trainer, step, pieces)
 
 
 @trusted

@@ -151,9 +151,9 @@ class ParameterShard(BaseShard):
 
     # Gradients
 
-    def bring(self, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
+    def stage_gradients(self, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
         """Store some of the gradients of a step before the trainer reports the step."""
-        self._gradient_buffer(trainer).bring(step, pieces)
+        self._gradient_buffer(trainer).add(step, pieces)
 
     def _gradient_buffer(self, trainer: str) -> GradientBuffer:
         with self._lock:

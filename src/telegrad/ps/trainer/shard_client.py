@@ -122,7 +122,7 @@ class ShardClient(ServerClient[ShardSpec]):
 
     def finish_join(self, reply: JoinReply) -> None:
         self._open_memory(reply)
-        self.apply_reply(reply.answer)
+        self.apply_reply(reply.reply)
 
     def _rejoin(self, acknowledged: int, version: int | None = None) -> None:
         """Rejoin a server that was restarted.
@@ -157,7 +157,7 @@ class ShardClient(ServerClient[ShardSpec]):
 
     def _open_memory(self, reply: JoinReply) -> None:
         """Map the memory of the server, and prepare for overlapped pushes if it shares none."""
-        self._shares_gradients = reply.shared
+        self._shares_gradients = reply.reads_shared_memory
         if self._overlap and not self._shares_gradients and self._overlapped is None:
             self._overlapped = OverlappedPush(
                 self.spec.server_range,
@@ -190,7 +190,7 @@ class ShardClient(ServerClient[ShardSpec]):
 
     def _send_bucket(self, index: int, contents: Tensor) -> None:
         arguments = (self.spec.name, self._trainer, self._last_step + 1, {index: contents})
-        self._agent.invoke(self.server, service.bring, arguments, None, None)
+        self._agent.invoke(self.server, service.stage_gradients, arguments, None, None)
 
     # Steps
 
