@@ -191,8 +191,8 @@ def test_servers_that_saved_different_versions_find_a_round() -> None:
     shard = TableShard(spec, run="", archive=None)
     shard.restore(ShardSnapshot(2, "another", {}, [], [{"servers": [0, 1], "tables": {}}], {}), [])
     assert [shard.announce(trainer, spec) for trainer in ("a", "b")] == [2, 2]
-    entered = [shard.enter(trainer, 5) for trainer in ("a", "b")]
-    assert [each.result(PATIENCE).version for each in entered] == [5, 5]
+    joined = [shard.join(trainer, 5) for trainer in ("a", "b")]
+    assert [each.result(PATIENCE).version for each in joined] == [5, 5]
 
 
 def test_a_run_is_resumed_on_as_many_servers(cluster: Clusters, tmp_path: Path) -> None:

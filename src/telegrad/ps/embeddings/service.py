@@ -86,17 +86,17 @@ def announce(spec: TablesSpec, trainer: str) -> int:
 
 
 @trusted
-def enter(name: str, trainer: str, first_round: int) -> Any:
+def join(name: str, trainer: str, first_round: int) -> Any:
     """Let a trainer join. Reply when it may start, in `first_round`."""
     registry = ShardRegistry.here()
     shard = registry.find(_key(name), TableShard)
-    joined = shard.enter(trainer, first_round)
+    joined = shard.join(trainer, first_round)
     registry.check(shard, trainer)
     return value_or_deferred(joined)
 
 
 @trusted
-def resume(
+def rejoin(
     spec: TablesSpec,
     tables: list[TableDefinition],
     trainer: str,
@@ -109,7 +109,7 @@ def resume(
     registry.refuse_lost(trainer)
     shard = _find_or_create(registry, spec, rejoining=True)
     shard.define(tables)
-    reply = shard.resume(trainer, first_round, acknowledged, version)
+    reply = shard.rejoin(trainer, first_round, acknowledged, version)
     registry.check(shard, trainer)
     return reply
 

@@ -68,15 +68,15 @@ class TableShard(BaseShard):
         with self._lock:
             return self._coordinator.announce(trainer)
 
-    def enter(self, trainer: str, first_round: int) -> Future[PushReply]:
+    def join(self, trainer: str, first_round: int) -> Future[PushReply]:
         """Let a trainer join. The future completes when it may start, in `first_round`."""
         future: Future[PushReply] = Future()
         with self._lock:
-            actions = self._enter(trainer, first_round, future)
+            actions = self._join(trainer, first_round, future)
         run_actions(actions)
         return future
 
-    def resume(self, trainer: str, first_round: int, acknowledged: int, version: int) -> PushReply:
+    def rejoin(self, trainer: str, first_round: int, acknowledged: int, version: int) -> PushReply:
         """Let a trainer rejoin after this server was restarted."""
         with self._lock:
             if version > self.version and self._coordinator.applied:
@@ -86,7 +86,7 @@ class TableShard(BaseShard):
                     version - self.version,
                     self.spec.name,
                 )
-            actions = self._resume(trainer, first_round, acknowledged, version, {})
+            actions = self._rejoin(trainer, first_round, acknowledged, version, {})
             reply = PushReply(self.version)
         run_actions(actions)
         return reply

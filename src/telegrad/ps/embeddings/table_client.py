@@ -45,7 +45,7 @@ class TableClient(ServerClient[TablesSpec]):
     def start_join(self, first_round: int, timeout: float) -> Future[PushReply]:
         self._first_round = first_round
         arguments = (self.spec.name, self._trainer, first_round)
-        return self._agent.start(self.server, service.enter, arguments, None, timeout)
+        return self._agent.start(self.server, service.join, arguments, None, timeout)
 
     def finish_join(self, reply: PushReply) -> None:
         self.apply_reply(reply)
@@ -60,7 +60,7 @@ class TableClient(ServerClient[TablesSpec]):
             acknowledged,
             version,
         )
-        self._agent.invoke(self.server, service.resume, arguments)
+        self._agent.invoke(self.server, service.rejoin, arguments)
 
     def _rejoin_between_steps(self) -> None:
         self._rejoin(self._last_tables, self._last_step, self.version)

@@ -239,18 +239,18 @@ def announce(spec: ShardSpec, trainer: str) -> int:
 
 @trusted
 @allow_any_device
-def enter(name: str, trainer: str, first: int, gradients: SegmentHandle | None) -> Any:
+def join(name: str, trainer: str, first: int, gradients: SegmentHandle | None) -> Any:
     """Let a trainer join. Reply when it may start."""
     shards = ParameterShards.here()
     shard = shards.find(name)
-    entered = shard.enter(trainer, first, gradients)
+    joined = shard.join(trainer, first, gradients)
     shards.check(shard, trainer)
-    return value_or_deferred(entered)
+    return value_or_deferred(joined)
 
 
 @trusted
 @allow_any_device
-def resume(
+def rejoin(
     spec: ShardSpec,
     trainer: str,
     first: int,
@@ -265,7 +265,7 @@ def resume(
     ShardRegistry.here().refuse_lost(trainer)
     shards.recreate(spec)
     shard = shards.find(spec.name)
-    reply = shard.resume(trainer, first, acknowledged, version, values, gradients, applied)
+    reply = shard.rejoin(trainer, first, acknowledged, version, values, gradients, applied)
     shards.check(shard, trainer)
     return reply
 

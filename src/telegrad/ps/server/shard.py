@@ -99,17 +99,17 @@ class ParameterShard(BaseShard):
         with self._lock:
             return self._coordinator.announce(trainer)
 
-    def enter(self, trainer: str, first: int, gradients: SegmentHandle | None) -> Future[JoinReply]:
+    def join(self, trainer: str, first: int, gradients: SegmentHandle | None) -> Future[JoinReply]:
         """Let a trainer join. The future is completed when it may start, in round `first`."""
         future: Future[JoinReply] = Future()
         mapped = self._map_gradients(gradients)
         with self._lock:
             self._set_shared_gradients(trainer, mapped)
-            actions = self._enter(trainer, first, future)
+            actions = self._join(trainer, first, future)
         run_actions(actions)
         return future
 
-    def resume(
+    def rejoin(
         self,
         trainer: str,
         first: int,
@@ -130,7 +130,7 @@ class ParameterShard(BaseShard):
                 self._values.copy_(values)
             else:
                 applied = {}
-            actions = self._resume(trainer, first, acknowledged, version, applied)
+            actions = self._rejoin(trainer, first, acknowledged, version, applied)
             reply = JoinReply(PushReply(self.version), mapped is not None, self._handle)
         run_actions(actions)
         return reply

@@ -118,7 +118,7 @@ class ShardClient(ServerClient[ShardSpec]):
     def start_join(self, first_round: int, timeout: float) -> Future[JoinReply]:
         self._first_round = first_round
         arguments = (self.spec.name, self._trainer, first_round, self._gradient_handle)
-        return self._agent.start(self.server, service.enter, arguments, None, timeout)
+        return self._agent.start(self.server, service.join, arguments, None, timeout)
 
     def finish_join(self, reply: JoinReply) -> None:
         self._open_memory(reply)
@@ -140,7 +140,7 @@ class ShardClient(ServerClient[ShardSpec]):
             self._gradient_handle,
             self._applied,
         )
-        self._open_memory(self._agent.invoke(self.server, service.resume, arguments))
+        self._open_memory(self._agent.invoke(self.server, service.rejoin, arguments))
 
     def _rejoin_between_steps(self) -> None:
         self._rejoin(self._last_step)
