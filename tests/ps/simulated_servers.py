@@ -108,7 +108,7 @@ class HistoryShard(BaseShard):
     def _snapshot(self) -> ShardSnapshot:
         values: Any = {"history": self.history}
         applied = dict(self._coordinator.applied)
-        return ShardSnapshot(self.version, RUN, values, [], [], applied, self._last_round)
+        return ShardSnapshot(self.version, RUN, values, [], [], applied, self._unconfirmed_reports)
 
     def _load(self, snapshot: ShardSnapshot) -> None:
         self.history = snapshot.values["history"]  # type: ignore[assignment]

@@ -36,13 +36,13 @@ def _find_or_create(registry: ShardRegistry, spec: TablesSpec, rejoining: bool) 
     with registry.lock:
         if not registry.has(key):
             protocol = LeaderProtocol(
-                registry.agent, key, spec.servers, patient=spec.checkpoint is not None
+                registry.agent, key, spec.servers, retry=spec.checkpoint is not None
             )
             shard, expected = _create(registry, spec, protocol, rejoining)
             registry.add(key, shard)
-            registry.expect(shard, expected)
+            registry.ask_trainers(shard, expected)
             shard.start()
-            protocol.look_around()
+            protocol.ask_followers_for_round()
         return registry.find(key, TableShard)
 
 
@@ -81,7 +81,7 @@ def announce(spec: TablesSpec, trainer: str) -> int:
     registry = ShardRegistry.here()
     shard = _find_or_create(registry, spec, rejoining=False)
     first_round = shard.announce(trainer, spec)
-    registry.check(shard, trainer)
+    registry.remove_if_lost(shard, trainer)
     return first_round
 
 
@@ -91,7 +91,7 @@ def join(name: str, trainer: str, first_round: int) -> Any:
     registry = ShardRegistry.here()
     shard = registry.find(_key(name), TableShard)
     joined = shard.join(trainer, first_round)
-    registry.check(shard, trainer)
+    registry.remove_if_lost(shard, trainer)
     return value_or_deferred(joined)
 
 
@@ -106,11 +106,11 @@ def rejoin(
 ) -> PushReply:
     """Let a trainer rejoin a server that was restarted."""
     registry = ShardRegistry.here()
-    registry.refuse_lost(trainer)
+    registry.reject_if_lost(trainer)
     shard = _find_or_create(registry, spec, rejoining=True)
     shard.define(tables)
     reply = shard.rejoin(trainer, first_round, acknowledged, version)
-    registry.check(shard, trainer)
+    registry.remove_if_lost(shard, trainer)
     return reply
 
 

@@ -178,7 +178,7 @@ class TableShard(BaseShard):
             [],
             [metadata],
             dict(self._coordinator.applied),
-            self._last_round,
+            self._unconfirmed_reports,
         )
 
     # Internal, under the lock
@@ -193,14 +193,14 @@ class TableShard(BaseShard):
         """Make a step with the mean gradients of the reports."""
         by_table: dict[str, list[RowUpdate]] = {}
         for report in reports:
-            for update in report.content or ():
+            for update in report.payload or ():
                 by_table.setdefault(update.table, []).append(update)
         # changed options are applied even if the step itself is skipped
         for table, updates in by_table.items():
             for update in updates:
                 if update.optimizer is not None:
                     self._storages[table].change_optimizer(update.optimizer)
-        if any(report.content is None for report in reports):
+        if any(report.payload is None for report in reports):
             return
         for table, updates in by_table.items():
             gradients = [(update.ids, update.gradients) for update in updates]

@@ -380,7 +380,7 @@ class BaseShard(ABC):
                 self._save()
 
     @property
-    def _last_round(self) -> Steps | None:
+    def _unconfirmed_reports(self) -> Steps | None:
         """The reports that the last step was made of, if it can still be undone."""
         coordinator = self._coordinator
         return coordinator.unconfirmed if isinstance(coordinator, RoundCoordinator) else None

@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 
 class LeaderProtocol:
-    """The calls of one server. `what` is the key of its shard in the `ShardRegistry`.
+    """The calls of one server. `shard_key` is the key of its shard in the `ShardRegistry`.
 
-    `patient`: a server that is lost may be restarted, so calls to it are repeated.
+    `retry`: a server that is lost may be restarted, so calls to it are repeated.
     """
 
     def __init__(
-        self, agent: AgentRuntime, what: str, servers: Sequence[str], patient: bool
+        self, agent: AgentRuntime, shard_key: str, servers: Sequence[str], retry: bool
     ) -> None:
         self._agent = agent
-        self._shard_key = what
+        self._shard_key = shard_key
         self._servers = servers
-        self._patient = patient
+        self._retry = retry
 
     def __repr__(self) -> str:
         return f"<LeaderProtocol of {self._shard_key}: {', '.join(self._servers)}>"
@@ -59,7 +59,7 @@ class LeaderProtocol:
         send = None if self._leads else self._start_sending
         return ServerRole(self._agent.local_member.incarnation, self._followers, send)
 
-    def look_around(self) -> None:
+    def ask_followers_for_round(self) -> None:
         """Ask each follower for its round, if this server leads and may be behind."""
         for follower in self._followers:
             self._agent.threads.start(partial(self._ask_for_round, follower))
@@ -91,7 +91,7 @@ class LeaderProtocol:
     def _attempts(self, needed: Callable[[BaseShard], bool]) -> Iterator[BaseShard]:
         """Yield the shard of this server before each attempt, while `needed` returns True.
 
-        Stop when the agent closes, the shard is removed, or, without `patient`, after one attempt.
+        Stop when the agent closes, the shard is removed, or, without `retry`, after one attempt.
         """
         registry = self._agent.service(ShardRegistry)
         for _ in attempts():
@@ -101,22 +101,22 @@ class LeaderProtocol:
             if not needed(shard):
                 return
             yield shard
-            if not (self._patient and needed(shard)):
+            if not (self._retry and needed(shard)):
                 return
 
 
 @trusted
-def send_vote(what: str, name: str, vote: RoundVote) -> Any:
+def send_vote(shard_key: str, name: str, vote: RoundVote) -> Any:
     """Receive the vote of follower `name`. Reply with the verdict, when there is one."""
     registry = ShardRegistry.here()
-    shard = registry.get(what)
+    shard = registry.get(shard_key)
     verdict = shard.receive_vote(name, vote)
-    registry.check(shard, vote.server)
+    registry.remove_if_lost(shard, vote.server)
     return value_or_deferred(verdict)
 
 
 @trusted
-def current_round(what: str) -> tuple[str, int]:
+def current_round(shard_key: str) -> tuple[str, int]:
     """Return the incarnation of this server and the number of its current round."""
     registry = ShardRegistry.here()
-    return registry.agent.local_member.incarnation, registry.get(what).current_round
+    return registry.agent.local_member.incarnation, registry.get(shard_key).current_round

@@ -70,7 +70,7 @@ class ShardRegistry:
         """Add a shard. The caller holds `lock`."""
         self._shards[key] = shard
 
-    def check(self, shard: BaseShard, *senders: str) -> None:
+    def remove_if_lost(self, shard: BaseShard, *senders: str) -> None:
         """Remove the senders of a call (workers or trainers) from a shard if they are lost.
 
         A call may be served after the loss of its sender was noticed, and must not add it again.
@@ -79,7 +79,7 @@ class ShardRegistry:
             if self.agent.is_lost(worker):
                 shard.remove_worker(worker)
 
-    def refuse_lost(self, trainer: str) -> None:
+    def reject_if_lost(self, trainer: str) -> None:
         """Raise `JoinError` if the worker of a trainer is lost: it would be removed at once."""
         if self.agent.is_lost(worker_of(trainer)):
             raise JoinError(
@@ -88,14 +88,14 @@ class ShardRegistry:
                 "a new one"
             )
 
-    def expect(self, shard: BaseShard, trainers: Iterable[str]) -> None:
+    def ask_trainers(self, shard: BaseShard, trainers: Iterable[str]) -> None:
         """Find out which trainers of a restored shard still take part.
 
         Call it after the shard was added. A loss that was noticed earlier is not reported again.
         """
         for worker in set(map(worker_of, trainers)):
             self.agent.watch(worker)
-        self.check(shard, *trainers)
+        self.remove_if_lost(shard, *trainers)
         for trainer in trainers:
             self.agent.threads.start(partial(self._ask_trainer, shard, trainer))
 

@@ -137,11 +137,11 @@ class ParameterShards:
                     "Start the training anew"
                 )
             values = flat_memory.allocate_private(spec.server_range.nbytes, _available(spec.device))
-            self._add_shard(spec, values, archive, snapshot).look_around()
+            self._add_shard(spec, values, archive, snapshot).ask_followers_for_round()
 
-    def check(self, shard: ParameterShard, trainer: str) -> None:
+    def remove_if_lost(self, shard: ParameterShard, trainer: str) -> None:
         """Remove the trainer that made the current call if it is lost."""
-        self._registry.check(shard, trainer)
+        self._registry.remove_if_lost(shard, trainer)
 
     def _is_used(self, name: str) -> bool:
         shard = self.find(name)
@@ -162,7 +162,7 @@ class ParameterShards:
     ) -> LeaderProtocol:
         """Create a shard, restore it from a snapshot, and start it."""
         agent, key = self.agent, _key(spec.name)
-        protocol = LeaderProtocol(agent, key, spec.servers, patient=archive is not None)
+        protocol = LeaderProtocol(agent, key, spec.servers, retry=archive is not None)
         shard = ParameterShard(
             spec, values, flat_memory.may_share(agent.config), agent.group, archive, protocol.role
         )
@@ -173,7 +173,7 @@ class ParameterShards:
             shard.restore(snapshot, expected, started)
         shard.save_first()
         self._registry.add(key, shard)
-        self._registry.expect(shard, expected)
+        self._registry.ask_trainers(shard, expected)
         shard.start()
         return protocol
 
@@ -233,7 +233,7 @@ def announce(spec: ShardSpec, trainer: str) -> int:
     shards = ParameterShards.here()
     shard = shards.find(spec.name)
     first = shard.announce(trainer, spec)
-    shards.check(shard, trainer)
+    shards.remove_if_lost(shard, trainer)
     return first
 
 
@@ -244,7 +244,7 @@ def join(name: str, trainer: str, first: int, gradients: SegmentHandle | None) -
     shards = ParameterShards.here()
     shard = shards.find(name)
     joined = shard.join(trainer, first, gradients)
-    shards.check(shard, trainer)
+    shards.remove_if_lost(shard, trainer)
     return value_or_deferred(joined)
 
 
@@ -262,11 +262,11 @@ def rejoin(
 ) -> JoinReply:
     """Let a trainer return to a server that does not know it, because the server was restarted."""
     shards = ParameterShards.here()
-    ShardRegistry.here().refuse_lost(trainer)
+    ShardRegistry.here().reject_if_lost(trainer)
     shards.recreate(spec)
     shard = shards.find(spec.name)
     reply = shard.rejoin(trainer, first, acknowledged, version, values, gradients, applied)
-    shards.check(shard, trainer)
+    shards.remove_if_lost(shard, trainer)
     return reply
 
 

@@ -220,7 +220,7 @@ class ParameterShard(BaseShard):
             self._optimizer.change(changes)
             self._optimizer.load(
                 [
-                    self._optimizer.cut(part, states.get(part.slot.index, {}))
+                    self._optimizer.part_state(part, states.get(part.slot.index, {}))
                     for part in self._range.parts
                 ]
             )
@@ -257,14 +257,14 @@ class ParameterShard(BaseShard):
             self._optimizer.state(),
             self._optimizer.options(),
             dict(self._coordinator.applied),
-            self._last_round,
+            self._unconfirmed_reports,
             self._skipped,
         )
 
     # Decisions of the coordinator, under the lock
 
     def apply(self, reports: list[StepReport]) -> None:
-        payloads: list[_PushPayload] = [report.content for report in reports]
+        payloads: list[_PushPayload] = [report.payload for report in reports]
         for payload in payloads:
             self._optimizer.change(payload.changes)
         if self._memory is not None and self._all_report:
@@ -279,7 +279,7 @@ class ParameterShard(BaseShard):
             self._optimizer.step(gradients, missing)
 
     def reply_to_report(self, report: StepReport) -> PushReply:
-        payload: _PushPayload = report.content
+        payload: _PushPayload = report.payload
         in_rounds = isinstance(self.spec.consistency, Sync)
         skipped = payload.gradients is None or (in_rounds and self._skipped)
         values = None

@@ -224,7 +224,7 @@ class ShardOptimizer:
         return states
 
     def load(self, states: Sequence[State]) -> None:
-        """Set the state of each part, as `state` or `cut` returned it."""
+        """Set the state of each part, as `state` or `part_state` returned it."""
         if not self._by_element:
             (unit,) = self._units
             for index, (target, state) in enumerate(zip(unit.targets, states, strict=True)):
@@ -242,7 +242,7 @@ class ShardOptimizer:
                 self._load_dtype_range(*blocks[-1], [mine[part] for part in piece.parts])
         self._set_blocks(blocks)
 
-    def cut(self, part: ParameterPart, state: State) -> State:
+    def part_state(self, part: ParameterPart, state: State) -> State:
         """Return the state of one part, given that of the whole parameter."""
         if not self._by_element:
             return state
