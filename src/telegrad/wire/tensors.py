@@ -31,9 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from telegrad.wire.dtypes import CODES, NUMPY_CODES, code_of
+from telegrad.wire.dtypes import CODES, NUMPY_CODES
 from telegrad.wire.tensor_builders import (
-    EXTENSION_CODE,
     Reduced,
     build_expanded,
     build_flat,
@@ -44,31 +43,14 @@ from telegrad.wire.tensor_builders import (
     build_tracked,
     build_with_attributes,
     build_with_gaps,
-    empty,
     shaped,
 )
 from telegrad.wire.tensor_gradients import (
     build_parameter,
     refuse_tangent,
-    set_gradient_tracker,
     tensor_id_for,
 )
 from telegrad.wire.tensor_layouts import SPARSE_LAYOUTS, reduce_quantized, reduce_sparse
-
-__all__ = [
-    "EXTENSION_CODE",
-    "REDUCERS",
-    "DeviceCarrier",
-    "Reduced",
-    "can_stack_tensors",
-    "code_of",
-    "empty",
-    "move_host",
-    "reduce_as_it_is",
-    "set_device_carrier",
-    "set_gradient_tracker",
-    "shaped",
-]
 
 # A view keeps its strides if its memory with the gaps is at most this many times what it uses.
 _MAX_SPAN_RATIO = 4
