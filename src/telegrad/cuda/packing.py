@@ -29,7 +29,7 @@ from telegrad.cuda.small_copies import MAX_SMALL_COPY_BYTES, small_copies
 from telegrad.errors import UsageError
 from telegrad.messages.packing import MessageContext, current_message, message_resource
 from telegrad.wire import tensors
-from telegrad.wire.tensor_builders import Reduced, empty
+from telegrad.wire.tensor_builders import Reduced, build_empty
 
 # Seconds to wait for a small copy: two switches of the GPU between processes.
 _SMALL_COPY_TIMEOUT = 0.0003
@@ -91,7 +91,7 @@ def _reduce_tensor(
             f"Config.device_maps), for example {{{device.index}: 'cpu'}}, or send tensor.cpu()"
         )
     if not tensor.numel():
-        return empty, (code, tuple(tensor.shape), str(target))
+        return build_empty, (code, tuple(tensor.shape), str(target))
     size = tensor.numel() * tensor.itemsize
     if size <= MAX_SMALL_COPY_BYTES:
         data = small_copies(device.index).copy_to_host(tensor, size, _SMALL_COPY_TIMEOUT)

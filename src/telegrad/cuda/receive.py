@@ -21,7 +21,7 @@ from telegrad.cuda import driver, ipc
 from telegrad.cuda.send import CudaSend
 from telegrad.cuda.small_copies import small_copies
 from telegrad.messages.packing import MessageContext, message_resource
-from telegrad.wire.tensor_builders import EXTENSION_CODE, empty
+from telegrad.wire.tensor_builders import EXTENSION_CODE, build_empty
 
 
 class ReceiveListener(Protocol):
@@ -60,7 +60,7 @@ class CudaReceive:
         self, location: ipc.MemoryLocation, index: int, code: int, shape: tuple[int, ...]
     ) -> Tensor:
         """Return a new tensor on device `index` and enqueue the copy of its bytes."""
-        tensor = empty(code, shape, f"cuda:{index}")
+        tensor = build_empty(code, shape, f"cuda:{index}")
         size = tensor.numel() * tensor.itemsize
         stream = self._streams.get(index)
         if stream is None:

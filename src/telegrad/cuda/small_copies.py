@@ -25,7 +25,7 @@ from torch import Tensor
 
 from telegrad.cuda import driver
 from telegrad.wire.dtypes import code_of
-from telegrad.wire.tensor_builders import empty, shaped
+from telegrad.wire.tensor_builders import build_empty, build_shaped
 
 MAX_SMALL_COPY_BYTES = 1 << 16  # larger copies are faster from device to device, even with a switch
 _BUFFERS = 32
@@ -90,7 +90,7 @@ class SmallCopies:
         """Return a tensor with these bytes; the copy is enqueued on the current stream."""
         if len(data) % 2:  # two rows need an even number of bytes
             padded = self.copy_to_device(data + b"\0", _UINT8_CODE, (len(data) + 1,))
-            return shaped(code, shape, padded[:-1])
+            return build_shaped(code, shape, padded[:-1])
         if not driver.is_current_device(self._index):
             with torch.cuda.device(self._index):
                 return self.copy_to_device(data, code, shape)
@@ -98,8 +98,8 @@ class SmallCopies:
         buffer = self._acquire_buffer(stream)
         if buffer is None:
             host = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            return shaped(code, shape, host.to(self._device))
-        tensor = empty(code, shape, self._device)
+            return build_shaped(code, shape, host.to(self._device))
+        tensor = build_empty(code, shape, self._device)
         half = len(data) // 2
         ctypes.memmove(buffer.address, data, half)
         ctypes.memmove(buffer.address + _PITCH, data[half:], half)

@@ -40,10 +40,10 @@ from telegrad.wire.tensor_builders import (
     build_moved,
     build_reinterpreted,
     build_restrided,
+    build_shaped,
     build_tracked,
     build_with_attributes,
     build_with_gaps,
-    shaped,
 )
 from telegrad.wire.tensor_gradients import (
     build_parameter,
@@ -139,7 +139,7 @@ def reduce_as_it_is(tensor: Tensor) -> Reduced:
                     content = bytearray(data.tobytes())
                 if data.ndim == 1 and size:
                     return build_flat, (code, content)
-                return shaped, (code, data.shape, content)
+                return build_shaped, (code, data.shape, content)
         elif not _Hooks.maps_cpu and not tensor.is_neg() and not tensor.is_conj():
             return _reduce_tracked(tensor, code, False)
     if tensor.requires_grad or tensor.__dict__:
@@ -210,7 +210,7 @@ def _reduce_dense(tensor: Tensor, code: int) -> Reduced:
     tensor = tensor.resolve_conj().resolve_neg()
     shape, stride, numel = tuple(tensor.shape), tensor.stride(), tensor.numel()
     if numel == 0:
-        return shaped, (code, shape, b"" if tensor.is_cpu else tensor.contiguous().view(-1))
+        return build_shaped, (code, shape, b"" if tensor.is_cpu else tensor.contiguous().view(-1))
     if not tensor.is_contiguous():
         dimensions = list(zip(shape, stride, strict=True))
         if any(size > 1 and step == 0 for size, step in dimensions):
@@ -227,7 +227,7 @@ def _reduce_dense(tensor: Tensor, code: int) -> Reduced:
         if span <= _MAX_SPAN_RATIO * numel:
             return build_with_gaps, (tensor.contiguous(), stride)
         tensor = tensor.contiguous()
-    return shaped, (code, shape, _raw_bytes(tensor.as_strided((numel,), (1,))))
+    return build_shaped, (code, shape, _raw_bytes(tensor.as_strided((numel,), (1,))))
 
 
 def _raw_bytes(flat: Tensor) -> PickleBuffer | Tensor:
