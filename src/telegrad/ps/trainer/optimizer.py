@@ -128,7 +128,7 @@ class Optimizer(optim.Optimizer):
         self.dropped = 0
         self.skipped = 0
         self._optimizer_class = optimizer
-        self._sent_options = [param_groups.options(group) for group in self.param_groups]
+        self._sent_options = [param_groups.group_options(group) for group in self.param_groups]
         self._consistency = consistency or Sync()
         trained = trained_parameters(model, self.param_groups, include_frozen)
         for _, parameter_name, parameter in itertools.chain.from_iterable(trained):
@@ -258,15 +258,15 @@ class Optimizer(optim.Optimizer):
                     self._write_state(state.setdefault(index, {}), index, part.first, values)
         return {
             "state": dict(sorted(state.items())),
-            "param_groups": param_groups.packed(self.param_groups),
+            "param_groups": param_groups.to_state_dict(self.param_groups),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Send every server its part of a `state_dict` of this or the underlying optimizer."""
-        state = param_groups.state_by_number(state_dict, self.param_groups)
+        state = param_groups.state_by_index(state_dict, self.param_groups)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(param_groups.options(loaded))
-        changes = param_groups.changes(self.param_groups, self._sent_options)
+            group.update(param_groups.group_options(loaded))
+        changes = param_groups.take_changes(self.param_groups, self._sent_options)
         self._call_all(lambda client: client.load(state, changes))
 
     # Internal
@@ -356,7 +356,7 @@ class Optimizer(optim.Optimizer):
 
     def _push(self, skip: bool) -> list[PushReply]:
         """Push to all servers at once, and return their replies."""
-        changes = param_groups.changes(self.param_groups, self._sent_options)
+        changes = param_groups.take_changes(self.param_groups, self._sent_options)
         written = frozenset(self._flat.find_written())
         pushes = [
             (client, PushRequest(self.steps, self._version_of(client), changes, skip, written))
