@@ -252,7 +252,7 @@ class DistributedOptimizer(Optimizer):
             given = [{"params": given}]
         # `Optimizer.__init__` adds these groups, with `add_param_group`.
         self._new_groups = [self._check_group(group) for group in given]
-        self._agent: AgentRuntime = self._new_groups[0]["params"][0]._agent
+        self._runtime: AgentRuntime = self._new_groups[0]["params"][0]._runtime
         self._distribute(range(len(self._new_groups)), self._new_groups)
         super().__init__(self._new_groups, self._defaults)  # type: ignore[arg-type]
         del self._new_groups
@@ -382,7 +382,7 @@ class DistributedOptimizer(Optimizer):
                     self._worker_optimizers[owner].rpc_sync().add(each)
             else:
                 arguments = (self._optimizer_class, owned, self._args, self._kwargs)
-                created[owner] = self._agent.start(owner, _create_worker_optimizer, arguments)
+                created[owner] = self._runtime.start(owner, _create_worker_optimizer, arguments)
         self._worker_optimizers.update(_gather_results(created))
         self._options: dict[int, Options] = {}  # by group
         for defaults, options in self._call_all("options").values():
