@@ -386,7 +386,7 @@ def test_servers_step_in_one_pass_unless_told_otherwise(
     remote.step()
     assert remote.param_groups[0]["fused"] == options.get("fused")
     for server in ("w1", "w2"):
-        assert remote._agent.invoke(server, how_steps_are_made) == [fused]
+        assert remote._runtime.invoke(server, how_steps_are_made) == [fused]
 
 
 def how_steps_are_made() -> list[Any]:

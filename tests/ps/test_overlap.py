@@ -247,10 +247,10 @@ def test_a_server_that_comes_back_gets_everything(
 def test_a_trainer_that_leaves_takes_back_what_it_sent(both: Both) -> None:
     backward(both.net, 0)
     both.wait()
-    shards = [both.remote._agent.agent.call(server, staged) for server in ("w1", "w2")]
+    shards = [both.remote._runtime.agent.call(server, staged) for server in ("w1", "w2")]
     assert shards == [1, 1]
     both.remote.close()
-    assert [both.remote._agent.agent.call(server, staged) for server in ("w1", "w2")] == [0, 0]
+    assert [both.remote._runtime.agent.call(server, staged) for server in ("w1", "w2")] == [0, 0]
 
 
 def staged() -> int:

@@ -36,7 +36,7 @@ def _find_or_create(registry: ShardRegistry, spec: TablesSpec, rejoining: bool) 
     with registry.lock:
         if not registry.has(key):
             protocol = LeaderProtocol(
-                registry.agent, key, spec.servers, retry=spec.checkpoint is not None
+                registry.runtime, key, spec.servers, retry=spec.checkpoint is not None
             )
             shard, expected = _create(registry, spec, protocol, rejoining)
             registry.add(key, shard)
@@ -50,16 +50,18 @@ def _create(
     registry: ShardRegistry, spec: TablesSpec, protocol: LeaderProtocol, rejoining: bool
 ) -> tuple[TableShard, list[str]]:
     """Return a new shard, and the trainers that it has to wait for."""
-    agent, rule = registry.agent, spec.checkpoint
+    runtime, rule = registry.runtime, spec.checkpoint
     archive = None
     if rule is not None:
-        archive = CheckpointArchive(rule, f"{spec.name}.tables", agent.name, agent.threads.start)
-    shard = TableShard(spec, agent.group, archive, protocol.role)
+        archive = CheckpointArchive(
+            rule, f"{spec.name}.tables", runtime.name, runtime.threads.start
+        )
+    shard = TableShard(spec, runtime.group, archive, protocol.role)
     snapshot = None if archive is None else archive.newest()
-    is_same_run = snapshot is not None and snapshot.run == agent.group
+    is_same_run = snapshot is not None and snapshot.run == runtime.group
     if rejoining and not is_same_run:
         raise JoinError(
-            f"worker {agent.name!r} was restarted without its part of tables {spec.name!r}: it "
+            f"worker {runtime.name!r} was restarted without its part of tables {spec.name!r}: it "
             "has no readable checkpoint of this run. Start the training again"
         )
     if archive is None or rule is None:

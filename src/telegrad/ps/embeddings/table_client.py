@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 class TableClient(ServerClient[TablesSpec]):
     def __init__(
-        self, agent: AgentRuntime, trainer: str, server: str, spec: TablesSpec, patience: float
+        self, runtime: AgentRuntime, trainer: str, server: str, spec: TablesSpec, patience: float
     ) -> None:
-        super().__init__(agent, trainer, server, spec, service, patience)
+        super().__init__(runtime, trainer, server, spec, service, patience)
         self.has_rows = False
         self._last_tables: Sequence[TableDefinition] = ()
         self._last_step = 0
@@ -45,7 +45,7 @@ class TableClient(ServerClient[TablesSpec]):
     def start_join(self, first_round: int, timeout: float) -> Future[PushReply]:
         self._first_round = first_round
         arguments = (self.spec.name, self._trainer, first_round)
-        return self._agent.start(self.server, service.join, arguments, None, timeout)
+        return self._runtime.start(self.server, service.join, arguments, None, timeout)
 
     def finish_join(self, reply: PushReply) -> None:
         self.apply_reply(reply)
@@ -60,7 +60,7 @@ class TableClient(ServerClient[TablesSpec]):
             acknowledged,
             version,
         )
-        self._agent.invoke(self.server, service.rejoin, arguments)
+        self._runtime.invoke(self.server, service.rejoin, arguments)
 
     def _rejoin_between_steps(self) -> None:
         self._rejoin(self._last_tables, self._last_step, self.version)
@@ -109,7 +109,7 @@ class TableClient(ServerClient[TablesSpec]):
         with self._busy_lock:
             self._busy = True
         arguments = (self.spec.name, self._trainer, step, version, updates)
-        return self._agent.start(self.server, service.push, arguments, None, self.step_timeout())
+        return self._runtime.start(self.server, service.push, arguments, None, self.step_timeout())
 
     def apply_reply(self, reply: PushReply) -> None:
         """Take over the version of a reply to `push` or `start_join`."""

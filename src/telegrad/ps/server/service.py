@@ -44,18 +44,18 @@ if TYPE_CHECKING:
 class ParameterShards:
     """The parameter shards of one worker: create, find and restore them."""
 
-    def __init__(self, agent: AgentRuntime) -> None:
-        self.agent = agent
-        self._registry = agent.service(ShardRegistry)
+    def __init__(self, runtime: AgentRuntime) -> None:
+        self.runtime = runtime
+        self._registry = runtime.service(ShardRegistry)
         self._creators: dict[str, str] = {}  # trainers, by the name of the parameter server
 
     def __repr__(self) -> str:
-        return f"<ParameterShards of {self.agent.name}, created by {self._creators}>"
+        return f"<ParameterShards of {self.runtime.name}, created by {self._creators}>"
 
     @classmethod
     def here(cls) -> ParameterShards:
         """Return the shards of the agent that serves the current call."""
-        return ShardRegistry.here().agent.service(cls)
+        return ShardRegistry.here().runtime.service(cls)
 
     def find(self, name: str) -> ParameterShard:
         """Return a shard. Raise `StaleReference` if there is none."""
@@ -71,7 +71,7 @@ class ParameterShards:
             if self.has(name):
                 return False
             creator = self._creators.get(name)
-            if creator is None or self.agent.is_lost(worker_of(creator)):
+            if creator is None or self.runtime.is_lost(worker_of(creator)):
                 creator = self._creators[name] = trainer
             return creator == trainer
 
@@ -92,7 +92,7 @@ class ParameterShards:
         newest = None if archive is None else archive.newest()
         if archive is None or newest is None:
             return SavedVersions(has_shard, unused, of_this_run=False, versions=[])
-        of_this_run = newest.run == self.agent.group
+        of_this_run = newest.run == self.runtime.group
         versions = archive.readable() if of_this_run or archive.policy.resume else []
         return SavedVersions(has_shard, unused, of_this_run, versions)
 
@@ -110,7 +110,7 @@ class ParameterShards:
             if archive is not None:
                 if version is not None and snapshot is None:
                     raise UsageError(
-                        f"worker {self.agent.name!r} cannot read its checkpoint of version "
+                        f"worker {self.runtime.name!r} cannot read its checkpoint of version "
                         f"{version}"
                     )
                 archive.clear(after=-1 if version is None else version)
@@ -124,7 +124,7 @@ class ParameterShards:
             archive = self._open_archive(spec)
             snapshot = None if archive is None else archive.newest()
             if archive is not None and snapshot is not None:
-                usable = archive.policy.resume or snapshot.run == self.agent.group
+                usable = archive.policy.resume or snapshot.run == self.runtime.group
             else:
                 usable = False
             if not usable:
@@ -132,7 +132,7 @@ class ParameterShards:
                 if spec.checkpoint is not None:
                     reason = f"there is none of this run in {spec.checkpoint.folder}"
                 raise JoinError(
-                    f"worker {self.agent.name!r} was restarted without its part of parameter "
+                    f"worker {self.runtime.name!r} was restarted without its part of parameter "
                     f"server {spec.name!r}: it needs a checkpoint that can be read, and {reason}. "
                     "Start the training anew"
                 )
@@ -150,8 +150,8 @@ class ParameterShards:
     def _open_archive(self, spec: ShardSpec) -> CheckpointArchive | None:
         if spec.checkpoint is None:
             return None
-        agent = self.agent
-        return CheckpointArchive(spec.checkpoint, spec.name, agent.name, agent.threads.start)
+        runtime = self.runtime
+        return CheckpointArchive(spec.checkpoint, spec.name, runtime.name, runtime.threads.start)
 
     def _add_shard(
         self,
@@ -161,15 +161,20 @@ class ParameterShards:
         snapshot: ShardSnapshot | None,
     ) -> LeaderProtocol:
         """Create a shard, restore it from a snapshot, and start it."""
-        agent, key = self.agent, _key(spec.name)
-        protocol = LeaderProtocol(agent, key, spec.servers, retry=archive is not None)
+        runtime, key = self.runtime, _key(spec.name)
+        protocol = LeaderProtocol(runtime, key, spec.servers, retry=archive is not None)
         shard = ParameterShard(
-            spec, values, flat_memory.may_share(agent.config), agent.group, archive, protocol.role
+            spec,
+            values,
+            flat_memory.may_share(runtime.config),
+            runtime.group,
+            archive,
+            protocol.role,
         )
         expected: list[str] = []
         if archive is not None and snapshot is not None:
             members, started = archive.members()
-            expected = members if snapshot.run == agent.group else []
+            expected = members if snapshot.run == runtime.group else []
             shard.restore(snapshot, expected, started)
         shard.save_first()
         self._registry.add(key, shard)

@@ -35,19 +35,19 @@ def require_runtime(agent: Agent | None) -> AgentRuntime:
     return runtime
 
 
-def find_servers(agent: AgentRuntime, servers: str | Sequence[str]) -> list[str]:
+def find_servers(runtime: AgentRuntime, servers: str | Sequence[str]) -> list[str]:
     """Return the names of workers that match a pattern, or the given names."""
     if not isinstance(servers, str):
         names = list(servers)
     else:
-        names = sorted(fnmatch.filter([info.name for info in agent.get_worker_infos()], servers))
+        names = sorted(fnmatch.filter([info.name for info in runtime.get_worker_infos()], servers))
     if not names:
         raise UsageError(f"no worker of the group is named {servers!r}")
     return names
 
 
 def join(
-    agent: AgentRuntime,
+    runtime: AgentRuntime,
     description: str,
     clients: Sequence[ServerClient[Any]],
     prepare: Callable[[], None],
@@ -62,7 +62,7 @@ def join(
 
     `description` names the parameter server in errors. `prepare` is called before each attempt.
     """
-    timeout = agent.config.join_timeout
+    timeout = runtime.config.join_timeout
 
     def attempt(_: Callable[[], None]) -> None:
         prepare()
@@ -74,7 +74,7 @@ def join(
             for client, future in zip(clients, joins, strict=True):
                 if future.done():
                     _check_member(client)
-            agent.service(LocalClients).rejoin_lost_servers()
+            runtime.service(LocalClients).rejoin_lost_servers()
         for client, future in zip(clients, joins, strict=True):
             client.finish_join(future.wait())
 
@@ -84,7 +84,7 @@ def join(
         else:
             retry_while_lost(attempt, patience)
     except BaseException as error:
-        leave(agent, clients)  # no server may wait for a trainer that did not start
+        leave(runtime, clients)  # no server may wait for a trainer that did not start
         if not isinstance(error, CallTimeout):
             raise
         raise JoinError(
@@ -105,12 +105,12 @@ def _check_member(client: ServerClient[Any]) -> None:
         raise StaleReference("a server was restarted while the trainer joined")
 
 
-def leave(agent: AgentRuntime, clients: Sequence[ServerClient[Any]]) -> None:
+def leave(runtime: AgentRuntime, clients: Sequence[ServerClient[Any]]) -> None:
     """Leave all servers and wait for their replies.
 
     A server that is down asks the trainer's worker when it is back (`still_trains`).
     """
-    if not agent.closing:
+    if not runtime.closing:
         for future in start_leaving(clients):
             future.exception()
 
@@ -120,7 +120,7 @@ def start_leaving(clients: Sequence[ServerClient[Any]]) -> list[Future[None]]:
     return [client.leave() for client in clients]
 
 
-def close_on_shutdown(agent: AgentRuntime, trainer: Closable) -> None:
+def close_on_shutdown(runtime: AgentRuntime, trainer: Closable) -> None:
     """Close a trainer when its agent shuts down, if the trainer still exists then."""
     reference = weakref.ref(trainer)
 
@@ -129,4 +129,4 @@ def close_on_shutdown(agent: AgentRuntime, trainer: Closable) -> None:
         if alive is not None:
             alive.close()
 
-    agent.on_shutdown(close)
+    runtime.on_shutdown(close)

@@ -119,7 +119,7 @@ class Optimizer(optim.Optimizer):
         template = optimizer(
             model.parameters() if isinstance(model, nn.Module) else model, **options
         )
-        self._agent = runtime
+        self._runtime = runtime
         self._clients: list[ShardClient] = []
         self._tables: list[Tables] = []
         super().__init__(template.param_groups, template.defaults)
@@ -193,7 +193,7 @@ class Optimizer(optim.Optimizer):
         """Leave, so that other trainers no longer wait for this one. The model stays as it is."""
         clients, self._clients = self._clients, []
         if clients:
-            leave(self._agent, clients)
+            leave(self._runtime, clients)
             self._flat.release()
             self._registration.release()
         for tables in self._tables:
@@ -306,7 +306,7 @@ class Optimizer(optim.Optimizer):
                 device=str(self._flat.device),
             )
             client = ShardClient(
-                self._agent,
+                self._runtime,
                 self._trainer,
                 server,
                 spec,
@@ -323,7 +323,7 @@ class Optimizer(optim.Optimizer):
         clients = self._clients
         prepare = partial(find_or_create_shards, clients, self._consistency)
         try:
-            join(self._agent, f"parameter server {self.name!r}", clients, prepare, patience)
+            join(self._runtime, f"parameter server {self.name!r}", clients, prepare, patience)
         except BaseException:
             self.close()
             raise
@@ -376,7 +376,7 @@ class Optimizer(optim.Optimizer):
             )
             for client, request in pushes
         ]
-        return gather_replies(self._agent, calls)
+        return gather_replies(self._runtime, calls)
 
     def _version_of(self, client: ShardClient) -> int:
         """Return the version that the gradients were computed with.

@@ -65,7 +65,7 @@ class ServerClient(ABC, Generic[SpecT]):
 
     def __init__(
         self,
-        agent: AgentRuntime,
+        runtime: AgentRuntime,
         trainer: str,
         server: str,
         spec: SpecT,
@@ -77,7 +77,7 @@ class ServerClient(ABC, Generic[SpecT]):
         self.version = 0
         # returns the time limit of a step in seconds, or None for no limit
         self.step_timeout: Callable[[], float | None] = lambda: None
-        self._agent = agent
+        self._runtime = runtime
         self._trainer = trainer
         self._service = service
         self._patience = patience  # seconds that a lost server may take to come back
@@ -89,9 +89,9 @@ class ServerClient(ABC, Generic[SpecT]):
 
     def announce(self) -> int:
         """Announce the trainer. Return the round from which on the server waits for it."""
-        self._agent.service(LocalClients).clients[self._trainer, self.server] = self
+        self._runtime.service(LocalClients).clients[self._trainer, self.server] = self
         return int(
-            self._agent.invoke(self.server, self._service.announce, (self.spec, self._trainer))
+            self._runtime.invoke(self.server, self._service.announce, (self.spec, self._trainer))
         )
 
     @abstractmethod
@@ -104,13 +104,13 @@ class ServerClient(ABC, Generic[SpecT]):
 
     def leave(self) -> Future[None]:
         """Tell the server not to wait for this trainer any more."""
-        self._agent.service(LocalClients).clients.pop((self._trainer, self.server), None)
+        self._runtime.service(LocalClients).clients.pop((self._trainer, self.server), None)
         return self._start(self._service.leave, self._trainer)
 
     def is_member(self) -> bool:
         """Return whether the server knows this trainer."""
         arguments = (self.spec.name, self._trainer)
-        return bool(self._agent.invoke(self.server, self._service.has_member, arguments))
+        return bool(self._runtime.invoke(self.server, self._service.has_member, arguments))
 
     # Rejoining a server that was restarted
 
@@ -165,13 +165,13 @@ class ServerClient(ABC, Generic[SpecT]):
 
     def _start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call a function of the service about this parameter server, without a time limit."""
-        return self._agent.start(self.server, function, (self.spec.name, *args), None, None)
+        return self._runtime.start(self.server, function, (self.spec.name, *args), None, None)
 
 
 class LocalClients:
     """The clients of all trainers of one agent, by trainer and server."""
 
-    def __init__(self, agent: AgentRuntime) -> None:
+    def __init__(self, runtime: AgentRuntime) -> None:
         self.clients: weakref.WeakValueDictionary[tuple[str, str], ServerClient[Any]] = (
             weakref.WeakValueDictionary()
         )

@@ -54,7 +54,7 @@ class PushRequest(NamedTuple):
 class ShardClient(ServerClient[ShardSpec]):
     def __init__(
         self,
-        agent: AgentRuntime,
+        runtime: AgentRuntime,
         trainer: str,
         server: str,
         spec: ShardSpec,
@@ -63,7 +63,7 @@ class ShardClient(ServerClient[ShardSpec]):
         overlap: bool,
         patience: float,
     ) -> None:
-        super().__init__(agent, trainer, server, spec, service, patience)
+        super().__init__(runtime, trainer, server, spec, service, patience)
         self._flat = flat
         self._server_memory: MappedMemory | None = None
         self._shares_gradients = False
@@ -92,14 +92,14 @@ class ShardClient(ServerClient[ShardSpec]):
 
     def claim_creation(self) -> bool | None:
         """Return whether this trainer may create the shards. None: they exist already."""
-        may_create: bool | None = self._agent.invoke(
+        may_create: bool | None = self._runtime.invoke(
             self.server, service.claim_creation, (self.spec.name, self._trainer)
         )
         return may_create
 
     def saved_versions(self) -> SavedVersions:
         """Return what the server has of this shard, in memory and in checkpoints."""
-        versions: SavedVersions = self._agent.invoke(
+        versions: SavedVersions = self._runtime.invoke(
             self.server, service.saved_versions, (self.spec,)
         )
         return versions
@@ -107,18 +107,18 @@ class ShardClient(ServerClient[ShardSpec]):
     def create(self, version: int | None) -> None:
         """Create the shard with a saved version; None: with the values of this model."""
         values = self._flat.copy_range(self.spec.server_range)
-        self._agent.invoke(self.server, service.create, (self.spec, values, version))
+        self._runtime.invoke(self.server, service.create, (self.spec, values, version))
 
     def recreate(self) -> None:
         """Let a server that was restarted create its shard from its checkpoint."""
-        self._agent.invoke(self.server, service.recreate, (self.spec,))
+        self._runtime.invoke(self.server, service.recreate, (self.spec,))
 
     # Joining
 
     def start_join(self, first_round: int, timeout: float) -> Future[JoinReply]:
         self._first_round = first_round
         arguments = (self.spec.name, self._trainer, first_round, self._gradient_handle)
-        return self._agent.start(self.server, service.join, arguments, None, timeout)
+        return self._runtime.start(self.server, service.join, arguments, None, timeout)
 
     def finish_join(self, reply: JoinReply) -> None:
         self._open_memory(reply)
@@ -140,7 +140,7 @@ class ShardClient(ServerClient[ShardSpec]):
             self._gradient_handle,
             self._applied,
         )
-        self._open_memory(self._agent.invoke(self.server, service.rejoin, arguments))
+        self._open_memory(self._runtime.invoke(self.server, service.rejoin, arguments))
 
     def _rejoin_between_steps(self) -> None:
         self._rejoin(self._last_step)
@@ -163,7 +163,7 @@ class ShardClient(ServerClient[ShardSpec]):
                 self.spec.server_range,
                 self._copy_bucket,
                 self._send_bucket,
-                self._agent.threads.start,
+                self._runtime.threads.start,
             )
             self._flat.on_gradient_ready(self._on_gradient_ready)
         handle = reply.memory if self._flat.segment is not None else None
@@ -190,14 +190,14 @@ class ShardClient(ServerClient[ShardSpec]):
 
     def _send_bucket(self, index: int, contents: Tensor) -> None:
         arguments = (self.spec.name, self._trainer, self._last_step + 1, {index: contents})
-        self._agent.invoke(self.server, service.stage_gradients, arguments, None, None)
+        self._runtime.invoke(self.server, service.stage_gradients, arguments, None, None)
 
     # Steps
 
     def push(self, request: PushRequest) -> PushReply:
         """Send the gradients that are in the flat memory, and return the reply."""
         arguments = self._push_arguments(request)
-        reply: PushReply = self._agent.invoke(
+        reply: PushReply = self._runtime.invoke(
             self.server, service.push, arguments, None, self.step_timeout()
         )
         return reply
@@ -205,7 +205,7 @@ class ShardClient(ServerClient[ShardSpec]):
     def start_push(self, request: PushRequest) -> Future[PushReply]:
         """Send the gradients that are in the flat memory, and return a future of the reply."""
         arguments = self._push_arguments(request)
-        return self._agent.start(self.server, service.push, arguments, None, self.step_timeout())
+        return self._runtime.start(self.server, service.push, arguments, None, self.step_timeout())
 
     def retry_push(self, request: PushRequest, error: Exception) -> Future[PushReply]:
         """Wait for a lost server, rejoin it, and repeat a push that failed with `error`."""
@@ -284,7 +284,9 @@ class ShardClient(ServerClient[ShardSpec]):
 
         def attempt(_: Callable[[], None]) -> PushReply:
             try:
-                reply: PushReply = self._agent.invoke(self.server, service.pull, (self.spec.name,))
+                reply: PushReply = self._runtime.invoke(
+                    self.server, service.pull, (self.spec.name,)
+                )
             except StaleReference:
                 # the parameters are partly overwritten, so the server must not take them over
                 self._rejoin(self._last_step, version=-1)
