@@ -102,7 +102,7 @@ class _WorkerOptimizer:
     def options(self) -> tuple[Options, dict[int, Options]]:
         """Return the defaults of the optimizer, and the options of its groups by index."""
         indexed = zip(self._group_indices, self._optimizer.param_groups, strict=True)
-        by_index = {index: param_groups.options(group) for index, group in indexed}
+        by_index = {index: param_groups.group_options(group) for index, group in indexed}
         return self._optimizer.defaults, by_index
 
     @trusted
@@ -252,7 +252,7 @@ class DistributedOptimizer(Optimizer):
             given = [{"params": given}]
         # `Optimizer.__init__` adds these groups, with `add_param_group`.
         self._new_groups = [self._check_group(group) for group in given]
-        self._agent: AgentRuntime = self._new_groups[0]["params"][0]._agent
+        self._runtime: AgentRuntime = self._new_groups[0]["params"][0]._runtime
         self._distribute(range(len(self._new_groups)), self._new_groups)
         super().__init__(self._new_groups, self._defaults)  # type: ignore[arg-type]
         del self._new_groups
@@ -274,7 +274,7 @@ class DistributedOptimizer(Optimizer):
             self._distribute([len(self.param_groups)], [param_group])
         options = self._options[len(self.param_groups)]
         self.param_groups.append({**options, "params": param_group["params"]})
-        self._sent_options.append(param_groups.options(self.param_groups[-1]))
+        self._sent_options.append(param_groups.group_options(self.param_groups[-1]))
 
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
         """Step on every worker with the gradients of a context, or with accumulated gradients.
@@ -288,7 +288,7 @@ class DistributedOptimizer(Optimizer):
                     "a distributed step takes the id of an autograd context, not a closure"
                 )
             find_context(context_id)
-        changed = param_groups.changes(self.param_groups, self._sent_options)
+        changed = param_groups.take_changes(self.param_groups, self._sent_options)
         self._call_all("step", context_id, changed)
 
     def accumulate(self, context_id: int) -> None:
@@ -334,20 +334,20 @@ class DistributedOptimizer(Optimizer):
             state.update(state_of_worker)
         return {
             "state": dict(sorted(state.items())),
-            "param_groups": param_groups.packed(self.param_groups),
+            "param_groups": param_groups.to_state_dict(self.param_groups),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned, of this class or of `optimizer_class`."""
-        state = param_groups.state_by_number(state_dict, self.param_groups)
+        state = param_groups.state_by_index(state_dict, self.param_groups)
         options = {
-            index: param_groups.options(group)
+            index: param_groups.group_options(group)
             for index, group in enumerate(state_dict["param_groups"])
         }
         self._call_all("load", state, options)
         for index, group in enumerate(self.param_groups):
             group.update(options[index])
-            self._sent_options[index] = param_groups.options(group)
+            self._sent_options[index] = param_groups.group_options(group)
 
     def _check_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a group whose parameters are a list. Raise if they are not references."""
@@ -370,7 +370,7 @@ class DistributedOptimizer(Optimizer):
             for parameter in group["params"]:
                 owned = by_owner.setdefault(parameter.owner_name(), [])
                 if not owned or owned[-1].group_index != group_index:
-                    options = param_groups.options(group)
+                    options = param_groups.group_options(group)
                     owned.append(_OwnedParameters(group_index, options, [], []))
                 owned[-1].indices.append(self._parameter_count)
                 owned[-1].parameters.append(parameter)
@@ -382,7 +382,7 @@ class DistributedOptimizer(Optimizer):
                     self._worker_optimizers[owner].rpc_sync().add(each)
             else:
                 arguments = (self._optimizer_class, owned, self._args, self._kwargs)
-                created[owner] = self._agent.start(owner, _create_worker_optimizer, arguments)
+                created[owner] = self._runtime.start(owner, _create_worker_optimizer, arguments)
         self._worker_optimizers.update(_gather_results(created))
         self._options: dict[int, Options] = {}  # by group
         for defaults, options in self._call_all("options").values():

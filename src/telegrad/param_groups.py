@@ -17,7 +17,7 @@ from telegrad.errors import UsageError
 Options = dict[str, Any]
 
 
-def options(group: dict[str, Any]) -> Options:
+def group_options(group: dict[str, Any]) -> Options:
     """Return the options of a group without its parameters. Tensors are copied."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value
@@ -26,7 +26,7 @@ def options(group: dict[str, Any]) -> Options:
     }
 
 
-def changes(groups: Sequence[dict[str, Any]], known: Sequence[Options]) -> dict[int, Options]:
+def take_changes(groups: Sequence[dict[str, Any]], known: Sequence[Options]) -> dict[int, Options]:
     """Return the options that differ from the known ones, by index of the group.
 
     Update `known` with them.
@@ -34,7 +34,7 @@ def changes(groups: Sequence[dict[str, Any]], known: Sequence[Options]) -> dict[
     changes_by_group: dict[int, Options] = {}
     for index, (group, known_options) in enumerate(zip(groups, known, strict=True)):
         changed = {}
-        for name, value in options(group).items():
+        for name, value in group_options(group).items():
             if not _is_known(known_options, name, value):
                 changed[name] = value
         if changed:
@@ -43,17 +43,17 @@ def changes(groups: Sequence[dict[str, Any]], known: Sequence[Options]) -> dict[
     return changes_by_group
 
 
-def packed(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def to_state_dict(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the groups as in a `state_dict`: with indices in place of parameters."""
     packed_groups, first = [], 0
     for group in groups:
         end = first + len(group["params"])
-        packed_groups.append({**options(group), "params": list(range(first, end))})
+        packed_groups.append({**group_options(group), "params": list(range(first, end))})
         first = end
     return packed_groups
 
 
-def state_by_number(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[int, Any]:
+def state_by_index(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[int, Any]:
     """Return the state of each parameter in a `state_dict`, by index of the parameter.
 
     Raise `UsageError` if the `state_dict` is of groups of other sizes.

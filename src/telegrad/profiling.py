@@ -8,9 +8,10 @@ names such as `rpc_sync#f(w0 -> w1)#remote_op: aten::add`, with `is_remote` set 
 `node_id`. Calls that the callee made are shown in the same way. If no profiler is enabled, a call
 reads one thread-local variable more.
 
-The profiler of torch has no interface for events of other processes. So `watch` wraps two of its
-functions: the one that starts a profile, and the one that creates the list of events. The other
-profiler, `torch.profiler.profile`, is unchanged; torch does not show remote events there either.
+The profiler of torch has no interface for events of other processes. So `enable_remote_events`
+wraps two of its functions: the one that starts a profile, and the one that creates the list of
+events. The other profiler, `torch.profiler.profile`, is unchanged; torch does not show remote
+events there either.
 
 Times are microseconds of the wall clock, as in torch's profiler. Times of a callee are shifted so
 that the middle of its part is the middle of the call.
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from telegrad.client.peers import WorkerAddress
     from telegrad.runtime import AgentRuntime
 
-__all__ = ["profiling_key", "watch"]
+__all__ = ["enable_remote_events", "profiling_key"]
 
 _OPTIONS = ("record_shapes", "with_flops", "profile_memory", "with_stack", "with_modules")
 # Attributes of a FunctionEvent that are also parameters of its constructor.
@@ -95,7 +96,7 @@ class _ProfiledCall(NamedTuple):
     start: float
 
 
-def watch() -> None:
+def enable_remote_events() -> None:
     """Show remote events in profiles of this process from now on. `init_rpc` calls this."""
     with _lock:
         if getattr(profiler_legacy._parse_legacy_records, "shows_remote_events", False):
@@ -210,7 +211,7 @@ class _ProfilerSession:
     ) -> _ProfiledCall:
         self.rank = agent.local_member.rank
         # The function of `refs.remote` has the user's function as an attribute.
-        created = getattr(function, "creates", None)
+        created = getattr(function, "creating_function", None)
         if created is not None:
             mode, function = "remote", created
         target = agent.get_worker_info(to).name
@@ -260,7 +261,7 @@ def _run(
         raise UsageError(
             f"{where} serves only registered functions; {describe(function)} is not one"
         )
-    watch()
+    enable_remote_events()
     legacy_profile: Any = profiler_legacy.profile
     with legacy_profile(use_cuda=use_cuda and torch.cuda.is_available(), **options) as profile:
         session = thread_state.interceptor
@@ -320,7 +321,7 @@ def _with_remote_events(parse: Callable[[Any], list[Any]]) -> Callable[[Any], li
         events = parse(records)
         session, thread_state.interceptor = thread_state.interceptor, None
         if not isinstance(session, _ProfilerSession):
-            return events  # the profile started before `watch` was called
+            return events  # the profile started before `enable_remote_events` was called
         session.origin = next(
             each.start_us() for thread in records for each in thread if each.name() == _START_RECORD
         )

@@ -26,7 +26,7 @@ ADD = "aten::add"
 
 @pytest.fixture
 def cluster() -> Iterator[LocalCluster]:
-    profiling.watch()
+    profiling.enable_remote_events()
     with LocalCluster(3) as cluster:
         yield cluster
 
@@ -179,7 +179,7 @@ def test_the_backward_pass(cluster: LocalCluster) -> None:
 
 
 def test_only_registered_functions_are_run() -> None:
-    profiling.watch()
+    profiling.enable_remote_events()
     with LocalCluster(2, only_registered=True) as cluster, profile():
         with pytest.raises(UsageError, match="double is not one"):
             cluster["w0"].call("w1", double, torch.ones(1))

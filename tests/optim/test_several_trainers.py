@@ -88,7 +88,7 @@ def optimizers(network: RRef[Network], count: int) -> list[DistributedOptimizer]
 
 def train(network: RRef[Network], x: Tensor, between: Callable[[], None]) -> list[Tensor]:
     """Return the gradients of a trainer that is interrupted between forward and backward."""
-    with autograd.context(agent=network._agent.agent) as context_id:
+    with autograd.context(agent=network._runtime.agent) as context_id:
         loss = network.rpc_sync().forward(x).sum()
         between()
         autograd.backward(context_id, [loss])
@@ -99,7 +99,7 @@ def train(network: RRef[Network], x: Tensor, between: Callable[[], None]) -> lis
 def step(network: RRef[Network], optimizer: DistributedOptimizer, x: Tensor) -> None:
     token = current_scope.set(None)  # this thread acts as another trainer
     try:
-        with autograd.context(agent=network._agent.agent) as context_id:
+        with autograd.context(agent=network._runtime.agent) as context_id:
             autograd.backward(context_id, [network.rpc_sync().forward(x).sum()])
             optimizer.step(context_id)
     finally:

@@ -34,7 +34,7 @@ def begin_training(folder: str, trainers: int) -> str:
     _here["optimizer"] = ps.Optimizer(
         net, "w0", checkpoint=point, trainers=trainers, lr=0.1, momentum=0.9
     )
-    return repr(_here["optimizer"]._attachments[0])
+    return repr(_here["optimizer"]._clients[0])
 
 
 def train(first: int, last: int, number: int) -> dict[str, torch.Tensor]:

@@ -108,7 +108,7 @@ class HistoryShard(BaseShard):
     def _snapshot(self) -> ShardSnapshot:
         values: Any = {"history": self.history}
         applied = dict(self._coordinator.applied)
-        return ShardSnapshot(self.version, RUN, values, [], [], applied, self._last_round)
+        return ShardSnapshot(self.version, RUN, values, [], [], applied, self._unconfirmed_reports)
 
     def _load(self, snapshot: ShardSnapshot) -> None:
         self.history = snapshot.values["history"]  # type: ignore[assignment]
@@ -130,17 +130,17 @@ class HistoryShard(BaseShard):
     def announce(self, trainer: str) -> int:
         return self._coordinator.announce(trainer)
 
-    def enter(self, trainer: str, first: int) -> Future[PushReply]:
+    def join(self, trainer: str, first: int) -> Future[PushReply]:
         future: Future[PushReply] = Future()
-        run_actions(self._enter(trainer, first, future))
+        run_actions(self._join(trainer, first, future))
         return future
 
-    def resume(self, trainer: str, first: int, acknowledged: int, last_reply: PushReply) -> None:
+    def rejoin(self, trainer: str, first: int, acknowledged: int, last_reply: PushReply) -> None:
         applied: Steps = {}
         if last_reply.version > self.version and self.model.restorable:
             self.history = last_reply.values  # type: ignore[assignment]
             applied = last_reply.applied or {}
-        run_actions(self._resume(trainer, first, acknowledged, last_reply.version, applied))
+        run_actions(self._rejoin(trainer, first, acknowledged, last_reply.version, applied))
 
     def push(self, trainer: str, step: int, version: int) -> Future[PushReply]:
         future: Future[PushReply] = Future()
@@ -170,7 +170,7 @@ class Server(Process):
         disk = self.simulation.disks.setdefault((self.name, model.name), Disk())
         return MemoryArchive(self.simulation, model.checkpoint, disk)
 
-    def saved(self, model: Model) -> SavedVersions:
+    def saved_versions(self, model: Model) -> SavedVersions:
         shard = self.shards.get(model.name)
         versions = self.archive(model).versions()
         unused = shard is not None and shard.version == 0 and not shard.known
@@ -222,7 +222,7 @@ class Server(Process):
         if found is None:
             shard.leave(trainer)
         else:
-            found.resume_if_idle(self.name)
+            found.rejoin_if_idle(self.name)
 
     def _send_vote(self, model: Model, vote: RoundVote) -> None:
         if not self.alive or not self.find(model).is_vote_pending(vote):

@@ -10,7 +10,7 @@ from telegrad import ps
 from telegrad.errors import PeerLost, StaleReference, UsageError
 from telegrad.ps.messages import PushReply, SavedVersions
 from telegrad.ps.trainer.creation import find_or_create_shards
-from telegrad.ps.trainer.joining import LOSS_ERRORS
+from telegrad.ps.trainer.server_client import LOSS_ERRORS
 from tests.ps.simulated_processes import Model, Process, Promise, Task, together
 from tests.ps.simulated_servers import HistoryShard, Server
 
@@ -22,7 +22,7 @@ class ServerClient:
     """A client of one server. `find_or_create_shards` calls it; these calls are not events."""
 
     def __init__(self, trainer: ModelTrainer, server: str) -> None:
-        self.trainer, self.server, self.plan = trainer, server, trainer.model
+        self.trainer, self.server, self.spec = trainer, server, trainer.model
         self.last_reply = PushReply(0, values=(), applied={})  # type: ignore[arg-type]
 
     def _find_server(self) -> Server:
@@ -32,17 +32,17 @@ class ServerClient:
             raise PeerLost(f"{process} is dead")
         return process
 
-    def may_found(self) -> bool | None:
-        return None if self.plan.name in self._find_server().shards else True
+    def claim_creation(self) -> bool | None:
+        return None if self.spec.name in self._find_server().shards else True
 
-    def saved(self) -> SavedVersions:
-        return self._find_server().saved(self.plan)
+    def saved_versions(self) -> SavedVersions:
+        return self._find_server().saved_versions(self.spec)
 
     def create(self, version: int | None) -> None:
-        self._find_server().create(self.plan, version)
+        self._find_server().create(self.spec, version)
 
     def recreate(self) -> None:
-        self._find_server().recreate(self.plan)
+        self._find_server().recreate(self.spec)
 
 
 class ModelTrainer:
@@ -73,14 +73,14 @@ class ModelTrainer:
                 for client in self.clients:
                     first = yield self._call(client, lambda shard: shard.announce(self.name))
                     self.first = max(self.first, first)
-                entered = [
+                joined = [
                     self._call(
-                        client, partial(HistoryShard.enter, trainer=self.name, first=self.first)
+                        client, partial(HistoryShard.join, trainer=self.name, first=self.first)
                     )
                     for client in self.clients
                 ]
-                yield from self._wait_for_start(entered)
-                for client, reply in zip(self.clients, entered, strict=True):
+                yield from self._wait_for_start(joined)
+                for client, reply in zip(self.clients, joined, strict=True):
                     client.last_reply = reply.value
             # UsageError: the first checkpoint could not be written
             except (UsageError, *LOSS_ERRORS):
@@ -98,24 +98,24 @@ class ModelTrainer:
         except PeerLost:
             known = True
         if not known:
-            self.resume_if_idle(client.server)
+            self.rejoin_if_idle(client.server)
 
-    def _wait_for_start(self, entered: list[Promise]) -> Task:
+    def _wait_for_start(self, joined: list[Promise]) -> Task:
         """Wait for all replies. Raise `StaleReference` if a server is restarted after its reply."""
-        all_entered = together(entered)
-        while not all_entered.done:
+        all_joined = together(joined)
+        while not all_joined.done:
             yield from self.process.check_idle_models()
-            for client, each in zip(self.clients, entered, strict=True):
+            for client, each in zip(self.clients, joined, strict=True):
                 if each.done and not (
                     yield self._call(client, lambda shard: shard.has_member(self.name))
                 ):
                     raise StaleReference("a server was restarted")
-        yield all_entered
+        yield all_joined
 
-    def resume_if_idle(self, server: str) -> None:
+    def rejoin_if_idle(self, server: str) -> None:
         if not self.busy:
             (client,) = (client for client in self.clients if client.server == server)
-            self._resume(client, self.step, client.last_reply)
+            self._rejoin(client, self.step, client.last_reply)
 
     def leave(self) -> Task:
         self.takes_part = False
@@ -156,7 +156,7 @@ class ModelTrainer:
         while True:
             try:
                 if lost:
-                    yield self._resume(client, step - 1, client.last_reply)
+                    yield self._rejoin(client, step - 1, client.last_reply)
                 return (
                     yield self._call(client, lambda shard: shard.push(self.name, step, version))
                 )
@@ -164,12 +164,12 @@ class ModelTrainer:
                 lost = True
                 yield self.process.simulation.pause()
 
-    def _resume(self, client: ServerClient, acknowledged: int, last_reply: PushReply) -> Promise:
-        def resume(server: Server) -> None:
+    def _rejoin(self, client: ServerClient, acknowledged: int, last_reply: PushReply) -> Promise:
+        def rejoin(server: Server) -> None:
             server.recreate(self.model)
-            server.find(self.model).resume(self.name, self.first, acknowledged, last_reply)
+            server.find(self.model).rejoin(self.name, self.first, acknowledged, last_reply)
 
-        return self.process.simulation.call(self.process, client.server, resume, self.name)
+        return self.process.simulation.call(self.process, client.server, rejoin, self.name)
 
     def finish_step(self, pushes: list[Promise]) -> Task:
         """Wait for all replies. Return to servers that are restarted after their reply."""
@@ -192,7 +192,7 @@ class ModelTrainer:
         except LOSS_ERRORS:
             yield self.process.simulation.pause()
         try:
-            yield self._resume(client, self.step, reply)
+            yield self._rejoin(client, self.step, reply)
         except LOSS_ERRORS:
             return
 

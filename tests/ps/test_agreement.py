@@ -56,7 +56,7 @@ def test_a_trainer_that_dies_between_two_reports_counts_on_no_server(
     unsent: Future[PushReply] = Future()
 
     def push_to_some(self: ShardClient, *args: Any) -> Future[PushReply]:
-        return start(self, *args) if self.server in reports_to[self._me] else unsent
+        return start(self, *args) if self.server in reports_to[self._trainer] else unsent
 
     monkeypatch.setattr(ShardClient, "start_push", push_to_some)
     with ThreadPoolExecutor(3) as pool:
@@ -73,7 +73,7 @@ def test_a_trainer_that_dies_between_two_reports_counts_on_no_server(
         workers.kill("w2")
         assert steps[0].exception(PATIENCE) is not None
         until(lambda: victim not in lead.waiting)
-        late = optimizers[1]._attachments[0]
+        late = optimizers[1]._clients[0]
         start(late, PushRequest(1, 0, {})).add_done_callback(
             lambda done: unsent.set_result(done.value())
         )

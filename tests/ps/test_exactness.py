@@ -134,7 +134,7 @@ def test_every_transport(cluster: Clusters, trainers_of: Make, transport: str, r
 def test_shared_memory_is_used_where_it_can_be(cluster: Clusters) -> None:
     workers = cluster(2)
     with ps.Optimizer(model(), servers="w1", agent=workers["w0"], lr=0.1) as optimizer:
-        assert "shared memory" in repr(optimizer._attachments[0])
+        assert "shared memory" in repr(optimizer._clients[0])
         training.train(optimizer, model(), range(1), [0])
     assert workers["w0"].statistics()["calls_made"] > 0
 
@@ -143,7 +143,7 @@ def test_shared_memory_is_used_where_it_can_be(cluster: Clusters) -> None:
 def test_elsewhere_calls_carry_everything(cluster: Clusters) -> None:
     workers = cluster(2)
     with ps.Optimizer(model(), servers="w1", agent=workers["w0"], lr=0.1) as optimizer:
-        assert "by calls" in repr(optimizer._attachments[0])
+        assert "by calls" in repr(optimizer._clients[0])
 
 
 def test_everybody_starts_from_the_first_trainers_parameters(
@@ -386,7 +386,7 @@ def test_servers_step_in_one_pass_unless_told_otherwise(
     remote.step()
     assert remote.param_groups[0]["fused"] == options.get("fused")
     for server in ("w1", "w2"):
-        assert remote._agent.invoke(server, how_steps_are_made) == [fused]
+        assert remote._runtime.invoke(server, how_steps_are_made) == [fused]
 
 
 def how_steps_are_made() -> list[Any]:

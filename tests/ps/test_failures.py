@@ -161,7 +161,7 @@ def test_a_step_that_another_trainer_brings_back_counts_once(
         return answer
 
     def rejoin_later(self: ShardClient, acknowledged: int) -> None:
-        if self is first._attachments[0]:
+        if self is first._clients[0]:
             assert brought.wait(PATIENCE)
         rejoin(self, acknowledged)
 

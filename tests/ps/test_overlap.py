@@ -50,7 +50,7 @@ class Both:
 
     @property
     def overlapped(self) -> list[OverlappedPush]:
-        pushes = [client._overlapped for client in self.remote._attachments]
+        pushes = [client._overlapped for client in self.remote._clients]
         return [push for push in pushes if push is not None]
 
     def wait(self) -> None:
@@ -247,10 +247,10 @@ def test_a_server_that_comes_back_gets_everything(
 def test_a_trainer_that_leaves_takes_back_what_it_sent(both: Both) -> None:
     backward(both.net, 0)
     both.wait()
-    shards = [both.remote._agent.agent.call(server, staged) for server in ("w1", "w2")]
+    shards = [both.remote._runtime.agent.call(server, staged) for server in ("w1", "w2")]
     assert shards == [1, 1]
     both.remote.close()
-    assert [both.remote._agent.agent.call(server, staged) for server in ("w1", "w2")] == [0, 0]
+    assert [both.remote._runtime.agent.call(server, staged) for server in ("w1", "w2")] == [0, 0]
 
 
 def staged() -> int:
@@ -268,12 +268,14 @@ def test_buckets_cover_every_element_once() -> None:
     ]
     for share in ParameterLayout.of([entries]).divide(2):
         found = divide_into_buckets(share)
-        runs = [run.of(torch.zeros(share.nbytes, dtype=torch.uint8)) for run in share.runs]
+        dtype_ranges = [
+            each.of(torch.zeros(share.nbytes, dtype=torch.uint8)) for each in share.dtype_ranges
+        ]
         for bucket in found:
-            bucket.of(runs).add_(1)
-        assert all(bool((run == 1).all()) for run in runs)
+            bucket.of(dtype_ranges).add_(1)
+        assert all(bool((each == 1).all()) for each in dtype_ranges)
         assert {slot for bucket in found for slot in bucket.parameters} == {
-            part.slot.number for part in share.parts
+            part.slot.index for part in share.parts
         }
 
 
@@ -283,9 +285,9 @@ def test_what_was_brought_for_another_step_does_not_count() -> None:
     first, second = [
         torch.ones(bucket.last - bucket.first) for bucket in divide_into_buckets(share)
     ]
-    buffer.bring(1, {0: first})
+    buffer.add(1, {0: first})
     assert bool((share.parts[0].of(buffer.complete(1, {1: second})) == 1).all())
-    buffer.bring(2, {0: first})
+    buffer.add(2, {0: first})
     with pytest.raises(StaleReference):
         buffer.complete(3, {1: second})
 
@@ -303,7 +305,10 @@ def test_an_error_of_the_sender_is_heard_at_the_step() -> None:
     assert (
         len(
             push.take_unsent(
-                [run.of(torch.zeros(share.nbytes, dtype=torch.uint8)) for run in share.runs]
+                [
+                    each.of(torch.zeros(share.nbytes, dtype=torch.uint8))
+                    for each in share.dtype_ranges
+                ]
             )
         )
         == 2

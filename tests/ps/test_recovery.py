@@ -285,7 +285,7 @@ def test_a_trainer_joins_after_servers_with_different_versions_were_restarted(
         workers, ["w2"], ["w0", "w1"], checkpoint=point, consistency=rule
     )
     step(net, optimizer)
-    ahead = optimizer._attachments[0]
+    ahead = optimizer._clients[0]
     # a trainer that dies between its calls to servers leaves such versions behind
     for number in range(2, 6):
         ahead.apply_reply(ahead.push(PushRequest(number, ahead.version, {})))

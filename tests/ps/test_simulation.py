@@ -161,6 +161,6 @@ def test_a_restarted_leader_skips_an_empty_round_again(message: str) -> None:
     else:
         leader.receive_round("s1", "s1", 1)
     future: Future[Any] = Future()
-    decisions = leader.enter("trainer", 1, future)
+    decisions = leader.join("trainer", 1, future)
     assert leader.round == 1
     assert any(future in decision for decision in decisions if isinstance(decision, tuple))

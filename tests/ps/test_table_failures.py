@@ -187,12 +187,12 @@ def run_whole(cluster: Clusters, rule: Any, consistency: Any) -> Tensor:
 
 def test_servers_that_saved_different_versions_find_a_round() -> None:
     """Two trainers join servers of which one has made more steps."""
-    plan = TablesSpec("table", 0, ("w0",), ps.Sync(), trainers=2, checkpoint=None)
-    shard = TableShard(plan, run="", archive=None)
+    spec = TablesSpec("table", 0, ("w0",), ps.Sync(), trainers=2, checkpoint=None)
+    shard = TableShard(spec, run="", archive=None)
     shard.restore(ShardSnapshot(2, "another", {}, [], [{"servers": [0, 1], "tables": {}}], {}), [])
-    assert [shard.announce(trainer, plan) for trainer in ("a", "b")] == [2, 2]
-    entered = [shard.enter(trainer, 5) for trainer in ("a", "b")]
-    assert [each.result(PATIENCE).version for each in entered] == [5, 5]
+    assert [shard.announce(trainer, spec) for trainer in ("a", "b")] == [2, 2]
+    joined = [shard.join(trainer, 5) for trainer in ("a", "b")]
+    assert [each.result(PATIENCE).version for each in joined] == [5, 5]
 
 
 def test_a_run_is_resumed_on_as_many_servers(cluster: Clusters, tmp_path: Path) -> None:

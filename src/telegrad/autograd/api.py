@@ -19,7 +19,7 @@ from telegrad.errors import UsageError
 from telegrad.messages import scope
 from telegrad.messages.scope import current_scope
 from telegrad.runtime import active_runtime
-from telegrad.wire import tensors
+from telegrad.wire import tensor_gradients
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
 
@@ -191,5 +191,5 @@ def _get_max_id() -> int:
     return (rank << CONTEXT_ID_BITS) | ((1 << CONTEXT_ID_BITS) - 1)
 
 
-tensors.set_gradient_tracker(ContextTracker())
+tensor_gradients.set_gradient_tracker(ContextTracker())
 scope.register_opener(open_context)

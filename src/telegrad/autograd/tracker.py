@@ -1,7 +1,7 @@
 """`ContextTracker`: records the tensors of messages that are sent and received under a context.
 
-`wire.tensors` calls it for each tensor of a message that requires a gradient. A tensor id travels
-with the tensor. It is positive if the tensor is recorded. 0 stands for a leaf, and
+`wire.tensor_gradients` calls it for each tensor of a message that requires a gradient. A tensor id
+travels with the tensor. It is positive if the tensor is recorded. 0 stands for a leaf, and
 `_UNTRACKED_RESULT` for a result of operations, that were sent outside of a context.
 
 State: none besides that of the context and of the message (`_SentTensors`), which one thread packs.
@@ -61,7 +61,7 @@ def _new_sent_tensors() -> _SentTensors:
 class ContextTracker:
     """The `GradientTracker` of messages under a context."""
 
-    def wants_gradients(self) -> bool:
+    def is_recording(self) -> bool:
         """Return True if tensors of the message that is being packed are recorded."""
         context = current_scope.get()
         if not isinstance(context, Context) or context.released or current_message() is None:
@@ -69,25 +69,25 @@ class ContextTracker:
         # With gradients disabled, torch would not record the call in one process either.
         return torch.is_grad_enabled()
 
-    def leaving(self, tensor: Tensor) -> int:
+    def track_sent(self, tensor: Tensor) -> int:
         """Return the id of a tensor that is being packed, and record it under a context."""
         context = current_scope.get()
-        if not isinstance(context, Context) or not self.wants_gradients():
+        if not isinstance(context, Context) or not self.is_recording():
             return _UNTRACKED_RESULT if is_non_leaf(tensor) else 0
         tensor_id = next(context.tensor_ids)
         message_resource(_SentTensors, _new_sent_tensors).add(tensor_id, tensor)
         return tensor_id
 
-    def leaving_together(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Do for many tensors what `leaving` does for one."""
+    def track_sent_many(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Do for many tensors what `track_sent` does for one."""
         context = current_scope.get()
-        if not isinstance(context, Context) or not self.wants_gradients():
-            return [self.leaving(tensor) for tensor in tensors]
+        if not isinstance(context, Context) or not self.is_recording():
+            return [self.track_sent(tensor) for tensor in tensors]
         tensor_ids = list(itertools.islice(context.tensor_ids, len(tensors)))
         message_resource(_SentTensors, _new_sent_tensors).add_all(tensor_ids, tensors)
         return tensor_ids
 
-    def arriving(self, data: Tensor, tensor_id: int) -> Tensor:
+    def track_received(self, data: Tensor, tensor_id: int) -> Tensor:
         """Return the tensor for data that was unpacked with this id."""
         context, message = current_scope.get(), current_message()
         # The context ended while the call ran, and the callee had been informed.
@@ -101,9 +101,11 @@ class ContextTracker:
             return data  # the result of a call that was made with gradients disabled
         return context.record_received((data,), (tensor_id,), message)[0]
 
-    def arriving_together(self, data: Sequence[Tensor], tensor_ids: Sequence[int]) -> list[Tensor]:
-        """Do for many tensors what `arriving` does for one."""
+    def track_received_many(
+        self, data: Sequence[Tensor], tensor_ids: Sequence[int]
+    ) -> list[Tensor]:
+        """Do for many tensors what `track_received` does for one."""
         context, message = current_scope.get(), current_message()
         if not isinstance(context, Context) or message is None or min(tensor_ids) <= 0:
-            return list(map(self.arriving, data, tensor_ids))
+            return list(map(self.track_received, data, tensor_ids))
         return context.record_received(data, tensor_ids, message)

@@ -1,6 +1,6 @@
 """Decide how a CUDA tensor travels, when the message that contains it is packed.
 
-`CudaCarrier` is registered with the codec, which calls it for each CUDA tensor. There are three
+`CudaReducer` is registered with the codec, which calls it for each CUDA tensor. There are three
 ways:
 
 1. Up to 64 KB that are ready are sent inside the message (`cuda/small_copies.py`).
@@ -29,7 +29,7 @@ from telegrad.cuda.small_copies import MAX_SMALL_COPY_BYTES, small_copies
 from telegrad.errors import UsageError
 from telegrad.messages.packing import MessageContext, current_message, message_resource
 from telegrad.wire import tensors
-from telegrad.wire.tensors import Reduced
+from telegrad.wire.tensor_builders import Reduced, build_empty
 
 # Seconds to wait for a small copy: two switches of the GPU between processes.
 _SMALL_COPY_TIMEOUT = 0.0003
@@ -51,17 +51,17 @@ class SendTransfers(LeaseLedger, Protocol):
     def query_peer(self, context: MessageContext, index: int) -> PeerDevices: ...
 
 
-class CudaCarrier:
+class CudaReducer:
     """Let the codec ask the agent whose message is being packed how a tensor travels."""
 
-    def leaving(self, tensor: Tensor, code: int) -> Reduced | None:
+    def reduce_device_tensor(self, tensor: Tensor, code: int) -> Reduced | None:
         """Return how a CUDA tensor travels; None if the codec should decide."""
         context = current_message()
         if context is None or not tensor.is_cuda:
             return None
         return _reduce_tensor(context.agent.devices, context, tensor, code)
 
-    def leaving_host(self, tensor: Tensor) -> str | None:
+    def target_of_cpu_tensor(self, tensor: Tensor) -> str | None:
         """Return the device on which a CPU tensor arrives; None if it is the CPU."""
         context = current_message()
         target = None if context is None else context.route.target(_CPU)
@@ -80,18 +80,18 @@ def _reduce_tensor(
     if target is None:
         raise UsageError(_unmapped_message(context, device))
     if target.type == "cpu":
-        return tensors.reduce_as_it_is(staging.to_host(tensor, context.exclusive))
+        return tensors.reduce_on_same_device(staging.to_host(tensor, context.exclusive))
     peer = transfers.peers.get(context.incarnation) or transfers.query_peer(context, device.index)
     if target.index >= peer.gpu_count:
         if route.falls_back_to_cpu(device):
-            return tensors.reduce_as_it_is(staging.to_host(tensor, context.exclusive))
+            return tensors.reduce_on_same_device(staging.to_host(tensor, context.exclusive))
         raise UsageError(
             f"a tensor on {device} would arrive on {target}, but worker {context.peer!r} has "
             f"{peer.gpu_count} CUDA devices: set its target device with set_device_map (or "
             f"Config.device_maps), for example {{{device.index}: 'cpu'}}, or send tensor.cpu()"
         )
     if not tensor.numel():
-        return tensors.empty, (code, tuple(tensor.shape), str(target))
+        return build_empty, (code, tuple(tensor.shape), str(target))
     size = tensor.numel() * tensor.itemsize
     if size <= MAX_SMALL_COPY_BYTES:
         data = small_copies(device.index).copy_to_host(tensor, size, _SMALL_COPY_TIMEOUT)
@@ -111,7 +111,7 @@ def _reduce_tensor(
                 continue
             return receive_tensor, (send, *location, target.index, code, tuple(tensor.shape))
     return staging.from_host, (
-        *tensors.reduce_as_it_is(staging.to_host(tensor, context.exclusive)),
+        *tensors.reduce_on_same_device(staging.to_host(tensor, context.exclusive)),
         target.index,
     )
 

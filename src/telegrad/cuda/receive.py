@@ -21,7 +21,7 @@ from telegrad.cuda import driver, ipc
 from telegrad.cuda.send import CudaSend
 from telegrad.cuda.small_copies import small_copies
 from telegrad.messages.packing import MessageContext, message_resource
-from telegrad.wire import tensors
+from telegrad.wire.tensor_builders import EXTENSION_CODE, build_empty
 
 
 class ReceiveListener(Protocol):
@@ -60,7 +60,7 @@ class CudaReceive:
         self, location: ipc.MemoryLocation, index: int, code: int, shape: tuple[int, ...]
     ) -> Tensor:
         """Return a new tensor on device `index` and enqueue the copy of its bytes."""
-        tensor = tensors.empty(code, shape, f"cuda:{index}")
+        tensor = build_empty(code, shape, f"cuda:{index}")
         size = tensor.numel() * tensor.itemsize
         stream = self._streams.get(index)
         if stream is None:
@@ -172,5 +172,5 @@ def receive_inline_tensor(data: bytes, index: int, code: int, shape: tuple[int, 
     return tensor
 
 
-copyreg.add_extension(__name__, receive_tensor.__name__, tensors.EXTENSION_CODE + 16)
-copyreg.add_extension(__name__, receive_inline_tensor.__name__, tensors.EXTENSION_CODE + 17)
+copyreg.add_extension(__name__, receive_tensor.__name__, EXTENSION_CODE + 16)
+copyreg.add_extension(__name__, receive_inline_tensor.__name__, EXTENSION_CODE + 17)

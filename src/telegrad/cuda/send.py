@@ -24,7 +24,7 @@ from telegrad.messages.packing import (
     current_message,
     keep_until_answered,
 )
-from telegrad.wire import tensors
+from telegrad.wire.tensor_builders import EXTENSION_CODE
 
 
 class LeaseLedger(Protocol):
@@ -123,4 +123,4 @@ def _open_receive(
     )
 
 
-copyreg.add_extension(__name__, _open_receive.__name__, tensors.EXTENSION_CODE + 18)
+copyreg.add_extension(__name__, _open_receive.__name__, EXTENSION_CODE + 18)

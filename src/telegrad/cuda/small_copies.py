@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from telegrad.cuda import driver
-from telegrad.wire import tensors
+from telegrad.wire.dtypes import code_of
+from telegrad.wire.tensor_builders import build_empty, build_shaped
 
 MAX_SMALL_COPY_BYTES = 1 << 16  # larger copies are faster from device to device, even with a switch
 _BUFFERS = 32
-_UINT8_CODE = tensors.code_of(torch.uint8)
+_UINT8_CODE = code_of(torch.uint8)
 _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2  # CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE
 # There must be a gap between the two rows, or the driver would merge them into one.
 _PITCH = MAX_SMALL_COPY_BYTES
@@ -89,7 +90,7 @@ class SmallCopies:
         """Return a tensor with these bytes; the copy is enqueued on the current stream."""
         if len(data) % 2:  # two rows need an even number of bytes
             padded = self.copy_to_device(data + b"\0", _UINT8_CODE, (len(data) + 1,))
-            return tensors.shaped(code, shape, padded[:-1])
+            return build_shaped(code, shape, padded[:-1])
         if not driver.is_current_device(self._index):
             with torch.cuda.device(self._index):
                 return self.copy_to_device(data, code, shape)
@@ -97,8 +98,8 @@ class SmallCopies:
         buffer = self._acquire_buffer(stream)
         if buffer is None:
             host = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            return tensors.shaped(code, shape, host.to(self._device))
-        tensor = tensors.empty(code, shape, self._device)
+            return build_shaped(code, shape, host.to(self._device))
+        tensor = build_empty(code, shape, self._device)
         half = len(data) // 2
         ctypes.memmove(buffer.address, data, half)
         ctypes.memmove(buffer.address + _PITCH, data[half:], half)

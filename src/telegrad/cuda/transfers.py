@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from telegrad.cuda import driver, ipc
-from telegrad.cuda.packing import CudaCarrier, PeerDevices
+from telegrad.cuda.packing import CudaReducer, PeerDevices
 from telegrad.cuda.receive import CudaReceive
 from telegrad.current import find_runtime
 from telegrad.errors import InternalError, SerializationError, TelegradError
@@ -308,7 +308,7 @@ class CudaTransfers:
         self.peers.pop(incarnation, None)
 
 
-tensors.set_device_carrier(CudaCarrier())
+tensors.set_device_reducer(CudaReducer())
 
 
 def _current_transfers() -> CudaTransfers:

@@ -85,5 +85,5 @@ def is_device_map(devices: object) -> bool:
 
 def _route(known: dict[torch.device, torch.device], unmapped: str) -> DeviceRoute:
     if known.get(_CPU, _CPU) != _CPU:
-        tensors.move_host()
+        tensors.map_cpu_tensors()
     return DeviceRoute(known, unmapped)

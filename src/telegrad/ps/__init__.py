@@ -9,11 +9,11 @@ only the modules of this package: messages, layout, memory, buckets, compression
 consistency rules. `ps.embeddings` has both sides of embedding tables.
 """
 
+from telegrad.ps.checkpoints import Checkpoint
 from telegrad.ps.consistency import Async, Stale, Sync
 from telegrad.ps.embeddings.modules import Embedding, EmbeddingBag, prefetch
 from telegrad.ps.embeddings.row_optimizers import RowAdagrad, RowAdam, RowSGD
 from telegrad.ps.embeddings.tables import Tables
-from telegrad.ps.server.checkpoint import Checkpoint
 from telegrad.ps.trainer.optimizer import Optimizer
 
 __all__ = [

@@ -22,7 +22,7 @@ from torch import Tensor
 from telegrad.errors import UsageError
 from telegrad.ps import flat_memory
 from telegrad.ps.gradient_buckets import GradientBucket
-from telegrad.ps.layout import DtypeRun, ServerRange
+from telegrad.ps.layout import DtypeRange, ServerRange
 
 _COMPRESSED_DTYPES = (torch.float32, torch.float64)
 _TARGET_DTYPES = (torch.float16, torch.bfloat16)
@@ -59,7 +59,8 @@ class Compressor:
         if step != self._step:
             self._step = step
             self._compressed = [
-                self._pack_dtype_range(each, gradients, missing) for each in self._server_range.runs
+                self._pack_dtype_range(each, gradients, missing)
+                for each in self._server_range.dtype_ranges
             ]
         return self._compressed
 
@@ -69,7 +70,7 @@ class Compressor:
 
     def preview(self, bucket: GradientBucket, gradients: Tensor) -> Tensor:
         """Return what `pack` would return for a bucket if its gradients do not change."""
-        dtype_range = self._server_range.runs[bucket.dtype_range]
+        dtype_range = self._server_range.dtype_ranges[bucket.dtype_range]
         piece = dtype_range.of(gradients)[bucket.first : bucket.last]
         if piece.dtype not in _COMPRESSED_DTYPES:
             return piece.clone()
@@ -77,7 +78,7 @@ class Compressor:
         return self._round(total)
 
     def _pack_dtype_range(
-        self, dtype_range: DtypeRun, gradients: Tensor, missing: AbstractSet[int]
+        self, dtype_range: DtypeRange, gradients: Tensor, missing: AbstractSet[int]
     ) -> Tensor:
         gradient = dtype_range.of(gradients)
         if gradient.dtype not in _COMPRESSED_DTYPES:
@@ -89,8 +90,8 @@ class Compressor:
         next_remainder -= rounded
         next_remainder.nan_to_num_(0.0, 0.0, 0.0)
         for part in dtype_range.parts:
-            if part.slot.number in missing:
-                elements = part.within(dtype_range)
+            if part.slot.index in missing:
+                elements = part.slice_in(dtype_range)
                 rounded[elements] = 0
                 next_remainder[elements] = remainder[elements]
         return rounded
@@ -108,6 +109,6 @@ class Compressor:
 def unpack(server_range: ServerRange, compressed: Sequence[Tensor]) -> Tensor:
     """Return the gradients of a range, as bytes, from the result of `pack`."""
     gradients = flat_memory.allocate_private(server_range.nbytes, compressed[0].device)
-    for dtype_range, piece in zip(server_range.runs, compressed, strict=True):
+    for dtype_range, piece in zip(server_range.dtype_ranges, compressed, strict=True):
         dtype_range.of(gradients).copy_(piece)
     return gradients

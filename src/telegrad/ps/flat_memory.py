@@ -16,24 +16,20 @@ the beginning of the segment. The kernel frees the memory when the last process 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import mmap
 import os
 import secrets
-import weakref
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_HEADER = 4096  # one page, so that the contents are aligned
+from telegrad.config import Config
+from telegrad.transport import memfd
+from telegrad.transport.memfd import PAGE
+
 _TOKEN = 32
-_SEALS = (
-    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    if hasattr(fcntl, "F_SEAL_SHRINK")
-    else 0
-)
 
 
 class SegmentHandle(NamedTuple):
@@ -49,17 +45,17 @@ class MappedMemory:
     """A mapped segment: its contents as bytes, and its counter."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        self._map = mmap.mmap(descriptor, _HEADER + nbytes)
+        self._map = mmap.mmap(descriptor, PAGE + nbytes)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._counter = whole[_TOKEN : _TOKEN + 8].view(torch.int64)
-        self.contents: Tensor = whole[_HEADER:]
+        self.contents: Tensor = whole[PAGE:]
 
     def tensor_at(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor at `offset` of the contents that has its own storage."""
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
-        start = _HEADER + offset
+        start = PAGE + offset
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(shape)
 
     @property
@@ -79,13 +75,15 @@ class SharedMemory(MappedMemory):
     """A segment that this worker owns."""
 
     def __init__(self, nbytes: int) -> None:
-        descriptor = os.memfd_create("telegrad-ps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        weakref.finalize(self, os.close, descriptor).atexit = False
-        os.ftruncate(descriptor, _HEADER + nbytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        descriptor = memfd.create("telegrad-ps", PAGE + nbytes, self)
         super().__init__(descriptor, nbytes)
         self._map[:_TOKEN] = secrets.token_bytes(_TOKEN)
         self.handle = SegmentHandle(os.getpid(), descriptor, self.token, nbytes)
+
+
+def may_share(config: Config) -> bool:
+    """Return whether an agent may use shared memory: not if its only transport is TCP."""
+    return any(transport != "tcp" for transport in config.transports)
 
 
 def allocate_private(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
@@ -93,7 +91,7 @@ def allocate_private(nbytes: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
-def allocate(nbytes: int) -> SharedMemory | None:
+def allocate_shared(nbytes: int) -> SharedMemory | None:
     """Return a new segment, or None if the system cannot provide one."""
     try:
         return SharedMemory(nbytes)
@@ -102,15 +100,15 @@ def allocate(nbytes: int) -> SharedMemory | None:
         return None
 
 
-def find_shared(handle: SegmentHandle) -> MappedMemory | None:
+def open_shared(handle: SegmentHandle) -> MappedMemory | None:
     """Map the segment of another worker. Return None if this process cannot reach it."""
     with contextlib.suppress(OSError, ValueError):
         path = f"/proc/{handle.process}/fd/{handle.descriptor}"
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             # without the seal, the owner could shrink the file while it is mapped here
-            is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if is_sealed and os.fstat(descriptor).st_size == _HEADER + handle.nbytes:
+            is_sealed = memfd.is_sealed(descriptor)
+            if is_sealed and os.fstat(descriptor).st_size == PAGE + handle.nbytes:
                 mapped = MappedMemory(descriptor, handle.nbytes)
                 return mapped if mapped.token == handle.token else None
         finally:

@@ -33,13 +33,13 @@ class GradientBucket(NamedTuple):
 def divide_into_buckets(server_range: ServerRange) -> list[GradientBucket]:
     """Return the buckets of a server's range."""
     buckets: list[GradientBucket] = []
-    for index, dtype_range in enumerate(server_range.runs):
+    for index, dtype_range in enumerate(server_range.dtype_ranges):
         itemsize = dtype_range.dtype.itemsize
         end = dtype_range.offset + dtype_range.nbytes
         for start in range(dtype_range.offset, end, _SIZE):
             stop = min(start + _SIZE, end)
             parameters = frozenset(
-                part.slot.number
+                part.slot.index
                 for part in dtype_range.parts
                 if part.offset < stop and part.offset + part.nbytes > start
             )

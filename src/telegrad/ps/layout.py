@@ -26,7 +26,7 @@ ALIGNMENT = 64  # a multiple of the size of every dtype
 class ParameterSlot:
     """The place of one parameter in the flat memory."""
 
-    number: int  # index among the parameters of all groups of the optimizer
+    index: int  # among the parameters of all groups of the optimizer
     name: str
     group: int
     dtype: torch.dtype
@@ -68,9 +68,9 @@ class ParameterPart:
     def label(self) -> str:
         return self.slot.name if self.is_whole else f"{self.slot.name}[{self.first}:{self.last}]"
 
-    def within(self, run: DtypeRun) -> slice:
+    def slice_in(self, dtype_range: DtypeRange) -> slice:
         """Return the position of these elements in the dtype range that they belong to."""
-        start = (self.offset - run.offset) // run.dtype.itemsize
+        start = (self.offset - dtype_range.offset) // dtype_range.dtype.itemsize
         return slice(start, start + self.last - self.first)
 
     def of(self, flat: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class ParameterPart:
 
 
 @dataclass(frozen=True)
-class DtypeRun:
+class DtypeRange:
     """Adjacent elements of one group and dtype in a server's range."""
 
     group: int
@@ -99,7 +99,7 @@ class ServerRange:
 
     start: int
     stop: int
-    runs: tuple[DtypeRun, ...]
+    dtype_ranges: tuple[DtypeRange, ...]
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +107,7 @@ class ServerRange:
 
     @cached_property
     def parts(self) -> list[ParameterPart]:
-        return [part for run in self.runs for part in run.parts]
+        return [part for dtype_range in self.dtype_ranges for part in dtype_range.parts]
 
 
 class ParameterLayout:
@@ -161,7 +161,7 @@ class ParameterLayout:
         nearest = starts[max(after - 1, 0) : after + 1]
         return min(nearest, key=lambda start: abs(start - offset))
 
-    def _dtype_ranges(self, start: int, stop: int) -> Iterable[DtypeRun]:
+    def _dtype_ranges(self, start: int, stop: int) -> Iterable[DtypeRange]:
         """Yield the dtype ranges between two offsets."""
         inside = [slot for slot in self.slots if slot.offset < stop and slot.end > start]
         for (group, dtype), adjacent in itertools.groupby(
@@ -172,7 +172,7 @@ class ParameterLayout:
             clipped = [_clip(slot, start, stop) for slot in slots]
             # a slot whose padding alone is inside has no elements here
             parts = tuple(part for part in clipped if part.nbytes)
-            yield DtypeRun(group, dtype, first - start, last - first, parts)
+            yield DtypeRange(group, dtype, first - start, last - first, parts)
 
 
 def _clip(slot: ParameterSlot, start: int, stop: int) -> ParameterPart:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, optim
 
+from telegrad.param_groups import Options
+from telegrad.ps.checkpoints import Checkpoint
 from telegrad.ps.consistency import Consistency
 from telegrad.ps.flat_memory import SegmentHandle
 from telegrad.ps.layout import ServerRange
-from telegrad.ps.server.checkpoint import Checkpoint
-from telegrad.ps.server.shard_optimizer import Options
 
 # The gradients of a server's range: all of them as bytes; compressed, one tensor for each dtype
 # range; or, by index, the buckets that the server does not have yet.
@@ -36,7 +36,7 @@ class ShardSpec:
     """The configuration that a trainer sends to one server. It is the same for all trainers."""
 
     name: str
-    share: ServerRange
+    server_range: ServerRange
     optimizer: Callable[..., optim.Optimizer]
     options: Options
     groups: tuple[Options, ...]
@@ -46,7 +46,7 @@ class ShardSpec:
     servers: tuple[str, ...]  # that hold a part of the parameters; the first is the leader
     device: str = "cpu"  # of the parameters
 
-    def make(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> optim.Optimizer:
         """Create the optimizer for parameter groups."""
         return self.optimizer(groups, **self.options)
 
@@ -54,9 +54,9 @@ class ShardSpec:
 class SavedVersions(NamedTuple):
     """What a server has of a shard, in memory and in checkpoints."""
 
-    here: bool  # the shard is in memory
-    pristine: bool  # the shard is in memory and no trainer has used it
-    ours: bool  # there is a checkpoint of this run
+    has_shard: bool  # the shard is in memory
+    unused: bool  # the shard is in memory and no trainer has used it
+    of_this_run: bool  # there is a checkpoint of this run
     versions: list[int]  # of checkpoints that the shard may start with
 
 
@@ -77,6 +77,6 @@ class PushReply(NamedTuple):
 class JoinReply(NamedTuple):
     """The reply to a trainer that joins."""
 
-    answer: PushReply
-    shared: bool  # the server reads the trainer's gradients from shared memory
+    reply: PushReply
+    reads_shared_memory: bool  # the server reads the trainer's gradients from shared memory
     memory: SegmentHandle | None  # where the server publishes values

@@ -41,14 +41,14 @@ class CreateObject:
     answer_may_wait = True
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.creates = function
+        self.creating_function = function
         self.__qualname__ = f"remote {describe(function)}"
 
     def __call__(self, owner: str, key: tuple[str, int], /, *args: Any, **kwargs: Any) -> Any:
-        return create(self.creates, owner, ObjectKey(*key), args, kwargs)
+        return create(self.creating_function, owner, ObjectKey(*key), args, kwargs)
 
     def __reduce__(self) -> tuple[type[CreateObject], tuple[Callable[..., Any]]]:
-        return CreateObject, (self.creates,)
+        return CreateObject, (self.creating_function,)
 
 
 def create_call(function: Callable[..., Any]) -> CreateObject:

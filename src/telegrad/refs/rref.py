@@ -132,7 +132,7 @@ class RRef(Generic[T]):
         if self.is_owner():
             return self._owned_object().value(None if timeout <= 0 else timeout)  # type: ignore[no-any-return]
         args = (self._owner, tuple(self._key))
-        value: T = self._agent.invoke(
+        value: T = self._runtime.invoke(
             self._owner_info.name, fetch, args, None, call_timeout(timeout)
         )
         return value
@@ -140,7 +140,7 @@ class RRef(Generic[T]):
     def fetch_async(self, timeout: float = -1.0) -> Future[T]:
         """Return a future for `to_here`."""
         args = (self._owner, tuple(self._key))
-        return self._agent.start(
+        return self._runtime.start(
             self._owner_info.name, fetch, args, None, call_timeout(timeout), keep=self
         )
 
@@ -198,7 +198,7 @@ class RRef(Generic[T]):
         return self._start(_rref_typeof_on_owner, timeout, (), {})
 
     @property
-    def _agent(self) -> AgentRuntime:
+    def _runtime(self) -> AgentRuntime:
         return self._manager.runtime
 
     def _owned_object(self) -> OwnedObject:
@@ -219,7 +219,7 @@ class RRef(Generic[T]):
     ) -> Any:
         self._raise_failed_creation()
         args = (self._owner, tuple(self._key), *args)
-        return self._agent.invoke(
+        return self._runtime.invoke(
             self._owner_info.name, method, args, kwargs, call_timeout(timeout)
         )
 
@@ -228,7 +228,7 @@ class RRef(Generic[T]):
     ) -> Future[Any]:
         self._raise_failed_creation()
         args = (self._owner, tuple(self._key), *args)
-        return self._agent.start(
+        return self._runtime.start(
             self._owner_info.name, method, args, kwargs, call_timeout(timeout), keep=self
         )
 
@@ -243,7 +243,7 @@ class RRef(Generic[T]):
             args,
             kwargs,
             call_timeout(timeout),
-            agent=self._agent.agent,
+            agent=self._runtime.agent,
             keep=self,
         )
 

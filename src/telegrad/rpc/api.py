@@ -199,7 +199,7 @@ def _start_agent(
         name, store=store, rank=rank, world_size=world_size, options=rpc_backend_options
     )
     store.set_timeout(timedelta(seconds=agent.config.join_timeout))
-    profiling.watch()
+    profiling.enable_remote_events()
     futures.end_collect_all_early()
     agent.open()
     try:

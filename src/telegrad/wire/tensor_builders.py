@@ -29,12 +29,12 @@ def build_flat(code: int, data: Any) -> Tensor:
     return _frombuffer(data, dtype=DTYPES[code])
 
 
-def empty(code: int, shape: Sequence[int], device: str | torch.device) -> Tensor:
+def build_empty(code: int, shape: Sequence[int], device: str | torch.device) -> Tensor:
     """Build a tensor whose values are not set. A device transfer writes them later."""
     return torch.empty(shape, dtype=DTYPES[code], device=device)
 
 
-def shaped(code: int, shape: Sequence[int], data: Any) -> Tensor:
+def build_shaped(code: int, shape: Sequence[int], data: Any) -> Tensor:
     """Build a contiguous tensor."""
     dtype = DTYPES[code]
     if not len(data):
@@ -72,7 +72,9 @@ def build_tracked(
     code: int, shape: Sequence[int], data: Any, tensor_id: int, is_parameter: bool
 ) -> Tensor:
     """Build a contiguous CPU tensor or parameter that requires a gradient."""
-    tensor = build_flat(code, data) if len(shape) == 1 and len(data) else shaped(code, shape, data)
+    tensor = (
+        build_flat(code, data) if len(shape) == 1 and len(data) else build_shaped(code, shape, data)
+    )
     if is_parameter:
         return build_parameter(tensor, tensor_id, None)
     return restore_gradient(tensor, tensor_id)
@@ -103,6 +105,6 @@ def build_moved(build: Callable[..., Tensor], parts: tuple[Any, ...], device: st
 # constructors below, the next 16 for those of device transfers.
 EXTENSION_CODE = 0x54474400
 for _offset, _constructor in enumerate(
-    (build_flat, shaped, build_with_attributes, build_parameter, build_tracked)
+    (build_flat, build_shaped, build_with_attributes, build_parameter, build_tracked)
 ):
     copyreg.add_extension(_constructor.__module__, _constructor.__name__, EXTENSION_CODE + _offset)

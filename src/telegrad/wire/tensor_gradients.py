@@ -34,23 +34,25 @@ _UNTRACKED = 0
 class GradientTracker(Protocol):
     """Records the tensors that require gradients and are sent or received."""
 
-    def wants_gradients(self) -> bool:
+    def is_recording(self) -> bool:
         """Return whether the message that is being packed belongs to a distributed backward pass.
 
         If so, a tensor whose gradient cannot be tracked must not be sent.
         """
 
-    def leaving(self, tensor: Tensor) -> int:
+    def track_sent(self, tensor: Tensor) -> int:
         """Return the id of a tensor that is being packed; 0 or less if it is not tracked."""
 
-    def leaving_together(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the ids of many tensors, as `leaving` does for one."""
+    def track_sent_many(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the ids of many tensors, as `track_sent` does for one."""
 
-    def arriving(self, data: Tensor, tensor_id: int) -> Tensor:
+    def track_received(self, data: Tensor, tensor_id: int) -> Tensor:
         """Return the tensor for the user: `data` as part of the receiver's graph."""
 
-    def arriving_together(self, data: Sequence[Tensor], tensor_ids: Sequence[int]) -> list[Tensor]:
-        """Return the tensors for the user, as `arriving` does for one."""
+    def track_received_many(
+        self, data: Sequence[Tensor], tensor_ids: Sequence[int]
+    ) -> list[Tensor]:
+        """Return the tensors for the user, as `track_received` does for one."""
 
 
 class _Hook:
@@ -62,23 +64,23 @@ def set_gradient_tracker(tracker: GradientTracker) -> None:
     _Hook.tracker = tracker
 
 
-def wants_gradients() -> bool:
+def is_recording() -> bool:
     """Return whether the message that is being packed belongs to a distributed backward pass."""
-    return _Hook.tracker is not None and _Hook.tracker.wants_gradients()
+    return _Hook.tracker is not None and _Hook.tracker.is_recording()
 
 
 def tensor_id_for(tensor: Tensor) -> int | None:
     """Return the id that is sent with a tensor; None if it does not require a gradient."""
     if not tensor.requires_grad:
         return None
-    return _UNTRACKED if _Hook.tracker is None else _Hook.tracker.leaving(tensor)
+    return _UNTRACKED if _Hook.tracker is None else _Hook.tracker.track_sent(tensor)
 
 
 def tensor_ids_for(tensors: Sequence[Tensor]) -> list[int]:
     """Return the ids that are sent with tensors, all of which require gradients."""
     if _Hook.tracker is None:
         return [_UNTRACKED] * len(tensors)
-    return _Hook.tracker.leaving_together(tensors)
+    return _Hook.tracker.track_sent_many(tensors)
 
 
 def restore_gradient(data: Tensor, tensor_id: int | None) -> Tensor:
@@ -87,7 +89,7 @@ def restore_gradient(data: Tensor, tensor_id: int | None) -> Tensor:
         return data
     if _Hook.tracker is None:
         return data.requires_grad_()
-    return _Hook.tracker.arriving(data, tensor_id)
+    return _Hook.tracker.track_received(data, tensor_id)
 
 
 def restore_gradients(
@@ -97,7 +99,7 @@ def restore_gradients(
     if _Hook.tracker is None or (are_parameters and min(tensor_ids) <= 0):
         build = partial(build_parameter, state=None) if are_parameters else restore_gradient
         return list(map(build, data, tensor_ids))
-    tensors = _Hook.tracker.arriving_together(data, tensor_ids)
+    tensors = _Hook.tracker.track_received_many(data, tensor_ids)
     if are_parameters:
         for tensor in tensors:
             tensor.__class__ = nn.Parameter  # `as_subclass` would add a node to the graph

@@ -21,10 +21,10 @@ from torch.autograd import forward_ad
 from telegrad.errors import UsageError
 from telegrad.wire.tensor_builders import Reduced
 from telegrad.wire.tensor_gradients import (
+    is_recording,
     refuse_tangent,
     restore_gradient,
     tensor_id_for,
-    wants_gradients,
 )
 
 _NESTED_MODULE = "torch.nested._internal.nested_tensor"
@@ -74,7 +74,7 @@ def _reduce_parameter_subclass(parameter: nn.Parameter) -> Reduced:
 
 def _reduce_jagged(tensor: Any) -> Any:
     """Reduce a jagged NestedTensor."""
-    if not tensor.requires_grad or not wants_gradients():
+    if not tensor.requires_grad or not is_recording():
         return _reduce_by_own_method(tensor)
     return _build_jagged, (
         tensor.values(),
@@ -90,7 +90,7 @@ def _reduce_by_own_method(tensor: Tensor) -> Any:
     """Reduce a tensor of a subclass as it defines itself, which drops its gradient."""
     if forward_ad._current_level >= 0:
         refuse_tangent(tensor)
-    if tensor.requires_grad and wants_gradients():
+    if tensor.requires_grad and is_recording():
         raise UsageError(
             "it requires a gradient, and gradients do not travel through tensors of type "
             f"{type(tensor).__qualname__}. Send a plain tensor (for a DTensor, its to_local()), "

@@ -11,14 +11,14 @@ How a tensor is sent:
 - A tensor that requires a gradient is sent with an id. See `wire/tensor_gradients.py`.
 - Sparse and quantized tensors are in `wire/tensor_layouts.py`, subclasses of `Tensor` in
   `wire/tensor_subclasses.py`.
-- Memory of another device than the CPU is sent as the `DeviceCarrier` decides.
+- Memory of another device than the CPU is sent as the `DeviceTensorReducer` decides.
 
 The codec's pickler uses `REDUCERS` for `Tensor` and `nn.Parameter`.
 
-State: `_Hooks`, one for each process. `carrier` is set once, when `telegrad.cuda.transfers` is
-imported. `maps_cpu` is set when a device map sends CPU tensors to another device, and is never
-reset. They are module globals because pickle calls a reducer with the object alone. The carrier
-finds the route of the current message by itself.
+State: `_Hooks`, one for each process. `device_reducer` is set once, when `telegrad.cuda.transfers`
+is imported. `maps_cpu` is set when a device map sends CPU tensors to another device, and is never
+reset. They are module globals because pickle calls a reducer with the object alone. The device
+reducer finds the route of the current message by itself.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from telegrad.wire.dtypes import CODES, NUMPY_CODES, code_of
+from telegrad.wire.dtypes import CODES, NUMPY_CODES
 from telegrad.wire.tensor_builders import (
-    EXTENSION_CODE,
     Reduced,
     build_expanded,
     build_flat,
@@ -41,34 +40,17 @@ from telegrad.wire.tensor_builders import (
     build_moved,
     build_reinterpreted,
     build_restrided,
+    build_shaped,
     build_tracked,
     build_with_attributes,
     build_with_gaps,
-    empty,
-    shaped,
 )
 from telegrad.wire.tensor_gradients import (
     build_parameter,
     refuse_tangent,
-    set_gradient_tracker,
     tensor_id_for,
 )
 from telegrad.wire.tensor_layouts import SPARSE_LAYOUTS, reduce_quantized, reduce_sparse
-
-__all__ = [
-    "EXTENSION_CODE",
-    "REDUCERS",
-    "DeviceCarrier",
-    "Reduced",
-    "can_stack_tensors",
-    "code_of",
-    "empty",
-    "move_host",
-    "reduce_as_it_is",
-    "set_device_carrier",
-    "set_gradient_tracker",
-    "shaped",
-]
 
 # A view keeps its strides if its memory with the gaps is at most this many times what it uses.
 _MAX_SPAN_RATIO = 4
@@ -77,34 +59,34 @@ _MAX_COPIED_BYTES = 1024
 _strided = torch.strided
 
 
-class DeviceCarrier(Protocol):
-    """Sends tensors from device to device."""
+class DeviceTensorReducer(Protocol):
+    """Decides how tensors are sent from device to device."""
 
-    def leaving(self, tensor: Tensor, code: int) -> Reduced | None:
+    def reduce_device_tensor(self, tensor: Tensor, code: int) -> Reduced | None:
         """Reduce a contiguous tensor of a device other than the CPU.
 
         Return None to send it through host memory.
         """
 
-    def leaving_host(self, tensor: Tensor) -> str | None:
+    def target_of_cpu_tensor(self, tensor: Tensor) -> str | None:
         """Return the device on which a CPU tensor should arrive; None for the CPU.
 
-        Called only after `move_host`.
+        Called only after `map_cpu_tensors`.
         """
 
 
 class _Hooks:
-    carrier: DeviceCarrier | None = None
+    device_reducer: DeviceTensorReducer | None = None
     maps_cpu = False
 
 
-def set_device_carrier(carrier: DeviceCarrier) -> None:
-    """Let `carrier` send the tensors of other devices in all messages of this process."""
-    _Hooks.carrier = carrier
+def set_device_reducer(device_reducer: DeviceTensorReducer) -> None:
+    """Let `device_reducer` send the tensors of other devices in all messages of this process."""
+    _Hooks.device_reducer = device_reducer
 
 
-def move_host() -> None:
-    """Ask the carrier about each CPU tensor from now on: some device map moves them."""
+def map_cpu_tensors() -> None:
+    """Ask the device reducer about each CPU tensor from now on: some device map moves them."""
     _Hooks.maps_cpu = True
 
 
@@ -122,25 +104,25 @@ def reduce_tensor(tensor: Tensor) -> Reduced:
         refuse_tangent(tensor)
     if _Hooks.maps_cpu and tensor.is_cpu:
         return _reduce_mapped(tensor)
-    return reduce_as_it_is(tensor)
+    return reduce_on_same_device(tensor)
 
 
 def _reduce_mapped(tensor: Tensor) -> Reduced:
     """Reduce a CPU tensor that may have to arrive on another device."""
-    assert _Hooks.carrier is not None
+    assert _Hooks.device_reducer is not None
     device = None
     # Others are reduced to their data, which comes here again, and what is added to it.
     if not tensor.requires_grad and not tensor.__dict__:
-        device = _Hooks.carrier.leaving_host(tensor)
-    return reduce_as_it_is(tensor) if device is None else _reduce_for_device(tensor, device)
+        device = _Hooks.device_reducer.target_of_cpu_tensor(tensor)
+    return reduce_on_same_device(tensor) if device is None else _reduce_for_device(tensor, device)
 
 
 def _reduce_for_device(tensor: Tensor, device: str) -> Reduced:
     """Reduce a CPU tensor that the receiver moves to another device."""
-    return build_moved, (*reduce_as_it_is(tensor), device)
+    return build_moved, (*reduce_on_same_device(tensor), device)
 
 
-def reduce_as_it_is(tensor: Tensor) -> Reduced:
+def reduce_on_same_device(tensor: Tensor) -> Reduced:
     """Reduce a tensor like `reduce_tensor`, but let a CPU tensor arrive on the CPU."""
     code = CODES.get(tensor.dtype)
     is_plain = (
@@ -157,7 +139,7 @@ def reduce_as_it_is(tensor: Tensor) -> Reduced:
                     content = bytearray(data.tobytes())
                 if data.ndim == 1 and size:
                     return build_flat, (code, content)
-                return shaped, (code, data.shape, content)
+                return build_shaped, (code, data.shape, content)
         elif not _Hooks.maps_cpu and not tensor.is_neg() and not tensor.is_conj():
             return _reduce_tracked(tensor, code, False)
     if tensor.requires_grad or tensor.__dict__:
@@ -178,7 +160,9 @@ def reduce_as_it_is(tensor: Tensor) -> Reduced:
         and not tensor.is_neg()
         and not tensor.is_conj()
     ):
-        reduced = None if _Hooks.carrier is None else _Hooks.carrier.leaving(tensor, code)
+        reduced = None
+        if _Hooks.device_reducer is not None:
+            reduced = _Hooks.device_reducer.reduce_device_tensor(tensor, code)
         return reduced or _reduce_for_device(tensor.cpu(), str(tensor.device))
     return _reduce_dense(tensor, code)
 
@@ -228,7 +212,7 @@ def _reduce_dense(tensor: Tensor, code: int) -> Reduced:
     tensor = tensor.resolve_conj().resolve_neg()
     shape, stride, numel = tuple(tensor.shape), tensor.stride(), tensor.numel()
     if numel == 0:
-        return shaped, (code, shape, b"" if tensor.is_cpu else tensor.contiguous().view(-1))
+        return build_shaped, (code, shape, b"" if tensor.is_cpu else tensor.contiguous().view(-1))
     if not tensor.is_contiguous():
         dimensions = list(zip(shape, stride, strict=True))
         if any(size > 1 and step == 0 for size, step in dimensions):
@@ -245,7 +229,7 @@ def _reduce_dense(tensor: Tensor, code: int) -> Reduced:
         if span <= _MAX_SPAN_RATIO * numel:
             return build_with_gaps, (tensor.contiguous(), stride)
         tensor = tensor.contiguous()
-    return shaped, (code, shape, _raw_bytes(tensor.as_strided((numel,), (1,))))
+    return build_shaped, (code, shape, _raw_bytes(tensor.as_strided((numel,), (1,))))
 
 
 def _raw_bytes(flat: Tensor) -> PickleBuffer | Tensor:

@@ -36,13 +36,13 @@ def _find_or_create(registry: ShardRegistry, spec: TablesSpec, rejoining: bool) 
     with registry.lock:
         if not registry.has(key):
             protocol = LeaderProtocol(
-                registry.agent, key, spec.servers, patient=spec.checkpoint is not None
+                registry.runtime, key, spec.servers, retry=spec.checkpoint is not None
             )
             shard, expected = _create(registry, spec, protocol, rejoining)
             registry.add(key, shard)
-            registry.expect(shard, expected)
+            registry.ask_trainers(shard, expected)
             shard.start()
-            protocol.look_around()
+            protocol.ask_followers_for_round()
         return registry.find(key, TableShard)
 
 
@@ -50,16 +50,18 @@ def _create(
     registry: ShardRegistry, spec: TablesSpec, protocol: LeaderProtocol, rejoining: bool
 ) -> tuple[TableShard, list[str]]:
     """Return a new shard, and the trainers that it has to wait for."""
-    agent, rule = registry.agent, spec.checkpoint
+    runtime, rule = registry.runtime, spec.checkpoint
     archive = None
     if rule is not None:
-        archive = CheckpointArchive(rule, f"{spec.name}.tables", agent.name, agent.threads.start)
-    shard = TableShard(spec, agent.group, archive, protocol.role)
+        archive = CheckpointArchive(
+            rule, f"{spec.name}.tables", runtime.name, runtime.threads.start
+        )
+    shard = TableShard(spec, runtime.group, archive, protocol.role)
     snapshot = None if archive is None else archive.newest()
-    is_same_run = snapshot is not None and snapshot.run == agent.group
+    is_same_run = snapshot is not None and snapshot.run == runtime.group
     if rejoining and not is_same_run:
         raise JoinError(
-            f"worker {agent.name!r} was restarted without its part of tables {spec.name!r}: it "
+            f"worker {runtime.name!r} was restarted without its part of tables {spec.name!r}: it "
             "has no readable checkpoint of this run. Start the training again"
         )
     if archive is None or rule is None:
@@ -81,22 +83,22 @@ def announce(spec: TablesSpec, trainer: str) -> int:
     registry = ShardRegistry.here()
     shard = _find_or_create(registry, spec, rejoining=False)
     first_round = shard.announce(trainer, spec)
-    registry.check(shard, trainer)
+    registry.remove_if_lost(shard, trainer)
     return first_round
 
 
 @trusted
-def enter(name: str, trainer: str, first_round: int) -> Any:
+def join(name: str, trainer: str, first_round: int) -> Any:
     """Let a trainer join. Reply when it may start, in `first_round`."""
     registry = ShardRegistry.here()
     shard = registry.find(_key(name), TableShard)
-    joined = shard.enter(trainer, first_round)
-    registry.check(shard, trainer)
+    joined = shard.join(trainer, first_round)
+    registry.remove_if_lost(shard, trainer)
     return value_or_deferred(joined)
 
 
 @trusted
-def resume(
+def rejoin(
     spec: TablesSpec,
     tables: list[TableDefinition],
     trainer: str,
@@ -106,11 +108,11 @@ def resume(
 ) -> PushReply:
     """Let a trainer rejoin a server that was restarted."""
     registry = ShardRegistry.here()
-    registry.refuse_lost(trainer)
+    registry.reject_if_lost(trainer)
     shard = _find_or_create(registry, spec, rejoining=True)
     shard.define(tables)
-    reply = shard.resume(trainer, first_round, acknowledged, version)
-    registry.check(shard, trainer)
+    reply = shard.rejoin(trainer, first_round, acknowledged, version)
+    registry.remove_if_lost(shard, trainer)
     return reply
 
 

@@ -19,7 +19,7 @@ from telegrad.ps.embeddings.row_storage import RowStorage
 from telegrad.ps.messages import PushReply
 from telegrad.ps.server.base_shard import SINGLE_SERVER, BaseShard, ServerRole, run_actions
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
-from telegrad.ps.server.coordinator import StepReport
+from telegrad.ps.server.decisions import StepReport
 
 _log = logging.getLogger(__name__)
 
@@ -68,15 +68,15 @@ class TableShard(BaseShard):
         with self._lock:
             return self._coordinator.announce(trainer)
 
-    def enter(self, trainer: str, first_round: int) -> Future[PushReply]:
+    def join(self, trainer: str, first_round: int) -> Future[PushReply]:
         """Let a trainer join. The future completes when it may start, in `first_round`."""
         future: Future[PushReply] = Future()
         with self._lock:
-            actions = self._enter(trainer, first_round, future)
+            actions = self._join(trainer, first_round, future)
         run_actions(actions)
         return future
 
-    def resume(self, trainer: str, first_round: int, acknowledged: int, version: int) -> PushReply:
+    def rejoin(self, trainer: str, first_round: int, acknowledged: int, version: int) -> PushReply:
         """Let a trainer rejoin after this server was restarted."""
         with self._lock:
             if version > self.version and self._coordinator.applied:
@@ -86,7 +86,7 @@ class TableShard(BaseShard):
                     version - self.version,
                     self.spec.name,
                 )
-            actions = self._resume(trainer, first_round, acknowledged, version, {})
+            actions = self._rejoin(trainer, first_round, acknowledged, version, {})
             reply = PushReply(self.version)
         run_actions(actions)
         return reply
@@ -178,7 +178,7 @@ class TableShard(BaseShard):
             [],
             [metadata],
             dict(self._coordinator.applied),
-            self._last_round,
+            self._unconfirmed_reports,
         )
 
     # Internal, under the lock
@@ -193,14 +193,14 @@ class TableShard(BaseShard):
         """Make a step with the mean gradients of the reports."""
         by_table: dict[str, list[RowUpdate]] = {}
         for report in reports:
-            for update in report.content or ():
+            for update in report.payload or ():
                 by_table.setdefault(update.table, []).append(update)
         # changed options are applied even if the step itself is skipped
         for table, updates in by_table.items():
             for update in updates:
                 if update.optimizer is not None:
                     self._storages[table].change_optimizer(update.optimizer)
-        if any(report.content is None for report in reports):
+        if any(report.payload is None for report in reports):
             return
         for table, updates in by_table.items():
             gradients = [(update.ids, update.gradients) for update in updates]

@@ -28,32 +28,39 @@ T = TypeVar("T")
 
 class TableClient(ServerClient[TablesSpec]):
     def __init__(
-        self, agent: AgentRuntime, trainer: str, server: str, plan: TablesSpec, patience: float
+        self, runtime: AgentRuntime, trainer: str, server: str, spec: TablesSpec, patience: float
     ) -> None:
-        super().__init__(agent, trainer, server, plan, service, patience)
+        super().__init__(runtime, trainer, server, spec, service, patience)
         self.has_rows = False
         self._last_tables: Sequence[TableDefinition] = ()
         self._last_step = 0
 
     def __repr__(self) -> str:
         return (
-            f"<TableClient to tables {self.plan.name!r} on {self.server!r}: version {self.version}>"
+            f"<TableClient to tables {self.spec.name!r} on {self.server!r}: version {self.version}>"
         )
 
     # Joining
 
     def start_join(self, first_round: int, timeout: float) -> Future[PushReply]:
         self._first_round = first_round
-        arguments = (self.plan.name, self._me, first_round)
-        return self._agent.start(self.server, service.enter, arguments, None, timeout)
+        arguments = (self.spec.name, self._trainer, first_round)
+        return self._runtime.start(self.server, service.join, arguments, None, timeout)
 
     def finish_join(self, reply: PushReply) -> None:
         self.apply_reply(reply)
 
     def _rejoin(self, tables: Sequence[TableDefinition], acknowledged: int, version: int) -> None:
         """Rejoin a server that was restarted. `acknowledged`: the last step it replied to."""
-        arguments = (self.plan, list(tables), self._me, self._first_round, acknowledged, version)
-        self._agent.invoke(self.server, service.resume, arguments)
+        arguments = (
+            self.spec,
+            list(tables),
+            self._trainer,
+            self._first_round,
+            acknowledged,
+            version,
+        )
+        self._runtime.invoke(self.server, service.rejoin, arguments)
 
     def _rejoin_between_steps(self) -> None:
         self._rejoin(self._last_tables, self._last_step, self.version)
@@ -101,15 +108,15 @@ class TableClient(ServerClient[TablesSpec]):
         """Send the gradients of a step; None if they are not finite."""
         with self._busy_lock:
             self._busy = True
-        arguments = (self.plan.name, self._me, step, version, updates)
-        return self._agent.start(self.server, service.push, arguments, None, self.step_timeout())
+        arguments = (self.spec.name, self._trainer, step, version, updates)
+        return self._runtime.start(self.server, service.push, arguments, None, self.step_timeout())
 
     def apply_reply(self, reply: PushReply) -> None:
         """Take over the version of a reply to `push` or `start_join`."""
         self.version, self.has_rows = reply.version, False
         if reply.problem is not None:
             warnings.warn(
-                f"tables {self.plan.name!r} on {self.server!r}: {reply.problem}", stacklevel=4
+                f"tables {self.spec.name!r} on {self.server!r}: {reply.problem}", stacklevel=4
             )
 
     def write_rows(self, table: str, ids: Tensor, values: Tensor) -> Future[None]:

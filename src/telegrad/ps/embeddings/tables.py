@@ -19,6 +19,7 @@ from torch import Tensor
 
 from telegrad.errors import UsageError
 from telegrad.futures import Future
+from telegrad.ps.checkpoints import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
 from telegrad.ps.embeddings.messages import (
     RowRequest,
@@ -32,7 +33,6 @@ from telegrad.ps.embeddings.row_gradients import RowGradients
 from telegrad.ps.embeddings.row_optimizers import RowOptimizer
 from telegrad.ps.embeddings.table_client import TableClient
 from telegrad.ps.messages import PushReply, make_trainer_id
-from telegrad.ps.server.checkpoint import Checkpoint
 from telegrad.ps.trainer.joining import (
     close_on_shutdown,
     find_servers,
@@ -75,7 +75,7 @@ class Tables:
         self.steps = 0
         self.staleness = 0
         self.dropped = 0
-        self._agent = require_runtime(agent)
+        self._runtime = require_runtime(agent)
         self._consistency = consistency or Sync()
         self._definitions: dict[str, TableDefinition] = {}
         self._sent_optimizers: dict[str, RowOptimizer] = {}
@@ -84,9 +84,9 @@ class Tables:
         self._pending_pushes: list[ServerCall[PushReply]] = []
         self._acknowledged = 0
         self._is_member = True
-        trainer = make_trainer_id(self._agent.local_member.incarnation, next(_trainer_counter))
-        workers = find_servers(self._agent, servers)
-        self._registration = self._agent.service(TrainerRegistry).register(
+        trainer = make_trainer_id(self._runtime.local_member.incarnation, next(_trainer_counter))
+        workers = find_servers(self._runtime, servers)
+        self._registration = self._runtime.service(TrainerRegistry).register(
             "tables", name, default_name, waits_for_quorum(self._consistency)
         )
         self.name = self._registration.name
@@ -95,7 +95,7 @@ class Tables:
             spec = TablesSpec(
                 self.name, index, tuple(workers), self._consistency, trainers, checkpoint
             )
-            client = TableClient(self._agent, trainer, server, spec, patience)
+            client = TableClient(self._runtime, trainer, server, spec, patience)
             client.step_timeout = self._registration.step_timeout
             self._clients.append(client)
         try:
@@ -104,7 +104,7 @@ class Tables:
             self._registration.release(unused=True)
             raise
         self._registration.leave_when_collected(self, partial(start_leaving, self._clients))
-        close_on_shutdown(self._agent, self)
+        close_on_shutdown(self._runtime, self)
 
     def __repr__(self) -> str:
         servers = ", ".join(client.server for client in self._clients)
@@ -139,7 +139,7 @@ class Tables:
     def close(self) -> None:
         """Leave, so that other trainers no longer wait for this one. Rows can still be read."""
         if self._is_member:
-            leave(self._agent, self._clients)
+            leave(self._runtime, self._clients)
             self._registration.release()
         self._is_member = False
 
@@ -184,7 +184,7 @@ class Tables:
                     self._start_call(client, partial(client.pull, server_requests, store_new))
                 )
                 used.append(client)
-        replies = gather_replies(self._agent, calls)
+        replies = gather_replies(self._runtime, calls)
         # of each server: its rows for each batch that has some there, in order
         rows = {
             client.server: iter(client.apply_pull(reply))
@@ -268,7 +268,7 @@ class Tables:
         """Wait for the replies to `begin_step`."""
         pushes, self._pending_pushes = self._pending_pushes, []
         with self._registration.explain_timeout():
-            replies = gather_replies(self._agent, pushes)
+            replies = gather_replies(self._runtime, pushes)
         for client, reply in zip(self._clients, replies, strict=True):
             client.apply_reply(reply)
         self._acknowledged = self.steps
@@ -280,7 +280,7 @@ class Tables:
 
     def _join(self, patience: float | None) -> None:
         try:
-            join(self._agent, f"tables {self.name!r}", self._clients, lambda: None, patience)
+            join(self._runtime, f"tables {self.name!r}", self._clients, lambda: None, patience)
             self._set_idle()
         except BaseException:
             self._is_member = False
@@ -333,7 +333,7 @@ class Tables:
             self._start_call(client, call)
             for client, call in zip(self._clients, calls, strict=True)
         ]
-        gather_replies(self._agent, started)
+        gather_replies(self._runtime, started)
 
 
 def _ignore_membership(_: Any) -> None:

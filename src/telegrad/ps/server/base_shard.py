@@ -180,7 +180,7 @@ class BaseShard(ABC):
         for trainer in trainers:
             self.leave(trainer)
 
-    def _enter(self, trainer: str, first: int, future: Future[Any]) -> list[Action]:
+    def _join(self, trainer: str, first: int, future: Future[Any]) -> list[Action]:
         """Let a trainer join. Raise `UsageError` if it cannot be added to the list on disk.
 
         A restarted server that does not find a trainer in the list makes rounds without it.
@@ -189,13 +189,13 @@ class BaseShard(ABC):
         if self._archive is not None and isinstance(coordinator, RoundCoordinator):
             members = coordinator.known | {trainer}
             self._archive.write_members_now(members, coordinator.starts_with(trainer))
-        return self._change_members(self._coordinator.enter(trainer, first, future))
+        return self._change_members(self._coordinator.join(trainer, first, future))
 
-    def _resume(
+    def _rejoin(
         self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps
     ) -> list[Action]:
         return self._change_members(
-            self._coordinator.resume(trainer, first, acknowledged, version, applied)
+            self._coordinator.rejoin(trainer, first, acknowledged, version, applied)
         )
 
     def _change_members(self, decisions: list[Decision]) -> list[Action]:
@@ -380,7 +380,7 @@ class BaseShard(ABC):
                 self._save()
 
     @property
-    def _last_round(self) -> Steps | None:
+    def _unconfirmed_reports(self) -> Steps | None:
         """The reports that the last step was made of, if it can still be undone."""
         coordinator = self._coordinator
         return coordinator.unconfirmed if isinstance(coordinator, RoundCoordinator) else None

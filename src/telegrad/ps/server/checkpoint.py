@@ -1,4 +1,4 @@
-"""Checkpoints of a shard: `Checkpoint` (the policy), `ShardSnapshot`, and `CheckpointArchive`.
+"""Checkpoints of a shard on disk: `ShardSnapshot` and `CheckpointArchive`.
 
     folder/<parameter server>/<worker>/<version>/parameters.safetensors
     folder/<parameter server>/<worker>/<version>/optimizer.pt
@@ -27,7 +27,6 @@ import shutil
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,9 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import UsageError
-from telegrad.ps.server.shard_optimizer import Options, State
+from telegrad.param_groups import Options
+from telegrad.ps.checkpoints import Checkpoint
+from telegrad.ps.optimizer_types import State
 
 try:
     from safetensors.torch import load_file, save_file
@@ -51,36 +52,6 @@ _PARAMETERS, _OPTIMIZER, _CHECKSUMS, _MEMBERS = (
     "members.json",
 )
 _READ_SIZE = 1 << 20  # bytes
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """When and where servers save their shards: into `folder`, after `every` steps and at the end.
-
-    A server that is restarted under the same name continues from its newest checkpoint. With
-    `resume`, a new run does so, too. `keep` is the number of versions that are kept. Checkpoints
-    are written while training continues. With `wait`, trainers get their reply when the step is on
-    disk; with `every=1` as well, no acknowledged step is ever lost.
-    """
-
-    folder: str | os.PathLike[str]
-    every: int = 100
-    resume: bool = False
-    wait: bool = False
-    keep: int = 2
-
-    def __post_init__(self) -> None:
-        if save_file is None:
-            raise UsageError("checkpoints need the safetensors package: pip install 'telegrad[ps]'")
-        if self.every < 1 or self.keep < 1:
-            raise UsageError(
-                f"checkpoints are made every 1 or more steps, and 1 or more are kept, not {self}"
-            )
-
-    @property
-    def exact(self) -> bool:
-        """Whether every step is on disk before it is acknowledged."""
-        return self.every == 1 and self.wait
 
 
 class ShardSnapshot(NamedTuple):

@@ -49,12 +49,12 @@ class ClockCoordinator(Coordinator):
     def announce(self, trainer: str) -> int:
         return min(map(self._clock, self._start_clocks), default=0)
 
-    def enter(self, trainer: str, first: int, future: Any) -> list[Decision]:
+    def join(self, trainer: str, first: int, future: Any) -> list[Decision]:
         self._add_member(trainer)
         self._start_clocks[trainer] = first
         return [*self._add_joining(trainer, first, future), *self.advance()]
 
-    def resume(
+    def rejoin(
         self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps
     ) -> list[Decision]:
         self._add_member(trainer)

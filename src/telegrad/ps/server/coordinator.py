@@ -8,8 +8,8 @@ checkpoint, fails.
 | input | method | decisions that may follow |
 |---|---|---|
 | a trainer will join | `announce` | none; it returns the first round, or the start clock |
-| a trainer joins | `enter` | `AdmitTrainer`, now or later |
-| a trainer returns to a restarted server | `resume` | replies to reports of earlier rounds |
+| a trainer joins | `join` | `AdmitTrainer`, now or later |
+| a trainer returns to a restarted server | `rejoin` | replies to reports of earlier rounds |
 | a trainer leaves or is lost | `leave` | `MakeStep`, replies: others may have waited for it |
 | a trainer reports a step | `report` | `MakeStep`, `ReplyToReport`, now or later |
 | `MakeStep` was applied | `step_applied`, then `step_finished` | `ReplyToReport`, `FailReport` |
@@ -30,8 +30,6 @@ from typing import Any, NamedTuple
 from telegrad.errors import StaleReference
 from telegrad.ps.messages import Steps, worker_of
 from telegrad.ps.server.decisions import AdmitTrainer, Decision, FailReport, StepReport
-
-__all__ = ["Coordinator", "StepReport"]
 
 
 class _JoiningTrainer(NamedTuple):
@@ -81,11 +79,11 @@ class Coordinator(ABC):
         """Record that a trainer will join. Return the first round, or clock, it may start with."""
 
     @abstractmethod
-    def enter(self, trainer: str, first: int, future: Any) -> list[Decision]:
+    def join(self, trainer: str, first: int, future: Any) -> list[Decision]:
         """Let a trainer take part from round, or with clock, `first`."""
 
     @abstractmethod
-    def resume(
+    def rejoin(
         self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps
     ) -> list[Decision]:
         """Let a trainer take part again after this server was restarted.

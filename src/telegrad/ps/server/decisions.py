@@ -17,9 +17,7 @@ class StepReport(NamedTuple):
     trainer: str
     step: int
     version: int  # of the parameters that the gradients were computed with
-    content: (
-        Any  # the gradients and what else belongs to the step; the coordinator does not read it
-    )
+    payload: Any  # the gradients and what else belongs to the step; coordinators do not read it
     future: Any
     staleness: int = 0
 

@@ -21,7 +21,7 @@ class GradientBuffer:
     def __init__(self, server_range: ServerRange) -> None:
         self._buckets = divide_into_buckets(server_range)
         self._flat = flat_memory.allocate_private(server_range.nbytes)
-        self._dtype_ranges = [each.of(self._flat) for each in server_range.runs]
+        self._dtype_ranges = [each.of(self._flat) for each in server_range.dtype_ranges]
         self._step = 0
         self._arrived: set[int] = set()
         self._lock = threading.Lock()
@@ -30,7 +30,7 @@ class GradientBuffer:
         count = f"{len(self._arrived)} of {len(self._buckets)} buckets"
         return f"<GradientBuffer: {count} of step {self._step}>"
 
-    def bring(self, step: int, pieces: Mapping[int, Tensor]) -> None:
+    def add(self, step: int, pieces: Mapping[int, Tensor]) -> None:
         """Store buckets of a step, by index. Those of an earlier step become invalid."""
         with self._lock:
             if step != self._step:
@@ -45,7 +45,7 @@ class GradientBuffer:
 
         Raise `StaleReference` if some are missing, because this server was restarted.
         """
-        self.bring(step, pieces)
+        self.add(step, pieces)
         if len(self._arrived) < len(self._buckets):
             raise StaleReference(
                 "some of these gradients were sent to this server before it was restarted"

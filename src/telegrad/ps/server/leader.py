@@ -18,10 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import PeerLost, StaleReference
+from telegrad.ps.backoff import attempts
 from telegrad.ps.server.base_shard import BaseShard, ServerRole
 from telegrad.ps.server.decisions import RoundVote
 from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
-from telegrad.ps.trainer.joining import pauses
 from telegrad.server.functions import trusted
 
 if TYPE_CHECKING:
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 
 
 class LeaderProtocol:
-    """The calls of one server. `what` is the key of its shard in the `ShardRegistry`.
+    """The calls of one server. `shard_key` is the key of its shard in the `ShardRegistry`.
 
-    `patient`: a server that is lost may be restarted, so calls to it are repeated.
+    `retry`: a server that is lost may be restarted, so calls to it are repeated.
     """
 
     def __init__(
-        self, agent: AgentRuntime, what: str, servers: Sequence[str], patient: bool
+        self, runtime: AgentRuntime, shard_key: str, servers: Sequence[str], retry: bool
     ) -> None:
-        self._agent = agent
-        self._shard_key = what
+        self._runtime = runtime
+        self._shard_key = shard_key
         self._servers = servers
-        self._patient = patient
+        self._retry = retry
 
     def __repr__(self) -> str:
         return f"<LeaderProtocol of {self._shard_key}: {', '.join(self._servers)}>"
 
     @property
     def _leads(self) -> bool:
-        return self._agent.name == self._servers[0]
+        return self._runtime.name == self._servers[0]
 
     @property
     def _followers(self) -> Sequence[str]:
@@ -57,12 +57,12 @@ class LeaderProtocol:
     def role(self) -> ServerRole:
         """The role of this server."""
         send = None if self._leads else self._start_sending
-        return ServerRole(self._agent.local_member.incarnation, self._followers, send)
+        return ServerRole(self._runtime.local_member.incarnation, self._followers, send)
 
-    def look_around(self) -> None:
+    def ask_followers_for_round(self) -> None:
         """Ask each follower for its round, if this server leads and may be behind."""
         for follower in self._followers:
-            self._agent.threads.start(partial(self._ask_for_round, follower))
+            self._runtime.threads.start(partial(self._ask_for_round, follower))
 
     def _ask_for_round(self, follower: str) -> None:
         for shard in self._attempts(lambda shard: shard.may_be_behind):
@@ -71,11 +71,11 @@ class LeaderProtocol:
                 shard.receive_round(follower, *found)
 
     def _start_sending(self, vote: RoundVote) -> None:
-        self._agent.threads.start(partial(self._send_vote, vote))
+        self._runtime.threads.start(partial(self._send_vote, vote))
 
     def _send_vote(self, vote: RoundVote) -> None:
         for shard in self._attempts(lambda shard: shard.is_vote_pending(vote)):
-            arguments = (self._shard_key, self._agent.name, vote)
+            arguments = (self._shard_key, self._runtime.name, vote)
             verdict = self._call(self._servers[0], send_vote, arguments)
             if verdict is not None:
                 shard.receive_verdict(vote.sequence, verdict)
@@ -84,39 +84,39 @@ class LeaderProtocol:
     def _call(self, server: str, function: Any, arguments: tuple[Any, ...]) -> Any:
         """Call a function on a server. Return None if the server or its shard is not there."""
         try:
-            return self._agent.invoke(server, function, arguments, None, None)
+            return self._runtime.invoke(server, function, arguments, None, None)
         except (PeerLost, StaleReference):
             return None
 
     def _attempts(self, needed: Callable[[BaseShard], bool]) -> Iterator[BaseShard]:
         """Yield the shard of this server before each attempt, while `needed` returns True.
 
-        Stop when the agent closes, the shard is removed, or, without `patient`, after one attempt.
+        Stop when the agent closes, the shard is removed, or, without `retry`, after one attempt.
         """
-        registry = self._agent.service(ShardRegistry)
-        for _ in pauses():
-            if self._agent.closing or not registry.has(self._shard_key):
+        registry = self._runtime.service(ShardRegistry)
+        for _ in attempts():
+            if self._runtime.closing or not registry.has(self._shard_key):
                 return
             shard = registry.get(self._shard_key)
             if not needed(shard):
                 return
             yield shard
-            if not (self._patient and needed(shard)):
+            if not (self._retry and needed(shard)):
                 return
 
 
 @trusted
-def send_vote(what: str, name: str, vote: RoundVote) -> Any:
+def send_vote(shard_key: str, name: str, vote: RoundVote) -> Any:
     """Receive the vote of follower `name`. Reply with the verdict, when there is one."""
     registry = ShardRegistry.here()
-    shard = registry.get(what)
+    shard = registry.get(shard_key)
     verdict = shard.receive_vote(name, vote)
-    registry.check(shard, vote.server)
+    registry.remove_if_lost(shard, vote.server)
     return value_or_deferred(verdict)
 
 
 @trusted
-def current_round(what: str) -> tuple[str, int]:
+def current_round(shard_key: str) -> tuple[str, int]:
     """Return the incarnation of this server and the number of its current round."""
     registry = ShardRegistry.here()
-    return registry.agent.local_member.incarnation, registry.get(what).current_round
+    return registry.runtime.local_member.incarnation, registry.get(shard_key).current_round

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from telegrad.errors import CallTimeout, JoinError, StaleReference, TelegradError
 from telegrad.futures import Future
+from telegrad.ps.backoff import attempts
 from telegrad.ps.messages import worker_of
 from telegrad.ps.server.base_shard import BaseShard
-from telegrad.ps.trainer.joining import pauses, still_trains
+from telegrad.ps.trainer.service import still_trains
 from telegrad.runtime import active_runtime
 from telegrad.server.functions import DeferredReply
 
@@ -31,23 +32,23 @@ ShardT = TypeVar("ShardT", bound=BaseShard)
 class ShardRegistry:
     """The shards of one agent."""
 
-    def __init__(self, agent: AgentRuntime) -> None:
-        self.agent = agent
+    def __init__(self, runtime: AgentRuntime) -> None:
+        self.runtime = runtime
         self.lock = threading.Lock()
         self._shards: dict[str, BaseShard] = {}
-        agent.on_loss(self._remove_lost_worker)
-        agent.on_close(self._close)
+        runtime.on_loss(self._remove_lost_worker)
+        runtime.on_close(self._close)
 
     def __repr__(self) -> str:
-        return f"<ShardRegistry of {self.agent.name}: {list(self._shards.values())}>"
+        return f"<ShardRegistry of {self.runtime.name}: {list(self._shards.values())}>"
 
     @classmethod
     def here(cls) -> ShardRegistry:
         """Return the registry of the agent that serves the current call."""
-        agent = active_runtime()
-        if agent is None:  # the call arrived while the agent closed
+        runtime = active_runtime()
+        if runtime is None:  # the call arrived while the agent closed
             raise StaleReference("a worker that holds a shard of a parameter server is leaving")
-        return agent.service(cls)
+        return runtime.service(cls)
 
     def has(self, key: str) -> bool:
         """Return whether there is a shard with this key."""
@@ -56,7 +57,7 @@ class ShardRegistry:
     def get(self, key: str) -> BaseShard:
         """Return a shard. Raise `StaleReference` if there is none."""
         if key not in self._shards:
-            raise StaleReference(f"worker {self.agent.name!r} holds no shard of {key}")
+            raise StaleReference(f"worker {self.runtime.name!r} holds no shard of {key}")
         return self._shards[key]
 
     def find(self, key: str, kind: type[ShardT]) -> ShardT:
@@ -69,43 +70,43 @@ class ShardRegistry:
         """Add a shard. The caller holds `lock`."""
         self._shards[key] = shard
 
-    def check(self, shard: BaseShard, *senders: str) -> None:
+    def remove_if_lost(self, shard: BaseShard, *senders: str) -> None:
         """Remove the senders of a call (workers or trainers) from a shard if they are lost.
 
         A call may be served after the loss of its sender was noticed, and must not add it again.
         """
         for worker in map(worker_of, senders):
-            if self.agent.is_lost(worker):
+            if self.runtime.is_lost(worker):
                 shard.remove_worker(worker)
 
-    def refuse_lost(self, trainer: str) -> None:
+    def reject_if_lost(self, trainer: str) -> None:
         """Raise `JoinError` if the worker of a trainer is lost: it would be removed at once."""
-        if self.agent.is_lost(worker_of(trainer)):
+        if self.runtime.is_lost(worker_of(trainer)):
             raise JoinError(
-                f"worker {self.agent.name!r} has given up the worker of this trainer, which was "
+                f"worker {self.runtime.name!r} has given up the worker of this trainer, which was "
                 "silent for too long or has closed its connections; close the optimizer and make "
                 "a new one"
             )
 
-    def expect(self, shard: BaseShard, trainers: Iterable[str]) -> None:
+    def ask_trainers(self, shard: BaseShard, trainers: Iterable[str]) -> None:
         """Find out which trainers of a restored shard still take part.
 
         Call it after the shard was added. A loss that was noticed earlier is not reported again.
         """
         for worker in set(map(worker_of, trainers)):
-            self.agent.watch(worker)
-        self.check(shard, *trainers)
+            self.runtime.watch(worker)
+        self.remove_if_lost(shard, *trainers)
         for trainer in trainers:
-            self.agent.threads.start(partial(self._ask_trainer, shard, trainer))
+            self.runtime.threads.start(partial(self._ask_trainer, shard, trainer))
 
     def _ask_trainer(self, shard: BaseShard, trainer: str) -> None:
         """Remove a trainer from a shard if it left while this server was down."""
-        worker = self.agent.directory.name_of(worker_of(trainer))
-        for _ in pauses():
-            if self.agent.closing or trainer not in shard.known:
+        worker = self.runtime.directory.name_of(worker_of(trainer))
+        for _ in attempts():
+            if self.runtime.closing or trainer not in shard.known:
                 return
             try:
-                takes_part = self.agent.invoke(worker, still_trains, (trainer, self.agent.name))
+                takes_part = self.runtime.invoke(worker, still_trains, (trainer, self.runtime.name))
             except CallTimeout:
                 continue
             except TelegradError:
@@ -121,7 +122,7 @@ class ShardRegistry:
 
     def _remove_lost_worker(self, name: str, incarnation: str) -> None:
         for shard in list(self._shards.values()):
-            self.agent.threads.start(partial(shard.remove_worker, incarnation))
+            self.runtime.threads.start(partial(shard.remove_worker, incarnation))
 
 
 def value_or_deferred(future: Future[Any]) -> Any:

@@ -103,13 +103,13 @@ class RoundCoordinator(Coordinator):
         under_way = self.unconfirmed is not None or (bool(self._reports) and not returns)
         self._first_round[trainer] = self.round + under_way
 
-    def enter(self, trainer: str, first: int, future: Any) -> list[Decision]:
+    def join(self, trainer: str, first: int, future: Any) -> list[Decision]:
         self._add_member(trainer)
         self.expected.discard(trainer)
         self._first_round[trainer] = first
         return [*self._add_joining(trainer, first, future), *self.advance()]
 
-    def resume(
+    def rejoin(
         self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps
     ) -> list[Decision]:
         self._add_member(trainer)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from telegrad.errors import JoinError, UsageError
 from telegrad.messages.routes import allow_any_device
+from telegrad.param_groups import Options
 from telegrad.ps import flat_memory
 from telegrad.ps.flat_memory import SegmentHandle
 from telegrad.ps.messages import (
@@ -29,11 +30,11 @@ from telegrad.ps.messages import (
     Steps,
     worker_of,
 )
+from telegrad.ps.optimizer_types import State
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
 from telegrad.ps.server.leader import LeaderProtocol
 from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
 from telegrad.ps.server.shard import ParameterShard
-from telegrad.ps.server.shard_optimizer import Options, State
 from telegrad.server.functions import trusted
 
 if TYPE_CHECKING:
@@ -43,18 +44,18 @@ if TYPE_CHECKING:
 class ParameterShards:
     """The parameter shards of one worker: create, find and restore them."""
 
-    def __init__(self, agent: AgentRuntime) -> None:
-        self.agent = agent
-        self._registry = agent.service(ShardRegistry)
+    def __init__(self, runtime: AgentRuntime) -> None:
+        self.runtime = runtime
+        self._registry = runtime.service(ShardRegistry)
         self._creators: dict[str, str] = {}  # trainers, by the name of the parameter server
 
     def __repr__(self) -> str:
-        return f"<ParameterShards of {self.agent.name}, created by {self._creators}>"
+        return f"<ParameterShards of {self.runtime.name}, created by {self._creators}>"
 
     @classmethod
     def here(cls) -> ParameterShards:
         """Return the shards of the agent that serves the current call."""
-        return ShardRegistry.here().agent.service(cls)
+        return ShardRegistry.here().runtime.service(cls)
 
     def find(self, name: str) -> ParameterShard:
         """Return a shard. Raise `StaleReference` if there is none."""
@@ -70,7 +71,7 @@ class ParameterShards:
             if self.has(name):
                 return False
             creator = self._creators.get(name)
-            if creator is None or self.agent.is_lost(worker_of(creator)):
+            if creator is None or self.runtime.is_lost(worker_of(creator)):
                 creator = self._creators[name] = trainer
             return creator == trainer
 
@@ -85,15 +86,15 @@ class ParameterShards:
 
     def saved_versions(self, spec: ShardSpec) -> SavedVersions:
         """Return what is here of a parameter server, in memory and on disk."""
-        here = self.has(spec.name)
-        unused = here and not self._is_used(spec.name)
+        has_shard = self.has(spec.name)
+        unused = has_shard and not self._is_used(spec.name)
         archive = self._open_archive(spec)
         newest = None if archive is None else archive.newest()
         if archive is None or newest is None:
-            return SavedVersions(here, unused, ours=False, versions=[])
-        ours = newest.run == self.agent.group
-        versions = archive.readable() if ours or archive.policy.resume else []
-        return SavedVersions(here, unused, ours, versions)
+            return SavedVersions(has_shard, unused, of_this_run=False, versions=[])
+        of_this_run = newest.run == self.runtime.group
+        versions = archive.readable() if of_this_run or archive.policy.resume else []
+        return SavedVersions(has_shard, unused, of_this_run, versions)
 
     def create(self, spec: ShardSpec, values: Tensor, version: int | None) -> None:
         """Create a shard from a saved version or, if that is None, from these values.
@@ -109,7 +110,7 @@ class ParameterShards:
             if archive is not None:
                 if version is not None and snapshot is None:
                     raise UsageError(
-                        f"worker {self.agent.name!r} cannot read its checkpoint of version "
+                        f"worker {self.runtime.name!r} cannot read its checkpoint of version "
                         f"{version}"
                     )
                 archive.clear(after=-1 if version is None else version)
@@ -123,7 +124,7 @@ class ParameterShards:
             archive = self._open_archive(spec)
             snapshot = None if archive is None else archive.newest()
             if archive is not None and snapshot is not None:
-                usable = archive.policy.resume or snapshot.run == self.agent.group
+                usable = archive.policy.resume or snapshot.run == self.runtime.group
             else:
                 usable = False
             if not usable:
@@ -131,16 +132,16 @@ class ParameterShards:
                 if spec.checkpoint is not None:
                     reason = f"there is none of this run in {spec.checkpoint.folder}"
                 raise JoinError(
-                    f"worker {self.agent.name!r} was restarted without its part of parameter "
+                    f"worker {self.runtime.name!r} was restarted without its part of parameter "
                     f"server {spec.name!r}: it needs a checkpoint that can be read, and {reason}. "
                     "Start the training anew"
                 )
-            values = flat_memory.allocate_private(spec.share.nbytes, _available(spec.device))
-            self._add_shard(spec, values, archive, snapshot).look_around()
+            values = flat_memory.allocate_private(spec.server_range.nbytes, _available(spec.device))
+            self._add_shard(spec, values, archive, snapshot).ask_followers_for_round()
 
-    def check(self, shard: ParameterShard, trainer: str) -> None:
+    def remove_if_lost(self, shard: ParameterShard, trainer: str) -> None:
         """Remove the trainer that made the current call if it is lost."""
-        self._registry.check(shard, trainer)
+        self._registry.remove_if_lost(shard, trainer)
 
     def _is_used(self, name: str) -> bool:
         shard = self.find(name)
@@ -149,8 +150,8 @@ class ParameterShards:
     def _open_archive(self, spec: ShardSpec) -> CheckpointArchive | None:
         if spec.checkpoint is None:
             return None
-        agent = self.agent
-        return CheckpointArchive(spec.checkpoint, spec.name, agent.name, agent.threads.start)
+        runtime = self.runtime
+        return CheckpointArchive(spec.checkpoint, spec.name, runtime.name, runtime.threads.start)
 
     def _add_shard(
         self,
@@ -160,19 +161,24 @@ class ParameterShards:
         snapshot: ShardSnapshot | None,
     ) -> LeaderProtocol:
         """Create a shard, restore it from a snapshot, and start it."""
-        agent, key = self.agent, _key(spec.name)
-        protocol = LeaderProtocol(agent, key, spec.servers, patient=archive is not None)
+        runtime, key = self.runtime, _key(spec.name)
+        protocol = LeaderProtocol(runtime, key, spec.servers, retry=archive is not None)
         shard = ParameterShard(
-            spec, values, shares_memory(agent), agent.group, archive, protocol.role
+            spec,
+            values,
+            flat_memory.may_share(runtime.config),
+            runtime.group,
+            archive,
+            protocol.role,
         )
         expected: list[str] = []
         if archive is not None and snapshot is not None:
             members, started = archive.members()
-            expected = members if snapshot.run == agent.group else []
+            expected = members if snapshot.run == runtime.group else []
             shard.restore(snapshot, expected, started)
         shard.save_first()
         self._registry.add(key, shard)
-        self._registry.expect(shard, expected)
+        self._registry.ask_trainers(shard, expected)
         shard.start()
         return protocol
 
@@ -189,16 +195,11 @@ def _available(device: str) -> str:
     return device if has_device else "cpu"
 
 
-def shares_memory(agent: AgentRuntime) -> bool:
-    """Return whether an agent may use shared memory: not if its only transport is TCP."""
-    return any(transport != "tcp" for transport in agent.config.transports)
-
-
 # Calls of trainers
 
 
 @trusted
-def find_shard(name: str, trainer: str) -> bool | None:
+def claim_creation(name: str, trainer: str) -> bool | None:
     """Return None if there is a shard, or else whether this trainer creates the shards."""
     shards = ParameterShards.here()
     if shards.has(name):
@@ -207,7 +208,7 @@ def find_shard(name: str, trainer: str) -> bool | None:
 
 
 @trusted
-def saved(spec: ShardSpec) -> SavedVersions:
+def saved_versions(spec: ShardSpec) -> SavedVersions:
     """Return what is here of a parameter server, in memory and on disk."""
     return ParameterShards.here().saved_versions(spec)
 
@@ -237,24 +238,24 @@ def announce(spec: ShardSpec, trainer: str) -> int:
     shards = ParameterShards.here()
     shard = shards.find(spec.name)
     first = shard.announce(trainer, spec)
-    shards.check(shard, trainer)
+    shards.remove_if_lost(shard, trainer)
     return first
 
 
 @trusted
 @allow_any_device
-def enter(name: str, trainer: str, first: int, gradients: SegmentHandle | None) -> Any:
+def join(name: str, trainer: str, first: int, gradients: SegmentHandle | None) -> Any:
     """Let a trainer join. Reply when it may start."""
     shards = ParameterShards.here()
     shard = shards.find(name)
-    entered = shard.enter(trainer, first, gradients)
-    shards.check(shard, trainer)
-    return value_or_deferred(entered)
+    joined = shard.join(trainer, first, gradients)
+    shards.remove_if_lost(shard, trainer)
+    return value_or_deferred(joined)
 
 
 @trusted
 @allow_any_device
-def resume(
+def rejoin(
     spec: ShardSpec,
     trainer: str,
     first: int,
@@ -266,19 +267,19 @@ def resume(
 ) -> JoinReply:
     """Let a trainer return to a server that does not know it, because the server was restarted."""
     shards = ParameterShards.here()
-    ShardRegistry.here().refuse_lost(trainer)
+    ShardRegistry.here().reject_if_lost(trainer)
     shards.recreate(spec)
     shard = shards.find(spec.name)
-    reply = shard.resume(trainer, first, acknowledged, version, values, gradients, applied)
-    shards.check(shard, trainer)
+    reply = shard.rejoin(trainer, first, acknowledged, version, values, gradients, applied)
+    shards.remove_if_lost(shard, trainer)
     return reply
 
 
 @trusted
 @allow_any_device
-def bring(name: str, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
+def stage_gradients(name: str, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
     """Receive buckets of gradients before the trainer reports the step that they belong to."""
-    ParameterShards.here().find(name).bring(trainer, step, pieces)
+    ParameterShards.here().find(name).stage_gradients(trainer, step, pieces)
 
 
 @trusted
@@ -324,5 +325,5 @@ def state(name: str) -> list[State]:
 @trusted
 @allow_any_device
 def load(name: str, states: dict[int, State], changes: dict[int, Options]) -> None:
-    """Set the optimizer state of whole parameters, by number."""
+    """Set the optimizer state of whole parameters, by index."""
     ParameterShards.here().find(name).load(states, changes)

@@ -23,15 +23,17 @@ from torch import Tensor
 
 from telegrad.errors import UsageError
 from telegrad.futures import Future
+from telegrad.param_groups import Options
 from telegrad.ps import compression, flat_memory
 from telegrad.ps.consistency import Sync
 from telegrad.ps.flat_memory import MappedMemory, SegmentHandle
 from telegrad.ps.messages import Gradients, JoinReply, PushReply, ShardSpec, Steps
+from telegrad.ps.optimizer_types import State, works_by_element
 from telegrad.ps.server.base_shard import SINGLE_SERVER, BaseShard, ServerRole, run_actions
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
 from telegrad.ps.server.decisions import StepReport
 from telegrad.ps.server.gradient_buffer import GradientBuffer
-from telegrad.ps.server.shard_optimizer import Options, ShardOptimizer, State, works_by_element
+from telegrad.ps.server.shard_optimizer import ShardOptimizer
 
 
 class _PushPayload(NamedTuple):
@@ -58,12 +60,14 @@ class ParameterShard(BaseShard):
     ) -> None:
         super().__init__(spec.consistency, spec.trainers, run, archive, role)
         self.spec = spec
-        self._range = spec.share
+        self._range = spec.server_range
         # Every trainer reports in every round, so values in shared memory need no second copy.
         self._all_report = spec.consistency == Sync()
         self._copies = 1 if self._all_report else 2
         sharing = sharing and values.is_cpu
-        self._memory = flat_memory.allocate(self._copies * self._range.nbytes) if sharing else None
+        self._memory = (
+            flat_memory.allocate_shared(self._copies * self._range.nbytes) if sharing else None
+        )
         if self._memory is not None and self._all_report:
             self._values = self._memory.contents
         else:
@@ -71,7 +75,7 @@ class ParameterShard(BaseShard):
         self._values.copy_(values)
         by_element = works_by_element(spec.optimizer)
         self._optimizer = ShardOptimizer(
-            spec.make, spec.groups, self._range, self._values, by_element
+            spec.make_optimizer, spec.groups, self._range, self._values, by_element
         )
         self._skipped = False  # the last round made no step
         self._shared_gradients: dict[str, MappedMemory] = {}  # by trainer
@@ -95,17 +99,17 @@ class ParameterShard(BaseShard):
         with self._lock:
             return self._coordinator.announce(trainer)
 
-    def enter(self, trainer: str, first: int, gradients: SegmentHandle | None) -> Future[JoinReply]:
+    def join(self, trainer: str, first: int, gradients: SegmentHandle | None) -> Future[JoinReply]:
         """Let a trainer join. The future is completed when it may start, in round `first`."""
         future: Future[JoinReply] = Future()
         mapped = self._map_gradients(gradients)
         with self._lock:
             self._set_shared_gradients(trainer, mapped)
-            actions = self._enter(trainer, first, future)
+            actions = self._join(trainer, first, future)
         run_actions(actions)
         return future
 
-    def resume(
+    def rejoin(
         self,
         trainer: str,
         first: int,
@@ -126,7 +130,7 @@ class ParameterShard(BaseShard):
                 self._values.copy_(values)
             else:
                 applied = {}
-            actions = self._resume(trainer, first, acknowledged, version, applied)
+            actions = self._rejoin(trainer, first, acknowledged, version, applied)
             reply = JoinReply(PushReply(self.version), mapped is not None, self._handle)
         run_actions(actions)
         return reply
@@ -134,7 +138,7 @@ class ParameterShard(BaseShard):
     def _map_gradients(self, gradients: SegmentHandle | None) -> MappedMemory | None:
         if gradients is None or self._memory is None:
             return None
-        return flat_memory.find_shared(gradients)
+        return flat_memory.open_shared(gradients)
 
     def _set_shared_gradients(self, trainer: str, mapped: MappedMemory | None) -> None:
         self._shared_gradients.pop(trainer, None)
@@ -147,9 +151,9 @@ class ParameterShard(BaseShard):
 
     # Gradients
 
-    def bring(self, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
+    def stage_gradients(self, trainer: str, step: int, pieces: dict[int, Tensor]) -> None:
         """Store some of the gradients of a step before the trainer reports the step."""
-        self._gradient_buffer(trainer).bring(step, pieces)
+        self._gradient_buffer(trainer).add(step, pieces)
 
     def _gradient_buffer(self, trainer: str) -> GradientBuffer:
         with self._lock:
@@ -211,12 +215,12 @@ class ParameterShard(BaseShard):
             return self._optimizer.state()
 
     def load(self, states: dict[int, State], changes: dict[int, Options]) -> None:
-        """Set the optimizer state, given that of whole parameters by number."""
+        """Set the optimizer state, given that of whole parameters by index."""
         with self._lock:
             self._optimizer.change(changes)
             self._optimizer.load(
                 [
-                    self._optimizer.cut(part, states.get(part.slot.number, {}))
+                    self._optimizer.part_state(part, states.get(part.slot.index, {}))
                     for part in self._range.parts
                 ]
             )
@@ -253,14 +257,14 @@ class ParameterShard(BaseShard):
             self._optimizer.state(),
             self._optimizer.options(),
             dict(self._coordinator.applied),
-            self._last_round,
+            self._unconfirmed_reports,
             self._skipped,
         )
 
     # Decisions of the coordinator, under the lock
 
     def apply(self, reports: list[StepReport]) -> None:
-        payloads: list[_PushPayload] = [report.content for report in reports]
+        payloads: list[_PushPayload] = [report.payload for report in reports]
         for payload in payloads:
             self._optimizer.change(payload.changes)
         if self._memory is not None and self._all_report:
@@ -275,7 +279,7 @@ class ParameterShard(BaseShard):
             self._optimizer.step(gradients, missing)
 
     def reply_to_report(self, report: StepReport) -> PushReply:
-        payload: _PushPayload = report.content
+        payload: _PushPayload = report.payload
         in_rounds = isinstance(self.spec.consistency, Sync)
         skipped = payload.gradients is None or (in_rounds and self._skipped)
         values = None
@@ -325,9 +329,9 @@ class ParameterShard(BaseShard):
 
 def _agreement(spec: ShardSpec) -> tuple[object, ...]:
     """Return the fields that must be the same for all trainers."""
-    return spec.share, spec.consistency, spec.servers
+    return spec.server_range, spec.consistency, spec.servers
 
 
 def _description(spec: ShardSpec) -> str:
-    size = f"{len(spec.share.parts)} parameters in {spec.share.nbytes} bytes"
+    size = f"{len(spec.server_range.parts)} parameters in {spec.server_range.nbytes} bytes"
     return f"{spec.consistency} with {size} here, on {', '.join(spec.servers)}"

@@ -25,38 +25,17 @@ import torch
 from torch import Tensor, nn, optim
 
 from telegrad.errors import UsageError
-from telegrad.ps.layout import DtypeRun, ParameterPart, ServerRange
+from telegrad.param_groups import Options
+from telegrad.ps.layout import DtypeRange, ParameterPart, ServerRange
+from telegrad.ps.optimizer_types import State
 
-Options = dict[str, Any]
-Make = Callable[[list[dict[str, Any]]], optim.Optimizer]
-State = dict[str, Any]
+MakeOptimizer = Callable[[list[dict[str, Any]]], optim.Optimizer]
 
 # bytes: small enough that a few blocks fit into the shared cache, large enough that the overhead
 # of Python per block is small
 _BLOCK = 8 << 20
-_BY_ELEMENT = {
-    optim.ASGD,
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
-}
 _HALF = {torch.float16, torch.bfloat16}  # summed as float32
 _FUSED = {torch.float32, torch.float64}
-
-
-def works_by_element(optimizer: Any) -> bool:
-    """Return whether the result for each element depends on that element only.
-
-    This is known for optimizers of torch and not assumed for others.
-    """
-    return optimizer in _BY_ELEMENT
 
 
 class _ShardParameter(NamedTuple):
@@ -65,14 +44,14 @@ class _ShardParameter(NamedTuple):
     parameter: nn.Parameter
     start: int
     stop: int
-    slots: frozenset[int]  # numbers of the model's parameters that it consists of
+    slots: frozenset[int]  # indices of the model's parameters that it consists of
 
     def gradient(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.stop].view(self.parameter.dtype).view(self.parameter.shape)
 
 
 class _OptimizerUnit(NamedTuple):
-    """An optimizer, its parameters, the numbers of its groups, and buffers for mean gradients."""
+    """An optimizer, its parameters, the indices of its groups, and buffers for mean gradients."""
 
     optimizer: optim.Optimizer
     targets: list[_ShardParameter]
@@ -83,26 +62,31 @@ class _OptimizerUnit(NamedTuple):
 class ShardOptimizer:
     """Update the values of one range in place.
 
-    `make` creates an optimizer for parameter groups. `by_element`: update block by block.
+    `make_optimizer` creates an optimizer for parameter groups. `by_element`: update block by block.
     """
 
     def __init__(
         self,
-        make: Make,
+        make_optimizer: MakeOptimizer,
         groups: Sequence[Options],
-        share: ServerRange,
+        server_range: ServerRange,
         values: Tensor,
         by_element: bool,
     ) -> None:
-        self._make = make
-        self._share = share
+        self._make_optimizer = make_optimizer
+        self._server_range = server_range
         self._by_element = by_element
         self._groups = [dict(group) for group in groups]
         self._values = values
         self._mean_buffers: dict[torch.dtype, Tensor] = {}
-        self._blocks: list[tuple[DtypeRun, list[_OptimizerUnit]]] = []
+        self._blocks: list[tuple[DtypeRange, list[_OptimizerUnit]]] = []
         if by_element:
-            self._set_blocks([(run, self._block_units(run)) for run in share.runs])
+            self._set_blocks(
+                [
+                    (dtype_range, self._block_units(dtype_range))
+                    for dtype_range in server_range.dtype_ranges
+                ]
+            )
         else:
             self._units = self._whole_units()
         step = inspect.signature(self._units[0].optimizer.step).parameters
@@ -117,25 +101,28 @@ class ShardOptimizer:
         kind = type(self._units[0].optimizer).__name__
         return f"<ShardOptimizer: {kind} over {len(self._units)} blocks>"
 
-    def _set_blocks(self, blocks: list[tuple[DtypeRun, list[_OptimizerUnit]]]) -> None:
+    def _set_blocks(self, blocks: list[tuple[DtypeRange, list[_OptimizerUnit]]]) -> None:
         self._blocks = blocks
         self._units = [unit for _, units in blocks for unit in units]
 
-    def _block_units(self, run: DtypeRun) -> list[_OptimizerUnit]:
-        size = _BLOCK if self._values.is_cpu else run.nbytes
-        buffer = self._mean_buffer(run.dtype, size)
-        slots = frozenset(part.slot.number for part in run.parts)
+    def _block_units(self, dtype_range: DtypeRange) -> list[_OptimizerUnit]:
+        size = _BLOCK if self._values.is_cpu else dtype_range.nbytes
+        buffer = self._mean_buffer(dtype_range.dtype, size)
+        slots = frozenset(part.slot.index for part in dtype_range.parts)
         units = []
-        for start in range(run.offset, run.offset + run.nbytes, size):
-            stop = min(start + size, run.offset + run.nbytes)
+        for start in range(dtype_range.offset, dtype_range.offset + dtype_range.nbytes, size):
+            stop = min(start + size, dtype_range.offset + dtype_range.nbytes)
             target = _ShardParameter(
-                nn.Parameter(self._values[start:stop].view(run.dtype)), start, stop, slots
+                nn.Parameter(self._values[start:stop].view(dtype_range.dtype)), start, stop, slots
             )
-            options = {**self._groups[run.group], **self._fused_option(run.group, run.dtype)}
-            optimizer = self._make([{**options, "params": [target.parameter]}])
+            options = {
+                **self._groups[dtype_range.group],
+                **self._fused_option(dtype_range.group, dtype_range.dtype),
+            }
+            optimizer = self._make_optimizer([{**options, "params": [target.parameter]}])
             units.append(
                 _OptimizerUnit(
-                    optimizer, [target], [run.group], [buffer[: target.parameter.numel()]]
+                    optimizer, [target], [dtype_range.group], [buffer[: target.parameter.numel()]]
                 )
             )
         return units
@@ -154,18 +141,19 @@ class ShardOptimizer:
     def _whole_units(self) -> list[_OptimizerUnit]:
         targets: list[_ShardParameter] = []
         groups: list[dict[str, Any]] = []
-        numbers: list[int] = []
-        for run in self._share.runs:
+        group_indices: list[int] = []
+        for dtype_range in self._server_range.dtype_ranges:
             parameters = [
-                nn.Parameter(part.of(self._values).view(part.slot.shape)) for part in run.parts
+                nn.Parameter(part.of(self._values).view(part.slot.shape))
+                for part in dtype_range.parts
             ]
-            for each, part in zip(parameters, run.parts, strict=True):
-                slots = frozenset([part.slot.number])
+            for each, part in zip(parameters, dtype_range.parts, strict=True):
+                slots = frozenset([part.slot.index])
                 targets.append(_ShardParameter(each, part.offset, part.offset + part.nbytes, slots))
-            groups.append({**self._groups[run.group], "params": parameters})
-            numbers.append(run.group)
+            groups.append({**self._groups[dtype_range.group], "params": parameters})
+            group_indices.append(dtype_range.group)
         means = [torch.empty_like(target.parameter) for target in targets]
-        return [_OptimizerUnit(self._make(groups), targets, numbers, means)]
+        return [_OptimizerUnit(self._make_optimizer(groups), targets, group_indices, means)]
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], missing: AbstractSet[int] = frozenset()) -> None:
@@ -187,30 +175,34 @@ class ShardOptimizer:
                 target.parameter.grad = None
 
     def _separate(self, missing: AbstractSet[int]) -> None:
-        """Split runs so that either all parts of a run are missing, or none."""
-        blocks: list[tuple[DtypeRun, list[_OptimizerUnit]]] = []
-        for run, units in self._blocks:
-            pieces = _split_run(run, [part.slot.number in missing for part in run.parts])
+        """Split dtype ranges so that either all parts of a range are missing, or none."""
+        blocks: list[tuple[DtypeRange, list[_OptimizerUnit]]] = []
+        for dtype_range, units in self._blocks:
+            pieces = _split_dtype_range(
+                dtype_range, [part.slot.index in missing for part in dtype_range.parts]
+            )
             if len(pieces) < 2:
-                blocks.append((run, units))
+                blocks.append((dtype_range, units))
                 continue
             whole = _joined_state(units)
             for piece in pieces:
                 blocks.append((piece, self._block_units(piece)))
-                self._load_run(*blocks[-1], [_part_state(run, part, whole) for part in piece.parts])
+                self._load_dtype_range(
+                    *blocks[-1], [_part_state(dtype_range, part, whole) for part in piece.parts]
+                )
         self._set_blocks(blocks)
 
     def change(self, changes: dict[int, Options]) -> None:
-        """Update the options of parameter groups, by the number of the group."""
+        """Update the options of parameter groups, by the index of the group."""
         if not changes:
             return
-        for number, changed in changes.items():
-            self._groups[number].update(changed)
+        for index, changed in changes.items():
+            self._groups[index].update(changed)
         for unit in self._units:
-            for number, group in zip(unit.groups, unit.optimizer.param_groups, strict=True):
-                group.update(changes.get(number, {}))
+            for index, group in zip(unit.groups, unit.optimizer.param_groups, strict=True):
+                group.update(changes.get(index, {}))
                 if self._by_element:
-                    group.update(self._fused_option(number, unit.targets[0].parameter.dtype))
+                    group.update(self._fused_option(index, unit.targets[0].parameter.dtype))
 
     def options(self) -> list[Options]:
         """Return the current options of each group."""
@@ -226,31 +218,31 @@ class ShardOptimizer:
                 _copied_state(unit.optimizer.state[target.parameter]) for target in unit.targets
             ]
         states = []
-        for run, units in self._blocks:
+        for dtype_range, units in self._blocks:
             whole = _joined_state(units)
-            states += [_part_state(run, part, whole) for part in run.parts]
+            states += [_part_state(dtype_range, part, whole) for part in dtype_range.parts]
         return states
 
     def load(self, states: Sequence[State]) -> None:
-        """Set the state of each part, as `state` or `cut` returned it."""
+        """Set the state of each part, as `state` or `part_state` returned it."""
         if not self._by_element:
             (unit,) = self._units
-            for number, (target, state) in enumerate(zip(unit.targets, states, strict=True)):
-                unit.optimizer.state[target.parameter] = _placed_state(state, unit, number)
+            for index, (target, state) in enumerate(zip(unit.targets, states, strict=True)):
+                unit.optimizer.state[target.parameter] = _placed_state(state, unit, index)
             return
         remaining = iter(states)
         blocks = []
-        for run in self._share.runs:
-            mine = {part: next(remaining) for part in run.parts}
-            by_element = self._keys_by_element(run.group, run.dtype)
-            for piece in _split_run(
-                run, [_shared_state(state, by_element) for state in mine.values()]
+        for dtype_range in self._server_range.dtype_ranges:
+            mine = {part: next(remaining) for part in dtype_range.parts}
+            by_element = self._keys_by_element(dtype_range.group, dtype_range.dtype)
+            for piece in _split_dtype_range(
+                dtype_range, [_shared_state(state, by_element) for state in mine.values()]
             ):
                 blocks.append((piece, self._block_units(piece)))
-                self._load_run(*blocks[-1], [mine[part] for part in piece.parts])
+                self._load_dtype_range(*blocks[-1], [mine[part] for part in piece.parts])
         self._set_blocks(blocks)
 
-    def cut(self, part: ParameterPart, state: State) -> State:
+    def part_state(self, part: ParameterPart, state: State) -> State:
         """Return the state of one part, given that of the whole parameter."""
         if not self._by_element:
             return state
@@ -261,17 +253,21 @@ class ShardOptimizer:
                 cut[key] = cut[key].reshape(-1)[part.first : part.last]
         return cut
 
-    def _load_run(self, run: DtypeRun, units: list[_OptimizerUnit], states: list[State]) -> None:
+    def _load_dtype_range(
+        self, dtype_range: DtypeRange, units: list[_OptimizerUnit], states: list[State]
+    ) -> None:
         """Set the state of new units. The states of the parts differ only in values per element."""
         if not any(states):
             return
-        by_element = self._keys_by_element(run.group, run.dtype)
+        by_element = self._keys_by_element(dtype_range.group, dtype_range.dtype)
         whole: State = dict(states[0])
         flat = {key for key in by_element if torch.is_tensor(whole.get(key))}
         for key in flat:
-            whole[key] = torch.zeros(run.nbytes // run.dtype.itemsize, dtype=whole[key].dtype)
-            for part, state in zip(run.parts, states, strict=True):
-                _elements(run, part, whole[key]).copy_(state[key].reshape(-1))
+            whole[key] = torch.zeros(
+                dtype_range.nbytes // dtype_range.dtype.itemsize, dtype=whole[key].dtype
+            )
+            for part, state in zip(dtype_range.parts, states, strict=True):
+                _elements(dtype_range, part, whole[key]).copy_(state[key].reshape(-1))
         start = 0
         for unit in units:
             parameter = unit.targets[0].parameter
@@ -286,7 +282,7 @@ class ShardOptimizer:
         """Return the keys of state with a value per element, found by a step of a probe."""
         probe = nn.Parameter(torch.zeros(2, dtype=dtype))
         probe.grad = torch.zeros_like(probe)
-        optimizer = self._make([{**self._groups[group], "params": [probe]}])
+        optimizer = self._make_optimizer([{**self._groups[group], "params": [probe]}])
         optimizer.step()
         return {
             key
@@ -299,11 +295,11 @@ def _mean(gradients: list[Tensor], out: Tensor) -> Tensor:
     """Return the mean. Gradients are divided before they are summed, to avoid overflow."""
     if len(gradients) == 1:
         return gradients[0]
-    share = 1 / len(gradients)
+    weight = 1 / len(gradients)
     total = out if out.dtype not in _HALF else torch.empty_like(out, dtype=torch.float32)
-    torch.mul(gradients[0], share, out=total)
+    torch.mul(gradients[0], weight, out=total)
     for gradient in gradients[1:]:
-        total.add_(gradient, alpha=share)
+        total.add_(gradient, alpha=weight)
     return total if total is out else out.copy_(total)
 
 
@@ -315,15 +311,15 @@ def _fused_option(options: Options, dtype: torch.dtype) -> Options:
     return {}
 
 
-def _split_run(run: DtypeRun, keys: Sequence[Any]) -> list[DtypeRun]:
-    """Split a run between neighbouring parts that have different keys."""
-    keyed = zip(keys, run.parts, strict=True)
+def _split_dtype_range(dtype_range: DtypeRange, keys: Sequence[Any]) -> list[DtypeRange]:
+    """Split a dtype range between neighbouring parts that have different keys."""
+    keyed = zip(keys, dtype_range.parts, strict=True)
     pieces = []
     for _, group in itertools.groupby(keyed, key=lambda pair: pair[0]):
         parts = tuple(part for _, part in group)
         start, stop = parts[0].offset, parts[-1].offset + parts[-1].nbytes
-        pieces.append(DtypeRun(run.group, run.dtype, start, stop - start, parts))
-    return pieces if len(pieces) > 1 else [run]
+        pieces.append(DtypeRange(dtype_range.group, dtype_range.dtype, start, stop - start, parts))
+    return pieces if len(pieces) > 1 else [dtype_range]
 
 
 def _shared_state(state: State, by_element: set[str]) -> list[tuple[str, Any]]:
@@ -340,7 +336,7 @@ def _shared_state(state: State, by_element: set[str]) -> list[tuple[str, Any]]:
 
 
 def _joined_state(units: list[_OptimizerUnit]) -> State:
-    """Return the state of a run, given the units of its blocks."""
+    """Return the state of a dtype range, given the units of its blocks."""
     states = [unit.optimizer.state[unit.targets[0].parameter] for unit in units]
     flat = {key for key, value in states[0].items() if torch.is_tensor(value) and value.dim() == 1}
     joined = dict(states[0])
@@ -349,27 +345,27 @@ def _joined_state(units: list[_OptimizerUnit]) -> State:
     return joined
 
 
-def _part_state(run: DtypeRun, part: ParameterPart, whole: State) -> State:
-    """Return a copy of the state of one part, given that of its run."""
+def _part_state(dtype_range: DtypeRange, part: ParameterPart, whole: State) -> State:
+    """Return a copy of the state of one part, given that of its dtype range."""
     state = dict(whole)
     for key, value in whole.items():
         if torch.is_tensor(value) and value.dim() == 1:
-            state[key] = _elements(run, part, value)
+            state[key] = _elements(dtype_range, part, value)
     return _copied_state(state)
 
 
-def _elements(run: DtypeRun, part: ParameterPart, flat: Tensor) -> Tensor:
-    """Return the elements of a part, given a tensor with one value per element of the run."""
-    return flat[part.within(run)]
+def _elements(dtype_range: DtypeRange, part: ParameterPart, flat: Tensor) -> Tensor:
+    """Return the elements of a part, given a tensor with one value per element of the range."""
+    return flat[part.slice_in(dtype_range)]
 
 
-def _placed_state(state: State, unit: _OptimizerUnit, number: int) -> State:
+def _placed_state(state: State, unit: _OptimizerUnit, index: int) -> State:
     """Return a copy of a state on the devices that torch's optimizers expect.
 
     These are the device of the parameter and, for the step counter, the CPU, unless the optimizer
     is fused or capturable.
     """
-    device = unit.targets[number].parameter.device
+    device = unit.targets[index].parameter.device
     groups = unit.optimizer.param_groups
     counter_on_device = any(group.get("fused") or group.get("capturable") for group in groups)
     placed = dict(state)

@@ -21,7 +21,7 @@ def find_or_create_shards(clients: Sequence[ShardClient], consistency: Consisten
     """Make sure that all servers have their shards."""
     leader, *others = clients
     for _ in attempts():
-        may_create = leader.may_found()
+        may_create = leader.claim_creation()
         if may_create is not False:  # False: another trainer is creating the shards
             break
     if may_create:
@@ -33,13 +33,13 @@ def find_or_create_shards(clients: Sequence[ShardClient], consistency: Consisten
 
 def _create_shards(clients: Sequence[ShardClient], consistency: Consistency) -> None:
     """Create the shards. `clients` are in the order of creation, the leader last."""
-    saved = {client.server: client.saved() for client in clients}
+    saved = {client.server: client.saved_versions() for client in clients}
     leader = saved[clients[-1].server]
-    is_in_use = any(each.here and not each.pristine for each in saved.values())
-    under_way = leader.ours or is_in_use
+    is_in_use = any(each.has_shard and not each.unused for each in saved.values())
+    under_way = leader.of_this_run or is_in_use
     if under_way and _recreate_shards(clients, saved, consistency):
         return
-    rule = clients[0].plan.checkpoint
+    rule = clients[0].spec.checkpoint
     resumes = under_way or (rule is not None and rule.resume)
     versions = _versions(saved, consistency) if resumes else dict.fromkeys(saved)
     for client in clients:
@@ -53,15 +53,15 @@ def _recreate_shards(
 
     Return False if all of them were restarted and have to begin with a common version instead.
     """
-    without = [server for server, each in saved.items() if not (each.here or each.ours)]
+    without = [server for server, each in saved.items() if not (each.has_shard or each.of_this_run)]
     if without:
         raise JoinError(
             f"the training is under way, but {', '.join(without)} was restarted without a "
             "readable checkpoint of it. Start the training again under another name"
         )
-    rule = clients[0].plan.checkpoint
+    rule = clients[0].spec.checkpoint
     exact = rule is not None and rule.exact
-    all_restarted = not any(each.here for each in saved.values())
+    all_restarted = not any(each.has_shard for each in saved.values())
     in_rounds = isinstance(consistency, Sync)
     if in_rounds and not exact and all_restarted and _common_versions(saved):
         return False

@@ -58,11 +58,11 @@ class FlatParameters:
         `sharing` allocates shared memory if possible. `keeps_copy` keeps a copy of the values that
         servers returned, which tells whether a write has changed anything.
         """
-        trained = [parameters[slot.number] for slot in layout.slots]
+        trained = [parameters[slot.index] for slot in layout.slots]
         self.device = _common_device(trained)
         self.segment = None
         if sharing and self.device.type == "cpu":
-            self.segment = flat_memory.allocate(layout.nbytes)
+            self.segment = flat_memory.allocate_shared(layout.nbytes)
         if self.segment is not None:
             self.gradients = self.segment.contents
         else:
@@ -78,7 +78,7 @@ class FlatParameters:
         if keeps_copy:
             self._server_copy = flat_memory.allocate_private(layout.nbytes, self.device)
         self._tracked = {
-            slot.number: TrackedParameter(parameter, slot, self._view(slot), self._makes_views)
+            slot.index: TrackedParameter(parameter, slot, self._view(slot), self._makes_views)
             for slot, parameter in zip(layout.slots, trained, strict=True)
         }
         self._check_order = list(self._tracked.items())
@@ -89,7 +89,7 @@ class FlatParameters:
         self._server_values: dict[int, Tensor] = {}
         if self._server_copy is not None:
             self._server_values = {
-                slot.number: slot.of(self._server_copy) for slot in layout.slots if slot.shape
+                slot.index: slot.of(self._server_copy) for slot in layout.slots if slot.shape
             }
         self._ready_callbacks: list[weakref.WeakMethod[GradientReady]] = []
         self._hooks: list[Any] = []
@@ -177,12 +177,12 @@ class FlatParameters:
         """Copy new values, as views of the parts of a range, into the parameters."""
         parameters, values = [], []
         for part, view in zip(server_range.parts, views, strict=True):
-            parameter = self._tracked[part.slot.number].parameter
+            parameter = self._tracked[part.slot.index].parameter
             if part.is_whole:
                 parameters.append(parameter)
                 values.append(view)
                 if parameter.dim() and self._server_copy is None:
-                    self._server_values[part.slot.number] = view
+                    self._server_values[part.slot.index] = view
             else:
                 _write_part(parameter, part, view)
             if self._server_copy is not None:
@@ -259,7 +259,7 @@ class FlatParameters:
         return {
             position: self._part_of_parameter(part).to(self.device, copy=True)
             for position, part in enumerate(server_range.parts)
-            if part.slot.number in selected
+            if part.slot.index in selected
         }
 
     def copy_range(self, server_range: ServerRange) -> Tensor:
@@ -270,7 +270,7 @@ class FlatParameters:
         return values
 
     def _part_of_parameter(self, part: ParameterPart) -> Tensor:
-        parameter = self._tracked[part.slot.number].parameter
+        parameter = self._tracked[part.slot.index].parameter
         return parameter.detach().reshape(-1)[part.first : part.last]
 
     # The end

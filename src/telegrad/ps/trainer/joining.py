@@ -10,32 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from telegrad.agent import Agent, runtime_of
 from telegrad.errors import CallTimeout, JoinError, StaleReference, UsageError
 from telegrad.futures import Future
-from telegrad.ps import backoff
 from telegrad.ps.trainer.server_calls import wait_briefly, when_all_done
 from telegrad.ps.trainer.server_client import (
-    LOSS_ERRORS,
     LocalClients,
     ServerClient,
     retry_while_lost,
 )
-from telegrad.ps.trainer.service import still_trains
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
-
-# ps/server imports `pauses` and `still_trains` from here
-__all__ = [
-    "LOSS_ERRORS",
-    "close_on_shutdown",
-    "find_servers",
-    "join",
-    "leave",
-    "pauses",
-    "require_runtime",
-    "start_leaving",
-    "still_trains",
-]
-pauses = backoff.attempts
 
 
 class Closable(Protocol):
@@ -52,19 +35,19 @@ def require_runtime(agent: Agent | None) -> AgentRuntime:
     return runtime
 
 
-def find_servers(agent: AgentRuntime, servers: str | Sequence[str]) -> list[str]:
+def find_servers(runtime: AgentRuntime, servers: str | Sequence[str]) -> list[str]:
     """Return the names of workers that match a pattern, or the given names."""
     if not isinstance(servers, str):
         names = list(servers)
     else:
-        names = sorted(fnmatch.filter([info.name for info in agent.get_worker_infos()], servers))
+        names = sorted(fnmatch.filter([info.name for info in runtime.get_worker_infos()], servers))
     if not names:
         raise UsageError(f"no worker of the group is named {servers!r}")
     return names
 
 
 def join(
-    agent: AgentRuntime,
+    runtime: AgentRuntime,
     description: str,
     clients: Sequence[ServerClient[Any]],
     prepare: Callable[[], None],
@@ -79,7 +62,7 @@ def join(
 
     `description` names the parameter server in errors. `prepare` is called before each attempt.
     """
-    timeout = agent.config.join_timeout
+    timeout = runtime.config.join_timeout
 
     def attempt(_: Callable[[], None]) -> None:
         prepare()
@@ -91,7 +74,7 @@ def join(
             for client, future in zip(clients, joins, strict=True):
                 if future.done():
                     _check_member(client)
-            agent.service(LocalClients).rejoin_lost_servers()
+            runtime.service(LocalClients).rejoin_lost_servers()
         for client, future in zip(clients, joins, strict=True):
             client.finish_join(future.wait())
 
@@ -101,7 +84,7 @@ def join(
         else:
             retry_while_lost(attempt, patience)
     except BaseException as error:
-        leave(agent, clients)  # no server may wait for a trainer that did not start
+        leave(runtime, clients)  # no server may wait for a trainer that did not start
         if not isinstance(error, CallTimeout):
             raise
         raise JoinError(
@@ -122,12 +105,12 @@ def _check_member(client: ServerClient[Any]) -> None:
         raise StaleReference("a server was restarted while the trainer joined")
 
 
-def leave(agent: AgentRuntime, clients: Sequence[ServerClient[Any]]) -> None:
+def leave(runtime: AgentRuntime, clients: Sequence[ServerClient[Any]]) -> None:
     """Leave all servers and wait for their replies.
 
     A server that is down asks the trainer's worker when it is back (`still_trains`).
     """
-    if not agent.closing:
+    if not runtime.closing:
         for future in start_leaving(clients):
             future.exception()
 
@@ -137,7 +120,7 @@ def start_leaving(clients: Sequence[ServerClient[Any]]) -> list[Future[None]]:
     return [client.leave() for client in clients]
 
 
-def close_on_shutdown(agent: AgentRuntime, trainer: Closable) -> None:
+def close_on_shutdown(runtime: AgentRuntime, trainer: Closable) -> None:
     """Close a trainer when its agent shuts down, if the trainer still exists then."""
     reference = weakref.ref(trainer)
 
@@ -146,4 +129,4 @@ def close_on_shutdown(agent: AgentRuntime, trainer: Closable) -> None:
         if alive is not None:
             alive.close()
 
-    agent.on_shutdown(close)
+    runtime.on_shutdown(close)

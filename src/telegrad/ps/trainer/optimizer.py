@@ -8,7 +8,7 @@ If a `GradScaler` finds infinite gradients, the step is still sent, with a flag
 (`_step_supports_amp_scaling`). The servers then skip the round, so all trainers skip it together.
 
 State: `param_groups` belong to the trainer, and their changes are sent with the next push;
-`_sent_options` are the options that the servers know; `_attachments`, the clients, one for each
+`_sent_options` are the options that the servers know; `_clients`, the clients, one for each
 server, hold the rest. Used by one thread at a time.
 """
 
@@ -26,15 +26,16 @@ from torch import Tensor, nn, optim
 from telegrad import param_groups
 from telegrad.errors import UsageError
 from telegrad.futures import Future, wait_all
+from telegrad.param_groups import Options
 from telegrad.ps import compression as gradient_compression
+from telegrad.ps import flat_memory
+from telegrad.ps.checkpoints import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
 from telegrad.ps.embeddings.row_gradients import RowsParameter
 from telegrad.ps.embeddings.tables import Tables
 from telegrad.ps.layout import ParameterLayout
 from telegrad.ps.messages import PushReply, ShardSpec, make_trainer_id
-from telegrad.ps.server import service
-from telegrad.ps.server.checkpoint import Checkpoint
-from telegrad.ps.server.shard_optimizer import Options, State, works_by_element
+from telegrad.ps.optimizer_types import State, works_by_element
 from telegrad.ps.trainer.creation import find_or_create_shards
 from telegrad.ps.trainer.flat_parameters import FlatParameters
 from telegrad.ps.trainer.joining import (
@@ -118,8 +119,8 @@ class Optimizer(optim.Optimizer):
         template = optimizer(
             model.parameters() if isinstance(model, nn.Module) else model, **options
         )
-        self._agent = runtime
-        self._attachments: list[ShardClient] = []
+        self._runtime = runtime
+        self._clients: list[ShardClient] = []
         self._tables: list[Tables] = []
         super().__init__(template.param_groups, template.defaults)
         self.steps = 0
@@ -127,7 +128,7 @@ class Optimizer(optim.Optimizer):
         self.dropped = 0
         self.skipped = 0
         self._optimizer_class = optimizer
-        self._sent_options = [param_groups.options(group) for group in self.param_groups]
+        self._sent_options = [param_groups.group_options(group) for group in self.param_groups]
         self._consistency = consistency or Sync()
         trained = trained_parameters(model, self.param_groups, include_frozen)
         for _, parameter_name, parameter in itertools.chain.from_iterable(trained):
@@ -137,12 +138,12 @@ class Optimizer(optim.Optimizer):
             raise UsageError("none of the parameters requires a gradient")
         # without rounds of all trainers, servers publish new values while this trainer computes
         keeps_copy = self._consistency != Sync()
-        shares_memory = service.shares_memory(runtime)
+        shares_memory = flat_memory.may_share(runtime.config)
         self._flat = FlatParameters(self._layout, self._parameters, shares_memory, keeps_copy)
         self._structure = (
             ModelStructure(model, self._parameters) if isinstance(model, nn.Module) else None
         )
-        trained_indices = {slot.number for slot in self._layout.slots}
+        trained_indices = {slot.index for slot in self._layout.slots}
         self._frozen = [
             parameter
             for index, parameter in enumerate(self._parameters)
@@ -158,19 +159,19 @@ class Optimizer(optim.Optimizer):
         )
         self.name = self._registration.name
         try:
-            self._attachments = self._make_clients(workers, options, trainers, checkpoint, patience)
+            self._clients = self._make_clients(workers, options, trainers, checkpoint, patience)
             self._tables = _tables_of(self._parameters)
             self._join(None if checkpoint is None else patience)
         except BaseException:
             self._registration.release(unused=True)
             raise
-        self._registration.leave_when_collected(self, partial(start_leaving, self._attachments))
+        self._registration.leave_when_collected(self, partial(start_leaving, self._clients))
         for tables in self._tables:
             tables.show_gradients(True)
         close_on_shutdown(runtime, self)
 
     def __repr__(self) -> str:
-        servers = ", ".join(client.server for client in self._attachments)
+        servers = ", ".join(client.server for client in self._clients)
         name = getattr(self._optimizer_class, "__name__", repr(self._optimizer_class))
         return (
             f"<ps.Optimizer {self.name!r} of {name} on {servers}, {self._consistency}: "
@@ -186,13 +187,13 @@ class Optimizer(optim.Optimizer):
     @property
     def version(self) -> int:
         """The number of steps that the servers had made when they last replied."""
-        return min(client.version for client in self._attachments)
+        return min(client.version for client in self._clients)
 
     def close(self) -> None:
         """Leave, so that other trainers no longer wait for this one. The model stays as it is."""
-        clients, self._attachments = self._attachments, []
+        clients, self._clients = self._clients, []
         if clients:
-            leave(self._agent, clients)
+            leave(self._runtime, clients)
             self._flat.release()
             self._registration.release()
         for tables in self._tables:
@@ -217,7 +218,7 @@ class Optimizer(optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._attachments:
+        if not self._clients:
             raise UsageError(f"the optimizer of parameter server {self.name!r} is closed")
         self._check_model()
         skip = self._unscale()
@@ -239,7 +240,7 @@ class Optimizer(optim.Optimizer):
             tables.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._attachments:
+        if self._clients:
             raise UsageError(
                 "the parameters of a parameter server are fixed; create a new Optimizer under "
                 "another name"
@@ -250,22 +251,22 @@ class Optimizer(optim.Optimizer):
         """Fetch the state from the servers, in the format of the optimizer that they run."""
         state: dict[int, State] = {}
         server_states = self._call_all(ShardClient.state)
-        for client, parts_state in zip(self._attachments, server_states, strict=True):
-            for part, values in zip(client.plan.share.parts, parts_state, strict=True):
+        for client, parts_state in zip(self._clients, server_states, strict=True):
+            for part, values in zip(client.spec.server_range.parts, parts_state, strict=True):
                 if values:
-                    index = part.slot.number
+                    index = part.slot.index
                     self._write_state(state.setdefault(index, {}), index, part.first, values)
         return {
             "state": dict(sorted(state.items())),
-            "param_groups": param_groups.packed(self.param_groups),
+            "param_groups": param_groups.to_state_dict(self.param_groups),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Send every server its part of a `state_dict` of this or the underlying optimizer."""
-        state = param_groups.state_by_number(state_dict, self.param_groups)
+        state = param_groups.state_by_index(state_dict, self.param_groups)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(param_groups.options(loaded))
-        changes = param_groups.changes(self.param_groups, self._sent_options)
+            group.update(param_groups.group_options(loaded))
+        changes = param_groups.take_changes(self.param_groups, self._sent_options)
         self._call_all(lambda client: client.load(state, changes))
 
     # Internal
@@ -305,7 +306,7 @@ class Optimizer(optim.Optimizer):
                 device=str(self._flat.device),
             )
             client = ShardClient(
-                self._agent,
+                self._runtime,
                 self._trainer,
                 server,
                 spec,
@@ -319,10 +320,10 @@ class Optimizer(optim.Optimizer):
         return clients
 
     def _join(self, patience: float | None) -> None:
-        clients = self._attachments
+        clients = self._clients
         prepare = partial(find_or_create_shards, clients, self._consistency)
         try:
-            join(self._agent, f"parameter server {self.name!r}", clients, prepare, patience)
+            join(self._runtime, f"parameter server {self.name!r}", clients, prepare, patience)
         except BaseException:
             self.close()
             raise
@@ -355,11 +356,11 @@ class Optimizer(optim.Optimizer):
 
     def _push(self, skip: bool) -> list[PushReply]:
         """Push to all servers at once, and return their replies."""
-        changes = param_groups.changes(self.param_groups, self._sent_options)
+        changes = param_groups.take_changes(self.param_groups, self._sent_options)
         written = frozenset(self._flat.find_written())
         pushes = [
             (client, PushRequest(self.steps, self._version_of(client), changes, skip, written))
-            for client in self._attachments
+            for client in self._clients
         ]
         if len(pushes) == 1:  # a synchronous call is the fastest
             ((client, request),) = pushes
@@ -375,7 +376,7 @@ class Optimizer(optim.Optimizer):
             )
             for client, request in pushes
         ]
-        return gather_replies(self._agent, calls)
+        return gather_replies(self._runtime, calls)
 
     def _version_of(self, client: ShardClient) -> int:
         """Return the version that the gradients were computed with.
@@ -392,7 +393,7 @@ class Optimizer(optim.Optimizer):
         return client.retry_push(request._replace(changes=all_options), error)
 
     def _apply_replies(self, replies: list[PushReply]) -> None:
-        for client, reply in zip(self._attachments, replies, strict=True):
+        for client, reply in zip(self._clients, replies, strict=True):
             client.apply_reply(reply)
         self._flat.mark_current()
         self.staleness = max(reply.staleness for reply in replies)
@@ -415,7 +416,7 @@ class Optimizer(optim.Optimizer):
             state[key].view(-1)[first : first + value.numel()].copy_(value)
 
     def _call_all(self, start: Callable[[ShardClient], Future[Any]]) -> list[Any]:
-        return wait_all([start(client) for client in self._attachments])
+        return wait_all([start(client) for client in self._clients])
 
 
 def _tables_of(parameters: Iterable[Tensor]) -> list[Tables]:

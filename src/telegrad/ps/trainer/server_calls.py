@@ -34,7 +34,7 @@ class ServerCall(Generic[T]):
     ensure_member: Callable[[T], None]
 
 
-def gather_replies(agent: AgentRuntime, calls: Sequence[ServerCall[T]]) -> list[T]:
+def gather_replies(runtime: AgentRuntime, calls: Sequence[ServerCall[T]]) -> list[T]:
     """Return the replies to calls to several servers.
 
     Retry a lost server while waiting for the others. Rejoin a server that was restarted after its
@@ -45,10 +45,10 @@ def gather_replies(agent: AgentRuntime, calls: Sequence[ServerCall[T]]) -> list[
         return []
     if wait_briefly(when_all_done(futures), LOSS_ERRORS):
         return [future.wait() for future in futures]
-    retried = [_with_retry(agent, call) for call in calls]
+    retried = [_with_retry(runtime, call) for call in calls]
     all_done = when_all_done(retried)
     while not wait_briefly(all_done):
-        agent.service(LocalClients).rejoin_lost_servers()
+        runtime.service(LocalClients).rejoin_lost_servers()
         for call, successful in zip(calls, retried, strict=True):
             if successful.done():
                 call.ensure_member(successful.wait().wait())
@@ -89,7 +89,7 @@ def when_all_done(futures: Sequence[Future[Any]]) -> Future[None]:
     return all_done
 
 
-def _with_retry(agent: AgentRuntime, call: ServerCall[T]) -> Future[Future[T]]:
+def _with_retry(runtime: AgentRuntime, call: ServerCall[T]) -> Future[Future[T]]:
     """Return a future of the first future of this call, or of its retry, that has a result."""
     successful: Future[Future[T]] = Future()
 
@@ -103,7 +103,7 @@ def _with_retry(agent: AgentRuntime, call: ServerCall[T]) -> Future[Future[T]]:
         error = call.future.exception()
         if isinstance(error, LOSS_ERRORS):
             # not on the thread of the callback, because a retry blocks
-            agent.threads.start(partial(retry, error))
+            runtime.threads.start(partial(retry, error))
         elif isinstance(error, Exception):
             successful.set_exception(error)
         else:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from telegrad.errors import CallTimeout, PeerLost, StaleReference
 from telegrad.futures import Future
 from telegrad.ps.backoff import attempts
-from telegrad.ps.server.checkpoint import Checkpoint
+from telegrad.ps.checkpoints import Checkpoint
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
@@ -65,20 +65,20 @@ class ServerClient(ABC, Generic[SpecT]):
 
     def __init__(
         self,
-        agent: AgentRuntime,
+        runtime: AgentRuntime,
         trainer: str,
         server: str,
-        plan: SpecT,
+        spec: SpecT,
         service: MembershipService,
         patience: float,
     ) -> None:
         self.server = server
-        self.plan = plan
+        self.spec = spec
         self.version = 0
         # returns the time limit of a step in seconds, or None for no limit
         self.step_timeout: Callable[[], float | None] = lambda: None
-        self._agent = agent
-        self._me = trainer
+        self._runtime = runtime
+        self._trainer = trainer
         self._service = service
         self._patience = patience  # seconds that a lost server may take to come back
         self._first_round = 0
@@ -89,8 +89,10 @@ class ServerClient(ABC, Generic[SpecT]):
 
     def announce(self) -> int:
         """Announce the trainer. Return the round from which on the server waits for it."""
-        self._agent.service(LocalClients).clients[self._me, self.server] = self
-        return int(self._agent.invoke(self.server, self._service.announce, (self.plan, self._me)))
+        self._runtime.service(LocalClients).clients[self._trainer, self.server] = self
+        return int(
+            self._runtime.invoke(self.server, self._service.announce, (self.spec, self._trainer))
+        )
 
     @abstractmethod
     def start_join(self, first_round: int, timeout: float) -> Future[Any]:
@@ -102,13 +104,13 @@ class ServerClient(ABC, Generic[SpecT]):
 
     def leave(self) -> Future[None]:
         """Tell the server not to wait for this trainer any more."""
-        self._agent.service(LocalClients).clients.pop((self._me, self.server), None)
-        return self._start(self._service.leave, self._me)
+        self._runtime.service(LocalClients).clients.pop((self._trainer, self.server), None)
+        return self._start(self._service.leave, self._trainer)
 
     def is_member(self) -> bool:
         """Return whether the server knows this trainer."""
-        arguments = (self.plan.name, self._me)
-        return bool(self._agent.invoke(self.server, self._service.has_member, arguments))
+        arguments = (self.spec.name, self._trainer)
+        return bool(self._runtime.invoke(self.server, self._service.has_member, arguments))
 
     # Rejoining a server that was restarted
 
@@ -119,7 +121,7 @@ class ServerClient(ABC, Generic[SpecT]):
     def rejoin_if_idle(self) -> None:
         """Rejoin the server, except during a step: the step rejoins by itself."""
         with self._busy_lock:
-            if self._busy or self.plan.checkpoint is None:
+            if self._busy or self.spec.checkpoint is None:
                 return
             try:
                 self._rejoin_between_steps()
@@ -137,7 +139,7 @@ class ServerClient(ABC, Generic[SpecT]):
         except CallTimeout:
             return  # the server is alive and busy
         except LOSS_ERRORS:
-            if self.plan.checkpoint is None:
+            if self.spec.checkpoint is None:
                 raise
         try:
             rejoin()
@@ -151,7 +153,7 @@ class ServerClient(ABC, Generic[SpecT]):
 
         Raise `error` if the server has no checkpoint, because it cannot come back then.
         """
-        if self.plan.checkpoint is None:
+        if self.spec.checkpoint is None:
             raise error
 
         def attempt(restart_timeout: Callable[[], None]) -> Future[T]:
@@ -163,13 +165,13 @@ class ServerClient(ABC, Generic[SpecT]):
 
     def _start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call a function of the service about this parameter server, without a time limit."""
-        return self._agent.start(self.server, function, (self.plan.name, *args), None, None)
+        return self._runtime.start(self.server, function, (self.spec.name, *args), None, None)
 
 
 class LocalClients:
     """The clients of all trainers of one agent, by trainer and server."""
 
-    def __init__(self, agent: AgentRuntime) -> None:
+    def __init__(self, runtime: AgentRuntime) -> None:
         self.clients: weakref.WeakValueDictionary[tuple[str, str], ServerClient[Any]] = (
             weakref.WeakValueDictionary()
         )

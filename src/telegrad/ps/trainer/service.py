@@ -14,10 +14,10 @@ def still_trains(trainer: str, server: str) -> bool:
     The trainer rejoins that server, except during a step: the step rejoins by itself, because it
     may wait for another server, and that server for trainers that wait for this one.
     """
-    agent = active_runtime()
-    if agent is None:
+    runtime = active_runtime()
+    if runtime is None:
         return False
-    client = agent.service(LocalClients).clients.get((trainer, server))
+    client = runtime.service(LocalClients).clients.get((trainer, server))
     if client is None:
         return False
     client.rejoin_if_idle()

@@ -24,13 +24,14 @@ from torch import Tensor
 
 from telegrad.errors import StaleReference
 from telegrad.futures import Future
+from telegrad.param_groups import Options
 from telegrad.ps import flat_memory
 from telegrad.ps.compression import Compressor
 from telegrad.ps.flat_memory import MappedMemory, SegmentHandle
 from telegrad.ps.gradient_buckets import GradientBucket
 from telegrad.ps.messages import Gradients, JoinReply, PushReply, SavedVersions, ShardSpec
+from telegrad.ps.optimizer_types import State
 from telegrad.ps.server import service
-from telegrad.ps.server.shard_optimizer import Options, State
 from telegrad.ps.trainer.flat_parameters import FlatParameters
 from telegrad.ps.trainer.overlap import OverlappedPush
 from telegrad.ps.trainer.server_client import ServerClient, retry_while_lost
@@ -53,22 +54,22 @@ class PushRequest(NamedTuple):
 class ShardClient(ServerClient[ShardSpec]):
     def __init__(
         self,
-        agent: AgentRuntime,
+        runtime: AgentRuntime,
         trainer: str,
         server: str,
-        plan: ShardSpec,
+        spec: ShardSpec,
         flat: FlatParameters,
         compression: torch.dtype | None,
         overlap: bool,
         patience: float,
     ) -> None:
-        super().__init__(agent, trainer, server, plan, service, patience)
+        super().__init__(runtime, trainer, server, spec, service, patience)
         self._flat = flat
         self._server_memory: MappedMemory | None = None
         self._shares_gradients = False
         self._compressor: Compressor | None = None
         if compression is not None:
-            self._compressor = Compressor(plan.share, compression, flat.device)
+            self._compressor = Compressor(spec.server_range, compression, flat.device)
         self._overlap = overlap
         self._overlapped: OverlappedPush | None = None
         self._last_step = 0  # the last step that was pushed
@@ -83,43 +84,45 @@ class ShardClient(ServerClient[ShardSpec]):
         medium = "shared memory" if is_shared else "calls"
         overlapped = "" if self._overlapped is None else f", {self._overlapped!r}"
         return (
-            f"<ShardClient to {self.server!r}: {self.plan.share.nbytes} bytes, "
+            f"<ShardClient to {self.server!r}: {self.spec.server_range.nbytes} bytes, "
             f"version {self.version}, by {medium}{overlapped}>"
         )
 
     # Creating the shard
 
-    def may_found(self) -> bool | None:
+    def claim_creation(self) -> bool | None:
         """Return whether this trainer may create the shards. None: they exist already."""
-        may_create: bool | None = self._agent.invoke(
-            self.server, service.find_shard, (self.plan.name, self._me)
+        may_create: bool | None = self._runtime.invoke(
+            self.server, service.claim_creation, (self.spec.name, self._trainer)
         )
         return may_create
 
-    def saved(self) -> SavedVersions:
+    def saved_versions(self) -> SavedVersions:
         """Return what the server has of this shard, in memory and in checkpoints."""
-        versions: SavedVersions = self._agent.invoke(self.server, service.saved, (self.plan,))
+        versions: SavedVersions = self._runtime.invoke(
+            self.server, service.saved_versions, (self.spec,)
+        )
         return versions
 
     def create(self, version: int | None) -> None:
         """Create the shard with a saved version; None: with the values of this model."""
-        values = self._flat.copy_range(self.plan.share)
-        self._agent.invoke(self.server, service.create, (self.plan, values, version))
+        values = self._flat.copy_range(self.spec.server_range)
+        self._runtime.invoke(self.server, service.create, (self.spec, values, version))
 
     def recreate(self) -> None:
         """Let a server that was restarted create its shard from its checkpoint."""
-        self._agent.invoke(self.server, service.recreate, (self.plan,))
+        self._runtime.invoke(self.server, service.recreate, (self.spec,))
 
     # Joining
 
     def start_join(self, first_round: int, timeout: float) -> Future[JoinReply]:
         self._first_round = first_round
-        arguments = (self.plan.name, self._me, first_round, self._gradient_handle)
-        return self._agent.start(self.server, service.enter, arguments, None, timeout)
+        arguments = (self.spec.name, self._trainer, first_round, self._gradient_handle)
+        return self._runtime.start(self.server, service.join, arguments, None, timeout)
 
     def finish_join(self, reply: JoinReply) -> None:
         self._open_memory(reply)
-        self.apply_reply(reply.answer)
+        self.apply_reply(reply.reply)
 
     def _rejoin(self, acknowledged: int, version: int | None = None) -> None:
         """Rejoin a server that was restarted.
@@ -128,16 +131,16 @@ class ShardClient(ServerClient[ShardSpec]):
         the last step that the server has replied to; `version` is that of the values.
         """
         arguments = (
-            self.plan,
-            self._me,
+            self.spec,
+            self._trainer,
             self._first_round,
             acknowledged,
             self.version if version is None else version,
-            self._flat.copy_range(self.plan.share),
+            self._flat.copy_range(self.spec.server_range),
             self._gradient_handle,
             self._applied,
         )
-        self._open_memory(self._agent.invoke(self.server, service.resume, arguments))
+        self._open_memory(self._runtime.invoke(self.server, service.rejoin, arguments))
 
     def _rejoin_between_steps(self) -> None:
         self._rejoin(self._last_step)
@@ -154,14 +157,17 @@ class ShardClient(ServerClient[ShardSpec]):
 
     def _open_memory(self, reply: JoinReply) -> None:
         """Map the memory of the server, and prepare for overlapped pushes if it shares none."""
-        self._shares_gradients = reply.shared
+        self._shares_gradients = reply.reads_shared_memory
         if self._overlap and not self._shares_gradients and self._overlapped is None:
             self._overlapped = OverlappedPush(
-                self.plan.share, self._copy_bucket, self._send_bucket, self._agent.threads.start
+                self.spec.server_range,
+                self._copy_bucket,
+                self._send_bucket,
+                self._runtime.threads.start,
             )
             self._flat.on_gradient_ready(self._on_gradient_ready)
         handle = reply.memory if self._flat.segment is not None else None
-        self._server_memory = None if handle is None else flat_memory.find_shared(handle)
+        self._server_memory = None if handle is None else flat_memory.open_shared(handle)
         self._published.clear()
 
     @property
@@ -183,15 +189,15 @@ class ShardClient(ServerClient[ShardSpec]):
         return bucket.of(self._dtype_ranges_of(gradients)).clone()
 
     def _send_bucket(self, index: int, contents: Tensor) -> None:
-        arguments = (self.plan.name, self._me, self._last_step + 1, {index: contents})
-        self._agent.invoke(self.server, service.bring, arguments, None, None)
+        arguments = (self.spec.name, self._trainer, self._last_step + 1, {index: contents})
+        self._runtime.invoke(self.server, service.stage_gradients, arguments, None, None)
 
     # Steps
 
     def push(self, request: PushRequest) -> PushReply:
         """Send the gradients that are in the flat memory, and return the reply."""
         arguments = self._push_arguments(request)
-        reply: PushReply = self._agent.invoke(
+        reply: PushReply = self._runtime.invoke(
             self.server, service.push, arguments, None, self.step_timeout()
         )
         return reply
@@ -199,7 +205,7 @@ class ShardClient(ServerClient[ShardSpec]):
     def start_push(self, request: PushRequest) -> Future[PushReply]:
         """Send the gradients that are in the flat memory, and return a future of the reply."""
         arguments = self._push_arguments(request)
-        return self._agent.start(self.server, service.push, arguments, None, self.step_timeout())
+        return self._runtime.start(self.server, service.push, arguments, None, self.step_timeout())
 
     def retry_push(self, request: PushRequest, error: Exception) -> Future[PushReply]:
         """Wait for a lost server, rejoin it, and repeat a push that failed with `error`."""
@@ -213,9 +219,9 @@ class ShardClient(ServerClient[ShardSpec]):
         step, version, changes, skip, written = request
         gradients = self._gradients_to_send(step, skip)
         self._last_step = step
-        values = self._flat.copy_values(self.plan.share, written) if written else None
+        values = self._flat.copy_values(self.spec.server_range, written) if written else None
         by_value = self._server_memory is None
-        usual = (self.plan.name, self._me, step, version, changes, gradients, by_value)
+        usual = (self.spec.name, self._trainer, step, version, changes, gradients, by_value)
         if skip or values:
             return (*usual, self._flat.missing, skip, values)
         return (*usual, self._flat.missing) if self._flat.missing else usual
@@ -245,10 +251,10 @@ class ShardClient(ServerClient[ShardSpec]):
         return gradients if compressed is None else compressed
 
     def _range_of(self, flat: Tensor) -> Tensor:
-        return flat[self.plan.share.start : self.plan.share.stop]
+        return flat[self.spec.server_range.start : self.spec.server_range.stop]
 
     def _dtype_ranges_of(self, gradients: Tensor) -> list[Tensor]:
-        return [each.of(gradients) for each in self.plan.share.runs]
+        return [each.of(gradients) for each in self.spec.server_range.dtype_ranges]
 
     def apply_reply(self, reply: PushReply) -> None:
         """Copy the values of a reply into the parameters. This completes the step."""
@@ -269,7 +275,7 @@ class ShardClient(ServerClient[ShardSpec]):
             self._busy = False
         if reply.problem is not None:
             warnings.warn(
-                f"parameter server {self.plan.name!r} on {self.server!r}: {reply.problem}",
+                f"parameter server {self.spec.name!r} on {self.server!r}: {reply.problem}",
                 stacklevel=4,
             )
 
@@ -278,29 +284,33 @@ class ShardClient(ServerClient[ShardSpec]):
 
         def attempt(_: Callable[[], None]) -> PushReply:
             try:
-                reply: PushReply = self._agent.invoke(self.server, service.pull, (self.plan.name,))
+                reply: PushReply = self._runtime.invoke(
+                    self.server, service.pull, (self.spec.name,)
+                )
             except StaleReference:
                 # the parameters are partly overwritten, so the server must not take them over
                 self._rejoin(self._last_step, version=-1)
                 raise
             return reply
 
-        return retry_while_lost(attempt, 0.0 if self.plan.checkpoint is None else self._patience)
+        return retry_while_lost(attempt, 0.0 if self.spec.checkpoint is None else self._patience)
 
     def _write_values(self, values: Tensor) -> None:
-        self._flat.write_values(self.plan.share, self._flat.part_views(self.plan.share, values))
+        self._flat.write_values(
+            self.spec.server_range, self._flat.part_views(self.spec.server_range, values)
+        )
 
     def _read_published(self, version: int) -> bool:
         """Copy a published version. Return False if the server has begun to overwrite it."""
         assert self._server_memory is not None
-        nbytes = self.plan.share.nbytes
+        nbytes = self.spec.server_range.nbytes
         # the server writes each version into the next one of these copies
         copies = self._server_memory.contents.numel() // nbytes
         start = version % copies * nbytes
         if start not in self._published:
             published = self._server_memory.contents[start : start + nbytes]
-            self._published[start] = self._flat.part_views(self.plan.share, published)
-        self._flat.write_values(self.plan.share, self._published[start])
+            self._published[start] = self._flat.part_views(self.spec.server_range, published)
+        self._flat.write_values(self.spec.server_range, self._published[start])
         return self._server_memory.counter < version + copies
 
     # The optimizer's state

@@ -31,7 +31,7 @@ class TrackedParameter:
         """`own_storage`: the view has its own storage, and may become the gradient."""
         self.parameter = parameter
         self.slot = slot
-        self.index = slot.number
+        self.index = slot.index
         self.view = view
         self.address = view.data_ptr() or -1  # an empty tensor has the address 0
         self.is_zero = True
