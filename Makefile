@@ -49,7 +49,7 @@ test-frameworks:  ## training loops of Hugging Face, Lightning and accelerate
 	$(MAKE) VENV=.venv-frameworks .venv-frameworks/.installed-frameworks
 	.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)
 
-check: lint types layers workflows  ## lint, format, types, layers, workflows: each is also a command of its own
+check: lint types public-types layers workflows  ## lint, format, types, layers, workflows: each is also a command of its own
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
