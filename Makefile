@@ -52,7 +52,7 @@ test-frameworks:  ## test training loops of Hugging Face, Lightning and accelera
 	$(MAKE) VENV=.venv-frameworks .venv-frameworks/.installed-frameworks
 	.venv-frameworks/bin/python -m pytest tests/frameworks $(ARGS)
 
-check: lint types layers workflows  ## run lint, types, layers and workflows; each is also a command
+check: lint types public-types layers workflows  ## run all of these; each is also a command
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -16,6 +16,7 @@ build/recsys.
 """
 
 import argparse
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ class Model(nn.Module):
         )
 
     def forward(self, numbers: Tensor, ids: Tensor) -> Tensor:
-        wanted = [
+        wanted: list[Any] = [
             (bag, column.unsqueeze(1)) for bag, column in zip(self.bags, ids.unbind(1), strict=True)
         ]
         telegrad.ps.prefetch(wanted)  # the rows of all tables with one call to each server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from types import ModuleType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import pytest
 import torch.distributed.rpc as torch_rpc
@@ -147,7 +147,7 @@ def test_functions_take_torchs_parameters(path: str) -> None:
     assert required <= set(torchs)
 
 
-def _find(module: object, path: str) -> object:
+def _find(module: Any, path: str) -> Any:
     for name in path.split("."):
         module = getattr(module, name)
     return module

@@ -100,7 +100,7 @@ class WorkersFailed(TelegradError):
         self, message: str = "", *, failures: Mapping[str, BaseException] | None = None
     ) -> None:
         super().__init__(message)
-        self.failures = dict(failures or {})
+        self.failures: dict[str, BaseException] = dict(failures or {})
 
     @classmethod
     def of(cls, failures: Mapping[str, BaseException]) -> WorkersFailed:
@@ -161,7 +161,7 @@ class GroupBroken(PeerLost):
 
     def __init__(self, message: str = "", *, missing: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.missing = tuple(missing)
+        self.missing: tuple[str, ...] = tuple(missing)
 
 
 class JoinError(TelegradError):

@@ -44,6 +44,8 @@ class RemoteModule(nn.Module):
     torch.Size([4, 2])
     """
 
+    on: str
+    device: str
     module_rref: RRef[nn.Module]
 
     def __init__(

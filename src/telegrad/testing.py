@@ -29,10 +29,10 @@ class LocalCluster:
     def __init__(
         self, size: int, *, fixed_size: bool = True, store: Any = None, **settings: Any
     ) -> None:
-        self.store = dist.HashStore() if store is None else store
-        self.config = replace(Config(secret=_SECRET), **settings)
+        self.store: Any = dist.HashStore() if store is None else store
+        self.config: Config = replace(Config(secret=_SECRET), **settings)
         self._world_size = size if fixed_size else None
-        self.agents = [self.agent(f"w{rank}", rank) for rank in range(size)]
+        self.agents: list[Agent] = [self.agent(f"w{rank}", rank) for rank in range(size)]
 
     def __repr__(self) -> str:
         return "\n".join(repr(agent) for agent in self.agents)

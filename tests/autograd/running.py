@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any, Protocol
 
@@ -321,9 +322,7 @@ def serve(number: int, block: Block, ins: list[Tensor], refs: list[Any]) -> list
 
 
 @rpc.functions.async_execution
-def relay(
-    to: str, number: int, block: Block, ins: list[Tensor], refs: list[Any]
-) -> Future[list[Tensor]]:
+def relay(to: str, number: int, block: Block, ins: list[Tensor], refs: list[Any]) -> Any:
     """Run a block on another worker, and return its results when they are there."""
     return here().submit(to, serve, number, block, ins, refs).then(lambda done: halved(done.wait()))
 
@@ -416,7 +415,7 @@ def assert_same_tensors(found: dict[Any, Any], expected: dict[Any, Any]) -> None
                 _coalesced(expected[name]),
                 rtol=1e-9,
                 atol=1e-11,
-                msg=lambda text, name=name: f"{name}: {text}",
+                msg=partial("{}: {}".format, name),
             )
 
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from telegrad import autograd
 from telegrad.agent import Agent
 from telegrad.autograd import engine
-from telegrad.autograd.gradient_messages import GradientMessage
+from telegrad.autograd.gradient_messages import GradientMessage, GradientReply
 from telegrad.autograd.registry import ContextRegistry
 from telegrad.autograd.send_recv import SentTensor
 from telegrad.errors import JoinError
-from telegrad.futures import Future
 from telegrad.messages.scope import current_scope
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import (
@@ -152,7 +151,7 @@ class AddingLock:
         self._lock.release()
         if not self._this._busy and not self._happened:
             self._happened = True
-            assert self._this._enqueue(engine._ReceivedMessage("somebody", None, Future()))
+            assert self._this._enqueue(engine._ReceivedMessage("somebody", None, GradientReply()))
 
 
 @pytest.mark.parametrize("transport", ["memory"])

@@ -221,7 +221,7 @@ def test_a_complex_root_is_refused(w0: Agent) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use of it
 @pytest.mark.parametrize("kind", [Tensor, nn.Parameter, MyParameter, MyTensor])
-def test_forward_mode_tangents_are_refused(w0: Agent, kind: type) -> None:
+def test_forward_mode_tangents_are_refused(w0: Agent, kind: type[Any]) -> None:
     primal: Tensor = torch.ones(2)
     if kind is not Tensor:
         primal = kind(primal) if issubclass(kind, nn.Parameter) else primal.as_subclass(kind)

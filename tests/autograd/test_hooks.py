@@ -165,7 +165,11 @@ def run_module(log: Log, x: Tensor) -> Tensor:
         return (2 * inputs[0],)
 
     module.register_full_backward_hook(see)
-    module.first.register_full_backward_pre_hook(lambda _, outputs: (outputs[0].clamp(-0.1, 0.1),))
+
+    def clamp(_: nn.Module, outputs: Any) -> Any:
+        return (outputs[0].clamp(-0.1, 0.1),)
+
+    module.first.register_full_backward_pre_hook(clamp)
     result: Tensor = module(x)
     return result
 

@@ -209,7 +209,7 @@ def test_hooks_of_modules_beside_what_was_sent(w0: Agent) -> None:
     first, second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
     for module in (first, second):
         module.register_full_backward_hook(
-            lambda _, inputs, outputs: seen.append((inputs[0], outputs[0]))
+            lambda _, inputs, outputs: seen.append((inputs[0], outputs[0]))  # type: ignore[index]
         )
 
     def compute(call: Callable[[Tensor], Tensor]) -> Tensor:

@@ -80,7 +80,7 @@ def test_a_gradient_that_is_observed_takes_no_shortcut(
     w0: Agent, delivered: DeliveredMessages, kind: str
 ) -> None:
     x = new_leaf()
-    seen = []
+    seen: list[Tensor] = []
     with autograd.context(agent=w0) as context_id:
         states = states_of(lambda state: w0.call("w1", tripled, state), x)
         if kind == "hook":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -32,8 +33,8 @@ def test_peers_have_adapters_and_say_what_they_are(spec: object) -> None:
 
 
 def test_an_environment_is_found_by_its_variable_and_by_its_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path
-) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     python = tmp_path / "ray" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()

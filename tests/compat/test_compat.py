@@ -111,7 +111,7 @@ def test_uninstalling_gives_torch_all_its_modules_back() -> None:
     names = (
         dict(vars(torch.distributed.rpc)),
         dict(vars(torch._C._distributed_rpc)),
-        dict(vars(torch.distributed.nn)),
+        dict(vars(torch.distributed.nn)),  # type: ignore[attr-defined]
     )
     compat.install()
     compat.uninstall()
@@ -119,7 +119,7 @@ def test_uninstalling_gives_torch_all_its_modules_back() -> None:
     assert names == (
         vars(torch.distributed.rpc),
         vars(torch._C._distributed_rpc),
-        vars(torch.distributed.nn),
+        vars(torch.distributed.nn),  # type: ignore[attr-defined]
     )
     assert multiprocessing.spawn.get_preparation_data.__module__ == "multiprocessing.spawn"
     assert not any(type(finder).__module__ == "telegrad.compat" for finder in sys.meta_path)
@@ -134,7 +134,7 @@ def test_parts_of_torchs_engine_cannot_be_imported() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_torchscript_keeps_torchs_rref() -> None:
-    assert torch._jit_internal.RRef is not telegrad.rpc.RRef
+    assert torch._jit_internal.RRef is not telegrad.rpc.RRef  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.usefixtures("installed")

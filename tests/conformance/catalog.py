@@ -36,7 +36,10 @@ class Test:
 def load() -> list[Test]:
     """Every test of the wheel. A test that the table does not know is UNCATALOGUED."""
     labels = dict(_rows(TABLE.read_text(encoding="utf-8")))
-    return [Test(*found, _label(labels, found)) for found in suites.discover()]
+    return [
+        Test(found.suite, found.test, found.gpus, _label(labels, found))
+        for found in suites.discover()
+    ]
 
 
 def capabilities() -> list[str]:

@@ -21,7 +21,7 @@ def arm() -> None:
     """Trap every function of the two C++ modules, wherever torch has imported it, and making an agent or an RRef."""
     rpc, autograd = torch._C._distributed_rpc, torch._C._distributed_autograd
     for cls in (rpc.TensorPipeAgent, rpc.PyRRef):
-        cls.__init__ = _trap(f"{rpc.__name__}.{cls.__name__}")
+        cls.__init__ = _trap(f"{rpc.__name__}.{cls.__name__}")  # type: ignore[method-assign]
     traps = {
         function: _trap(f"{module.__name__}.{name}")
         for module in (rpc, autograd)

@@ -352,7 +352,12 @@ def test_a_fork_may_drop_what_the_parent_received(cluster: Clusters) -> None:
     w0 = cluster(2)["w0"]
     kept = [w0.call("w1", torch.ones, BIG)]
     assert w0.statistics()["shared_blocks_in_use"] == 1
-    assert in_child(lambda: (kept.clear(), gc.collect())[0]) == "None"
+
+    def drop() -> None:
+        kept.clear()
+        gc.collect()
+
+    assert in_child(drop) == "None"
     others = [w0.call("w1", torch.zeros, BIG) for _ in range(3)]
     assert bool((kept[0] == 1).all())
     assert all(bool((other == 0).all()) for other in others)

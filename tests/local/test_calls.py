@@ -294,11 +294,12 @@ def test_a_function_is_defined_once_per_connection(
 ) -> None:
     defined: list[int] = []
     define = ServerConnection._define
-    monkeypatch.setattr(
-        ServerConnection,
-        "_define",
-        lambda self, frame: (defined.append(frame.function), define(self, frame)),
-    )
+
+    def define_and_note(self: ServerConnection, frame: Any) -> None:
+        defined.append(frame.function)
+        define(self, frame)
+
+    monkeypatch.setattr(ServerConnection, "_define", define_and_note)
     for _ in range(5):
         w0.submit("w1", operator.add, 1, 2).wait()
     assert len(defined) == 1

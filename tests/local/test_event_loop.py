@@ -57,7 +57,7 @@ class Rounds(Shared):
 
 
 @async_execution
-def meet(rounds: Rounds) -> Future[int]:
+def meet(rounds: Rounds) -> Any:
     return rounds.arrive()
 
 
@@ -257,10 +257,14 @@ def test_what_is_left_is_done_once_after_all_that_was_there(line: Callable[[], L
     done: list[Any] = []
     finished = threading.Event()
 
+    def leave() -> None:
+        done.append("left")
+        finished.set()
+
     def act(frame: Frame) -> None:
         done.append(frame.call)
         if blocking.more():
-            blocking.afterwards("key", lambda: (done.append("left"), finished.set()))
+            blocking.afterwards("key", leave)
 
     one.recorder.act = two.recorder.act = act
     one.send(1, 2, 3)
@@ -275,11 +279,13 @@ def test_an_alarm_rings_on_the_thread_that_reads(line: Callable[[], Line]) -> No
     rang: list[int] = []
     finished = threading.Event()
 
+    def ring() -> None:
+        rang.append(identity())
+        finished.set()
+
     def act(_: Frame) -> None:
         rang.append(identity())
-        assert blocking.at(
-            "key", time.monotonic() + 0.01, lambda: (rang.append(identity()), finished.set())
-        )
+        assert blocking.at("key", time.monotonic() + 0.01, ring)
 
     one.recorder.act = act
     one.add()
@@ -296,7 +302,11 @@ def test_one_connection_does_not_keep_the_others_waiting(line: Callable[[], Line
     one.recorder.act = lambda _: order.append("one")
     two.recorder.act = lambda _: order.append("two")
     hold, go = line(), threading.Event()
-    hold.recorder.act = lambda _: go.wait(PATIENCE)  # nobody else reads meanwhile
+
+    def wait(_: Frame) -> None:
+        go.wait(PATIENCE)
+
+    hold.recorder.act = wait  # nobody else reads meanwhile
     two.add()
     hold.add()
     one.add()
@@ -410,7 +420,7 @@ def test_calls_that_arrive_together_run_together(line: Callable[[], Line]) -> No
 
 def test_a_thread_of_the_user_has_nothing_more_to_read() -> None:
     assert not blocking.more()
-    assert not blocking.at("key", 5.0, int)
+    assert not blocking.at("key", 5.0, lambda: None)
 
 
 def test_an_executor_that_is_full_holds_up_who_fills_it(

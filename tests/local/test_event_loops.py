@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import errno
+import os
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from telegrad.config import Config
 from telegrad.errors import UsageError
 from telegrad.interpreter import has_lock
 from telegrad.runtime import active_runtime
-from telegrad.scheduling import event_loops, poller
+from telegrad.scheduling import event_loops
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Meeting, hold_at
@@ -81,7 +82,7 @@ def test_where_descriptors_run_out_fewer_loops_do(
     def refuse(*_: Any) -> int:
         raise OSError(errno.EMFILE, "too many open files")
 
-    monkeypatch.setattr(poller.os, "eventfd", refuse)
+    monkeypatch.setattr(os, "eventfd", refuse)
     assert [workers[name].call("w0", abs, -1) for name in ("w1", "w2")] == [1, 1]
     assert len(list(workers["w0"]._runtime.event_loops)) == 1
 

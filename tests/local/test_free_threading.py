@@ -70,9 +70,14 @@ def test_threads_do_not_inherit_the_context_of_who_starts_them() -> None:
     found: list[str | None] = []
     done = threading.Event()
     threads = ThreadPool("telegrad-test", lambda: None)
+
+    def note() -> None:
+        found.append(inherited.get())
+        done.set()
+
     token = inherited.set("the scope of a call")
     try:
-        threads.start(lambda: (found.append(inherited.get()), done.set()))  # type: ignore[func-returns-value]
+        threads.start(note)
         assert done.wait(PATIENCE)
     finally:
         inherited.reset(token)

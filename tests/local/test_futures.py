@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,9 +105,12 @@ def test_looking_again_and_again_leaves_nothing_on_the_future(
 ) -> None:
     added: list[Any] = []
     add = Future.add_done_callback
-    monkeypatch.setattr(
-        Future, "add_done_callback", lambda self, run: (added.append(run), add(self, run))[1]
-    )
+
+    def add_and_note(self: Future[Any], run: Any) -> None:
+        added.append(run)
+        add(self, run)
+
+    monkeypatch.setattr(Future, "add_done_callback", add_and_note)
     future = w0.submit("w1", hold_at, gate, 5)
     for _ in range(50):
         with pytest.raises(CallTimeout):
@@ -307,8 +311,12 @@ def test_the_code_of_a_transform_stands_for_its_follower() -> None:
 def test_callbacks_run_once_each_in_order(w0: Agent, gate: Gate) -> None:
     future = w0.submit("w1", hold_at, gate)
     order: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        order.append(number)
+
     for number in range(10):
-        future.add_done_callback(lambda _, number=number: order.append(number))
+        future.add_done_callback(partial(note, number))
     gate.open()
     future.wait()
     until(lambda: len(order) == 10)
@@ -339,7 +347,7 @@ def test_a_callback_that_raises_harms_nobody(w0: Agent) -> None:
 
 
 def test_torch_waits_for_all(w0: Agent) -> None:
-    futures = [w0.submit("w1", abs, -i) for i in range(10)]
+    futures: list[Any] = [w0.submit("w1", abs, -i) for i in range(10)]
     assert torch.futures.wait_all(futures) == list(range(10))
 
 
@@ -349,7 +357,7 @@ def test_torch_wait_all_raises_what_a_call_raised(w0: Agent) -> None:
 
 
 def test_torch_collects_all(w0: Agent, gate: Gate) -> None:
-    futures = [w0.submit("w1", hold_at, gate, i) for i in range(5)]
+    futures: list[Any] = [w0.submit("w1", hold_at, gate, i) for i in range(5)]
     collected = torch.futures.collect_all(futures).then(
         lambda done: [each.value() for each in done.value()]
     )

@@ -23,7 +23,7 @@ from tests.conftest import Clusters
 from tests.local.conftest import Background
 from tests.local.gates import PATIENCE, Gate, Log, hold_at, until
 
-QUICK = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.4}
+QUICK: dict[str, Any] = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.4}
 
 
 def here() -> Agent:
@@ -81,7 +81,8 @@ def test_a_death_fails_every_call_to_that_worker_at_once(
     spared = [caller.submit("w0", hold_at, gate, "spared") for caller in callers]
     gate.wait_for(66)
     dying = in_background(workers.kill, "w1")
-    errors = [future.exception(PATIENCE) for future in [*futures, *waiting]]
+    calls: list[Any] = [*futures, *waiting]
+    errors = [future.exception(PATIENCE) for future in calls]
     for error in errors:
         assert isinstance(error, PeerLost)
         assert (error.peer, error.call) == ("w1", "hold_at")
@@ -215,7 +216,12 @@ def test_closing_from_inside_a_call(trio: LocalCluster) -> None:
 def test_closing_in_a_callback(trio: LocalCluster) -> None:
     w0 = trio["w0"]
     closed = threading.Event()
-    w0.submit("w1", abs, -1).add_done_callback(lambda _: (w0.close(), closed.set()))
+
+    def close(_: object) -> None:
+        w0.close()
+        closed.set()
+
+    w0.submit("w1", abs, -1).add_done_callback(close)
     assert closed.wait(PATIENCE)
     with pytest.raises(UsageError, match="closed"):
         w0.call("w1", abs, -1)
@@ -591,9 +597,12 @@ def test_a_lost_worker_is_known_as_lost(cluster: Clusters) -> None:
     incarnation = workers["w1"]._runtime.local_member.incarnation
     lost = threading.Event()
     known: list[bool] = []
-    workers["w0"].on_loss(
-        lambda _, which: (known.append(workers["w0"]._runtime.is_lost(which)), lost.set())
-    )
+
+    def note_loss(_: str, which: str) -> None:
+        known.append(workers["w0"]._runtime.is_lost(which))
+        lost.set()
+
+    workers["w0"].on_loss(note_loss)
     assert workers["w0"].call("w1", abs, -1) == 1
     assert not workers["w0"]._runtime.is_lost(incarnation)
     workers.kill("w1")

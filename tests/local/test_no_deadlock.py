@@ -278,7 +278,12 @@ def test_a_callback_that_blocked_before_does_not_run_on_the_thread_that_reads(
 
     def submit_with_callback(number: int) -> Future[int]:
         replies = Gate()
-        chained = w0.submit("w1", hold_at, replies).then(lambda _: gates[number].hold() or number)
+
+        def hold(_: object) -> int:
+            gates[number].hold()
+            return number
+
+        chained = w0.submit("w1", hold_at, replies).then(hold)
         replies.open()
         gates[number].wait_for()
         return chained

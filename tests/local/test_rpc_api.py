@@ -236,7 +236,7 @@ def test_a_function_that_cannot_be_called_is_refused_here(alone: None) -> None:
     for attempt in (rpc.rpc_sync, rpc.rpc_async):
         for timeout in (constants.UNSET_RPC_TIMEOUT, 1):
             with pytest.raises((TypeError, UsageError), match="callable"):
-                attempt("w0", 3, timeout=timeout)  # type: ignore[operator]
+                attempt("w0", 3, timeout=timeout)  # type: ignore[arg-type, operator]
 
 
 # Time limits

@@ -226,13 +226,13 @@ def test_a_batch_that_has_one_answer_packs_it_once(workers: LocalCluster) -> Non
 
 def test_only_those_who_share_map_privately(monkeypatch: pytest.MonkeyPatch) -> None:
     views: list[bool] = []
-    monkeypatch.setattr(
-        MappedSegment,
-        "private_view",
-        lambda self, place, view=MappedSegment.private_view: (
-            views.append(True) or view(self, place)
-        ),
-    )
+    view = MappedSegment.private_view
+
+    def counted_view(self: MappedSegment, place: Any) -> Any:
+        views.append(True)
+        return view(self, place)
+
+    monkeypatch.setattr(MappedSegment, "private_view", counted_view)
     with LocalCluster(3, transports=("unix",)) as workers:
         assert workers["w1"].call("w0", torch.ones, LARGE).sum().item() == LARGE
         assert not views

@@ -145,7 +145,10 @@ def test_a_scheduler_that_watches_the_loss(model: Model) -> None:
 
 
 def test_groups_with_options_of_their_own(model: Model) -> None:
-    groups = [{"params": [0, 3], "lr": 0.1}, {"params": [1, 2], "weight_decay": 0.5}]
+    groups: list[dict[str, Any]] = [
+        {"params": [0, 3], "lr": 0.1},
+        {"params": [1, 2], "weight_decay": 0.5},
+    ]
 
     def of(parameters: list[Any]) -> list[dict[str, Any]]:
         return [
@@ -254,7 +257,7 @@ def test_a_worker_that_a_context_never_came_to_stays_as_it_is(model: Model) -> N
         autograd.backward(context_id, [model.there[0].to_here().sum()])
         optimizer.step(context_id)
     with torch.no_grad():
-        model.here[0] -= 0.1
+        model.here[0].sub_(0.1)
     model.check()
 
 
@@ -313,7 +316,7 @@ def test_bad_arguments_say_what_to_do(model: Model) -> None:
     with pytest.raises(UsageError, match="empty"):
         DistributedOptimizer(torch.optim.SGD, [])
     with pytest.raises(UsageError, match="references"):
-        DistributedOptimizer(torch.optim.SGD, [torch.zeros(1)])  # type: ignore[list-item]
+        DistributedOptimizer(torch.optim.SGD, [torch.zeros(1)])  # type: ignore[arg-type, list-item]
     with pytest.raises(ValueError, match="learning rate"):
         DistributedOptimizer(torch.optim.SGD, model.there[:1], lr=-1.0)
     optimizer = DistributedOptimizer(torch.optim.SGD, model.there, lr=0.1)

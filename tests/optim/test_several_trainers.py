@@ -122,7 +122,7 @@ def test_a_step_between_forward_and_backward_changes_no_gradient(w0: Agent) -> N
         gradients = gradients_here(x + 1, local)
         with torch.no_grad():
             for parameter, gradient in zip(local.parameters(), gradients, strict=True):
-                parameter -= 0.5 * gradient
+                parameter.sub_(0.5 * gradient)
     for mine, expected in zip(network.to_here().parameters(), local.parameters(), strict=True):
         torch.testing.assert_close(mine, expected)  # three steps, one after the other
 

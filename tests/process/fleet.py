@@ -25,7 +25,7 @@ _PATIENCE = 60.0
 class Worker:
     """One process."""
 
-    def __init__(self, target: Callable[..., None], *args: Any) -> None:
+    def __init__(self, target: Callable[..., object], *args: Any) -> None:
         self._here, there = _context.Pipe()
         self.process = _context.Process(target=_serve, args=(there, target, args), daemon=True)
         self.process.start()

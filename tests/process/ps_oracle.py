@@ -40,7 +40,7 @@ RULES: dict[str, Any] = {
 }
 MAX_INCARNATIONS = 256  # of trainers
 HANG = 90.0  # seconds without any step
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "heartbeat_interval": 1.0,
     "heartbeat_timeout": 30.0,
     "timeout": 60.0,

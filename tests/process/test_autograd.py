@@ -166,7 +166,8 @@ def prepare_shards(rank: int, path: str) -> None:
     if rank == 0:
         dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        _state["sharded"] = fully_shard(layer(0), mesh=mesh)
+        _state["sharded"] = layer(0)
+        fully_shard(_state["sharded"], mesh=mesh)
     else:
         _state["layer"] = layer(2)
 
@@ -186,11 +187,13 @@ def train_with_shards() -> tuple[str, list[Tensor], list[Tensor]]:
         detached = output.detach().requires_grad_()
         autograd.backward(context_id, [rpc.rpc_sync("w1", serve, args=(detached,)).sum()])
         output.backward(autograd.get_gradients(context_id)[detached])
-    found = [parameter.grad.full_tensor() for parameter in module.parameters()]
+    gradients: list[Any] = [parameter.grad for parameter in module.parameters()]
+    found = [gradient.full_tensor() for gradient in gradients]
     layers = [layer(0), layer(2)]
     layers[1](layers[0](inputs_of(0))).tanh().sum().backward()
     dist.destroy_process_group()
-    return said, found, [parameter.grad for parameter in layers[0].parameters()]
+    expected: list[Any] = [parameter.grad for parameter in layers[0].parameters()]
+    return said, found, expected
 
 
 def test_parameters_of_fsdp2_are_refused_with_a_way_out(tmp_path: Path) -> None:

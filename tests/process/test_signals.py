@@ -42,20 +42,19 @@ def checked(value: Any, expected: Any) -> None:
         raise AssertionError(f"{value} instead of {expected}")
 
 
+def check_all(futures: list[Any], expected: Any) -> None:
+    for future in futures:
+        checked(future.wait(), expected)
+
+
 def operations(to: str, number: int) -> list[Callable[[], None]]:
     """Calls of every kind, each of which checks its result."""
     large = torch.full((300_000,), float(number))
     return [
         lambda: checked(rpc.rpc_sync(to, echo, (number,)), number),
         lambda: checked(rpc.rpc_sync(to, echo, (large,)), large),
-        lambda: [
-            checked(future.wait(), number)
-            for future in [rpc.rpc_async(to, echo, (number,)) for _ in range(20)]
-        ],
-        lambda: [
-            checked(future.wait(), large)
-            for future in [rpc.rpc_async(to, echo, (large,)) for _ in range(3)]
-        ],
+        lambda: check_all([rpc.rpc_async(to, echo, (number,)) for _ in range(20)], number),
+        lambda: check_all([rpc.rpc_async(to, echo, (large,)) for _ in range(3)], large),
         lambda: checked(rpc.remote(to, Thing, (number,)).rpc_async().get().wait(), number),
         lambda: checked(rpc.remote(to, Thing, (number,)).rpc_sync().add(1), number + 1),
         lambda: checked(rpc.remote(to, echo, (number,)).to_here(), number),
@@ -64,7 +63,7 @@ def operations(to: str, number: int) -> list[Callable[[], None]]:
             rpc.rpc_async(to, echo, (number,)).then(lambda done: done.value() + 1).wait(),
             number + 1,
         ),
-    ]  # type: ignore[list-item]
+    ]
 
 
 class Storm:

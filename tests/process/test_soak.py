@@ -107,7 +107,8 @@ def one_of_each(agent: Agent, names: list[str], choose: random.Random) -> None:
 def load(names: list[str], seconds: float, seed: int) -> int:
     """Make calls of all kinds from several threads; how many."""
     agent, until_then = this_agent(), time.monotonic() + seconds
-    counts, errors = [0] * THREADS, []
+    counts = [0] * THREADS
+    errors: list[BaseException] = []
 
     def work(index: int) -> None:
         choose = random.Random(seed * 100 + index)

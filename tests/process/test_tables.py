@@ -32,7 +32,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 def begin_training(folder: str, trainers: int) -> None:
     point = ps.Checkpoint(folder, every=1, wait=True)
-    options = {
+    options: dict[str, Any] = {
         "checkpoint": point,
         "trainers": trainers,
         "optimizer": ps.RowAdam(lr=0.03),

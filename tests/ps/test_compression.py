@@ -13,7 +13,7 @@ from telegrad import ps
 from telegrad.errors import UsageError
 from telegrad.ps.compression import Compressor, unpack
 from telegrad.ps.layout import ParameterLayout
-from telegrad.ps.server import service
+from telegrad.ps.server.shard import ParameterShard
 from telegrad.testing import LocalCluster
 from tests.ps import training
 from tests.ps.training import check_same, model
@@ -49,12 +49,13 @@ def test_training_with_small_gradients(
     cluster: Clusters, monkeypatch: pytest.MonkeyPatch, dtype: Any
 ) -> None:
     pushed: list[Any] = []
-    real = service.ParameterShard.push
-    monkeypatch.setattr(
-        service.ParameterShard,
-        "push",
-        lambda self, *args: (pushed.append(args[4]), real(self, *args))[1],
-    )
+    real = ParameterShard.push
+
+    def push(self: ParameterShard, *args: Any) -> Any:
+        pushed.append(args[4])
+        return real(self, *args)
+
+    monkeypatch.setattr(ParameterShard, "push", push)
     workers = cluster(3)
     net = nn.Linear(4, 3, bias=False)
     before = net.weight.detach().clone()

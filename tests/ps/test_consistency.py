@@ -294,7 +294,7 @@ def test_a_push_that_is_repeated_counts_once(
     a = trainer(workers, "w1", ps.Async())
     a.step()
     after = a.weight()
-    again = ("default", a.optimizer._trainer, 1, 0, {}, None, True)
+    again: Any = ("default", a.optimizer._trainer, 1, 0, {}, None, True)
     answer = a.agent.call("w0", service.push, *again)
     assert answer.version == 1
     assert float(answer.values[:8].view(torch.float64)) == after

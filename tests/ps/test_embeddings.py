@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +18,8 @@ from torch.nn import functional as F
 
 from telegrad import ps
 from telegrad.errors import JoinError, PeerLost, StaleReference, UsageError
-from telegrad.ps.embeddings import growable_array, lookup, service
+from telegrad.ps.embeddings import growable_array, lookup
+from telegrad.ps.embeddings.messages import RowUpdate
 from telegrad.ps.embeddings.row_batch import RowBatch
 from telegrad.ps.embeddings.row_cache import RowCache
 from telegrad.ps.embeddings.row_hash import initialize, owners
@@ -292,7 +294,7 @@ def test_the_learning_rate_can_change(cluster: Clusters) -> None:
 class Model(nn.Module):
     """A table and something dense."""
 
-    def __init__(self, bag: nn.Module) -> None:
+    def __init__(self, bag: Any) -> None:
         super().__init__()
         self.bag = bag
         self.dense = nn.Linear(DIM, 1).double()
@@ -359,7 +361,7 @@ def test_storage_grows(cluster: Clusters, monkeypatch: pytest.MonkeyPatch, reser
 
     monkeypatch.setattr(growable_array, "_MAXIMUM_RESERVATION", reserved)
     if not reserved:
-        monkeypatch.setattr(growable_array.mmap, "mmap", refuse)
+        monkeypatch.setattr(mmap, "mmap", refuse)
     bag = ps.EmbeddingBag(
         10**6, 8, "w1", mode="sum", optimizer=ps.RowAdagrad(lr=1.0), agent=cluster(2)["w0"]
     )
@@ -678,7 +680,7 @@ def test_what_is_pushed_again_counts_once(cluster: Clusters) -> None:
     bag = table(ps.EmbeddingBag, workers, optimizer=ps.RowSGD(lr=1.0), std=0.0)
     push(bag)
     (client,) = bag.tables._clients
-    update = service.RowUpdate("table", torch.tensor([7]), torch.ones(1, DIM, dtype=torch.float64))
+    update = RowUpdate("table", torch.tensor([7]), torch.ones(1, DIM, dtype=torch.float64))
     for _ in range(2):
         assert client.push(1, 0, [update]).wait().version == 1
     assert row(bag) == -1.0

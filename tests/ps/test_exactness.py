@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ def test_the_loss_curve_is_that_of_one_process_with_the_large_batch(
     started = [
         trainers.start(
             f"w{2 + number}",
-            lambda optimizer, net, number=number: curve(optimizer, net, [number]),
+            partial(curve, numbers=[number]),
             servers=servers(2),
             trainers=3,
             lr=0.1,
@@ -277,7 +278,9 @@ def test_a_gradient_that_some_trainer_has_counts(cluster: Clusters, trainers_of:
     for step in range(3):
         give_gradients(expected, step, {2, 3})
         for number in (0, 5):
-            list(expected.parameters())[number].grad /= 2
+            gradient = list(expected.parameters())[number].grad
+            assert gradient is not None
+            gradient /= 2
         local.step()
     for each in started:
         check_same(each.result(PATIENCE), expected)
@@ -320,7 +323,7 @@ def test_groups_dtypes_and_frozen_parameters(cluster: Clusters) -> None:
         net = model()
         net[2].to(torch.float32)
         net[4].weight.requires_grad_(False)
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": list(net[0].parameters()), "lr": 0.2},
             {"params": [*net[2].parameters(), *net[4].parameters()]},
         ]

@@ -19,6 +19,7 @@ from telegrad.errors import PeerLost, UsageError
 from telegrad.ps.messages import worker_of
 from telegrad.ps.server import service
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
+from telegrad.ps.server.registry import value_or_deferred
 from telegrad.ps.server.service import ParameterShards
 from telegrad.ps.server.shard import ParameterShard
 from telegrad.ps.trainer.shard_client import ShardClient
@@ -151,7 +152,7 @@ def test_a_step_that_another_trainer_brings_back_counts_once(
     for net in nets:
         net.weight.grad = torch.ones_like(net.weight)
     pushed, lost, brought = threading.Event(), threading.Event(), threading.Event()
-    push, rejoin = service.value_or_deferred, ShardClient._rejoin
+    push, rejoin = value_or_deferred, ShardClient._rejoin
 
     def answer_later(future: Any) -> Any:
         answer = push(future)
@@ -344,7 +345,8 @@ def test_what_cannot_be_written_is_heard_of(
             archive.write_now(snapshot(1))
     assert list((tmp_path / "default" / "w0").iterdir()) == []  # what was begun takes up no space
     archive.save(snapshot(3))
-    assert (archive.versions(), archive.problem) == ([3], None)
+    state: Any = (archive.versions(), archive.problem)  # mypy would take `problem` for text
+    assert state == ([3], None)
 
 
 def test_writing_goes_on_beside_training_and_the_newest_wins(tmp_path: Path) -> None:
@@ -405,18 +407,18 @@ def test_trainers_die_and_others_take_their_place(cluster: Clusters) -> None:
                 workers[server]._runtime.service(ParameterShards).find("default")
                 for server in servers
             ]
-            until(
-                lambda victim=victim, shards=shards: all(
-                    _has(each, workers[victim]) for each in shards
-                )
-            )  # type: ignore[misc]
+
+            def victim_reported(victim: str = victim, shards: list[Any] = shards) -> bool:
+                return all(_has(each, workers[victim]) for each in shards)
+
+            until(victim_reported)
             workers.kill(victim)
             assert doomed.exception(PATIENCE) is not None
-        until(
-            lambda victim=victim, shards=shards: (
-                not any(_has(each, workers[victim]) for each in shards)
-            )
-        )  # type: ignore[misc]
+
+        def victim_left(victim: str = victim, shards: list[Any] = shards) -> bool:
+            return not any(_has(each, workers[victim]) for each in shards)
+
+        until(victim_left)
         round_of(alive, step)
         alive[newcomer] = begin(newcomer)
         check_same(alive[newcomer][0], expected)

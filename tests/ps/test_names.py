@@ -108,7 +108,7 @@ def test_one_that_is_dropped_leaves(cluster: Clusters, make: str) -> None:
 def test_copies_of_a_model_with_tables_use_the_same_rows(cluster: Clusters) -> None:
     agent = cluster(2)["w0"]
     net = nn.Sequential(ps.Embedding(5, 2, "w1", agent=agent), nn.Linear(2, 1))
-    average = torch.optim.swa_utils.AveragedModel(net)
+    average: Any = torch.optim.swa_utils.AveragedModel(net)
     copied = copy.deepcopy(net)
     with ps.Optimizer(net, "w1", lr=0.1, agent=agent) as optimizer:
         net(torch.tensor([1, 2])).sum().backward()
@@ -123,5 +123,6 @@ def test_copies_of_a_model_with_tables_use_the_same_rows(cluster: Clusters) -> N
     another = nn.Sequential(ps.Embedding(5, 2, "w1", agent=agent), nn.Linear(2, 1))
     another(torch.tensor([1, 2])).sum().backward()
     torch.optim.Adam(another.parameters()).step()  # which leaves the rows alone
-    assert another[0].weight.grad is None
-    another[0].tables.step()
+    table: Any = another[0]
+    assert table.weight.grad is None
+    table.tables.step()

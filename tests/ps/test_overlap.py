@@ -122,7 +122,7 @@ def clipped(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
     optimizer.step()
 
 
-def changed_by_hand(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
+def changed_by_hand(optimizer: Any, net: Any, step: int, left: Left) -> None:
     optimizer.zero_grad()
     backward(net, step)
     left()
@@ -131,7 +131,7 @@ def changed_by_hand(optimizer: Any, net: nn.Module, step: int, left: Left) -> No
     optimizer.step()
 
 
-def replaced(optimizer: Any, net: nn.Module, step: int, left: Left) -> None:
+def replaced(optimizer: Any, net: Any, step: int, left: Left) -> None:
     optimizer.zero_grad()
     backward(net, step)
     left()

@@ -148,7 +148,8 @@ def test_both_servers_die_while_the_second_makes_its_step(
     armed.set()
 
     def hold(self: ParameterShard, reports: list[Any]) -> None:
-        if armed.is_set() and current_agent().name == "w1":
+        agent = current_agent()
+        if armed.is_set() and agent is not None and agent.name == "w1":
             armed.clear()
             reached.set()
             assert dead.wait(PATIENCE)
@@ -357,7 +358,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-DAMAGES = {
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "truncated": truncate,
     "flipped": flip,
     "missing": os.unlink,

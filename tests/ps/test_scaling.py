@@ -115,13 +115,11 @@ def test_a_step_that_one_trainer_skips_all_skip(
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(train, range(2), timeout=PATIENCE)
     expected = here(on_servers(workers["w0"], name="fresh"), workers["w0"])
-    optimizer = torch.optim.SGD(
-        [
-            {"params": expected.head.parameters(), "momentum": 0.9},
-            {"params": expected.rows.parameters()},
-        ],
-        lr=0.1,
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": expected.head.parameters(), "momentum": 0.9},
+        {"params": expected.rows.parameters()},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
     for step in (0, 1, 3, 4):
         optimizer.zero_grad()
         total = [torch.zeros_like(each) for each in expected.parameters()]

@@ -97,7 +97,7 @@ def use(rref: RRef[Thing]) -> Any:
     return rref.rpc_sync().get()
 
 
-def give_back(rref: RRef[Any]) -> RRef[Any]:
+def give_back(rref: Any) -> Any:
     return rref
 
 

@@ -95,7 +95,7 @@ class Lives(RuleBasedStateMachine):
             else:
                 _handle(connection, frame)
 
-        ServerConnection.handle = hold  # type: ignore[method-assign]
+        ServerConnection.handle = hold  # type: ignore[assignment, method-assign]
 
     def teardown(self) -> None:
         try:

@@ -84,4 +84,4 @@ def test_what_makes_no_sense_from_afar_says_so(w0: Agent) -> None:
         layer.register_forward_hook(print)
     for _ in range(3):  # whether or not it is made by then
         with pytest.raises(ValueError, match=r"returns an instance of <class nn\.Module>"):
-            RemoteModule("w1", not_a_module, agent=w0)(1)
+            RemoteModule("w1", not_a_module, agent=w0)(1)  # type: ignore[arg-type]

@@ -251,7 +251,12 @@ def test_a_reference_that_is_an_argument_for_its_owner_costs_no_note(
     messages: list[Any] = []
     manager = ReferenceManager.of(w0._runtime)
     send_messages = manager.send_messages
-    manager.send_messages = lambda *args: (messages.append(args), send_messages(*args))  # type: ignore[method-assign,assignment,return-value]
+
+    def send_and_note(*args: Any) -> None:
+        messages.append(args)
+        send_messages(*args)
+
+    manager.send_messages = send_and_note  # type: ignore[assignment, method-assign]
     for _ in range(3):
         assert w0.call("w1", objects.local, thing) == "home"
         assert w0.submit("w1", objects.local, thing).wait() == "home"
@@ -338,11 +343,11 @@ def test_many_short_lived_references_leave_nothing(trio: LocalCluster, w0: Agent
             assert w0.call("w2", objects.use, thing) == number
     del thing
     for agent in trio:
-        until(
-            lambda agent=agent: (
-                owned(agent) == 0 and objects.reference_statistics(agent)["held_objects"] == 0
-            )
-        )
+
+        def holds_nothing(agent: Agent = agent) -> bool:
+            return owned(agent) == 0 and objects.reference_statistics(agent)["held_objects"] == 0
+
+        until(holds_nothing)
 
 
 def test_a_tensor_that_lives_elsewhere(w0: Agent) -> None:

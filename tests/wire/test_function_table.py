@@ -186,7 +186,7 @@ def test_what_may_change_between_two_calls_gets_none(function: Any) -> None:
 
 def test_threads_that_add_a_function_at_once_get_one_entry() -> None:
     table = FunctionTable()
-    functions = [abs, plain, math.sqrt, math.cos, math.sin, Model.run]
+    functions: list[Any] = [abs, plain, math.sqrt, math.cos, math.sin, Model.run]
     start = threading.Barrier(4)
 
     def find_all() -> list[Any]:

@@ -304,7 +304,10 @@ def test_metadata_of_a_dtype_is_kept() -> None:
 
 
 def test_a_registered_reducer_for_arrays_is_used() -> None:
-    copyreg.pickle(np.ndarray, lambda array: (str, (f"array of {array.size}",)))
+    def as_text(array: Any) -> Any:
+        return str, (f"array of {array.size}",)
+
+    copyreg.pickle(np.ndarray, as_text)
     try:
         assert trip([np.ones(2) for _ in range(COUNT)]) == ["array of 2"] * COUNT
     finally:
@@ -312,7 +315,7 @@ def test_a_registered_reducer_for_arrays_is_used() -> None:
 
 
 def test_values_that_need_code_are_stacked_too() -> None:
-    sent = [*tensors(COUNT, 1), lambda: 5]
+    sent: list[Any] = [*tensors(COUNT, 1), lambda: 5]
     arrived = trip(sent)
     assert arrived[-1]() == 5
     assert all(

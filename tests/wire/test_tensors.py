@@ -265,6 +265,7 @@ def test_operations_in_place_on_a_received_tensor_and_on_views_of_it_are_recorde
     received.t().add_(weight)
     received.mul_(2)
     received.sum().backward()
+    assert weight.grad is not None
     assert torch.equal(weight.grad, torch.full((3, 3), 2.0))
 
 

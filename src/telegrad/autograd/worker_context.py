@@ -61,7 +61,7 @@ class Context:
         self.tensor_ids = tensor_ids  # the source of new ids for sent tensors
         self._ended_contexts = ended_contexts
         self._shared_parameters = shared_parameters
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
         self.sends: dict[int, SentTensor] = {}  # by tensor id
         self.receives: dict[Node, TensorOrigin] = {}
         self.captures: dict[Node, GradientCapture] = {}  # of the nodes in `receives`
@@ -72,7 +72,7 @@ class Context:
         self.gradients: dict[Tensor, Tensor] = {}  # by leaf
         self.passes: dict[tuple[str, int], Any] = {}  # by pass id: `engine.BackwardPass`
         self.broken: PeerLost | None = None
-        self.released = False
+        self.released: bool = False
 
     def __repr__(self) -> str:
         state = "released" if self.released else "broken" if self.broken else "open"

@@ -47,8 +47,8 @@ class WorkerInfo:
 
     def __init__(self, name: str, id: int) -> None:
         check_name(name)
-        self.name = name
-        self.id = id
+        self.name: str = name
+        self.id: int = id
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"

@@ -365,7 +365,7 @@ class AllGatherStates:
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
-        self.proceed_signal = threading.Event()
+        self.proceed_signal: threading.Event = threading.Event()
 
 
 def _all_gather(

@@ -36,7 +36,7 @@ class RpcBackendOptions:
             raise UsageError(
                 f"rpc_timeout must be 0 (no limit) or positive seconds, not {rpc_timeout}"
             )
-        self.rpc_timeout = float(rpc_timeout)
+        self.rpc_timeout: float = float(rpc_timeout)
         self.init_method = init_method
         self.config = config
 

@@ -11,6 +11,7 @@ from typing_extensions import assert_type
 import telegrad
 import telegrad.rpc as rpc
 from telegrad import Agent, Config, Future, WorkerInfo, autograd, ps
+from telegrad.batching import Batching
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.refs import RRef, remote
@@ -31,6 +32,17 @@ def triple(rows: Tensor) -> Tensor:
     return rows * 3
 
 
+@telegrad.batched
+def label(rows: Tensor, names: list[str]) -> list[int]:
+    return [len(name) for name in names[: len(rows)]]
+
+
+class Policy:
+    @telegrad.batched
+    def act(self, rows: Tensor) -> Tensor:
+        return rows * 4
+
+
 @telegrad.expose
 def exposed(text: str) -> int:
     return len(text)
@@ -49,6 +61,14 @@ def calls(agent: Agent) -> None:
     assert_type(double(torch.ones(1)), Tensor)
     assert_type(triple(torch.ones(1)), Tensor)
     assert_type(exposed("abc"), int)
+
+
+def batches(agent: Agent, policy: Policy) -> None:
+    assert_type(double.batching, Batching)
+    assert_type(label(torch.ones(1), "a"), int)  # one element, where the function takes lists
+    assert_type(agent.call("w1", label, torch.ones(1), names="a"), int)
+    assert_type(policy.act(torch.ones(1)), Tensor)
+    assert_type(Policy.act.batching, Batching)
 
 
 async def awaited(agent: Agent) -> None:

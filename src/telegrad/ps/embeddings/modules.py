@@ -45,6 +45,10 @@ class _FetchedRows(NamedTuple):
 class Table(nn.Module):
     """Base class of both embedding modules: rows on servers that are fetched for each batch."""
 
+    name: str
+    tables: Tables
+    weight: RowsParameter
+
     def __init__(
         self,
         num_embeddings: int,
@@ -69,7 +73,7 @@ class Table(nn.Module):
             )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.padding_idx = self._normalized_padding_idx(padding_idx)
+        self.padding_idx: int | None = self._normalized_padding_idx(padding_idx)
         self.dtype = dtype
         if isinstance(servers, Tables):
             if options:

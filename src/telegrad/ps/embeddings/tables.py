@@ -72,9 +72,9 @@ class Tables:
         agent: Agent | None = None,
         default_name: str = "tables",
     ) -> None:
-        self.steps = 0
-        self.staleness = 0
-        self.dropped = 0
+        self.steps: int = 0
+        self.staleness: int = 0
+        self.dropped: int = 0
         self._runtime = require_runtime(agent)
         self._consistency = consistency or Sync()
         self._definitions: dict[str, TableDefinition] = {}
@@ -89,7 +89,7 @@ class Tables:
         self._registration = self._runtime.service(TrainerRegistry).register(
             "tables", name, default_name, waits_for_quorum(self._consistency)
         )
-        self.name = self._registration.name
+        self.name: str = self._registration.name
         self._clients: list[TableClient] = []
         for index, server in enumerate(workers):
             spec = TablesSpec(

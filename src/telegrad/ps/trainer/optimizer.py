@@ -123,10 +123,10 @@ class Optimizer(optim.Optimizer):
         self._clients: list[ShardClient] = []
         self._tables: list[Tables] = []
         super().__init__(template.param_groups, template.defaults)
-        self.steps = 0
-        self.staleness = 0
-        self.dropped = 0
-        self.skipped = 0
+        self.steps: int = 0
+        self.staleness: int = 0
+        self.dropped: int = 0
+        self.skipped: int = 0
         self._optimizer_class = optimizer
         self._sent_options = [param_groups.group_options(group) for group in self.param_groups]
         self._consistency = consistency or Sync()
@@ -157,7 +157,7 @@ class Optimizer(optim.Optimizer):
         self._registration = runtime.service(TrainerRegistry).register(
             "parameter server", name, "default", waits_for_quorum(self._consistency)
         )
-        self.name = self._registration.name
+        self.name: str = self._registration.name
         try:
             self._clients = self._make_clients(workers, options, trainers, checkpoint, patience)
             self._tables = _tables_of(self._parameters)
