@@ -105,8 +105,8 @@ def connected(kind: str) -> Iterator[Pair]:
     try:
         yield Pair(near, far, near_end, far_end, near_socket, far_socket)
     finally:
-        near.shut()
-        far.shut()
+        near.shutdown()
+        far.shutdown()
         near.close()
         far.close()
         near_socket.close()

@@ -264,7 +264,7 @@ def test_shut_on_either_side_wakes_whoever_receives(
 
     receiving = background(receive)
     assert inside.wait(LATE)
-    getattr(pair, side).shut()
+    getattr(pair, side).shutdown()
     with pytest.raises(ChannelClosed):
         receiving.result(LATE)
 
@@ -278,7 +278,7 @@ def blocked_sender(streams: Pair, background: Background) -> Future[None]:
 
 def test_shut_wakes_whoever_sends(streams: Pair, background: Background) -> None:
     sending = blocked_sender(streams, background)
-    streams.near.shut()
+    streams.near.shutdown()
     with pytest.raises(ChannelClosed):
         sending.result(LATE)
 
@@ -303,7 +303,7 @@ def test_what_was_sent_before_the_end_arrives_before_it(pair: Pair) -> None:
 def test_a_flush_of_nothing_after_the_end_does_not_hide_what_arrived(pair: Pair) -> None:
     pair.near.send(Kind.CALL, 1, b"")
     pair.near.send(Kind.CALL, 2, b"")
-    pair.near.shut()
+    pair.near.shutdown()
     for call in (1, 2):
         pair.far.flush_nowait()
         assert pair.far.recv(LATE).call == call
@@ -311,7 +311,7 @@ def test_a_flush_of_nothing_after_the_end_does_not_hide_what_arrived(pair: Pair)
 
 
 def test_the_end_is_final_for_the_one_who_shut(pair: Pair) -> None:
-    pair.near.shut()
+    pair.near.shutdown()
     for _ in range(3):
         with pytest.raises(ChannelClosed):
             pair.near.recv(LATE)
@@ -324,7 +324,7 @@ def test_the_end_is_final_for_the_one_who_shut(pair: Pair) -> None:
 
 
 def test_nothing_comes_after_the_end_even_if_somebody_still_sends(pair: Pair) -> None:
-    pair.near.shut()
+    pair.near.shutdown()
     for call in range(3):
         try:
             pair.far.send(Kind.CALL, call, b"too late")
@@ -350,7 +350,7 @@ def test_sending_to_a_peer_that_is_gone_fails(pair: Pair) -> None:
 
 def test_what_is_corked_when_the_channel_ends_is_lost(pair: Pair) -> None:
     pair.near.cork(Kind.REPLY, 1, b"")
-    pair.near.shut()
+    pair.near.shutdown()
     pair.near.cork(Kind.REPLY, 2, b"")
     with pytest.raises(ChannelClosed):
         pair.near.flush_nowait()
@@ -360,10 +360,10 @@ def test_what_is_corked_when_the_channel_ends_is_lost(pair: Pair) -> None:
 
 
 def test_closing_twice_is_closing_once(pair: Pair) -> None:
-    pair.near.shut()
+    pair.near.shutdown()
     pair.near.close()
     pair.near.close()
-    pair.near.shut()
+    pair.near.shutdown()
     for use in (
         pair.near.recv,
         lambda: pair.near.send(Kind.CALL, 1, b""),
@@ -402,7 +402,7 @@ def test_leaving_without_a_word_and_talking_to_nobody(pair: Pair) -> None:
     send_goodbye(pair.near, None)
     with pytest.raises(TimeoutError):
         pair.far.recv(timeout=SOON)
-    pair.near.shut()
+    pair.near.shutdown()
     send_goodbye(pair.near, "nobody hears this")
 
 
@@ -618,7 +618,7 @@ def test_shared_memory_on_a_connection_that_has_none_breaks_the_protocol(kind: s
 def test_a_channel_says_what_it_is(pair: Pair) -> None:
     assert pair.near.kind in ("memory", "unix", "tcp")
     assert "shut" not in repr(pair.near)
-    pair.near.shut()
+    pair.near.shutdown()
     assert repr(pair.near).startswith("<")
     assert "shut" in repr(pair.near)
 
@@ -627,7 +627,7 @@ def test_until_end_of_a_busy_channel(pair: Pair, background: Background) -> None
     received = background(until_end, pair.far)
     for call in range(100):
         pair.near.send(Kind.CALL, call, b"x" * 100, [filled(10_000, 1)])
-    pair.near.shut()
+    pair.near.shutdown()
     assert received.result(LATE) == list(range(100))
 
 
@@ -726,7 +726,7 @@ def test_receiving_does_not_wait(streams: Pair, background: Background) -> None:
     assert frame.call == 3
     assert is_filled(frame.buffers[0], BIG, 5)
     sending.result(LATE)
-    streams.near.shut()
+    streams.near.shutdown()
     assert select.select([number], [], [], LATE)[0]
     with pytest.raises(ChannelClosed):
         next_frame(streams.far)

@@ -137,7 +137,7 @@ class MultiplexedConnection(LoopConnection):
     def close(self, reason: str | None) -> None:
         """Shut the channel. Tell the peer first why this worker leaves; None: tell it nothing."""
         send_goodbye(self.channel, reason)
-        self.channel.shut()
+        self.channel.shutdown()
 
     def ended(self, error: BaseException) -> None:
         """Close the channel after the event loop could not read from it."""

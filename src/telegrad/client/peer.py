@@ -137,7 +137,7 @@ class Peer:
             # The event loop, if it reads the channel, must not take its end for a loss of the peer.
             self.fail_to_connect(as_exception(error))
             if self._runtime.event_loops.reads(self.multiplexed):
-                dialed.channel.shut()
+                dialed.channel.shutdown()
             else:
                 dialed.channel.close()
             raise error from None
@@ -328,7 +328,7 @@ class Peer:
             self.ready = False
         self._wake_waiters()
         for connection in list(self._busy):
-            connection.channel.shut()
+            connection.channel.shutdown()
         self._close_idle()
         self.multiplexed.fail_all()
         # A peer that is alive must know that it was declared lost, whichever connection broke:
@@ -372,7 +372,7 @@ class Peer:
         self._wake_waiters()
         self._close_idle()
         for connection in list(self._busy):
-            connection.channel.shut()
+            connection.channel.shutdown()
         self.multiplexed.fail_all()
         self.multiplexed.complete_all_queued()  # the executor will not run them
         if self.multiplexed.attached:

@@ -178,7 +178,7 @@ class EventLoop(ConnectionPoller):
         """End a connection. Return False if another thread leads now: then that thread ends it."""
         with self._lock:
             if self._epoch != epoch:
-                connection.channel.shut()
+                connection.channel.shutdown()
                 return False
             self._remove(connection)
             self._current = None

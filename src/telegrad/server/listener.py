@@ -306,7 +306,7 @@ class Listener:
             if reason is not None:
                 _flush(connection.channel)
             send_goodbye(connection.channel, reason)
-            connection.channel.shut()
+            connection.channel.shutdown()
 
     def drop(self) -> None:
         """In the child of a fork: close this process's copies of the sockets without a message.

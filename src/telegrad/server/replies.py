@@ -187,7 +187,7 @@ class ReplyingConnection(LoopConnection):
                 _log.debug("the failure of %s could not be sent: %s", name, type(failure))
         else:
             _log.error("%s gets no answer of %s; its connection ends", self.peer_name, name)
-            self.channel.shut()
+            self.channel.shutdown()
         self._mark_answered(call_id)
 
     def _log_failure(self, name: str, error: BaseException) -> None:

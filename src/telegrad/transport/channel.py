@@ -7,7 +7,7 @@ Rules for all implementations (one test suite checks them all):
   own copy of the bytes and buffers, so the caller may change its tensors.
 - `recv` is called by one thread at a time. After `TimeoutError` the channel is still usable;
   `ChannelClosed` is final.
-- `shut` may be called from any thread: it wakes the threads inside `recv` and `send`. `close` frees
+- `shutdown` may be called from any thread: it wakes the threads inside `recv` and `send`. `close` frees
   the resources of the channel. It is called by the reading thread, or when no thread reads.
 - `cork` may collect small frames. The next `send` or `flush_nowait` sends them, in order.
 - A thread that reads many channels calls `receive` and `next_frame` instead of `recv`.
@@ -157,7 +157,7 @@ class Channel(ABC):
         """Return whether `next_frame` would return a frame."""
 
     @abstractmethod
-    def shut(self) -> None:
+    def shutdown(self) -> None:
         """End the connection and wake all threads that use the channel."""
 
     @abstractmethod
@@ -188,4 +188,4 @@ def close_with_reason(channel: Channel, reason: str | None, kind: Kind = Kind.BY
             channel.offer(kind, 0, reason.encode())
         except ChannelClosed as error:
             _log.debug("the goodbye was not sent, the channel is closed: %s", error)
-    channel.shut()
+    channel.shutdown()

@@ -115,7 +115,7 @@ class MemoryChannel(Channel):
     def has_frame(self) -> bool:
         return not self._inbox.empty()
 
-    def shut(self) -> None:
+    def shutdown(self) -> None:
         with self._state.lock:
             if self._state.closed:
                 return
@@ -127,7 +127,7 @@ class MemoryChannel(Channel):
                 each.on_frame()
 
     def close(self) -> None:
-        self.shut()
+        self.shutdown()
 
     def drop(self) -> None:
         return  # there is no descriptor to close

@@ -227,7 +227,7 @@ class StreamChannel(Channel):
         except BlockingIOError:
             pass
         except OSError as error:
-            self.shut()  # these replies are lost, so the peer must not wait for them
+            self.shutdown()  # these replies are lost, so the peer must not wait for them
             raise ChannelClosed(str(error)) from None
         finally:
             self._unsent = data[sent:]
@@ -382,7 +382,7 @@ class StreamChannel(Channel):
     def has_frame(self) -> bool:
         return self._decoder.has_frame()
 
-    def shut(self) -> None:
+    def shutdown(self) -> None:
         self._is_shut = True
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -391,7 +391,7 @@ class StreamChannel(Channel):
 
     def close(self) -> None:
         try:
-            self.shut()
+            self.shutdown()
         finally:
             self._sock.close()
             if self._sharing is not None:
