@@ -255,9 +255,9 @@ class AgentRuntime:
     def _after_fork(self) -> None:
         """In the child of a fork: the agent belongs to the parent, so free its sockets here."""
         self.closing = self.forked = True
-        self.peers.drop()
-        self.listener.drop()
-        self.event_loops.drop()
+        self.peers.close_after_fork()
+        self.listener.close_after_fork()
+        self.event_loops.close_after_fork()
 
     # Calls
 

@@ -195,7 +195,7 @@ def test_a_deadline_that_passes_before_the_call_is_sent_leaves_nothing_at_the_ca
     (peer,) = w0._runtime.peers.all()
     send, offer, expired = (
         peer.multiplexed.channel.send,
-        peer.multiplexed.channel.offer,
+        peer.multiplexed.channel.send_nowait,
         threading.Event(),
     )
 
@@ -211,7 +211,7 @@ def test_a_deadline_that_passes_before_the_call_is_sent_leaves_nothing_at_the_ca
         return complete
 
     monkeypatch.setattr(peer.multiplexed.channel, "send", send_late)
-    monkeypatch.setattr(peer.multiplexed.channel, "offer", offered)
+    monkeypatch.setattr(peer.multiplexed.channel, "send_nowait", offered)
     promises = Promises()
     future = w0._runtime.start("w1", promise, (promises,), None, SHORT)
     assert isinstance(future.exception(PATIENCE), CallTimeout)

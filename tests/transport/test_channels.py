@@ -384,7 +384,7 @@ def test_the_end_in_the_middle_of_a_frame(streams: Pair) -> None:
 def test_a_copy_that_is_dropped_does_not_end_the_conversation(streams: Pair) -> None:
     # as a parent keeps its copy when its forked child drops the other
     with streams.near_socket.dup() as kept:
-        streams.near.drop()
+        streams.near.close_after_fork()
         with pytest.raises(TimeoutError):
             streams.far.recv(timeout=SOON)
         kept.sendall(head(Kind.CALL, 3, b""))
@@ -635,7 +635,7 @@ def test_until_end_of_a_busy_channel(pair: Pair, background: Background) -> None
 
 
 def test_what_is_offered_arrives(pair: Pair) -> None:
-    assert pair.near.offer(Kind.REPLY, 7, b"body")
+    assert pair.near.send_nowait(Kind.REPLY, 7, b"body")
     frame = pair.far.recv(LATE)
     assert (frame.kind, frame.call, bytes(frame.body)) == (Kind.REPLY, 7, b"body")
 
@@ -644,9 +644,9 @@ def test_what_is_not_taken_at_once_is_left_for_later(streams: Pair, background: 
     full: list[bool] = []
     streams.near.on_send_blocked = lambda: full.append(True)
     sent = 0
-    while streams.near.offer(Kind.REPLY, sent, bytes(4096)):
+    while streams.near.send_nowait(Kind.REPLY, sent, bytes(4096)):
         sent += 1
-    assert not streams.near.offer(Kind.REPLY, sent + 1, b"one more")
+    assert not streams.near.send_nowait(Kind.REPLY, sent + 1, b"one more")
     assert full == [True, True]
     arriving = background(take, streams.far, sent + 2)
     number = streams.near.fileno()
@@ -661,7 +661,7 @@ def test_what_is_corked_while_another_thread_sends_goes_out_after_it(
 ) -> None:
     sending = background(streams.near.send, Kind.CALL, 1, bytes(BIG))
     until(streams.near._send_lock.locked)  # type: ignore[attr-defined]
-    assert streams.near.offer(Kind.REPLY, 2, b"small")
+    assert streams.near.send_nowait(Kind.REPLY, 2, b"small")
     assert [frame.call for frame in (streams.far.recv(LATE), streams.far.recv(LATE))] == [1, 2]
     sending.result(LATE)
 

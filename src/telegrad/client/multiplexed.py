@@ -204,7 +204,7 @@ class MultiplexedConnection(LoopConnection):
             )
             if error.begun:  # the rest is sent before the next frame
                 pending.abandon(late)
-                self.channel.offer(Kind.CANCEL, call_id, b"")
+                self.channel.send_nowait(Kind.CANCEL, call_id, b"")
             else:
                 self._fail(call_id, lambda _: late)
         except ChannelClosed as error:
@@ -229,7 +229,7 @@ class MultiplexedConnection(LoopConnection):
         if not pending.sent:
             return
         try:
-            self.channel.offer(Kind.CANCEL, call_id, b"")
+            self.channel.send_nowait(Kind.CANCEL, call_id, b"")
         except ChannelClosed:
             return  # the callee cannot be told; its reply is ignored
 
@@ -339,7 +339,7 @@ class MultiplexedConnection(LoopConnection):
 
     def _complete_on_executor(self, call_id: int, pending: PendingCall, frame: Frame) -> None:
         self._queued_replies[call_id] = pending, frame
-        accepted = self._runtime.executor.offer(lambda: self._complete_queued(call_id))
+        accepted = self._runtime.executor.try_submit(lambda: self._complete_queued(call_id))
         if not accepted or self._peer.lost:
             self._complete_queued(call_id)
 

@@ -378,12 +378,12 @@ class Peer:
         if self.multiplexed.attached:
             self.multiplexed.close(reason)
 
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         """In the child of a fork: free this process's copies of the connections."""
         for connection in (*self._idle, *self._busy):
-            connection.channel.drop()
+            connection.channel.close_after_fork()
         if self.multiplexed.attached:
-            self.multiplexed.channel.drop()
+            self.multiplexed.channel.close_after_fork()
 
     def _wake_waiters(self) -> None:
         self._lost_event.open()

@@ -71,10 +71,10 @@ class EventLoops:
         for loop in self:
             loop.close()
 
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         """Close the descriptors in the child of a fork. The connections belong to the parent."""
         for loop in self._loops:
-            loop.drop()
+            loop.close_after_fork()
 
     def _next_loop(self, group: str) -> EventLoop:
         with self._lock:

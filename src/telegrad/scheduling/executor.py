@@ -76,7 +76,7 @@ class Executor:
                 self._active -= 1
             raise
 
-    def offer(self, job: Job) -> bool:
+    def try_submit(self, job: Job) -> bool:
         """Submit `job` without blocking. Return False if it was not accepted.
 
         That is the case if it might wait forever for the calls before it, or if the system refuses

@@ -71,9 +71,9 @@ class LoopConnection(ABC):
             channel.try_send(Kind.ALIVE)
         except ChannelClosed:
             return True  # the loop will end the connection
-        if channel.heard or self.hold_count:
+        if channel.received_since_heartbeat or self.hold_count:
             self._silent_seconds = 0.0
         else:
             self._silent_seconds += interval
-        channel.heard = False
+        channel.received_since_heartbeat = False
         return self._silent_seconds < timeout

@@ -64,7 +64,7 @@ class ConnectionPoller:
         if self._asleep:
             self.post(None)
 
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         """Close the descriptors in the child of a fork. The connections belong to the parent."""
         self._epoll.close()
         os.close(self._wake_fd)

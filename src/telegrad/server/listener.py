@@ -308,7 +308,7 @@ class Listener:
             send_goodbye(connection.channel, reason)
             connection.channel.shutdown()
 
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         """In the child of a fork: close this process's copies of the sockets without a message.
 
         The connections stay open in the parent.
@@ -316,7 +316,7 @@ class Listener:
         for sock in (*self._sockets, *self._unauthenticated):
             sock.close()
         for connection in self._connections:
-            connection.channel.drop()
+            connection.channel.close_after_fork()
 
 
 def _flush(channel: Channel) -> None:

@@ -116,7 +116,7 @@ class ReplyingConnection(LoopConnection):
     def _send_empty_reply(self, call_id: int) -> None:
         """Answer a call whose caller no longer waits, so that it frees what the call uses."""
         try:
-            self.channel.offer(_REPLY, call_id, b"")
+            self.channel.send_nowait(_REPLY, call_id, b"")
         except ChannelClosed as error:
             _log.debug("the caller of a cancelled call is gone: %s", error)
         self._mark_answered(call_id)

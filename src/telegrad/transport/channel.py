@@ -62,7 +62,7 @@ class Channel(ABC):
     # called when the peer did not receive all of the corked frames
     on_send_blocked: Callable[[], None] | None = None
     # Set whenever bytes arrive, cleared by the heartbeat. So a long frame is a sign of life, too.
-    heard = False
+    received_since_heartbeat = False
 
     @abstractmethod
     def send(
@@ -105,7 +105,7 @@ class Channel(ABC):
 
     def cork_deferred(self, kind: int, call: int, body: bytes) -> None:
         """Queue a small frame for the next `flush_deferred`."""
-        self.offer(kind, call, body)
+        self.send_nowait(kind, call, body)
 
     def flush_deferred(self) -> None:
         """Send the frames that `cork_deferred` and `cork` queued, without blocking."""
@@ -119,7 +119,7 @@ class Channel(ABC):
         are left, call `on_send_blocked` and return False.
         """
 
-    def offer(self, kind: int, call: int, body: bytes) -> bool:
+    def send_nowait(self, kind: int, call: int, body: bytes) -> bool:
         """Send a small frame without blocking, or queue it; see `flush_nowait`."""
         self.cork(kind, call, body)
         return self.flush_nowait()
@@ -165,7 +165,7 @@ class Channel(ABC):
         """End the connection and free the resources of the channel."""
 
     @abstractmethod
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         """Close this process's descriptor without ending the connection; in the child of a fork."""
 
 
@@ -185,7 +185,7 @@ def close_with_reason(channel: Channel, reason: str | None, kind: Kind = Kind.BY
     """
     if reason is not None:
         try:
-            channel.offer(kind, 0, reason.encode())
+            channel.send_nowait(kind, 0, reason.encode())
         except ChannelClosed as error:
             _log.debug("the goodbye was not sent, the channel is closed: %s", error)
     channel.shutdown()

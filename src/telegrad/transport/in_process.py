@@ -106,7 +106,7 @@ class MemoryChannel(Channel):
         if frame is None:
             self._inbox.put(None)  # later readers must see the end, too
             raise ChannelClosed("the peer closed the connection")
-        self.heard = True
+        self.received_since_heartbeat = True
         return frame
 
     def next_frame(self) -> Frame | None:
@@ -129,7 +129,7 @@ class MemoryChannel(Channel):
     def close(self) -> None:
         self.shutdown()
 
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         return  # there is no descriptor to close
 
     def _copy(self, buffer: memoryview) -> memoryview:

@@ -314,7 +314,7 @@ class StreamChannel(Channel):
             if not count:
                 raise ChannelClosed("the peer closed the connection")
             decoder.fill(count)
-            self.heard = True
+            self.received_since_heartbeat = True
             frame = decoder.next()
             if frame is not None:
                 self._should_spin = CORES > 1 and time.monotonic() - started < SPIN_SECONDS
@@ -369,7 +369,7 @@ class StreamChannel(Channel):
         if not count:
             raise ChannelClosed("the peer closed the connection")
         self._decoder.fill(count)
-        self.heard = True
+        self.received_since_heartbeat = True
         return True
 
     def next_frame(self) -> Frame | None:
@@ -397,7 +397,7 @@ class StreamChannel(Channel):
             if self._sharing is not None:
                 self._sharing.close()
 
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         self._sock.close()
 
     def _set_receive_timeout(self, seconds: float | None) -> None:
