@@ -259,8 +259,8 @@ def test_what_is_left_is_done_once_after_all_that_was_there(line: Callable[[], L
 
     def act(frame: Frame) -> None:
         done.append(frame.call)
-        if blocking.more():
-            blocking.afterwards("key", lambda: (done.append("left"), finished.set()))
+        if blocking.has_pending_messages():
+            blocking.run_when_drained("key", lambda: (done.append("left"), finished.set()))
 
     one.recorder.act = two.recorder.act = act
     one.send(1, 2, 3)
@@ -277,7 +277,7 @@ def test_an_alarm_rings_on_the_thread_that_reads(line: Callable[[], Line]) -> No
 
     def act(_: Frame) -> None:
         rang.append(identity())
-        assert blocking.at(
+        assert blocking.run_at(
             "key", time.monotonic() + 0.01, lambda: (rang.append(identity()), finished.set())
         )
 
@@ -336,10 +336,10 @@ def test_who_holds_up_its_own_connection_holds_up_no_other(line: Callable[[], Li
 
     def act(frame: Frame) -> None:
         if frame.call == 1:
-            role = blocking.hold()
+            role = blocking.begin_backpressure()
             held.set()
             go.wait(PATIENCE)
-            blocking.release(role)
+            blocking.end_backpressure(role)
 
     one.recorder.act = act
     one.add()
@@ -409,8 +409,8 @@ def test_calls_that_arrive_together_run_together(line: Callable[[], Line]) -> No
 
 
 def test_a_thread_of_the_user_has_nothing_more_to_read() -> None:
-    assert not blocking.more()
-    assert not blocking.at("key", 5.0, int)
+    assert not blocking.has_pending_messages()
+    assert not blocking.run_at("key", 5.0, int)
 
 
 def test_an_executor_that_is_full_holds_up_who_fills_it(

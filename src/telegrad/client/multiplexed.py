@@ -349,9 +349,9 @@ class MultiplexedConnection(LoopConnection):
         if queued is None:
             return
         callbacks = queued[0].listener._callbacks
-        started, waited = time.perf_counter(), blocking.waited()
+        started, waited = time.perf_counter(), blocking.waited_seconds()
         self._complete(*queued)
-        seconds = time.perf_counter() - started - (blocking.waited() - waited)
+        seconds = time.perf_counter() - started - (blocking.waited_seconds() - waited)
         self._slow_callbacks.add_duration(callbacks, seconds)
 
     def complete_all_queued(self) -> None:

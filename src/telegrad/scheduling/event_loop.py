@@ -117,7 +117,7 @@ class EventLoop(ConnectionPoller):
         """Lead the loop in `epoch`: handle frames until another thread leads or the loop ends."""
         with self._lock:
             pass  # wait until the hand-over that started this thread is complete
-        blocking.take(LeaderRole(self, epoch))
+        blocking.set_role(LeaderRole(self, epoch))
         _local.epoch = epoch
         try:
             while True:
@@ -336,7 +336,7 @@ class EventLoop(ConnectionPoller):
         self.hand_overs += 1
         return True
 
-    def hold(self, epoch: int) -> LoopConnection | None:
+    def begin_backpressure(self, epoch: int) -> LoopConnection | None:
         """Hand over, and stop reading the connection whose frame the leader handles.
 
         For back-pressure. Return the connection, or None if the thread of `epoch` does not lead.
@@ -352,8 +352,8 @@ class EventLoop(ConnectionPoller):
                 self._update_epoll(connection, fd, 0)
             return connection
 
-    def release(self, connection: LoopConnection) -> None:
-        """Undo one `hold`. Read the connection again after the last one."""
+    def end_backpressure(self, connection: LoopConnection) -> None:
+        """Undo one `begin_backpressure`. Read the connection again after the last one."""
         with self._lock:
             connection.hold_count -= 1
             if connection.hold_count:

@@ -95,7 +95,7 @@ class ThreadPool:
                 except BaseException:
                     _log.exception("a thread of Telegrad failed; please report this")
                 del job
-                blocking.take(None)
+                blocking.set_role(None)
                 try:
                     job = self._wait_for_job()
                 # out of memory or descriptors: one idle thread fewer

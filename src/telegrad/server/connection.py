@@ -255,7 +255,7 @@ class ServerConnection(ReplyingConnection):
                 function, args, kwargs = self._decode_call(frame, function, received)
             else:
                 args, kwargs = self._unpack(frame.body, frame.buffers, received), {}
-            waited = blocking.waited() if loop is None else 0.0
+            waited = blocking.waited_seconds() if loop is None else 0.0
             started = _now()
             try:
                 value = function.run(*args, **kwargs)
@@ -264,7 +264,7 @@ class ServerConnection(ReplyingConnection):
                 if self._runtime.forked:
                     os._exit(0)
             if loop is None:
-                function.add_duration(_now() - started - (blocking.waited() - waited))
+                function.add_duration(_now() - started - (blocking.waited_seconds() - waited))
             # else it has waited, or `blocked` has recorded that it took long
             elif loop.epoch == epoch:
                 function.add_duration(_now() - started)
