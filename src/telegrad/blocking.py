@@ -58,40 +58,38 @@ class ThreadRole(Protocol):
 
 
 class OneShotEvent:
-    """An event that is set once (`open`) and that threads wait for.
+    """An event that is set once (`set`) and that threads wait for.
 
     Unlike `threading.Event`, it has no lock that all threads share. If a signal handler raises
     inside `Event.wait`, that lock may stay locked, and the thread that sets the event would wait
-    forever. Here, each waiting thread adds a lock of its own to a list. `open` takes the locks from
+    forever. Here, each waiting thread adds a lock of its own to a list. `set` takes the locks from
     the list, with one atomic operation each, and releases them.
     """
 
-    __slots__ = ("_waiters", "is_open")
+    __slots__ = ("_waiters", "is_set")
 
     def __init__(self) -> None:
-        self.is_open = False
+        self.is_set = False
         self._waiters: list[_thread.LockType] = []
 
     def __repr__(self) -> str:
-        return (
-            f"<OneShotEvent {'open' if self.is_open else 'closed'}, {len(self._waiters)} waiting>"
-        )
+        return f"<OneShotEvent {'set' if self.is_set else 'not set'}, {len(self._waiters)} waiting>"
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until the event is open. Return False if it is not after `timeout` seconds."""
+        """Block until the event is set. Return False if it is not after `timeout` seconds."""
         waiter = _thread.allocate_lock()
         waiter.acquire()
         self._waiters.append(waiter)
-        if not self.is_open and not waiter.acquire(True, _lock_timeout(timeout)):
+        if not self.is_set and not waiter.acquire(True, _lock_timeout(timeout)):
             try:
                 self._waiters.remove(waiter)
             except ValueError:
-                pass  # `open` has just taken it
-        return self.is_open
+                pass  # `set` has just taken it
+        return self.is_set
 
-    def open(self) -> None:
+    def set(self) -> None:
         """Let all threads that wait go on, now and later."""
-        self.is_open = True
+        self.is_set = True
         while True:
             try:
                 waiter = self._waiters.pop()

@@ -309,7 +309,7 @@ class Future(torch.futures.Future[T]):
             if event is not None:
                 return event
             event = self._completed = blocking.OneShotEvent()
-        super().add_done_callback(lambda _: event.open())
+        super().add_done_callback(lambda _: event.set())
         return event
 
     def _block(self, timeout: float | None) -> bool:

@@ -129,7 +129,7 @@ class AgentRuntime:
                 self.clock.close()
             raise
         self.listener.accept()
-        self.clock.watch(self.executor)
+        self.clock.add_listener(self.executor)
         maintenance.start(self)
         _runtimes.add(self)
 

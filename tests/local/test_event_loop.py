@@ -173,7 +173,7 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
 
     # w1 no longer reads: its leader is held in a callback, and the clock may not relieve it.
     for loop in w1._runtime.event_loops:
-        w1._runtime.clock.unwatch(loop)
+        w1._runtime.clock.remove_listener(loop)
     w1.submit("w0", abs, -1).add_done_callback(sleep)
     assert asleep.wait(PATIENCE)
     futures = [w1.submit("w0", bytes, 1 << 13) for _ in range(4000)]

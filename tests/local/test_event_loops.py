@@ -55,7 +55,7 @@ def test_connections_of_each_purpose_are_spread_evenly(workers: LocalCluster) ->
 def test_loops_read_at_the_same_time(workers: LocalCluster) -> None:
     """Each call waits for the others, on the thread that read it."""
     for loop in workers["w0"]._runtime.event_loops:
-        workers["w0"]._runtime.clock.unwatch(loop)  # nobody relieves a leader that is stuck
+        workers["w0"]._runtime.clock.remove_listener(loop)  # nobody relieves a leader that is stuck
     meeting = Meeting(LOOPS)
     futures = [workers[name].submit("w0", meet, meeting) for name in CALLERS[:LOOPS]]
     assert sorted(future.result(PATIENCE) for future in futures) == list(range(LOOPS))

@@ -58,7 +58,7 @@ class ContextRegistry:
         hooks.record_hooks()
         agent.on_loss(self._on_worker_lost)
         agent.add_statistics(self.statistics)
-        agent.clock.every(_AUDIT_INTERVAL, self._start_audit)
+        agent.clock.call_every(_AUDIT_INTERVAL, self._start_audit)
 
     @classmethod
     def of(cls, agent: AgentRuntime) -> ContextRegistry:

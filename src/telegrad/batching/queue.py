@@ -404,7 +404,7 @@ def _start_thread(runtime: AgentRuntime | None, job: Callable[[], None]) -> None
 def _run_at(runtime: AgentRuntime | None, moment: float, job: Callable[[], None]) -> None:
     """Run a short `job` at a time of `time.monotonic`."""
     if runtime is not None and not runtime.closing:
-        runtime.clock.at(moment, job)
+        runtime.clock.call_at(moment, job)
         return
     timer = threading.Timer(max(moment - time.monotonic(), 0), job)
     timer.daemon = True

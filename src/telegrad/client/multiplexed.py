@@ -270,7 +270,7 @@ class MultiplexedConnection(LoopConnection):
             except BaseException as error:
                 self.pending.pop(call_id, None)
                 pending.listener._settle(None, as_exception(error))
-        self.queue_sent.open()
+        self.queue_sent.set()
 
     def _next_queued(self) -> _QueuedCall | None:
         with self._lock:
@@ -380,7 +380,7 @@ class MultiplexedConnection(LoopConnection):
 
     def _schedule_expiry_check(self, when: float) -> None:
         self._next_expiry_check = when
-        self._runtime.clock.at(when, self._check_expiry)
+        self._runtime.clock.call_at(when, self._check_expiry)
 
     def _check_expiry(self) -> None:
         """Find the calls whose deadline has passed.
@@ -401,7 +401,7 @@ class MultiplexedConnection(LoopConnection):
             self._schedule_expiry_check(max(soonest, now + _MIN_EXPIRY_INTERVAL))
         if expired:
             runtime = self._runtime
-            runtime.threads.start_when_possible(lambda: self._time_out(expired), runtime.clock)
+            runtime.threads.start_with_retry(lambda: self._time_out(expired), runtime.clock)
 
     def _time_out(self, call_ids: list[int]) -> None:
         """Abandon the calls whose deadline has passed, and tell the callee."""

@@ -141,7 +141,7 @@ class Peer:
             else:
                 dialed.channel.close()
             raise error from None
-        self.connected_or_lost.open()
+        self.connected_or_lost.set()
         self.multiplexed.send_queue()
         with self._lock:
             self.ready = self._error is None
@@ -386,5 +386,5 @@ class Peer:
             self.multiplexed.channel.close_after_fork()
 
     def _wake_waiters(self) -> None:
-        self._lost_event.open()
-        self.connected_or_lost.open()
+        self._lost_event.set()
+        self.connected_or_lost.set()

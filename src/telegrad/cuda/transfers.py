@@ -226,9 +226,9 @@ class CudaTransfers:
         clock = self._runtime.clock
         if not self._is_watching:
             self._is_watching = True
-            clock.watch(self)
-        if not clock.awake:
-            clock.wake()
+            clock.add_listener(self)
+        if not clock.is_ticking:
+            clock.start_ticking()
 
     def _report_completed(self) -> None:
         """Tell the senders which leases were copied."""

@@ -55,8 +55,8 @@ class ReferenceManager:
         runtime.on_close(self._report_leftovers)
         runtime.on_end(self.owned.close)
         runtime.add_statistics(self.statistics)
-        runtime.clock.every(_SWEEP_EVERY, self._start_sweep)
-        runtime.clock.every(_AUDIT_EVERY, lambda: runtime.threads.start(self.audit))
+        runtime.clock.call_every(_SWEEP_EVERY, self._start_sweep)
+        runtime.clock.call_every(_AUDIT_EVERY, lambda: runtime.threads.start(self.audit))
         self._sweeping = False
 
     @classmethod
@@ -108,7 +108,7 @@ class ReferenceManager:
         """
         if self.held.dropped > _SWEEP_THRESHOLD and not self._sweeping:
             self._sweeping = True
-            self.runtime.clock.at(time.monotonic(), self._sweep_now)
+            self.runtime.clock.call_at(time.monotonic(), self._sweep_now)
 
     def _sweep_now(self) -> None:
         try:

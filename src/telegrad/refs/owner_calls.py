@@ -175,7 +175,7 @@ def with_object(
     context = contextvars.copy_context()  # the call's context variables, such as its scope
     threads, clock = manager.runtime.threads, manager.runtime.clock
     owned_object.future.add_done_callback(
-        lambda _: threads.start_when_possible(lambda: context.run(run_now), clock)
+        lambda _: threads.start_with_retry(lambda: context.run(run_now), clock)
     )
     return deferred
 

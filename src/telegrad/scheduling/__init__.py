@@ -19,8 +19,8 @@ a message to another thread costs more than most calls do. The rules:
 5. The executor runs up to a limit of calls at once. Calls in a known wait do not count. When no
    call finishes between two ticks, the limit doubles, so calls that wait for each other progress.
 6. When the queue of the executor is full, `Executor.submit` blocks, and the connection that
-   delivers more such calls is not read until there is room (`blocking.begin_backpressure`). So the back-pressure
-   reaches the caller.
+   delivers more such calls is not read until there is room (`blocking.begin_backpressure`). So the
+   back-pressure reaches the caller.
 7. The rest of a frame of more than 1 MiB is received by a thread of its own, so that the other
    connections of the loop are still read.
 8. With an interpreter lock an agent has one event loop. Without it, an agent has several, and each

@@ -93,7 +93,7 @@ class EventLoop(ConnectionPoller):
                     self._update_epoll(connection, fd, READ)
                 if not self._started:
                     self._threads.start(lambda: self._lead(0))
-                    self._clock.watch(self)
+                    self._clock.add_listener(self)
                     self._started = True
             except BaseException:
                 self._remove(connection)
@@ -131,7 +131,7 @@ class EventLoop(ConnectionPoller):
                 if self._epoch != epoch or self._closed:
                     return
                 self._current, self._busy = None, False
-            self._threads.start_when_possible(lambda: self._lead(epoch), self._clock)
+            self._threads.start_with_retry(lambda: self._lead(epoch), self._clock)
 
     def _read_current(self, epoch: int) -> bool:
         """Handle the frames of the current connection. Return False if another thread leads now."""
@@ -151,8 +151,8 @@ class EventLoop(ConnectionPoller):
                 count += 1
                 self._handled += 1
                 self._busy = True
-                if not clock.awake:  # read after `_busy` is set: see `Clock._stop_ticking`
-                    clock.wake()
+                if not clock.is_ticking:  # read after `_busy` is set: see `Clock._stop_ticking`
+                    clock.start_ticking()
                 connection.handle(frame)
                 del frame  # it may keep shared memory of the sender
                 with lock:
@@ -171,7 +171,7 @@ class EventLoop(ConnectionPoller):
         elif channel.missing_bytes > _LARGE_FRAME:
             connection.receives_large_frame = True
             self._watch(connection, 0)
-            self._threads.start_when_possible(lambda: self._receive_large(connection), self._clock)
+            self._threads.start_with_retry(lambda: self._receive_large(connection), self._clock)
         return True
 
     def _end_connection(self, connection: LoopConnection, error: BaseException, epoch: int) -> bool:
@@ -206,7 +206,7 @@ class EventLoop(ConnectionPoller):
                 self._set_current(self._ready.popleft())
                 return True
             if self._closed and not self._connections:
-                self._clock.unwatch(self)
+                self._clock.remove_listener(self)
                 with self._lock:
                     self._close_descriptors()
                 return False
@@ -232,8 +232,8 @@ class EventLoop(ConnectionPoller):
         """Run a job that does not handle a frame. Return False if another thread leads now."""
         self._handled += 1
         self._busy = True
-        if not self._clock.awake:
-            self._clock.wake()
+        if not self._clock.is_ticking:
+            self._clock.start_ticking()
         job()
         with self._lock:
             if self._epoch != epoch:

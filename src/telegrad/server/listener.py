@@ -245,7 +245,7 @@ class Listener:
                 name = self._runtime.name
                 _log.warning("worker %r cannot serve a connection yet: %s", name, error)
                 retry = functools.partial(self._serve, connection)
-                self._runtime.clock.at(time.monotonic() + _RETRY, retry)
+                self._runtime.clock.call_at(time.monotonic() + _RETRY, retry)
 
     def connection_ended(self, connection: ServerConnection, error: BaseException) -> None:
         """Remove a connection. If its peer has no other, find out whether the peer is lost."""

@@ -146,7 +146,7 @@ class ReplyingConnection(LoopConnection):
 
         shared.join()
         runtime = self._runtime
-        runtime.threads.start_when_possible(send, runtime.clock)
+        runtime.threads.start_with_retry(send, runtime.clock)
 
     def _send_large(self, call_id: int, body: bytes, buffers: list[memoryview]) -> None:
         is_long = sum(buffer.nbytes for buffer in buffers) >= _LONG_COPY
