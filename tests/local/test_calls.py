@@ -297,7 +297,7 @@ def test_a_function_is_defined_once_per_connection(
     monkeypatch.setattr(
         ServerConnection,
         "_define",
-        lambda self, frame: (defined.append(frame.function), define(self, frame)),
+        lambda self, frame: (defined.append(frame.function_id), define(self, frame)),
     )
     for _ in range(5):
         w0.submit("w1", operator.add, 1, 2).wait()

@@ -77,7 +77,7 @@ def test_calls_before_the_connection_keep_their_order(
 
     def note(self: ServerConnection, frame: Frame) -> None:
         if frame.kind == Kind.CALL and self.is_multiplexed:
-            arrived.append(frame.call)
+            arrived.append(frame.call_id)
         handle(self, frame)
 
     monkeypatch.setattr(ServerConnection, "handle", note)

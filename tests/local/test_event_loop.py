@@ -204,7 +204,7 @@ class Recorder(LoopConnection):
         self.over = threading.Event()
 
     def handle(self, frame: Frame) -> None:
-        self.calls.append(frame.call)
+        self.calls.append(frame.call_id)
         self.act(frame)
 
     def ended(self, error: BaseException) -> None:
@@ -258,7 +258,7 @@ def test_what_is_left_is_done_once_after_all_that_was_there(line: Callable[[], L
     finished = threading.Event()
 
     def act(frame: Frame) -> None:
-        done.append(frame.call)
+        done.append(frame.call_id)
         if blocking.has_pending_messages():
             blocking.run_when_drained("key", lambda: (done.append("left"), finished.set()))
 
@@ -335,7 +335,7 @@ def test_who_holds_up_its_own_connection_holds_up_no_other(line: Callable[[], Li
     held, go = threading.Event(), threading.Event()
 
     def act(frame: Frame) -> None:
-        if frame.call == 1:
+        if frame.call_id == 1:
             role = blocking.begin_backpressure()
             held.set()
             go.wait(PATIENCE)
@@ -394,7 +394,7 @@ def test_calls_that_arrive_together_run_together(line: Callable[[], Line]) -> No
     answers: list[int] = []
 
     def act(frame: Frame) -> None:
-        outcome = count.batching.serve(frame.call)  # type: ignore[attr-defined]
+        outcome = count.batching.serve(frame.call_id)  # type: ignore[attr-defined]
         if type(outcome) is DeferredReply:
             outcome.listen(lambda done: answers.append(done.value()))
         else:

@@ -76,7 +76,7 @@ def connected_sockets(family: str) -> tuple[socket.socket, socket.socket]:
 
 def fill_with_frames(sock: socket.socket) -> None:
     """Fill a unix socket with whole frames, behind the back of its channel, which so owes nothing."""
-    alive = head(Kind.ALIVE, 0, b"")
+    alive = head(Kind.HEARTBEAT, 0, b"")
     while True:
         try:
             assert sock.send(alive, socket.MSG_DONTWAIT) == len(alive)

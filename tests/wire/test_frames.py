@@ -84,10 +84,10 @@ def encode(message: Frame) -> bytes:
     places = [BufferPlace(len(buffer)) for buffer in message.buffers]
     start = head(
         message.kind,
-        message.call,
+        message.call_id,
         message.body,
-        function=message.function,
-        left_ms=message.left_ms,
+        function=message.function_id,
+        timeout_ms=message.timeout_ms,
         flags=message.flags,
         places=places,
     )
@@ -119,7 +119,7 @@ def test_every_kind_travels_with_all_its_fields(kind: Kind) -> None:
 
 
 def test_an_empty_frame_is_a_header_and_nothing_else() -> None:
-    sent = Frame(Kind.ALIVE, 0, 0, 0, 0, b"", [])
+    sent = Frame(Kind.HEARTBEAT, 0, 0, 0, 0, b"", [])
     assert len(encode(sent)) == HEADER.size == 32
     assert decode(encode(sent)) == [sent]
 
@@ -237,15 +237,15 @@ frames = st.builds(
     Frame,
     kind=st.sampled_from([int(kind) for kind in Kind]),
     flags=st.integers(0, 255),
-    call=st.integers(0, 2**64 - 1),
-    function=st.integers(0, 2**32 - 1),
-    left_ms=st.integers(0, 2**32 - 1),
+    call_id=st.integers(0, 2**64 - 1),
+    function_id=st.integers(0, 2**32 - 1),
+    timeout_ms=st.integers(0, 2**32 - 1),
     body=st.builds(pattern, st.integers(0, 100) | st.sampled_from(SIZES), st.integers(0, 250)),
     buffers=st.lists(
         st.builds(pattern, st.integers(0, 100) | st.sampled_from(SIZES), st.integers(0, 250)),
         max_size=4,
     ),
-    damage=st.none(),
+    receive_error=st.none(),
 )
 
 
@@ -357,9 +357,9 @@ def test_a_frame_that_cannot_be_received_is_damaged_and_the_next_one_is_whole(
         while (one := decoder.next()) is not None:
             received.append(one)
     damaged, whole = received
-    assert (damaged.call, damaged.damage, list(damaged.buffers)) == (7, failure, [])
+    assert (damaged.call_id, damaged.receive_error, list(damaged.buffers)) == (7, failure, [])
     assert bytes(damaged.body) == (b"" if fails_at == 0 else b"b" * 40_000)
-    assert (whole.call, bytes(whole.body), whole.damage) == (8, b"next", None)
+    assert (whole.call_id, bytes(whole.body), whole.receive_error) == (8, b"next", None)
 
 
 plausible_headers = st.builds(

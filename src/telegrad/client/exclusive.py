@@ -40,9 +40,9 @@ class ExclusiveConnection:
         del request, body, buffers
         while True:
             frame = channel.recv(time_left(timeout, until))
-            if frame.kind == Kind.END:
+            if frame.kind == Kind.CLOSE:
                 raise ChannelClosed(text_of_frame(frame))
-            if frame.call == call_id or frame.kind not in (_REPLY, _FAILURE):
+            if frame.call_id == call_id or frame.kind not in (_REPLY, _FAILURE):
                 return frame
 
 

@@ -284,23 +284,23 @@ class MultiplexedConnection(LoopConnection):
     def handle(self, frame: Frame) -> None:
         """Complete the future that a reply belongs to, or handle another frame of the callee."""
         if frame.kind in (_REPLY, _FAILURE):
-            pending = self.pending.pop(frame.call, None)
-            if frame.kind == _FAILURE and frame.function:
+            pending = self.pending.pop(frame.call_id, None)
+            if frame.kind == _FAILURE and frame.function_id:
                 if pending is not None:
                     pending.definition_lost = True
-                self._known_functions.discard(frame.function)
+                self._known_functions.discard(frame.function_id)
             if pending is not None and not pending.abandoned:
                 callbacks = pending.listener._callbacks
                 if self._slow_callbacks and not self._slow_callbacks.keys().isdisjoint(callbacks):
-                    self._complete_on_executor(frame.call, pending, frame)
+                    self._complete_on_executor(frame.call_id, pending, frame)
                 else:
                     self._running_callbacks = callbacks
                     self._complete(pending, frame)
-        elif frame.kind == Kind.BYE:
+        elif frame.kind == Kind.LEAVE:
             self._peer.peer_left(frame)
-        elif frame.kind == Kind.END:
+        elif frame.kind == Kind.CLOSE:
             raise ChannelClosed(text_of_frame(frame))
-        elif frame.kind != Kind.ALIVE:
+        elif frame.kind != Kind.HEARTBEAT:
             raise ProtocolError(f"a frame of kind {frame.kind} where a reply was due")
 
     def _complete(self, pending: PendingCall, frame: Frame) -> None:
@@ -311,7 +311,7 @@ class MultiplexedConnection(LoopConnection):
         value: Any = None
         error: Exception | None = None
         try:
-            if frame.kind == _REPLY and frame.damage is None and not len(frame.body):
+            if frame.kind == _REPLY and frame.receive_error is None and not len(frame.body):
                 # The callee found that the deadline had passed, a moment before this worker did.
                 error = timeout_error(self._peer.member.name, pending.call, pending.timeout)
             elif frame.kind == _REPLY:

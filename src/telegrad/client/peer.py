@@ -204,8 +204,8 @@ class Peer:
         finally:
             blocking.resume(role)
         self._busy.discard(connection)
-        if frame.kind == _FAILURE and frame.function:
-            connection.known_functions.discard(frame.function)
+        if frame.kind == _FAILURE and frame.function_id:
+            connection.known_functions.discard(frame.function_id)
         self._release(connection)
         try:
             if frame.kind == _REPLY:

@@ -96,8 +96,8 @@ class RequestCodec:
     def decode(self, frame: Frame, call: str | Function, received: list[Any] | None = None) -> Any:
         """Return the result in a reply. What it brought besides is added to `received`."""
         try:
-            if frame.damage is not None:
-                raise frame.damage
+            if frame.receive_error is not None:
+                raise frame.receive_error
             return unpack(self._context, frame.body, frame.buffers, received)
         except Exception as error:
             raise self.undecodable(call, error) from error

@@ -5,11 +5,11 @@ is logged, and a periodic timer runs again when it is next due.
 
 While connections are in use the clock also *ticks* every few milliseconds: it calls `tick` of each
 `TickListener`. When nothing has happened for `_IDLE_TICKS` ticks, it stops ticking and sleeps until
-the next timer. Event loops read `is_ticking` without a lock for each frame; only if it is False do they
-call `wake`, which takes the lock.
+the next timer. Event loops read `is_ticking` without a lock for each frame; only if it is False do
+they call `start_ticking`, which takes the lock.
 
-State: the heap of timers and the tuple of listeners are changed under `_lock`. `is_ticking` is set under
-`_lock` by any thread and cleared by the clock's thread (see `_stop_ticking`).
+State: the heap of timers and the tuple of listeners are changed under `_lock`. `is_ticking` is set
+under `_lock` by any thread and cleared by the clock's thread (see `_stop_ticking`).
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class Clock:
     def _stop_ticking(self) -> None:
         """Stop to tick, unless there is activity again.
 
-        An event loop marks itself busy before it reads `is_ticking`. So if it read `is_ticking` before this
-        method cleared it, the tick that follows sees that the loop is busy.
+        An event loop marks itself busy before it reads `is_ticking`. So if it read `is_ticking`
+        before this method cleared it, the tick that follows sees that the loop is busy.
         """
         self.is_ticking = False
         if self._tick():

@@ -68,7 +68,7 @@ class LoopConnection(ABC):
         """
         channel = self.channel
         try:
-            channel.try_send(Kind.ALIVE)
+            channel.try_send(Kind.HEARTBEAT)
         except ChannelClosed:
             return True  # the loop will end the connection
         if channel.received_since_heartbeat or self.hold_count:

@@ -115,10 +115,10 @@ class ServerConnection(ReplyingConnection):
             self._running = function
             self._execute(frame, function, self.loop)
         elif frame.kind == Kind.CANCEL:
-            self._cancel(frame.call)
-        elif frame.kind == Kind.BYE:
+            self._cancel(frame.call_id)
+        elif frame.kind == Kind.LEAVE:
             raise PeerClosed(frame)
-        elif frame.kind != Kind.ALIVE:
+        elif frame.kind != Kind.HEARTBEAT:
             raise ProtocolError(f"a frame of kind {frame.kind} where a call was due")
 
     def blocked(self) -> None:
@@ -130,28 +130,28 @@ class ServerConnection(ReplyingConnection):
         """Close the channel and cancel the calls that wait for futures."""
         if not isinstance(error, ChannelClosed):
             reason = f"worker {self._runtime.name!r} closed the connection: {text_of(error)}"
-            close_with_reason(self.channel, reason, Kind.END)
+            close_with_reason(self.channel, reason, Kind.CLOSE)
         self.channel.close()
         for call_id in list(self._deferred):
             self._cancel(call_id)
         self._runtime.connection_ended(self, error)
 
     def _submit_to_executor(self, frame: Frame, function: ServedFunction) -> None:
-        deadline = Deadline.from_wire(frame.left_ms)
+        deadline = Deadline.from_wire(frame.timeout_ms)
 
         def job() -> None:
             expired = deadline is not None and deadline.passed()
-            if (expired or frame.call in self._cancelled) and not function.must_run:
-                self._send_empty_reply(frame.call)
+            if (expired or frame.call_id in self._cancelled) and not function.must_run:
+                self._send_empty_reply(frame.call_id)
             else:
                 # without the loop: only its leader flushes replies that are held back
                 self._execute(frame, function)
 
-        self._unanswered[frame.call] = not function.internal
+        self._unanswered[frame.call_id] = not function.internal
         try:
             self._runtime.executor.submit(job)
         except BaseException as error:
-            self._send_failure(frame.call, function, error)
+            self._send_failure(frame.call_id, function, error)
 
     def _cancel(self, call_id: int) -> None:
         """Answer a call whose caller no longer waits, and cancel what it waits for."""
@@ -177,30 +177,30 @@ class ServerConnection(ReplyingConnection):
             return None
         if frame.flags & DEFINES:
             self._define(frame)
-        function = self._functions.get(frame.function)
+        function = self._functions.get(frame.function_id)
         if function is None:
             raise ProtocolError(
-                f"a call of function number {frame.function}, which was never defined"
+                f"a call of function number {frame.function_id}, which was never defined"
             )
         return function
 
     def _define(self, frame: Frame) -> None:
         # there was no memory for the body
-        body_lost = frame.damage is not None and not len(frame.body)
+        body_lost = frame.receive_error is not None and not len(frame.body)
         size = int.from_bytes(frame.body[:4], "little")
         is_valid = size <= len(frame.body) - 4 or body_lost
-        if not 0 < frame.function <= MAX_FUNCTIONS or not is_valid:
+        if not 0 < frame.function_id <= MAX_FUNCTIONS or not is_valid:
             raise ProtocolError(
-                f"a definition of {size} bytes for function number {frame.function}"
+                f"a definition of {size} bytes for function number {frame.function_id}"
             )
         try:
-            if frame.damage is not None and body_lost:
-                raise frame.damage
+            if frame.receive_error is not None and body_lost:
+                raise frame.receive_error
             definition = codec.decode(bytes(frame.body[4 : 4 + size]))
             function = self._runtime.functions.find(definition)
         except BaseException as error:
             function = ServedFunction(UndecodableFunction(error))
-        self._functions[frame.function] = function
+        self._functions[frame.function_id] = function
 
     def _check_allowed(self, function: ServedFunction | None) -> None:
         """Raise `UsageError` if peers may not call a function; None: it is sent by value."""
@@ -218,16 +218,16 @@ class ServerConnection(ReplyingConnection):
     ) -> None:
         """Run a call and send its reply, or arrange for it to be sent. Never raise."""
         self._runtime.calls_served += 1
-        self._unanswered[frame.call] = function is None or not function.internal
+        self._unanswered[frame.call_id] = function is None or not function.internal
         try:
             thread_state.caller = self.peer_name
-            thread_state.deadline = Deadline.from_wire(frame.left_ms)
+            thread_state.deadline = Deadline.from_wire(frame.timeout_ms)
             if not frame.flags & SCOPED or not len(frame.body):
                 self._run(frame, function, loop)
             else:
                 self._run_scoped(frame, function, loop)
         except BaseException as error:
-            self._send_failure(frame.call, function, error, frame.function)
+            self._send_failure(frame.call_id, function, error, frame.function_id)
 
     def _run_scoped(
         self, frame: Frame, function: ServedFunction | None, loop: EventLoop | None
@@ -249,7 +249,7 @@ class ServerConnection(ReplyingConnection):
             if (
                 frame.flags
                 or function is None
-                or frame.damage is not None
+                or frame.receive_error is not None
                 or self._runtime.config.only_registered
             ):
                 function, args, kwargs = self._decode_call(frame, function, received)
@@ -273,13 +273,13 @@ class ServerConnection(ReplyingConnection):
                 resource.forget()
             if function.is_deferred or type(value) is DeferredReply:
                 settle_all(received)
-                self._reply_later(frame.call, function, value)
+                self._reply_later(frame.call_id, function, value)
                 return
         except BaseException:
             settle_all(received)
             raise
         exclusive = torch.cuda._initialized and is_exclusive(value)  # type: ignore[attr-defined]
-        self._send_reply(frame.call, function, value, loop, epoch, exclusive, received)
+        self._send_reply(frame.call_id, function, value, loop, epoch, exclusive, received)
 
     def _decode_call(
         self, frame: Frame, function: ServedFunction | None, received: list[ReceivedResource]
@@ -289,11 +289,11 @@ class ServerConnection(ReplyingConnection):
         self._check_allowed(function)  # before the arguments are unpickled
         if flags & DEFINES:
             body = memoryview(body)[4 + int.from_bytes(body[:4], "little") :]
-        if frame.damage is not None:
+        if frame.receive_error is not None:
             raise SerializationError(
                 f"worker {self._runtime.name!r} could not receive the arguments: "
-                f"{type(frame.damage).__name__}: {text_of(frame.damage)}"
-            ) from frame.damage
+                f"{type(frame.receive_error).__name__}: {text_of(frame.receive_error)}"
+            ) from frame.receive_error
         value = self._unpack(body, frame.buffers, received)
         kwargs: dict[str, Any] = {}
         if function is None:

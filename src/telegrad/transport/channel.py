@@ -7,8 +7,8 @@ Rules for all implementations (one test suite checks them all):
   own copy of the bytes and buffers, so the caller may change its tensors.
 - `recv` is called by one thread at a time. After `TimeoutError` the channel is still usable;
   `ChannelClosed` is final.
-- `shutdown` may be called from any thread: it wakes the threads inside `recv` and `send`. `close` frees
-  the resources of the channel. It is called by the reading thread, or when no thread reads.
+- `shutdown` may be called from any thread: it wakes the threads inside `recv` and `send`. `close`
+  frees the resources of the channel. It is called by the reading thread, or when no thread reads.
 - `cork` may collect small frames. The next `send` or `flush_nowait` sends them, in order.
 - A thread that reads many channels calls `receive` and `next_frame` instead of `recv`.
 """
@@ -41,7 +41,7 @@ class SendTimeout(TimeoutError):
 
 
 class PeerClosed(ChannelClosed):
-    """The peer closed the channel with a BYE frame. `words` is the reason that it gave."""
+    """The peer closed the channel with a LEAVE frame. `words` is the reason that it gave."""
 
     def __init__(self, frame: Frame) -> None:
         super().__init__("the peer closed the connection with a goodbye message")
@@ -49,7 +49,7 @@ class PeerClosed(ChannelClosed):
 
 
 def text_of_frame(frame: Frame) -> str:
-    """Return the text of a BYE or END frame."""
+    """Return the text of a LEAVE or CLOSE frame."""
     return bytes(frame.body).decode("utf-8", "replace")
 
 
@@ -72,7 +72,7 @@ class Channel(ABC):
         body: bytes,
         buffers: Sequence[memoryview] = (),
         function: int = 0,
-        left_ms: int = 0,
+        timeout_ms: int = 0,
         flags: int = 0,
         timeout: float | None = None,
         copies: SharedCopies | None = None,
@@ -173,15 +173,15 @@ def send_goodbye(channel: Channel, reason: str | None) -> None:
     """Tell the peer that this side leaves, and why. None: do not send anything."""
     if reason is not None:
         try:
-            channel.send(Kind.BYE, 0, reason.encode(), timeout=1.0)
+            channel.send(Kind.LEAVE, 0, reason.encode(), timeout=1.0)
         except (ChannelClosed, TimeoutError) as error:
             _log.debug("the goodbye was not sent, the channel is closed: %s", error)
 
 
-def close_with_reason(channel: Channel, reason: str | None, kind: Kind = Kind.BYE) -> None:
+def close_with_reason(channel: Channel, reason: str | None, kind: Kind = Kind.LEAVE) -> None:
     """Shut a channel. Tell the peer why if it can be sent without blocking.
 
-    `Kind.BYE` ends all connections with the peer, `Kind.END` only this one.
+    `Kind.LEAVE` ends all connections with the peer, `Kind.CLOSE` only this one.
     """
     if reason is not None:
         try:

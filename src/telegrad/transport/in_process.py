@@ -55,13 +55,13 @@ class MemoryChannel(Channel):
         body: bytes,
         buffers: Sequence[memoryview] = (),
         function: int = 0,
-        left_ms: int = 0,
+        timeout_ms: int = 0,
         flags: int = 0,
         timeout: float | None = None,
         copies: SharedCopies | None = None,
     ) -> None:
         copied = [self._copy(buffer) for buffer in buffers]
-        frame = Frame(kind, flags, call, function, left_ms, body, copied)
+        frame = Frame(kind, flags, call, function, timeout_ms, body, copied)
         with self._state.lock:
             self._flush()
             self._outbox.put(frame)

@@ -100,14 +100,14 @@ class StreamChannel(Channel):
         body: bytes,
         buffers: Sequence[memoryview] = (),
         function: int = 0,
-        left_ms: int = 0,
+        timeout_ms: int = 0,
         flags: int = 0,
         timeout: float | None = None,
         copies: SharedCopies | None = None,
     ) -> None:
         size = len(body)
         if not buffers and size < _JOIN_BELOW:
-            data = _pack(size, call, function, left_ms, 0, kind, flags, 0) + body
+            data = _pack(size, call, function, timeout_ms, 0, kind, flags, 0) + body
             with self._send_lock:
                 # the fast path: nothing is to be sent before this frame
                 if not self._unsent and not self._corked and self._pending is None:
@@ -141,7 +141,13 @@ class StreamChannel(Channel):
             if self._sharing is not None:
                 in_stream = self._sharing.place(buffers, places, timeout, copies)
             start = head(
-                kind, call, body, function=function, left_ms=left_ms, flags=flags, places=places
+                kind,
+                call,
+                body,
+                function=function,
+                timeout_ms=timeout_ms,
+                flags=flags,
+                places=places,
             )
             with self._send_lock:
                 try:

@@ -1,6 +1,6 @@
 """Frames: the format of one message on a connection, and a decoder that does no I/O.
 
-    header (32 bytes)   body length u64, call id u64, function id u32, milliseconds left u32,
+    header (32 bytes)   body length u64, call id u64, function id u32, timeout in ms u32,
                         number of buffers u32, kind u8, flags u8, zero u16
     buffer table        for each buffer: length u64, offset u64, segment u32, slot u32;
                         if the segment is 0, the bytes of the buffer follow the body
@@ -15,8 +15,8 @@ State: only in a `FrameDecoder`, which belongs to one reading thread. Its rules:
   touched before bytes arrive, so a peer that announces much and sends little costs nothing.
 - Sizes are checked against the limits before memory is reserved. Violations raise `ProtocolError`.
 - If there is no memory for a frame, or a buffer in shared memory cannot be found, the frame is
-  *damaged*: its bytes are skipped, and `Frame.damage` holds the exception. The stream stays in
-  sync, and only this message fails.
+  *damaged*: its bytes are skipped, and `Frame.receive_error` holds the exception. The stream stays
+  in sync, and only this message fails.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Kind(enum.IntEnum):
     REPLY = 2
     FAILURE = 3
     CANCEL = 4
-    ALIVE = 5
-    BYE = 6  # the sender leaves the group or drops the receiver; the body is the reason
-    END = 7  # the sender closes only this connection; the body is the reason
+    HEARTBEAT = 5
+    LEAVE = 6  # the sender leaves the group or drops the receiver; the body is the reason
+    CLOSE = 7  # the sender closes only this connection; the body is the reason
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
@@ -77,13 +77,13 @@ class Frame(NamedTuple):
 
     kind: int
     flags: int
-    call: int
-    function: int
-    left_ms: int
+    call_id: int
+    function_id: int
+    timeout_ms: int
     body: Any  # bytes-like
     buffers: Sequence[Any]
     # Why the buffers could not be received. If the body is empty, it was not received either.
-    damage: BaseException | None = None
+    receive_error: BaseException | None = None
 
 
 def head(
@@ -92,7 +92,7 @@ def head(
     body: bytes | memoryview,
     *,
     function: int = 0,
-    left_ms: int = 0,
+    timeout_ms: int = 0,
     flags: int = 0,
     places: Sequence[BufferPlace] = (),
 ) -> bytes:
@@ -100,7 +100,7 @@ def head(
 
     The body and the buffers that are in the stream follow them on the wire.
     """
-    header = _pack(len(body), call, function, left_ms, len(places), kind, flags, 0)
+    header = _pack(len(body), call, function, timeout_ms, len(places), kind, flags, 0)
     return header if not places else header + b"".join([PLACE.pack(*place) for place in places])
 
 
@@ -131,7 +131,7 @@ class FrameDecoder:
         self._part = 0  # the part that is being received
         self._filled = 0  # how many of its bytes have been received
         self._direct = False  # whether the last `space()` was memory of a part
-        self._damage: BaseException | None = None
+        self._receive_error: BaseException | None = None
         self._skip = 0  # bytes of a damaged frame that have not been received
 
     def __repr__(self) -> str:
@@ -172,7 +172,7 @@ class FrameDecoder:
             start = self._start
             if self._end - start < _SIZE:
                 return None
-            length, call, function, left_ms, count, kind, flags, zero = _unpack_from(
+            length, call, function, timeout_ms, count, kind, flags, zero = _unpack_from(
                 self._scratch, start
             )
             # The fast path: a frame without buffers that is completely in the scratch buffer.
@@ -187,7 +187,7 @@ class FrameDecoder:
                 self._start = body_end = body_start + length
                 body = bytes(self._scratch[body_start:body_end])
                 # `tuple.__new__` takes half of the time of `Frame(...)`.
-                return _new(Frame, (kind, flags, call, function, left_ms, body, (), None))
+                return _new(Frame, (kind, flags, call, function, timeout_ms, body, (), None))
             if not self._begin(length, count, kind, zero):
                 return None
         return self._continue()
@@ -235,12 +235,12 @@ class FrameDecoder:
         try:
             body = memoryview(bytearray(length)) if length < _DIRECT else self._reserve(length)
         except BaseException as error:
-            self._damage = error
+            self._receive_error = error
             body = memoryview(b"")
         buffers = self._find_buffers(places)
         in_stream: list[memoryview] = []
         self._skip = 0
-        if self._damage is None:
+        if self._receive_error is None:
             for buffer, place in zip(buffers, places, strict=True):
                 if not place.segment and place.nbytes:
                     in_stream.append(buffer)
@@ -257,7 +257,7 @@ class FrameDecoder:
         return True
 
     def _find_buffers(self, places: Sequence[BufferPlace]) -> list[memoryview]:
-        """Return the memory of each buffer. Store the first exception in `_damage`.
+        """Return the memory of each buffer. Store the first exception in `_receive_error`.
 
         After an exception, blocks of shared memory are still located, so that they are freed when
         the memory that was found is dropped.
@@ -267,12 +267,12 @@ class FrameDecoder:
             try:
                 if place.segment:
                     found.append(self._locate(place))
-                elif self._damage is None:
+                elif self._receive_error is None:
                     found.append(self._reserve(place.nbytes))
             except ProtocolError:
                 raise
             except BaseException as error:
-                self._damage = self._damage or error
+                self._receive_error = self._receive_error or error
         return found
 
     def _continue(self) -> Frame | None:
@@ -304,8 +304,10 @@ class FrameDecoder:
 
     def _finish(self) -> Frame:
         assert self._header is not None
-        _, call, function, left_ms, _, kind, flags, _ = self._header
-        frame = Frame(kind, flags, call, function, left_ms, self._body, self._buffers, self._damage)
-        self._header, self._damage = None, None
+        _, call, function, timeout_ms, _, kind, flags, _ = self._header
+        frame = Frame(
+            kind, flags, call, function, timeout_ms, self._body, self._buffers, self._receive_error
+        )
+        self._header, self._receive_error = None, None
         self._parts, self._buffers, self._body = [], [], memoryview(b"")
         return frame
