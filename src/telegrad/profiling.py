@@ -165,10 +165,10 @@ class _ProfilerSession:
 
         def on_reply(done: torch.futures.Future[_RemoteProfile]) -> None:
             try:
-                future._settle(self._finish_call(call, done.value()), None)
+                future._try_complete(self._finish_call(call, done.value()), None)
             except BaseException as error:
                 self._add_call_event(call, _now())
-                future._settle(None, as_exception(error))
+                future._try_complete(None, as_exception(error))
 
         future._on_cancel = cancel
         reply.add_done_callback(on_reply)
@@ -291,9 +291,9 @@ def _remote_profile_later(
 
     def on_done(done: torch.futures.Future[Any]) -> None:
         try:
-            future._settle(session.remote_profile(done.value(), profile), None)
+            future._try_complete(session.remote_profile(done.value(), profile), None)
         except BaseException as error:
-            future._settle(None, as_exception(error))
+            future._try_complete(None, as_exception(error))
 
     value.add_done_callback(on_done)  # type: ignore[attr-defined]
     return future

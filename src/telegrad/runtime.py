@@ -328,7 +328,7 @@ class AgentRuntime:
             try:
                 peer = self.peers.begin(to)
             except PeerLost as error:
-                listener._settle(None, error)
+                listener._try_complete(None, error)
                 return
         peer.submit(function, tuple(args), kwargs, timeout, listener, internal, keep)
 

@@ -269,7 +269,7 @@ class MultiplexedConnection(LoopConnection):
                 self._send(call_id, pending, request, left)
             except BaseException as error:
                 self.pending.pop(call_id, None)
-                pending.listener._settle(None, as_exception(error))
+                pending.listener._try_complete(None, as_exception(error))
         self.queue_sent.set()
 
     def _next_queued(self) -> _QueuedCall | None:
@@ -290,7 +290,7 @@ class MultiplexedConnection(LoopConnection):
                     pending.definition_lost = True
                 self._known_functions.discard(frame.function_id)
             if pending is not None and not pending.abandoned:
-                callbacks = pending.listener._callbacks
+                callbacks = pending.listener._callback_codes
                 if self._slow_callbacks and not self._slow_callbacks.keys().isdisjoint(callbacks):
                     self._complete_on_executor(frame.call_id, pending, frame)
                 else:
@@ -320,7 +320,7 @@ class MultiplexedConnection(LoopConnection):
                     received: list[Any] = []
                     value = self._codec.decode(frame, pending.call, received)
                     if received:
-                        pending.listener._arrivals = received
+                        pending.listener._device_copies = received
                 finally:
                     current_scope.reset(token)
             else:
@@ -331,7 +331,7 @@ class MultiplexedConnection(LoopConnection):
             error = self._codec.undecodable(pending.call, failure)
         finally:
             del frame  # callbacks of a future may run for long
-            pending.listener._settle(value, error)
+            pending.listener._try_complete(value, error)
 
     def blocked(self) -> None:
         """Run the callbacks that block the leader of the event loop on the executor from now on."""
@@ -348,7 +348,7 @@ class MultiplexedConnection(LoopConnection):
         queued = self._queued_replies.pop(call_id, None)
         if queued is None:
             return
-        callbacks = queued[0].listener._callbacks
+        callbacks = queued[0].listener._callback_codes
         started, waited = time.perf_counter(), blocking.waited_seconds()
         self._complete(*queued)
         seconds = time.perf_counter() - started - (blocking.waited_seconds() - waited)
@@ -376,7 +376,7 @@ class MultiplexedConnection(LoopConnection):
         """End a call that the callee will not answer."""
         pending = self.pending.pop(call_id, None)
         if pending is not None:
-            pending.listener._settle(None, error(pending))
+            pending.listener._try_complete(None, error(pending))
 
     def _schedule_expiry_check(self, when: float) -> None:
         self._next_expiry_check = when

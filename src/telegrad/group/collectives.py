@@ -166,7 +166,7 @@ class Collectives:
             gathers = list(self._gathers.values())
         name = self._runtime.name
         for gather in gathers:
-            gather.done._settle(None, PeerLost(f"worker {name!r} left the group", peer=name))
+            gather.done._try_complete(None, PeerLost(f"worker {name!r} left the group", peer=name))
 
     def _start(
         self, name: str, function: Any, args: tuple[Any, ...], timeout: float | None
@@ -284,7 +284,7 @@ class Collectives:
             del self._gathers[sequence]
             result = result or gather.result(incarnations)
             self._results[sequence] = result
-        gather.done._settle(result, None)
+        gather.done._try_complete(result, None)
 
     # Results that are known here
 

@@ -72,9 +72,9 @@ class DeferredReply:
 
 def _complete(future: Future[Any], promise: Promise) -> None:
     try:
-        future._settle(promise.value(), None)
+        future._try_complete(promise.value(), None)
     except BaseException as error:
-        future._settle(None, as_exception(error))
+        future._try_complete(None, as_exception(error))
 
 
 def serve_as(function: Function, served: Function) -> None:

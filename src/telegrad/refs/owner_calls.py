@@ -124,7 +124,7 @@ def _store_when_done(
             failure = as_exception(error)
             owned_object.settle(None, failure)
         finally:
-            stored._settle(None, failure)
+            stored._try_complete(None, failure)
             manager.owned.remove_if_unreferenced(owned_object)
 
     value.add_done_callback(store)
@@ -156,21 +156,21 @@ def with_object(
 
     def complete(done: Any) -> None:
         try:
-            result._settle(done.value(), None)
+            result._try_complete(done.value(), None)
         except BaseException as error:
-            result._settle(None, as_exception(error))
+            result._try_complete(None, as_exception(error))
 
     def run_now() -> None:
         try:
             outcome = run(manager, owned_object.value())
         except BaseException as error:
-            result._settle(None, as_exception(error))
+            result._try_complete(None, as_exception(error))
             return
         if type(outcome) is DeferredReply:
             deferred.given_up = outcome.given_up
             outcome.future.add_done_callback(complete)
         else:
-            result._settle(outcome, None)
+            result._try_complete(outcome, None)
 
     context = contextvars.copy_context()  # the call's context variables, such as its scope
     threads, clock = manager.runtime.threads, manager.runtime.clock

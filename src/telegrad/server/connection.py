@@ -165,7 +165,7 @@ class ServerConnection(ReplyingConnection):
         if type(deferred) is DeferredReply:
             if deferred.given_up is not None:
                 deferred.given_up()
-        elif isinstance(deferred, Future) and deferred.leave() and deferred.is_call:
+        elif isinstance(deferred, Future) and deferred.remove_caller() and deferred.is_call:
             # not a future that the user completes: the next caller may get the same one
             deferred.cancel()
 
@@ -324,7 +324,7 @@ class ServerConnection(ReplyingConnection):
             )
         # not for a `DeferredReply`: others may use its future, whether or not they wait now
         if isinstance(value, Future):
-            value.join()
+            value.add_caller()
         self._deferred[call_id] = value
         scope = current_scope.get()
 
