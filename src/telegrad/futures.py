@@ -218,18 +218,20 @@ class Future(torch.futures.Future[T]):
 
     def _complete_from(
         self, source: CompletedSource[S], transform: Callable[[S], T] | None = None
-    ) -> bool:
+    ) -> None:
         """Complete this future with the outcome of a completed source, as `follow` describes."""
         if isinstance(source, Future) and source._error is not None:
             # Raising the error here would tie it to this frame, which refers to this future.
-            return self._try_complete(None, source._error)
+            self._try_complete(None, source._error)
+            return
         try:
             outcome: Any = source.value()
             if transform is not None:
                 outcome = transform(outcome)
         except BaseException as error:
-            return self._try_complete(None, as_exception(error))
-        return self._try_complete(outcome, None)
+            self._try_complete(None, as_exception(error))
+        else:
+            self._try_complete(outcome, None)
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Call `callback(self)` when the future is complete. Callbacks run in order of addition."""

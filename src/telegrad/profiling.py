@@ -288,14 +288,8 @@ def _remote_profile_later(
             f"object, but {describe(function)} returned {type(value).__name__}"
         )
     future: Future[_RemoteProfile] = Future()
-
-    def on_done(done: torch.futures.Future[Any]) -> None:
-        try:
-            future._try_complete(session.remote_profile(done.value(), profile), None)
-        except BaseException as error:
-            future._try_complete(None, as_exception(error))
-
-    value.add_done_callback(on_done)  # type: ignore[attr-defined]
+    source: Any = value
+    future.follow(source, lambda result: session.remote_profile(result, profile))
     return future
 
 

@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch.futures
 
-from telegrad.errors import as_exception
 from telegrad.futures import Future
 from telegrad.wire.function_table import Function
 
@@ -58,7 +57,7 @@ class DeferredReply:
         if isinstance(self._value, torch._C.Future):
             return self._value
         future: Future[Any] = Future()
-        self._value.listen(lambda promise: _complete(future, promise))
+        self._value.listen(future._complete_from)
         self._value = future
         return future
 
@@ -68,13 +67,6 @@ class DeferredReply:
             self._value.add_done_callback(callback)
         else:
             self._value.listen(callback)
-
-
-def _complete(future: Future[Any], promise: Promise) -> None:
-    try:
-        future._try_complete(promise.value(), None)
-    except BaseException as error:
-        future._try_complete(None, as_exception(error))
 
 
 def serve_as(function: Function, served: Function) -> None:

@@ -154,12 +154,6 @@ def with_object(
     result: Future[Any] = Future()
     deferred = DeferredReply(result)
 
-    def complete(done: Any) -> None:
-        try:
-            result._try_complete(done.value(), None)
-        except BaseException as error:
-            result._try_complete(None, as_exception(error))
-
     def run_now() -> None:
         try:
             outcome = run(manager, owned_object.value())
@@ -168,7 +162,7 @@ def with_object(
             return
         if type(outcome) is DeferredReply:
             deferred.given_up = outcome.given_up
-            outcome.future.add_done_callback(complete)
+            result.follow(outcome.future)
         else:
             result._try_complete(outcome, None)
 
