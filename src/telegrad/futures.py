@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 import torch.futures
 
 from telegrad import blocking
-from telegrad.errors import CallCancelled, CallTimeout, as_exception, text_of
+from telegrad.errors import CallCancelled, CallTimeout, as_exception, error_text
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -436,7 +436,7 @@ def _copy_without_traceback(error: Exception) -> Exception:
 
 
 def _as_runtime_error(error: BaseException) -> RuntimeError:
-    wrapped = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+    wrapped = RuntimeError(f"{type(error).__name__}: {error_text(error)}")
     wrapped.__cause__ = error
     return wrapped
 

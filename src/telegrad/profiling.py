@@ -255,7 +255,7 @@ def _run(
 ) -> Any:
     """Run a function on the callee under a profiler, and reply with its events."""
     agent = thread_state.runtime
-    if agent is None or not agent.allowed(function):
+    if agent is None or not agent.functions.is_allowed(function):
         where = "this worker" if agent is None else f"worker {agent.name!r}"
         raise UsageError(
             f"{where} serves only registered functions; {describe(function)} is not one"

@@ -11,7 +11,7 @@ import pytest
 from telegrad.agent import Agent
 from telegrad.config import Config
 from telegrad.errors import UsageError
-from telegrad.interpreter import has_lock
+from telegrad.interpreter import has_gil
 from telegrad.runtime import active_runtime
 from telegrad.scheduling import event_loops, poller
 from telegrad.testing import LocalCluster
@@ -91,7 +91,7 @@ def test_a_python_with_an_interpreter_lock_has_one_loop(cluster: Clusters) -> No
     assert [workers[name].call("w0", abs, -1) for name in ("w1", "w2")] == [1, 1]
     loops = len(list(workers["w0"]._runtime.event_loops))
     assert loops == min(2, event_loops.default_loop_count())
-    assert event_loops.default_loop_count() == 1 or not has_lock()
+    assert event_loops.default_loop_count() == 1 or not has_gil()
 
 
 def test_the_number_of_loops_is_checked() -> None:

@@ -178,7 +178,7 @@ class ContextRegistry:
 def open_context(encoded: bytes, message: MessageContext) -> Context | None:
     """Return the context that a call arrived under, and end those that it says have ended."""
     context_id, *ended_ids = decode_ids(encoded)
-    registry = ContextRegistry.of(message.agent)
+    registry = ContextRegistry.of(message.runtime)
     for ended_id in ended_ids:
         registry.end(ended_id)
     return registry.get_or_create(context_id)

@@ -86,7 +86,7 @@ class _RunningCallRole:
         return self.outer is not None and self.outer.run_at(key, when, job)
 
 
-class _ThreadState(threading.local):
+class _CallThreadState(threading.local):
     call: _RunningCallRole | None = None
 
 
@@ -104,7 +104,7 @@ class SharedParameters:
         self._updates = 0  # running or waiting
         # Memory that was replaced while calls could be reading it, kept until they have ended.
         self._replaced: list[tuple[set[_RunningCallRole], list[Tensor]]] = []
-        self._local = _ThreadState()
+        self._local = _CallThreadState()
 
     def __repr__(self) -> str:
         state = "shared" if self.active else "not shared"

@@ -86,8 +86,8 @@ class Batching:
         try:
             return outcome.future.result(None if deadline is None else max(deadline.left(), 0))  # type: ignore[attr-defined]
         except BaseException:
-            assert outcome.given_up is not None
-            outcome.given_up()
+            assert outcome.on_abandoned is not None
+            outcome.on_abandoned()
             raise
 
     def serve(self, *args: Any, **kwargs: Any) -> Any:

@@ -106,7 +106,7 @@ class Peer:
         return self._error is not None
 
     @property
-    def calls_under_way(self) -> int:
+    def calls_in_progress(self) -> int:
         """The number of calls of users to this peer whose callers wait."""
         active = self.multiplexed.active_calls()
         return len(self._busy) + sum(not pending.internal for pending in active)

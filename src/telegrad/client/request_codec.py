@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.errors import SerializationError, text_of
+from telegrad.errors import SerializationError, error_text
 from telegrad.messages import scope as scopes
 from telegrad.messages.packing import MessageContext, pack, unpack
 from telegrad.messages.routes import ANY_DEVICE, ANY_DEVICE_MARK
@@ -108,7 +108,7 @@ class RequestCodec:
         peer = self._context.peer
         failure = SerializationError(
             f"the result of {name} from worker {peer!r} could not be unpickled: "
-            f"{type(error).__name__}: {text_of(error)}. "
+            f"{type(error).__name__}: {error_text(error)}. "
             "Whatever it refers to must be importable here",
             peer=peer,
             call=name,

@@ -82,9 +82,9 @@ class _Lease(NamedTuple):
 class CudaTransfers:
     """The transfers of CUDA tensors between one agent and its peers."""
 
-    def __init__(self, runtime: Any) -> None:
+    def __init__(self, runtime: TransferRuntime) -> None:
         self.lease_ids: Iterator[int] = itertools.count(1)
-        self._runtime: TransferRuntime = runtime
+        self._runtime = runtime
         self._lock = threading.Lock()
         self.peers: dict[str, PeerDevices] = {}
         self._leases: dict[int, _Lease] = {}
@@ -316,7 +316,7 @@ def _current_transfers() -> CudaTransfers:
     runtime = find_runtime()
     if runtime is None:
         raise InternalError("a call about CUDA memory arrived without an agent")
-    transfers: CudaTransfers = runtime.devices
+    transfers: CudaTransfers = runtime.cuda_transfers
     return transfers
 
 

@@ -39,17 +39,19 @@ class Promise(Protocol):
 class DeferredReply:
     """Reply with the value of a future or promise once it is there. A function may return this.
 
-    `given_up()` is called if the caller no longer waits: it cancelled the call, its deadline has
-    passed, or it was lost.
+    `on_abandoned()` is called if the caller no longer waits: it cancelled the call, its deadline
+    has passed, or it was lost.
     """
 
-    __slots__ = ("_value", "given_up")
+    __slots__ = ("_value", "on_abandoned")
 
     def __init__(
-        self, value: torch.futures.Future[Any] | Promise, given_up: Callable[[], None] | None = None
+        self,
+        value: torch.futures.Future[Any] | Promise,
+        on_abandoned: Callable[[], None] | None = None,
     ) -> None:
         self._value = value
-        self.given_up = given_up
+        self.on_abandoned = on_abandoned
 
     @property
     def future(self) -> torch.futures.Future[Any]:

@@ -16,7 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from telegrad.errors import InternalError, StaleReference, TelegradError, text_of
+from telegrad.errors import InternalError, StaleReference, TelegradError, error_text
 from telegrad.refs.held_references import HeldReferences
 from telegrad.refs.messages import MessageInbox, MessageOutbox, ReferenceMessage
 from telegrad.refs.owned_objects import ObjectKey, OwnedObjects
@@ -123,7 +123,7 @@ class ReferenceManager:
         self.send_messages(
             owner_name,
             owner,
-            ("void", key, f"{type(error).__name__}: {text_of(error or Exception())}"),
+            ("void", key, f"{type(error).__name__}: {error_text(error or Exception())}"),
         )
 
     def audit(self) -> None:

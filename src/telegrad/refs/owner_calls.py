@@ -81,7 +81,7 @@ def create(
 ) -> Any:
     """Run the function of a `remote` call and store its result. The reply has no value."""
     manager = owner_manager(owner)
-    if not manager.runtime.allowed(function):
+    if not manager.runtime.functions.is_allowed(function):
         raise UsageError(
             f"worker {manager.runtime.name!r} serves only registered functions; "
             f"{describe(function)} is not one: mark it with telegrad.expose"
@@ -161,7 +161,7 @@ def with_object(
             result._try_complete(None, as_exception(error))
             return
         if type(outcome) is DeferredReply:
-            deferred.given_up = outcome.given_up
+            deferred.on_abandoned = outcome.on_abandoned
             result.follow(outcome.future)
         else:
             result._try_complete(outcome, None)
@@ -193,7 +193,7 @@ class MethodCall:
         self, manager: ReferenceManager, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         function = getattr(target, self._name)
-        if not manager.runtime.allowed(getattr(function, "__func__", function)):
+        if not manager.runtime.functions.is_allowed(getattr(function, "__func__", function)):
             raise UsageError(
                 f"worker {manager.runtime.name!r} serves only registered functions; "
                 f"{self._name} is not one: mark it with telegrad.expose"

@@ -48,11 +48,11 @@ _log = logging.getLogger(__name__)
 _now = time.monotonic
 
 
-class _Local(threading.local):
+class _LoopThreadState(threading.local):
     epoch = -1  # the epoch in which this thread leads or led
 
 
-_local = _Local()
+_local = _LoopThreadState()
 
 
 class EventLoop(ConnectionPoller):

@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Iterator
 
-from telegrad.interpreter import has_lock
+from telegrad.interpreter import has_gil
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.loop_connection import LoopConnection
@@ -33,7 +33,7 @@ def default_loop_count() -> int:
     Half of the cores are left to other threads. On two cores, which callers on the same machine use
     as well, a second loop gained nothing.
     """
-    return 1 if has_lock() else max(min(CORES // 2, _MAX_LOOPS), 1)
+    return 1 if has_gil() else max(min(CORES // 2, _MAX_LOOPS), 1)
 
 
 class EventLoops:

@@ -25,7 +25,7 @@ from telegrad.config import Config
 from telegrad.cuda.exclusive import is_exclusive
 from telegrad.current import thread_state
 from telegrad.deadline import Deadline
-from telegrad.errors import ProtocolError, SerializationError, UsageError, text_of
+from telegrad.errors import ProtocolError, SerializationError, UsageError, error_text
 from telegrad.futures import Future
 from telegrad.group.endpoint import MULTIPLEXED
 from telegrad.messages import scope as scopes
@@ -97,7 +97,7 @@ class ServerConnection(ReplyingConnection):
         )
 
     @property
-    def calls_answered_later(self) -> int:
+    def deferred_calls(self) -> int:
         """The number of calls that a future will answer."""
         return len(self._deferred)
 
@@ -129,7 +129,7 @@ class ServerConnection(ReplyingConnection):
     def ended(self, error: BaseException) -> None:
         """Close the channel and cancel the calls that wait for futures."""
         if not isinstance(error, ChannelClosed):
-            reason = f"worker {self._runtime.name!r} closed the connection: {text_of(error)}"
+            reason = f"worker {self._runtime.name!r} closed the connection: {error_text(error)}"
             close_with_reason(self.channel, reason, Kind.CLOSE)
         self.channel.close()
         for call_id in list(self._deferred):
@@ -163,8 +163,8 @@ class ServerConnection(ReplyingConnection):
             return
         self._send_empty_reply(call_id)
         if type(deferred) is DeferredReply:
-            if deferred.given_up is not None:
-                deferred.given_up()
+            if deferred.on_abandoned is not None:
+                deferred.on_abandoned()
         elif isinstance(deferred, Future) and deferred.remove_caller() and deferred.is_call:
             # not a future that the user completes: the next caller may get the same one
             deferred.cancel()
@@ -292,7 +292,7 @@ class ServerConnection(ReplyingConnection):
         if frame.receive_error is not None:
             raise SerializationError(
                 f"worker {self._runtime.name!r} could not receive the arguments: "
-                f"{type(frame.receive_error).__name__}: {text_of(frame.receive_error)}"
+                f"{type(frame.receive_error).__name__}: {error_text(frame.receive_error)}"
             ) from frame.receive_error
         value = self._unpack(body, frame.buffers, received)
         kwargs: dict[str, Any] = {}
@@ -309,7 +309,7 @@ class ServerConnection(ReplyingConnection):
         except BaseException as error:
             raise SerializationError(
                 f"worker {self._runtime.name!r} could not unpickle the arguments: "
-                f"{type(error).__name__}: {text_of(error)}. "
+                f"{type(error).__name__}: {error_text(error)}. "
                 "Whatever they refer to must be importable there"
             ) from error
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from telegrad.errors import SerializationError, text_of
+from telegrad.errors import SerializationError, error_text
 from telegrad.messages.remote_functions import (
     ASYNC_MARK,
     DeferredReply,
@@ -127,7 +127,7 @@ class UndecodableFunction:
     """
 
     def __init__(self, error: BaseException) -> None:
-        self._reason = f"{type(error).__name__}: {text_of(error)}"
+        self._reason = f"{type(error).__name__}: {error_text(error)}"
         self.__qualname__ = "a function that this worker does not have"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,7 @@ class ReplyingConnection(LoopConnection):
         self._cancelled: set[int] = set()
 
     @property
-    def calls_under_way(self) -> int:
+    def calls_in_progress(self) -> int:
         """The number of calls of users that have not been answered."""
         return sum(list(self._unanswered.values()))
 
