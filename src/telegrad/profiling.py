@@ -36,7 +36,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from telegrad.current import thread_state
 from telegrad.errors import UsageError, as_exception
 from telegrad.futures import Future
-from telegrad.server.functions import ASYNC_MARK, DeferredReply, trusted
+from telegrad.messages.remote_functions import ASYNC_MARK, DeferredReply, trusted
 from telegrad.wire.function_table import describe
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ import pytest
 
 from telegrad import Future, batched, blocking
 from telegrad.agent import Agent
+from telegrad.messages.remote_functions import DeferredReply
 from telegrad.rpc.functions import async_execution
 from telegrad.runtime import active_runtime
 from telegrad.scheduling.event_loop import _FRAMES_PER_READ, EventLoop
 from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.loop_connection import LoopConnection
 from telegrad.server import connection
-from telegrad.server.functions import DeferredReply
 from telegrad.testing import LocalCluster
 from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.stream import StreamChannel

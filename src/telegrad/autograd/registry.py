@@ -26,8 +26,8 @@ from telegrad.autograd.worker_context import CONTEXT_ID_BITS, Context, decode_id
 from telegrad.errors import PeerLost, TelegradError, UsageError
 from telegrad.group.membership import Member
 from telegrad.messages.packing import MessageContext
+from telegrad.messages.remote_functions import internal
 from telegrad.runtime import active_runtime
-from telegrad.server.functions import internal
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime

@@ -29,7 +29,7 @@ from telegrad.batching.policy import BatchOptions
 from telegrad.batching.scheduler import BatchScheduler
 from telegrad.errors import CallTimeout, PeerLost, QueueFull
 from telegrad.messages.packing import sharing_replies
-from telegrad.server.functions import DeferredReply
+from telegrad.messages.remote_functions import DeferredReply
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime

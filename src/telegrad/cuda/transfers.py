@@ -26,7 +26,7 @@ from telegrad.cuda.receive import CudaReceive
 from telegrad.current import find_runtime
 from telegrad.errors import InternalError, SerializationError, TelegradError
 from telegrad.messages.packing import MessageContext, message_resource
-from telegrad.server.functions import internal
+from telegrad.messages.remote_functions import internal
 from telegrad.wire import tensors
 
 if TYPE_CHECKING:

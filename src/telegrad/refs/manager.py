@@ -17,11 +17,11 @@ import time
 from typing import TYPE_CHECKING
 
 from telegrad.errors import InternalError, StaleReference, TelegradError, error_text
+from telegrad.messages.remote_functions import internal
 from telegrad.refs.held_references import HeldReferences
 from telegrad.refs.messages import MessageInbox, MessageOutbox, ReferenceMessage
 from telegrad.refs.owned_objects import ObjectKey, OwnedObjects
 from telegrad.runtime import active_runtime
-from telegrad.server.functions import internal
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime

@@ -28,13 +28,13 @@ from telegrad.messages.packing import (
     current_message,
     keep_until_answered,
 )
+from telegrad.messages.remote_functions import trusted
 from telegrad.refs import proxy
 from telegrad.refs.creation import Creation
 from telegrad.refs.manager import ReferenceManager
 from telegrad.refs.owned_objects import ObjectKey, OwnedObject
 from telegrad.refs.owner_calls import create_call, fetch, with_object
 from telegrad.runtime import DEFAULT
-from telegrad.server.functions import trusted
 from telegrad.wire import codec
 
 if TYPE_CHECKING:

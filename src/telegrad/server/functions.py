@@ -13,33 +13,12 @@ from typing import Any, ParamSpec, TypeVar
 from telegrad.errors import SerializationError, error_text
 from telegrad.messages.remote_functions import (
     ASYNC_MARK,
-    DeferredReply,
-    Promise,
-    internal,
     is_internal,
     is_trusted,
-    serve_as,
     served_form,
-    trusted,
 )
 from telegrad.messages.routes import ANY_DEVICE_MARK
 from telegrad.wire.function_table import MAX_FUNCTIONS, Function, describe
-
-# The marks are defined in a lower layer; packages above this one import them from here.
-__all__ = [
-    "ASYNC_MARK",
-    "DeferredReply",
-    "FunctionRegistry",
-    "Promise",
-    "ServedFunction",
-    "UndecodableFunction",
-    "expose",
-    "internal",
-    "is_trusted",
-    "serve_as",
-    "served_form",
-    "trusted",
-]
 
 P = ParamSpec("P")
 T = TypeVar("T")

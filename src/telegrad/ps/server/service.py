@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import JoinError, UsageError
+from telegrad.messages.remote_functions import trusted
 from telegrad.messages.routes import allow_any_device
 from telegrad.ps import flat_memory
 from telegrad.ps.flat_memory import SegmentHandle
@@ -34,7 +35,6 @@ from telegrad.ps.server.leader import LeaderProtocol
 from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
 from telegrad.ps.server.shard import ParameterShard
 from telegrad.ps.server.shard_optimizer import Options, State
-from telegrad.server.functions import trusted
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
