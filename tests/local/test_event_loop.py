@@ -21,9 +21,9 @@ from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.loop_connection import LoopConnection
 from telegrad.server import connection
 from telegrad.testing import LocalCluster
+from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.stream import StreamChannel
-from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import Frame, Kind, head
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Shared, hold_at, until

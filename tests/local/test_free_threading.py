@@ -15,7 +15,7 @@ import pytest
 
 from telegrad.interpreter import has_gil, snapshot
 from telegrad.scheduling.thread_pool import ThreadPool
-from telegrad.wire.buffer_pool import BufferPool
+from telegrad.transport.buffer_pool import BufferPool
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE
 

@@ -25,8 +25,8 @@ from telegrad.errors import ProtocolError, TelegradError, UsageError
 from telegrad.group.secret import group_secret, key_file
 from telegrad.testing import LocalCluster
 from telegrad.transport import sockets
+from telegrad.transport.buffer_pool import BufferPool
 from telegrad.wire import handshake
-from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import DEFINES, HEADER, INLINE_FUNCTION, PLACE, Kind
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Log, until

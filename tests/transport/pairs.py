@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from telegrad.transport import in_process
+from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel
 from telegrad.transport.segment_mappings import SegmentMappings
 from telegrad.transport.segments import SegmentAllocator, SharedSegment
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.transport.stream import StreamChannel
-from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import Kind, head
 
 STREAMS = ["unix", "unix+shared", "tcp"]

@@ -27,6 +27,7 @@ from telegrad.config import Config
 from telegrad.errors import ProtocolError
 from telegrad.group.membership import Member
 from telegrad.transport import sockets
+from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel
 from telegrad.transport.segment_mappings import SegmentMappings
 from telegrad.transport.segment_transfer import SegmentSender
@@ -34,7 +35,6 @@ from telegrad.transport.segments import SegmentAllocator, SharedSegment
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.transport.stream import StreamChannel
 from telegrad.wire import handshake
-from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.handshake import Introduction
 
 EXCLUSIVE, MULTIPLEXED, SEGMENT, PROBE = PURPOSES = ("lane", "pipe", "segment", "probe")

@@ -12,9 +12,9 @@ import queue
 import threading
 from collections.abc import Sequence
 
+from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel, ChannelClosed
 from telegrad.transport.shared_copies import SharedCopies
-from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import Frame
 
 Inbox = queue.SimpleQueue[Frame | None]

@@ -33,12 +33,12 @@ from collections.abc import Sequence
 from telegrad import blocking
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.interpreter import snapshot
+from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
 from telegrad.transport.pending_send import PendingSend
 from telegrad.transport.shared_copies import SharedCopies
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.transport.spinning import CONTENDED_SECONDS, CORES, SPIN_SECONDS, spin_permit
-from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import HEADER, BufferPlace, Frame, FrameDecoder, head
 
 _IOV_MAX = 1000  # buffers per `sendmsg`; the kernel permits 1024
