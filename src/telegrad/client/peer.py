@@ -280,7 +280,7 @@ class Peer:
 
     def _release(self, connection: ExclusiveConnection) -> None:
         """Keep a connection for the next call, or close it if there are enough."""
-        if self._error is None and len(self._idle) < self._runtime.config.idle_lanes:
+        if self._error is None and len(self._idle) < self._runtime.config.max_idle_connections:
             connection.last_used = time.monotonic()
             self._idle.append(connection)
             # If the peer was lost meanwhile, `lose` may have missed this connection.
