@@ -24,7 +24,7 @@ from telegrad.testing import LocalCluster
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.stream import StreamChannel
-from telegrad.wire.frames import Frame, Kind, head
+from telegrad.wire.frames import Frame, Kind, encode_header
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Shared, hold_at, until
 
@@ -318,7 +318,7 @@ def test_a_large_frame_is_received_beside_the_loop(
     bodies: list[bytes] = []
     one.recorder.act = lambda frame: bodies.append(bytes(frame.body))
     parts, total = body[: 1 << 20], len(body)
-    one.far._sock.sendall(head(Kind.CALL, 5, body))  # type: ignore[arg-type]
+    one.far._sock.sendall(encode_header(Kind.CALL, 5, body))  # type: ignore[arg-type]
     one.far._sock.sendall(parts)
     two.send(7)
     until(lambda: two.recorder.calls == [7])  # the rest of the large one has not even been sent

@@ -15,7 +15,7 @@ from telegrad.transport.segment_mappings import SegmentMappings
 from telegrad.transport.segments import SegmentAllocator, SharedSegment
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.transport.stream import StreamChannel
-from telegrad.wire.frames import Kind, head
+from telegrad.wire.frames import Kind, encode_header
 
 STREAMS = ["unix", "unix+shared", "tcp"]
 MAX_FRAME = 64 << 20
@@ -76,7 +76,7 @@ def connected_sockets(family: str) -> tuple[socket.socket, socket.socket]:
 
 def fill_with_frames(sock: socket.socket) -> None:
     """Fill a unix socket with whole frames, behind the back of its channel, which so owes nothing."""
-    alive = head(Kind.HEARTBEAT, 0, b"")
+    alive = encode_header(Kind.HEARTBEAT, 0, b"")
     while True:
         try:
             assert sock.send(alive, socket.MSG_DONTWAIT) == len(alive)

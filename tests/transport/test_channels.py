@@ -14,7 +14,7 @@ import pytest
 
 from telegrad.errors import ProtocolError
 from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, SendTimeout, send_goodbye
-from telegrad.wire.frames import BufferPlace, Frame, Kind, head
+from telegrad.wire.frames import BufferLocation, Frame, Kind, encode_header
 from tests.local.gates import until
 from tests.transport.pairs import (
     KERNEL_BUFFER,
@@ -220,7 +220,7 @@ def test_a_frame_that_is_here_beats_the_time_limit(pair: Pair) -> None:
 
 def test_half_a_frame_then_a_timeout_then_the_rest(streams: Pair) -> None:
     body = b"b" * 20_000
-    data = head(Kind.CALL, 9, body, places=[BufferPlace(30_000)]) + body + b"c" * 30_000
+    data = encode_header(Kind.CALL, 9, body, places=[BufferLocation(30_000)]) + body + b"c" * 30_000
     for end in (10, 40, 100, 25_000, 50_000):
         streams.near_socket.sendall(data[:end])
         with pytest.raises(TimeoutError):
@@ -240,7 +240,7 @@ def test_a_peer_that_sends_drop_by_drop_does_not_extend_the_time_limit(
     stop = threading.Event()
 
     def drip() -> None:
-        for byte in head(Kind.CALL, 1, b"x" * 500) + b"x" * 500:
+        for byte in encode_header(Kind.CALL, 1, b"x" * 500) + b"x" * 500:
             if stop.wait(0.01):
                 return
             streams.near_socket.send(bytes([byte]))
@@ -379,7 +379,7 @@ def test_closing_twice_is_closing_once(pair: Pair) -> None:
 
 
 def test_the_end_in_the_middle_of_a_frame(streams: Pair) -> None:
-    streams.near_socket.sendall(head(Kind.CALL, 1, b"body") + b"bo")
+    streams.near_socket.sendall(encode_header(Kind.CALL, 1, b"body") + b"bo")
     streams.near.close()
     with pytest.raises(ChannelClosed):
         streams.far.recv(LATE)
@@ -391,7 +391,7 @@ def test_a_copy_that_is_dropped_does_not_end_the_conversation(streams: Pair) -> 
         streams.near.close_after_fork()
         with pytest.raises(TimeoutError):
             streams.far.recv(timeout=SOON)
-        kept.sendall(head(Kind.CALL, 3, b""))
+        kept.sendall(encode_header(Kind.CALL, 3, b""))
         assert streams.far.recv(LATE).call_id == 3
 
 
@@ -579,7 +579,7 @@ def test_senders_wait_for_a_slow_reader(streams: Pair, background: Background) -
         b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
         bytes(32),
         b"\xff" * 64,
-        head(Kind.CALL, 1, b"")[:-4] + b"\0" * 4,
+        encode_header(Kind.CALL, 1, b"")[:-4] + b"\0" * 4,
     ],
     ids=["http", "zeros", "ones", "no kind"],
 )
@@ -590,7 +590,9 @@ def test_garbage_breaks_the_protocol(streams: Pair, data: bytes) -> None:
 
 
 def test_a_frame_over_the_limit_breaks_the_protocol(streams: Pair) -> None:
-    streams.near_socket.sendall(head(Kind.CALL, 1, b"", places=[BufferPlace(MAX_FRAME + 1)]))
+    streams.near_socket.sendall(
+        encode_header(Kind.CALL, 1, b"", places=[BufferLocation(MAX_FRAME + 1)])
+    )
     with pytest.raises(ProtocolError, match="limit"):
         streams.far.recv(LATE)
 
@@ -599,7 +601,7 @@ def test_a_buffer_in_shared_memory_that_nobody_announced_damages_its_frame_alone
     shared: Pair,
 ) -> None:
     shared.near_socket.sendall(
-        head(Kind.CALL, 1, b"body", places=[BufferPlace(100_000, 4096, 1, 0)]) + b"body"
+        encode_header(Kind.CALL, 1, b"body", places=[BufferLocation(100_000, 4096, 1, 0)]) + b"body"
     )
     shared.near.send(Kind.CALL, 2, b"next")
     damaged, whole = shared.far.recv(LATE), shared.far.recv(LATE)
@@ -614,7 +616,9 @@ def test_a_buffer_in_shared_memory_that_nobody_announced_damages_its_frame_alone
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_shared_memory_on_a_connection_that_has_none_breaks_the_protocol(kind: str) -> None:
     for pair in connected(kind):
-        pair.near_socket.sendall(head(Kind.CALL, 1, b"", places=[BufferPlace(100_000, 4096, 1, 0)]))
+        pair.near_socket.sendall(
+            encode_header(Kind.CALL, 1, b"", places=[BufferLocation(100_000, 4096, 1, 0)])
+        )
         with pytest.raises(ProtocolError, match="shared"):
             pair.far.recv(LATE)
 

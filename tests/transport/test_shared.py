@@ -25,7 +25,7 @@ from telegrad.transport.segments import SLOTS, SegmentAllocator, SharedSegment
 from telegrad.transport.shared_copies import SharedCopies
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.wire import codec
-from telegrad.wire.frames import BufferPlace, Kind, head
+from telegrad.wire.frames import BufferLocation, Kind, encode_header
 from tests.transport.pairs import FLOOR, Background, End, Pair, fill_with_frames
 
 LATE = 20.0
@@ -61,14 +61,14 @@ SENDER = object()  # the connection that blocks are sent through
 
 def placed(
     sharing: SharedMemoryTransfer, buffers: list[memoryview]
-) -> tuple[list[BufferPlace], list[memoryview]]:
-    places = [BufferPlace(buffer.nbytes) for buffer in buffers]
+) -> tuple[list[BufferLocation], list[memoryview]]:
+    places = [BufferLocation(buffer.nbytes) for buffer in buffers]
     return places, sharing.place(buffers, places)
 
 
 def taken(
     allocator: SegmentAllocator, nbytes: int, peer: str = "receiver"
-) -> tuple[SharedSegment, BufferPlace]:
+) -> tuple[SharedSegment, BufferLocation]:
     found = allocator.allocate(nbytes, peer, SENDER)
     assert found is not None
     return found
@@ -206,7 +206,7 @@ def test_blocks_never_overlap(sizes: list[int], random: Any) -> None:
     """A size is taken; 0 returns one that was."""
     segment = SharedSegment(1, MEGABYTE)
     try:
-        held: list[BufferPlace] = []
+        held: list[BufferLocation] = []
         for size in sizes:
             if size:
                 place = segment.allocate(size, "receiver", SENDER)
@@ -375,7 +375,7 @@ def test_a_segment_that_is_retired_while_it_is_being_passed_on_keeps_its_descrip
 # Peers that break the rules
 
 
-def bogus(place: BufferPlace, **changes: int) -> BufferPlace:
+def bogus(place: BufferLocation, **changes: int) -> BufferLocation:
     return place._replace(**changes)
 
 
@@ -463,14 +463,16 @@ def test_a_descriptor_that_is_no_memory_at_all_is_refused() -> None:
 @settings(deadline=None, max_examples=100)
 @given(
     st.builds(
-        BufferPlace,
+        BufferLocation,
         nbytes=st.integers(0, 2 * MEGABYTE) | st.integers(0, 2**64 - 1),
         offset=st.integers(0, 2 * MEGABYTE) | st.integers(0, 2**64 - 1),
         segment=st.integers(0, 2),
         slot=st.integers(0, 3) | st.integers(0, 2**32 - 1),
     )
 )
-def test_any_place_is_inside_a_sent_block_of_a_known_segment_or_refused(place: BufferPlace) -> None:
+def test_any_place_is_inside_a_sent_block_of_a_known_segment_or_refused(
+    place: BufferLocation,
+) -> None:
     sender, receiver = End("sender", SegmentAllocator(FLOOR, 4 * MEGABYTE)), End("receiver")
     try:
         segment, _ = taken(sender.allocator, 10_000)
@@ -620,8 +622,8 @@ def test_a_segment_is_found_while_another_connection_carries_a_block_of_it(
 
 def test_a_bogus_place_on_a_channel_breaks_the_protocol(shared: Pair) -> None:
     shared.near.send(Kind.CALL, 1, b"", [memoryview(bytes(10_000))])
-    place = BufferPlace(10_000, PAGE, 1, 0)
-    shared.near_socket.sendall(head(Kind.CALL, 2, b"", places=[place]))
+    place = BufferLocation(10_000, PAGE, 1, 0)
+    shared.near_socket.sendall(encode_header(Kind.CALL, 2, b"", places=[place]))
     first = shared.far.recv(LATE)
     with pytest.raises(ProtocolError, match="shared"):
         shared.far.recv(LATE)

@@ -52,7 +52,7 @@ from telegrad.transport.channel import (
     text_of_frame,
 )
 from telegrad.wire.failures import decode_failure
-from telegrad.wire.frames import DEFINES, Frame, Kind
+from telegrad.wire.frames import DEFINES_FUNCTION, Frame, Kind
 from telegrad.wire.function_table import Function, describe
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
@@ -211,7 +211,7 @@ class MultiplexedConnection(LoopConnection):
             self._peer.connection_broke(error)
             self.fail_all()
         else:
-            if flags & DEFINES:
+            if flags & DEFINES_FUNCTION:
                 self._known_functions.add(function_id)
                 if pending.definition_lost:  # its reply was read before the id was added
                     self._known_functions.discard(function_id)

@@ -47,7 +47,14 @@ from telegrad.server.future_replies import FutureReplies
 from telegrad.server.replies import ReplyingConnection, ReplyRuntime, settle_all
 from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, close_with_reason
 from telegrad.wire import codec
-from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Frame, Kind
+from telegrad.wire.frames import (
+    DEFINES_FUNCTION,
+    HAS_KEYWORDS,
+    HAS_SCOPE,
+    INLINE_FUNCTION,
+    Frame,
+    Kind,
+)
 from telegrad.wire.function_table import MAX_FUNCTIONS
 
 _FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
@@ -175,7 +182,7 @@ class ServerConnection(ReplyingConnection):
         """Return the function of a call by its id; None if the function is in the pickle."""
         if frame.flags & INLINE_FUNCTION:
             return None
-        if frame.flags & DEFINES:
+        if frame.flags & DEFINES_FUNCTION:
             self._define(frame)
         function = self._functions.get(frame.function_id)
         if function is None:
@@ -222,7 +229,7 @@ class ServerConnection(ReplyingConnection):
         try:
             thread_state.caller = self.peer_name
             thread_state.deadline = Deadline.from_wire(frame.timeout_ms)
-            if not frame.flags & SCOPED or not len(frame.body):
+            if not frame.flags & HAS_SCOPE or not len(frame.body):
                 self._run(frame, function, loop)
             else:
                 self._run_scoped(frame, function, loop)
@@ -287,7 +294,7 @@ class ServerConnection(ReplyingConnection):
         """Return the function and the arguments of a call of any kind."""
         flags, body = frame.flags, frame.body
         self._check_allowed(function)  # before the arguments are unpickled
-        if flags & DEFINES:
+        if flags & DEFINES_FUNCTION:
             body = memoryview(body)[4 + int.from_bytes(body[:4], "little") :]
         if frame.receive_error is not None:
             raise SerializationError(
@@ -299,7 +306,7 @@ class ServerConnection(ReplyingConnection):
         if function is None:
             callable_, value, kwargs = value
             function = ServedFunction(callable_)
-        elif flags & KEYWORDS:
+        elif flags & HAS_KEYWORDS:
             value, kwargs = value
         return function, value, kwargs
 

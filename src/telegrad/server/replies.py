@@ -27,7 +27,7 @@ from telegrad.scheduling.loop_connection import LoopConnection
 from telegrad.scheduling.thread_pool import ThreadPool
 from telegrad.server.functions import ServedFunction, UndecodableFunction
 from telegrad.transport.channel import Channel, ChannelClosed
-from telegrad.wire.failures import encode_failure, encode_name_of_failure, remote_traceback
+from telegrad.wire.failures import encode_failure, encode_failure_name, remote_traceback
 from telegrad.wire.frames import Kind
 
 _LARGE_BODY = 1 << 14  # bytes; smaller replies to one peer are sent together
@@ -175,7 +175,7 @@ class ReplyingConnection(LoopConnection):
         if function is not None and type(function.function) is UndecodableFunction:
             undefined_id = function_id
         self._log_failure(name, error)
-        for encode in (encode_failure, encode_name_of_failure):
+        for encode in (encode_failure, encode_failure_name):
             try:
                 body = encode(error, self._runtime.name, name)
                 self.channel.send(_FAILURE, call_id, body, function=undefined_id)

@@ -39,7 +39,7 @@ from telegrad.transport.pending_send import PendingSend
 from telegrad.transport.shared_copies import SharedCopies
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.transport.spinning import CONTENDED_SECONDS, CORES, SPIN_SECONDS, spin_permit
-from telegrad.wire.frames import HEADER, BufferPlace, Frame, FrameDecoder, head
+from telegrad.wire.frames import HEADER, BufferLocation, Frame, FrameDecoder, encode_header
 
 _IOV_MAX = 1000  # buffers per `sendmsg`; the kernel permits 1024
 # Smaller frames are joined into one buffer: a system call with several buffers costs more.
@@ -73,7 +73,7 @@ class StreamChannel(Channel):
         locate = sharing.locate if sharing is not None else _no_segments
         self._decoder = FrameDecoder(pool.reserve, locate, max_frame)
         # an instance attribute instead of the method: one call fewer per frame
-        self.next_frame = self._decoder.next  # type: ignore[method-assign]
+        self.next_frame = self._decoder.next_frame  # type: ignore[method-assign]
         self._send_lock = threading.Lock()
         self._corked: collections.deque[bytes] = collections.deque()  # encoded frames
         # encoded frames that only `flush_deferred` sends
@@ -133,14 +133,14 @@ class StreamChannel(Channel):
                 f"a message of {total} bytes exceeds the limit of {self._peer_max_frame} bytes "
                 "that its receiver accepts; raise Config.max_frame there"
             )
-        places = [BufferPlace(buffer.nbytes) for buffer in buffers]
+        places = [BufferLocation(buffer.nbytes) for buffer in buffers]
         in_stream = list(buffers)
         begun = False
         deadline = 0.0 if timeout is None else time.monotonic() + timeout
         try:
             if self._sharing is not None:
                 in_stream = self._sharing.place(buffers, places, timeout, copies)
-            start = head(
+            start = encode_header(
                 kind,
                 call,
                 body,
@@ -299,7 +299,7 @@ class StreamChannel(Channel):
 
     def recv(self, timeout: float | None = None) -> Frame:
         decoder = self._decoder
-        frame = decoder.next()
+        frame = decoder.next_frame()
         if frame is not None:
             return frame
         if timeout != self._receive_timeout:
@@ -307,21 +307,21 @@ class StreamChannel(Channel):
         started = time.monotonic()
         receive = self._sock.recv_into
         if self._should_spin and self._spin(started):
-            frame = decoder.next()
+            frame = decoder.next_frame()
             if frame is not None:
                 return frame
         while True:
             try:
-                count = receive(decoder.space())
+                count = receive(decoder.get_buffer())
             except BlockingIOError:
                 raise TimeoutError("nothing arrived in time") from None
             except OSError as error:
                 raise ChannelClosed(str(error)) from None
             if not count:
                 raise ChannelClosed("the peer closed the connection")
-            decoder.fill(count)
+            decoder.buffer_updated(count)
             self.received_since_heartbeat = True
-            frame = decoder.next()
+            frame = decoder.next_frame()
             if frame is not None:
                 self._should_spin = CORES > 1 and time.monotonic() - started < SPIN_SECONDS
                 return frame
@@ -360,7 +360,7 @@ class StreamChannel(Channel):
         return self.poll(1)
 
     def poll(self, attempts: int) -> bool:
-        receive, space = self._sock.recv_into, self._decoder.space()
+        receive, space = self._sock.recv_into, self._decoder.get_buffer()
         while True:
             try:
                 count = receive(space, 0, _DONTWAIT)
@@ -374,16 +374,16 @@ class StreamChannel(Channel):
                 raise ChannelClosed(str(error)) from None
         if not count:
             raise ChannelClosed("the peer closed the connection")
-        self._decoder.fill(count)
+        self._decoder.buffer_updated(count)
         self.received_since_heartbeat = True
         return True
 
     def next_frame(self) -> Frame | None:
-        return self._decoder.next()
+        return self._decoder.next_frame()
 
     @property
     def missing_bytes(self) -> int:
-        return self._decoder.expected
+        return self._decoder.missing_bytes
 
     def has_frame(self) -> bool:
         return self._decoder.has_frame()
@@ -422,5 +422,5 @@ def _timeval(seconds: float | None) -> bytes:
     return struct.pack("ll", whole, max(int((seconds - whole) * 1e6), 0 if whole else 1000))
 
 
-def _no_segments(place: BufferPlace) -> memoryview:
+def _no_segments(place: BufferLocation) -> memoryview:
     raise ProtocolError("a buffer is in shared memory, but this connection does not use any")

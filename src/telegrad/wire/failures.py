@@ -28,7 +28,7 @@ def encode_failure(error: BaseException, worker: str, call: str) -> bytes:
     )
 
 
-def encode_name_of_failure(error: BaseException, worker: str, call: str) -> bytes:
+def encode_failure_name(error: BaseException, worker: str, call: str) -> bytes:
     """Return a small body that only names the type of the exception.
 
     Use it if the body from `encode_failure` cannot be sent. This runs no code of the user.

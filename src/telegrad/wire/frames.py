@@ -8,8 +8,8 @@
     buffers             the bytes of each buffer that is not in shared memory
 
 State: only in a `FrameDecoder`, which belongs to one reading thread. Its rules:
-- The reader calls `space()` for memory, writes received bytes to it, calls `fill(n)`, and takes
-  complete frames with `next()`.
+- The reader calls `get_buffer()` for memory, writes received bytes to it, calls
+  `buffer_updated(n)`, and takes complete frames with `next_frame()`.
 - Small frames are received into one scratch buffer, so one receive may bring many of them. Large
   bodies and buffers are received directly into their own memory. This memory is reserved but not
   touched before bytes arrive, so a peer that announces much and sends little costs nothing.
@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 from telegrad.errors import ProtocolError
 
 HEADER = struct.Struct("<QQIIIBBH")
-PLACE = struct.Struct("<QQII")
-SCRATCH = 1 << 16
+BUFFER_ENTRY = struct.Struct("<QQII")
+SCRATCH_SIZE = 1 << 16
 # The header and the buffer table of a frame must fit into the scratch buffer.
-MAX_BUFFERS = (SCRATCH - HEADER.size) // PLACE.size
+MAX_BUFFERS = (SCRATCH_SIZE - HEADER.size) // BUFFER_ENTRY.size
 # Bodies and buffers of at least this size are received directly into their own memory.
 _DIRECT = 1 << 14
 
@@ -57,13 +57,13 @@ class Kind(enum.IntEnum):
 _KINDS = frozenset(int(kind) for kind in Kind)
 
 # Flags of a CALL.
-DEFINES = 1  # the body starts with the pickled function that gets the function id of the header
-KEYWORDS = 2  # the pickle is (args, kwargs) instead of args
+DEFINES_FUNCTION = 1  # the body starts with the pickled function that gets the function id
+HAS_KEYWORDS = 2  # the pickle is (args, kwargs) instead of args
 INLINE_FUNCTION = 4  # the pickle is (function, args, kwargs): the function has no id
-SCOPED = 8  # the body ends with the description of the scope that the call runs under
+HAS_SCOPE = 8  # the body ends with the description of the scope that the call runs under
 
 
-class BufferPlace(NamedTuple):
+class BufferLocation(NamedTuple):
     """Where a buffer of a message is: in the stream if `segment` is 0, else in shared memory."""
 
     nbytes: int
@@ -86,7 +86,7 @@ class Frame(NamedTuple):
     receive_error: BaseException | None = None
 
 
-def head(
+def encode_header(
     kind: int,
     call: int,
     body: bytes | memoryview,
@@ -94,14 +94,16 @@ def head(
     function: int = 0,
     timeout_ms: int = 0,
     flags: int = 0,
-    places: Sequence[BufferPlace] = (),
+    places: Sequence[BufferLocation] = (),
 ) -> bytes:
     """Return the header and the buffer table of a frame.
 
     The body and the buffers that are in the stream follow them on the wire.
     """
     header = _pack(len(body), call, function, timeout_ms, len(places), kind, flags, 0)
-    return header if not places else header + b"".join([PLACE.pack(*place) for place in places])
+    return (
+        header if not places else header + b"".join([BUFFER_ENTRY.pack(*place) for place in places])
+    )
 
 
 class FrameDecoder:
@@ -114,13 +116,13 @@ class FrameDecoder:
     def __init__(
         self,
         reserve: Callable[[int], memoryview],
-        locate: Callable[[BufferPlace], memoryview],
+        locate: Callable[[BufferLocation], memoryview],
         max_frame: int,
     ) -> None:
         self._reserve = reserve
         self._locate = locate
         self._max_frame = max_frame
-        self._scratch = memoryview(bytearray(SCRATCH))
+        self._scratch = memoryview(bytearray(SCRATCH_SIZE))
         # The bytes of the scratch buffer that were received but not decoded: from start to end.
         self._start = self._end = 0
         # The frame that is being received; `_header` is None between frames.
@@ -130,7 +132,7 @@ class FrameDecoder:
         self._parts: list[memoryview] = []  # the body and the buffers that are in the stream
         self._part = 0  # the part that is being received
         self._filled = 0  # how many of its bytes have been received
-        self._direct = False  # whether the last `space()` was memory of a part
+        self._direct = False  # whether the last `get_buffer()` was memory of a part
         self._receive_error: BaseException | None = None
         self._skip = 0  # bytes of a damaged frame that have not been received
 
@@ -143,8 +145,8 @@ class FrameDecoder:
         """Whether all bytes that were received belong to frames that have been taken."""
         return self._start == self._end and self._header is None
 
-    def space(self) -> memoryview:
-        """Return memory to receive into. Write at least one byte to it before `next` is called."""
+    def get_buffer(self) -> memoryview:
+        """Return memory to receive into. Write at least one byte to it before `next_frame`."""
         self._direct = False
         if self._start == self._end:
             self._start = self._end = 0
@@ -153,20 +155,20 @@ class FrameDecoder:
                 self._direct = len(rest) >= _DIRECT
                 if self._direct:
                     return rest
-        elif self._end == SCRATCH:
+        elif self._end == SCRATCH_SIZE:
             kept = self._end - self._start
             self._scratch[:kept] = bytes(self._scratch[self._start : self._end])
             self._start, self._end = 0, kept
         return self._scratch[self._end :]
 
-    def fill(self, count: int) -> None:
-        """Accept the `count` bytes that were written to the start of `space()`."""
+    def buffer_updated(self, count: int) -> None:
+        """Accept the `count` bytes that were written to the start of `get_buffer()`."""
         if self._direct:
             self._advance(count)
         else:
             self._end += count
 
-    def next(self) -> Frame | None:
+    def next_frame(self) -> Frame | None:
         """Return the next complete frame, or None if more bytes are needed."""
         if self._header is None:
             start = self._start
@@ -193,7 +195,7 @@ class FrameDecoder:
         return self._continue()
 
     @property
-    def expected(self) -> int:
+    def missing_bytes(self) -> int:
         """The number of bytes of the current frame that have not been received."""
         if self._header is None:
             return 0
@@ -221,11 +223,11 @@ class FrameDecoder:
                 f"{self._max_frame} bytes (Config.max_frame) and {MAX_BUFFERS} buffers"
             )
         table_start = self._start + _SIZE
-        table_end = table_start + count * PLACE.size
+        table_end = table_start + count * BUFFER_ENTRY.size
         if self._end < table_end:
             return False
         table = self._scratch[table_start:table_end]
-        places = [BufferPlace(*entry) for entry in PLACE.iter_unpack(table)]
+        places = [BufferLocation(*entry) for entry in BUFFER_ENTRY.iter_unpack(table)]
         total = length + sum(place.nbytes for place in places)
         if total > self._max_frame:
             raise ProtocolError(
@@ -256,7 +258,7 @@ class FrameDecoder:
         self._start = table_end
         return True
 
-    def _find_buffers(self, places: Sequence[BufferPlace]) -> list[memoryview]:
+    def _find_buffers(self, places: Sequence[BufferLocation]) -> list[memoryview]:
         """Return the memory of each buffer. Store the first exception in `_receive_error`.
 
         After an exception, blocks of shared memory are still located, so that they are freed when
