@@ -436,7 +436,7 @@ class AgentRuntime:
             "calls_made": self.calls_made,
             "calls_served": self.calls_served,
             "calls_pending": sum(len(peer.multiplexed.active_calls()) for peer in self.peers.all()),
-            "shared_blocks_in_use": self.endpoint.mappings.live,
+            "shared_blocks_in_use": self.endpoint.mappings.blocks_in_use,
             **self.listener.counters,
         }
         for counters in self._counters:

@@ -172,7 +172,7 @@ def test_a_recorded_handshake_cannot_be_replayed(agent: Agent, transport: str) -
     with unauthenticated_socket(agent, transport) as sock:
         recorder = Recorder(sock)
         steps = handshake.client(group_secret(agent.config.secret), introduction(agent))
-        sockets.shake_hands(recorder, steps, PATIENCE)  # type: ignore[arg-type]
+        sockets.run_handshake(recorder, steps, PATIENCE)  # type: ignore[arg-type]
     with unauthenticated_socket(agent, transport) as sock:
         for data in recorder.sent:
             sock.sendall(data)

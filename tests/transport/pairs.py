@@ -91,7 +91,7 @@ def connected(kind: str) -> Iterator[Pair]:
     near: Channel
     far: Channel
     if family == "memory":
-        near, far = in_process.pair(BufferPool())
+        near, far = in_process.create_pair(BufferPool())
     else:
         for sock in (near_socket, far_socket):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BUFFER)

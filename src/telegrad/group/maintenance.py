@@ -114,10 +114,10 @@ class _MemoryTrimmer:
     def tidy(self) -> None:
         """Free what peers no longer use; trim the allocator if there were no calls for a minute."""
         endpoint, now = self._runtime.endpoint, time.monotonic()
-        endpoint.mappings.forget()
-        endpoint.allocator.tidy()
+        endpoint.mappings.unmap()
+        endpoint.allocator.close_drained()
         calls = self._runtime.calls_made + self._runtime.calls_served
         if calls != self._calls:
             self._calls, self._idle_since = calls, now
         elif now - self._idle_since > _TRIM_IDLE_AFTER:
-            endpoint.allocator.trim()
+            endpoint.allocator.close_unused()

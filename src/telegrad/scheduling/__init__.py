@@ -13,7 +13,7 @@ a message to another thread costs more than most calls do. The rules:
    `leader_role`). The old leader continues with its call, the new one with the next frame.
 3. The leader blocks or computes without telling: the clock finds it inside the same frame at two
    consecutive ticks and hands the loop over (`EventLoop.tick`).
-4. A function that ran for more than `SLOW` seconds, or that caused 3, is run by the executor from
+4. A function that ran for more than `SLOW_SECONDS`, or that caused 3, is run by the executor from
    then on (`executor`; `server.connection` compares the measured time). So are callbacks of
    futures that did (`client.multiplexed`).
 5. The executor runs up to a limit of calls at once. Calls in a known wait do not count. When no

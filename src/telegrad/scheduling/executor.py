@@ -27,7 +27,7 @@ from telegrad import blocking
 from telegrad.errors import InternalError
 from telegrad.scheduling.thread_pool import Job, ThreadPool
 
-SLOW = 0.002  # seconds; a function or callback that takes longer is run by the executor
+SLOW_SECONDS = 0.002  # seconds; a function or callback that takes longer is run by the executor
 _log = logging.getLogger(__name__)
 
 

@@ -41,7 +41,7 @@ from telegrad.messages.routes import DeviceRoute, reply_route
 from telegrad.messages.scope import current_scope
 from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.event_loops import EventLoops
-from telegrad.scheduling.executor import SLOW, Executor
+from telegrad.scheduling.executor import SLOW_SECONDS, Executor
 from telegrad.server.functions import FunctionRegistry, ServedFunction, UndecodableFunction
 from telegrad.server.future_replies import FutureReplies
 from telegrad.server.replies import ReplyingConnection, ReplyRuntime, settle_all
@@ -114,7 +114,7 @@ class ServerConnection(ReplyingConnection):
         """Run a call or hand it to the executor, or handle another frame of the caller."""
         if frame.kind == _CALL:
             function = self._find_function(frame)
-            if function is not None and function.seconds > SLOW:
+            if function is not None and function.seconds > SLOW_SECONDS:
                 self._submit_to_executor(frame, function)
                 return
             if function is None or not 0 <= function.seconds < _FAST:
@@ -131,7 +131,7 @@ class ServerConnection(ReplyingConnection):
     def blocked(self) -> None:
         """Run the function that blocks the leader of the loop on the executor from now on."""
         if self._running is not None:
-            self._running.seconds = max(self._running.seconds, 2 * SLOW)
+            self._running.seconds = max(self._running.seconds, 2 * SLOW_SECONDS)
 
     def ended(self, error: BaseException) -> None:
         """Close the channel and cancel the calls that wait for futures."""

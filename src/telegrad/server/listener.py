@@ -169,8 +169,8 @@ class Listener:
         Never raise, whatever the peer sends.
         """
         try:
-            sockets.check_user(sock)
-            peer = sockets.shake_hands(sock, self.handshake(), self._config.connect_timeout)
+            sockets.check_same_user(sock)
+            peer = sockets.run_handshake(sock, self.handshake(), self._config.connect_timeout)
             incarnation = peer["incarnation"]
             if peer["purpose"] == SEGMENT:
                 segment_transfer.receive_segment(sock, incarnation, self._endpoint.mappings)

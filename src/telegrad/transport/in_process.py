@@ -138,7 +138,7 @@ class MemoryChannel(Channel):
         return copy
 
 
-def pair(pool: BufferPool) -> tuple[MemoryChannel, MemoryChannel]:
+def create_pair(pool: BufferPool) -> tuple[MemoryChannel, MemoryChannel]:
     """Return the two ends of a new channel."""
     left: Inbox = queue.SimpleQueue()
     right: Inbox = queue.SimpleQueue()

@@ -83,7 +83,7 @@ class SegmentMappings:
         return f"<SegmentMappings {segments} segments, {blocks} blocks in use>"
 
     @property
-    def live(self) -> int:
+    def blocks_in_use(self) -> int:
         """Return the number of blocks of other agents that tensors of this agent use."""
         self.release_dead()
         return len(self._in_use)
@@ -157,7 +157,7 @@ class SegmentMappings:
             memory[slot] = IN_USE
         return memoryview(array)
 
-    def forget(self, peer: str | None = None) -> None:
+    def unmap(self, peer: str | None = None) -> None:
         """Unmap the segments of a lost `peer`; None: those that their senders have closed.
 
         A segment stays mapped while tensors use it.

@@ -255,7 +255,7 @@ class SegmentAllocator:
                 if segment is not None and slot in segment.blocks:
                     segment.release_slot(slot)
 
-    def abandon(self, peer: str, connection: object) -> None:
+    def connection_closed(self, peer: str, connection: object) -> None:
         """Give up the blocks that `connection` carried; None: all blocks of a lost `peer`.
 
         Segments with blocks whose use is unknown are not used again.
@@ -269,12 +269,12 @@ class SegmentAllocator:
                 segment.detach(peer, connection)
             self._close_drained()
 
-    def tidy(self) -> None:
+    def close_drained(self) -> None:
         """Close the segments that have drained."""
         with self._lock:
             self._close_drained()
 
-    def trim(self) -> None:
+    def close_unused(self) -> None:
         """Close the segments that no receiver uses, so that the kernel can free their memory."""
         with self._lock:
             self._close_drained()

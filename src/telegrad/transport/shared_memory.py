@@ -151,4 +151,4 @@ class SharedMemoryTransfer:
 
     def close(self) -> None:
         """Give up the blocks that were on their way through this channel, which is closed."""
-        self._allocator.abandon(self._peer, self)
+        self._allocator.connection_closed(self._peer, self)
