@@ -98,7 +98,7 @@ def test_one_thread_serves_all_callers(workers: LocalCluster) -> None:
     asynchronous = {workers[name].submit("w0", identity).wait() for name in CALLERS}
     synchronous = {workers[name].call("w0", identity) for name in CALLERS}
     assert len(asynchronous | synchronous) == 1
-    assert sum(loop.hand_overs for loop in workers["w0"]._runtime.event_loops) == 0
+    assert sum(loop.hand_over_count for loop in workers["w0"]._runtime.event_loops) == 0
 
 
 @pytest.mark.usefixtures("undisturbed")
@@ -123,7 +123,7 @@ def test_a_call_that_waits_goes_on_where_it_was_and_another_thread_reads(
 ) -> None:
     here, there = workers["w1"].call("w0", ask_identity, "w2")
     assert here != there
-    assert sum(loop.hand_overs for loop in workers["w0"]._runtime.event_loops) == 1
+    assert sum(loop.hand_over_count for loop in workers["w0"]._runtime.event_loops) == 1
     assert workers["w1"].call("w0", identity) != here  # that thread has left the loop
 
 
@@ -207,7 +207,7 @@ class Recorder(LoopConnection):
         self.calls.append(frame.call_id)
         self.act(frame)
 
-    def ended(self, error: BaseException) -> None:
+    def on_ended(self, error: BaseException) -> None:
         self.channel.close()
         self.over.set()
 
@@ -246,7 +246,7 @@ def line(agent: Agent) -> Iterator[Callable[[], Line]]:
     yield make
     for each in lines:
         each.far.close()
-        if agent._runtime.event_loops.reads(each.recorder):
+        if agent._runtime.event_loops.is_reading(each.recorder):
             assert each.recorder.over.wait(PATIENCE)
         each.recorder.channel.close()
 

@@ -97,7 +97,7 @@ class MultiplexedConnection(LoopConnection):
     """The connection that the asynchronous calls to one peer share."""
 
     # Replies are read even if the callee receives nothing, so that they never block it.
-    stops_reading = False
+    pauses_reading_when_blocked = False
 
     def __init__(
         self, peer: MultiplexedOwner, runtime: MultiplexedRuntime, codec: RequestCodec
@@ -139,7 +139,7 @@ class MultiplexedConnection(LoopConnection):
         send_goodbye(self.channel, reason)
         self.channel.shutdown()
 
-    def ended(self, error: BaseException) -> None:
+    def on_ended(self, error: BaseException) -> None:
         """Close the channel after the event loop could not read from it."""
         self.channel.close()
         self._peer.lose(f"the connection ended ({error})")
@@ -333,7 +333,7 @@ class MultiplexedConnection(LoopConnection):
             del frame  # callbacks of a future may run for long
             pending.listener._try_complete(value, error)
 
-    def blocked(self) -> None:
+    def on_blocked(self) -> None:
         """Run the callbacks that block the leader of the event loop on the executor from now on."""
         self._slow_callbacks.mark(self._running_callbacks)
 

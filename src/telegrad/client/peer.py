@@ -136,7 +136,7 @@ class Peer:
                 error = PeerLost(reason, peer=self.member.name, sent=False)
             # The event loop, if it reads the channel, must not take its end for a loss of the peer.
             self.fail_to_connect(as_exception(error))
-            if self._runtime.event_loops.reads(self.multiplexed):
+            if self._runtime.event_loops.is_reading(self.multiplexed):
                 dialed.channel.shutdown()
             else:
                 dialed.channel.close()

@@ -74,7 +74,7 @@ class EventLoop(ConnectionPoller):
         self._busy = False
         self._handled = 0  # frames and jobs so far
         self._handled_at_tick = -1
-        self.hand_overs = 0
+        self.hand_over_count = 0
 
     def __repr__(self) -> str:
         state = "busy" if self._busy else "waiting"
@@ -182,7 +182,7 @@ class EventLoop(ConnectionPoller):
                 return False
             self._remove(connection)
             self._current = None
-        return self._run_job(lambda: connection.ended(error), epoch)
+        return self._run_job(lambda: connection.on_ended(error), epoch)
 
     def _receive_large(self, connection: LoopConnection) -> None:
         """Receive a large frame on a thread of its own, then let the loop read the connection."""
@@ -333,7 +333,7 @@ class EventLoop(ConnectionPoller):
         self._threads.start(lambda: self._lead(epoch + 1))
         self._epoch = epoch + 1
         self._busy = False
-        self.hand_overs += 1
+        self.hand_over_count += 1
         return True
 
     def begin_backpressure(self, epoch: int) -> LoopConnection | None:
@@ -371,7 +371,7 @@ class EventLoop(ConnectionPoller):
         handled, busy, epoch, connection = self._handled, self._busy, self._epoch, self._current
         if busy and handled == self._handled_at_tick:
             if self.hand_over(epoch) and connection is not None:
-                connection.blocked()
+                connection.on_blocked()
             return True
         is_active = handled != self._handled_at_tick
         self._handled_at_tick = handled

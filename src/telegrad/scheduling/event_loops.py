@@ -60,9 +60,9 @@ class EventLoops:
         """Let one of the loops read a connection. Raise `ChannelClosed` if the loops are closed."""
         self._next_loop(connection.group).add(connection)
 
-    def reads(self, connection: LoopConnection) -> bool:
+    def is_reading(self, connection: LoopConnection) -> bool:
         """Return whether a loop reads this connection, so that the loop will close it."""
-        return any(loop.reads(connection) for loop in self)
+        return any(loop.is_reading(connection) for loop in self)
 
     def close(self) -> None:
         """Let each loop end after its last connection. All connections must be ending."""

@@ -128,12 +128,12 @@ class ServerConnection(ReplyingConnection):
         elif frame.kind != Kind.HEARTBEAT:
             raise ProtocolError(f"a frame of kind {frame.kind} where a call was due")
 
-    def blocked(self) -> None:
+    def on_blocked(self) -> None:
         """Run the function that blocks the leader of the loop on the executor from now on."""
         if self._running is not None:
             self._running.seconds = max(self._running.seconds, 2 * SLOW_SECONDS)
 
-    def ended(self, error: BaseException) -> None:
+    def on_ended(self, error: BaseException) -> None:
         """Close the channel and cancel the calls that wait for futures."""
         if not isinstance(error, ChannelClosed):
             reason = f"worker {self._runtime.name!r} closed the connection: {error_text(error)}"
@@ -272,7 +272,7 @@ class ServerConnection(ReplyingConnection):
                     os._exit(0)
             if loop is None:
                 function.add_duration(_now() - started - (blocking.waited_seconds() - waited))
-            # else it has waited, or `blocked` has recorded that it took long
+            # else it has waited, or `on_blocked` has recorded that it took long
             elif loop.epoch == epoch:
                 function.add_duration(_now() - started)
             del args, kwargs

@@ -230,7 +230,7 @@ class Listener:
         with self._lock:
             self._connections.add(connection)
         if self._runtime.closing or self._runtime.failures.is_lost(connection.incarnation):
-            connection.ended(ChannelClosed("this worker is shutting down"))
+            connection.on_ended(ChannelClosed("this worker is shutting down"))
         else:
             self._serve(connection)
 
@@ -239,7 +239,7 @@ class Listener:
         try:
             self._runtime.event_loops.add(connection)
         except ChannelClosed as error:
-            connection.ended(error)
+            connection.on_ended(error)
         except RuntimeError as error:
             if not self._runtime.closing:
                 name = self._runtime.name
