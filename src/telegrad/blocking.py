@@ -14,18 +14,23 @@ that blocks calls the role:
 
 The protocol of a role:
 
-    pause, resume        Around a wait. While the thread waits, its duty is done by another thread.
-    hold, release        Around a wait that applies back-pressure to one peer. The event loop goes
-                         on in another thread, but does not read the connection that this thread
-                         was serving. A thread of the executor keeps its place.
-    more                 Whether the thread has received further messages that it will handle next.
-                         A batch can wait for these at no cost.
-    afterwards           Run a job once `more` is false. Each key has at most one job.
-    at                   Run a job at a time of `time.monotonic`. Each key has at most one job; a
-                         new one replaces it. Return False if this role cannot run timers.
+    pause, resume
+        Around a wait. While the thread waits, its duty is done by another thread.
+    begin_backpressure, end_backpressure
+        Around a wait that applies back-pressure to one peer. The event loop goes on in another
+        thread, but does not read the connection that this thread was serving. A thread of the
+        executor keeps its place.
+    has_pending_messages
+        Whether the thread has received further messages that it will handle next. A batch can wait
+        for these at no cost.
+    run_when_drained
+        Run a job once `has_pending_messages` is false. Each key has at most one job.
+    run_at
+        Run a job at a time of `time.monotonic`. Each key has at most one job; a new one replaces
+        it. Return False if this role cannot run timers.
 
-Roles are nested: code that sets a role for a while remembers the role that `take` returned, passes
-the calls that it does not handle on to it, and sets it again at the end.
+Roles are nested: code that sets a role for a while remembers the role that `set_role` returned,
+passes the calls that it does not handle on to it, and sets it again at the end.
 
 State: for each thread its role and the time that it has waited. Only the thread itself changes
 them, so there is no lock. A thread without a role, such as one of the user, skips all of this.
@@ -45,48 +50,46 @@ class ThreadRole(Protocol):
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
-    def hold(self) -> None: ...
-    def release(self) -> None: ...
-    def more(self) -> bool: ...
-    def afterwards(self, key: Hashable, job: Callable[[], None]) -> None: ...
-    def at(self, key: Hashable, moment: float, job: Callable[[], None]) -> bool: ...
+    def begin_backpressure(self) -> None: ...
+    def end_backpressure(self) -> None: ...
+    def has_pending_messages(self) -> bool: ...
+    def run_when_drained(self, key: Hashable, job: Callable[[], None]) -> None: ...
+    def run_at(self, key: Hashable, when: float, job: Callable[[], None]) -> bool: ...
 
 
 class OneShotEvent:
-    """An event that is set once (`open`) and that threads wait for.
+    """An event that is set once (`set`) and that threads wait for.
 
     Unlike `threading.Event`, it has no lock that all threads share. If a signal handler raises
     inside `Event.wait`, that lock may stay locked, and the thread that sets the event would wait
-    forever. Here, each waiting thread adds a lock of its own to a list. `open` takes the locks from
+    forever. Here, each waiting thread adds a lock of its own to a list. `set` takes the locks from
     the list, with one atomic operation each, and releases them.
     """
 
-    __slots__ = ("_waiters", "is_open")
+    __slots__ = ("_waiters", "is_set")
 
     def __init__(self) -> None:
-        self.is_open = False
+        self.is_set = False
         self._waiters: list[_thread.LockType] = []
 
     def __repr__(self) -> str:
-        return (
-            f"<OneShotEvent {'open' if self.is_open else 'closed'}, {len(self._waiters)} waiting>"
-        )
+        return f"<OneShotEvent {'set' if self.is_set else 'not set'}, {len(self._waiters)} waiting>"
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until the event is open. Return False if it is not after `timeout` seconds."""
+        """Block until the event is set. Return False if it is not after `timeout` seconds."""
         waiter = _thread.allocate_lock()
         waiter.acquire()
         self._waiters.append(waiter)
-        if not self.is_open and not waiter.acquire(True, _lock_timeout(timeout)):
+        if not self.is_set and not waiter.acquire(True, _lock_timeout(timeout)):
             try:
                 self._waiters.remove(waiter)
             except ValueError:
-                pass  # `open` has just taken it
-        return self.is_open
+                pass  # `set` has just taken it
+        return self.is_set
 
-    def open(self) -> None:
+    def set(self) -> None:
         """Let all threads that wait go on, now and later."""
-        self.is_open = True
+        self.is_set = True
         while True:
             try:
                 waiter = self._waiters.pop()
@@ -100,22 +103,22 @@ def _lock_timeout(timeout: float | None) -> float:
     return -1 if timeout is None else min(max(timeout, 0.0), _thread.TIMEOUT_MAX)
 
 
-class _ThreadState(threading.local):
+class _ThreadRoleState(threading.local):
     role: ThreadRole | None = None
     paused_at = 0.0  # when `pause` was called last
-    waited = 0.0  # seconds between `pause` and `resume`, in total
+    waited_seconds = 0.0  # between `pause` and `resume`, in total
 
 
-_thread_state = _ThreadState()
+_thread_state = _ThreadRoleState()
 
 
-def take(role: ThreadRole | None) -> ThreadRole | None:
+def set_role(role: ThreadRole | None) -> ThreadRole | None:
     """Set the role of this thread. Return its previous role."""
     previous, _thread_state.role = _thread_state.role, role
     return previous
 
 
-def role() -> ThreadRole | None:
+def current_role() -> ThreadRole | None:
     """Return the role of this thread; None if it has none."""
     return _thread_state.role
 
@@ -133,50 +136,50 @@ def resume(role: ThreadRole | None) -> None:
     """End the wait that began with `pause`."""
     if role is not None:
         role.resume()
-        _thread_state.waited += time.perf_counter() - _thread_state.paused_at
+        _thread_state.waited_seconds += time.perf_counter() - _thread_state.paused_at
 
 
-def waited() -> float:
+def waited_seconds() -> float:
     """Return the seconds that this thread has spent between `pause` and `resume`."""
-    return _thread_state.waited
+    return _thread_state.waited_seconds
 
 
-def hold() -> ThreadRole | None:
+def begin_backpressure() -> ThreadRole | None:
     """Apply back-pressure to the current peer while this thread blocks.
 
-    Pass the result to `release`.
+    Pass the result to `end_backpressure`.
     """
     role = _thread_state.role
     if role is not None:
-        role.hold()
+        role.begin_backpressure()
     return role
 
 
-def release(role: ThreadRole | None) -> None:
-    """End the wait that began with `hold`."""
+def end_backpressure(role: ThreadRole | None) -> None:
+    """End the wait that began with `begin_backpressure`."""
     if role is not None:
-        role.release()
+        role.end_backpressure()
 
 
-def more() -> bool:
+def has_pending_messages() -> bool:
     """Return whether this thread has received further messages that it will handle next."""
     role = _thread_state.role
-    return role is not None and role.more()
+    return role is not None and role.has_pending_messages()
 
 
-def afterwards(key: Hashable, job: Callable[[], None]) -> None:
-    """Run `job` on this thread as soon as `more` is false, once for each key.
+def run_when_drained(key: Hashable, job: Callable[[], None]) -> None:
+    """Run `job` on this thread as soon as `has_pending_messages` is false, once for each key.
 
-    Call it only if `more` is true.
+    Call it only if `has_pending_messages` is true.
     """
     assert _thread_state.role is not None
-    _thread_state.role.afterwards(key, job)
+    _thread_state.role.run_when_drained(key, job)
 
 
-def at(key: Hashable, moment: float, job: Callable[[], None]) -> bool:
+def run_at(key: Hashable, when: float, job: Callable[[], None]) -> bool:
     """Run `job` on this thread at a time of `time.monotonic`, in place of the key's previous job.
 
     Return False if this thread cannot run timers.
     """
     role = _thread_state.role
-    return role is not None and role.at(key, moment, job)
+    return role is not None and role.run_at(key, when, job)

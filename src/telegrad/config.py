@@ -55,7 +55,7 @@ class Config:
     """Smallest buffer in bytes that is sent through shared memory on one host."""
     shared_memory_limit: int = 8 << 30
     """Bytes of shared memory that an agent may use. Further buffers are sent through the socket."""
-    idle_lanes: int = 16
+    max_idle_connections: int = 16
     """Largest number of idle connections to one peer that are kept open for further calls."""
     only_registered: bool = False
     """Serve only functions that are registered with `telegrad.expose`."""
@@ -85,7 +85,7 @@ class Config:
                 f"{name} must be positive, not {getattr(self, name)!r}",
             )
         require(self.max_frame > 0, f"max_frame must be positive, not {self.max_frame}")
-        for name in ("shared_memory_floor", "shared_memory_limit", "idle_lanes"):
+        for name in ("shared_memory_floor", "shared_memory_limit", "max_idle_connections"):
             require(
                 getattr(self, name) >= 0,
                 f"{name} must not be negative, not {getattr(self, name)!r}",

@@ -50,7 +50,7 @@ class _ProcessState:
     runtime: Any = None
 
 
-class _ThreadState(threading.local):
+class _CurrentCallState(threading.local):
     """`runtime` is set in threads of an agent; `caller` and `deadline` while a call is served."""
 
     runtime: Any = None
@@ -59,7 +59,7 @@ class _ThreadState(threading.local):
     interceptor: CallInterceptor | None = None
 
 
-thread_state = _ThreadState()
+thread_state = _CurrentCallState()
 process_state = _ProcessState()
 
 

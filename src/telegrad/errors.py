@@ -194,7 +194,7 @@ class InternalError(TelegradError):
     """Telegrad is in a state that should be impossible. Please report it."""
 
 
-def text_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return `str(error)`. If that raises, return a text that says so.
 
     This function never raises, although `__str__` may be code of the user.
@@ -214,6 +214,6 @@ def as_exception(error: BaseException) -> Exception:
     if isinstance(error, Exception):
         return error
     name = type(error).__qualname__
-    wrapped = RemoteError(f"{name}: {text_of(error)}", type_name=name)
+    wrapped = RemoteError(f"{name}: {error_text(error)}", type_name=name)
     wrapped.__cause__ = error
     return wrapped

@@ -6,8 +6,9 @@ can hand over its duty before it blocks (`blocking.py`).
 
 State: a future is completed at most once. The thread that completes it runs the callbacks. A reply,
 a deadline, a cancellation and a lost peer may try to complete it at the same time: the first call
-of `_settle` wins, and the others return False. `_settled`, `_cancelled`, `_error`, `_completed` and
-`_callers` are changed under `_lock`, one lock for all futures, which is held only for assignments.
+of `_try_complete` wins, and the others return False. `_settled`, `_cancelled`, `_error`,
+`_completed` and `_callers` are changed under `_lock`, one lock for all futures, which is held only
+for assignments.
 
 The exception of a call is stored in `_error`. Raising it adds a traceback, whose frames often refer
 to the future: a reference cycle, which the garbage collector of Python can free. It cannot see
@@ -28,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 import torch.futures
 
 from telegrad import blocking
-from telegrad.errors import CallCancelled, CallTimeout, as_exception, text_of
+from telegrad.errors import CallCancelled, CallTimeout, as_exception, error_text
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -38,18 +39,18 @@ S_co = TypeVar("S_co", covariant=True)
 class CompletionListener(Protocol):
     """An object that is told the outcome of a call: a `Future`, or a smaller one without waiting.
 
-    `_settle` stores the first outcome and returns False for later ones. The connection that sends
-    the call sets `_on_cancel`, and `_arrivals`, the copies between devices that the result needs.
-    `_callbacks` identifies the code that runs when the call is complete.
+    `_try_complete` stores the first outcome and returns False for later ones. The connection that
+    sends the call sets `_on_cancel`, and `_device_copies`, the copies between devices that the
+    result needs. `_callback_codes` identifies the code that runs when the call is complete.
     """
 
-    _arrivals: Sequence[Any]
+    _device_copies: Sequence[Any]
     _on_cancel: Callable[[], None] | None
 
     @property
-    def _callbacks(self) -> tuple[Hashable, ...]: ...
+    def _callback_codes(self) -> tuple[Hashable, ...]: ...
     def done(self) -> bool: ...
-    def _settle(self, value: Any, error: Exception | None) -> bool: ...
+    def _try_complete(self, value: Any, error: Exception | None) -> bool: ...
 
 
 class CompletedSource(Protocol[S_co]):
@@ -74,9 +75,9 @@ class Future(torch.futures.Future[T]):
     _completed: blocking.OneShotEvent | None = None  # made by the first thread that waits
     _callers = 0  # how many remote callers wait for this future
     _error: Exception | None = None
-    _arrivals: Sequence[Any] = ()  # copies between devices that write tensors of the result
+    _device_copies: Sequence[Any] = ()  # copies between devices that write tensors of the result
     _on_devices = False
-    _callbacks: tuple[Hashable, ...] = ()  # identifies the code of the callbacks
+    _callback_codes: tuple[Hashable, ...] = ()  # identifies the code of the callbacks
 
     def __init__(self, *, devices: Sequence[int | str | torch.device] | None = None) -> None:
         """Make a future that is not complete.
@@ -104,8 +105,8 @@ class Future(torch.futures.Future[T]):
         """Return the result of a complete call, or raise its exception."""
         if self._error is not None:
             raise self._error
-        for arrival in self._arrivals:
-            arrival.join()
+        for device_copy in self._device_copies:
+            device_copy.join()
         return super().value()
 
     def result(self, timeout: float | None = None) -> T:
@@ -125,7 +126,7 @@ class Future(torch.futures.Future[T]):
 
         Return False if the future is already complete.
         """
-        if not self._settle(None, CallCancelled("the call was cancelled")):
+        if not self._try_complete(None, CallCancelled("the call was cancelled")):
             return False
         if self._on_cancel is not None:
             self._on_cancel()
@@ -136,12 +137,12 @@ class Future(torch.futures.Future[T]):
         """Whether this is the result of a remote call, which `cancel` cancels."""
         return self._on_cancel is not None
 
-    def join(self) -> None:
+    def add_caller(self) -> None:
         """Count a remote caller that waits for this future, which a served function returned."""
         with _lock:
             self._callers += 1
 
-    def leave(self) -> bool:
+    def remove_caller(self) -> bool:
         """Stop counting a remote caller. Return True if no other one waits."""
         with _lock:
             self._callers -= 1
@@ -172,11 +173,11 @@ class Future(torch.futures.Future[T]):
                     return
                 value = context.run(callback, done)
             except RuntimeError as error:
-                chained._settle(None, error)
+                chained._try_complete(None, error)
             except BaseException as error:
-                chained._settle(None, _as_runtime_error(error))
+                chained._try_complete(None, _as_runtime_error(error))
             else:
-                chained._settle(value, None)
+                chained._try_complete(value, None)
 
         self._add_callback(run, _code_of(callback))
         # As in `_block`: torch may have discarded an exception that a signal handler raised.
@@ -217,18 +218,20 @@ class Future(torch.futures.Future[T]):
 
     def _complete_from(
         self, source: CompletedSource[S], transform: Callable[[S], T] | None = None
-    ) -> bool:
+    ) -> None:
         """Complete this future with the outcome of a completed source, as `follow` describes."""
         if isinstance(source, Future) and source._error is not None:
             # Raising the error here would tie it to this frame, which refers to this future.
-            return self._settle(None, source._error)
+            self._try_complete(None, source._error)
+            return
         try:
             outcome: Any = source.value()
             if transform is not None:
                 outcome = transform(outcome)
         except BaseException as error:
-            return self._settle(None, as_exception(error))
-        return self._settle(outcome, None)
+            self._try_complete(None, as_exception(error))
+        else:
+            self._try_complete(outcome, None)
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Call `callback(self)` when the future is complete. Callbacks run in order of addition."""
@@ -237,7 +240,7 @@ class Future(torch.futures.Future[T]):
     def _add_callback(
         self, callback: Callable[[torch.futures.Future[T]], None], code: Hashable
     ) -> None:
-        self._callbacks = (*self._callbacks, code)
+        self._callback_codes = (*self._callback_codes, code)
         super().add_done_callback(callback)
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -277,13 +280,13 @@ class Future(torch.futures.Future[T]):
         self._complete(None, result)
 
     def _complete(self, value: Any, error: Exception | None) -> None:
-        if not self._settle(value, error) and not self._cancelled:
+        if not self._try_complete(value, error) and not self._cancelled:
             raise RuntimeError(
                 "Attempting to mark a completed Future as complete again. "
                 "Note that a Future can only be marked completed once."
             )
 
-    def _settle(self, value: Any, error: Exception | None) -> bool:
+    def _try_complete(self, value: Any, error: Exception | None) -> bool:
         """Complete the future. Return False if it was already complete.
 
         The flag is set before the value, so that exactly one of several threads completes it.
@@ -309,7 +312,7 @@ class Future(torch.futures.Future[T]):
             if event is not None:
                 return event
             event = self._completed = blocking.OneShotEvent()
-        super().add_done_callback(lambda _: event.open())
+        super().add_done_callback(lambda _: event.set())
         return event
 
     def _block(self, timeout: float | None) -> bool:
@@ -385,15 +388,15 @@ def collect(
         try:
             future.value()
         except Exception as error:
-            result._settle(None, error)
+            result._try_complete(None, error)
         else:
             if next(completed) == len(collected):
-                result._settle(collected, None)
+                result._try_complete(collected, None)
 
     for future in collected:
         future.add_done_callback(complete)
     if not collected:
-        result._settle(collected, None)
+        result._try_complete(collected, None)
     return result
 
 
@@ -433,7 +436,7 @@ def _copy_without_traceback(error: Exception) -> Exception:
 
 
 def _as_runtime_error(error: BaseException) -> RuntimeError:
-    wrapped = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+    wrapped = RuntimeError(f"{type(error).__name__}: {error_text(error)}")
     wrapped.__cause__ = error
     return wrapped
 

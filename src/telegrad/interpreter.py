@@ -19,7 +19,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def has_lock() -> bool:
+def has_gil() -> bool:
     """Return whether the interpreter lock is enabled, so that threads do not run in parallel.
 
     In a free-threaded Python, the import of an extension module may enable the lock at any time.

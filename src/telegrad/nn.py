@@ -12,11 +12,11 @@ from telegrad.agent import Agent, runtime_of
 from telegrad.errors import SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.messages.packing import current_message
+from telegrad.messages.remote_functions import trusted
 from telegrad.refs import RRef, remote
 from telegrad.refs.manager import ReferenceManager
 from telegrad.refs.owned_objects import ObjectKey
 from telegrad.refs.owner_calls import with_object
-from telegrad.server.functions import trusted
 
 __all__ = ["RemoteModule"]
 

@@ -27,10 +27,10 @@ from telegrad import autograd, param_groups
 from telegrad.autograd.registry import ContextRegistry, find_context
 from telegrad.errors import InternalError, UsageError, WorkersFailed
 from telegrad.futures import Future
+from telegrad.messages.remote_functions import trusted
 from telegrad.param_groups import Options
 from telegrad.refs import RRef
 from telegrad.runtime import active_runtime
-from telegrad.server.functions import trusted
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime

@@ -37,7 +37,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from telegrad.current import thread_state
 from telegrad.errors import UsageError, as_exception
 from telegrad.futures import Future
-from telegrad.server.functions import ASYNC_MARK, DeferredReply, trusted
+from telegrad.messages.remote_functions import ASYNC_MARK, DeferredReply, trusted
 from telegrad.wire.function_table import describe
 
 if TYPE_CHECKING:
@@ -166,10 +166,10 @@ class _ProfilerSession:
 
         def on_reply(done: torch.futures.Future[_RemoteProfile]) -> None:
             try:
-                future._settle(self._finish_call(call, done.value()), None)
+                future._try_complete(self._finish_call(call, done.value()), None)
             except BaseException as error:
                 self._add_call_event(call, _now())
-                future._settle(None, as_exception(error))
+                future._try_complete(None, as_exception(error))
 
         future._on_cancel = cancel
         reply.add_done_callback(on_reply)
@@ -256,7 +256,7 @@ def _run(
 ) -> Any:
     """Run a function on the callee under a profiler, and reply with its events."""
     agent = thread_state.runtime
-    if agent is None or not agent.allowed(function):
+    if agent is None or not agent.functions.is_allowed(function):
         where = "this worker" if agent is None else f"worker {agent.name!r}"
         raise UsageError(
             f"{where} serves only registered functions; {describe(function)} is not one"
@@ -289,14 +289,8 @@ def _remote_profile_later(
             f"object, but {describe(function)} returned {type(value).__name__}"
         )
     future: Future[_RemoteProfile] = Future()
-
-    def on_done(done: torch.futures.Future[Any]) -> None:
-        try:
-            future._settle(session.remote_profile(done.value(), profile), None)
-        except BaseException as error:
-            future._settle(None, as_exception(error))
-
-    value.add_done_callback(on_done)  # type: ignore[attr-defined]
+    source: Any = value
+    future.follow(source, lambda result: session.remote_profile(result, profile))
     return future
 
 

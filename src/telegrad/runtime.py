@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from telegrad.client.dialer import DialedConnection, Dialer
-from telegrad.client.peer import Peer
 from telegrad.client.peers import PeerTable, WorkerAddress, worker_key
 from telegrad.client.pending import timeout_error
 from telegrad.config import Config
@@ -98,7 +97,7 @@ class AgentRuntime:
         self.function_table = FunctionTable()
         self.functions = FunctionRegistry(self.config.only_registered)
         self.failures = FailureDetector(self)
-        self.devices = CudaTransfers(self)
+        self.cuda_transfers = CudaTransfers(self)
         self.peers = PeerTable(self)
         self.group = ""
         self.local_member: Member = Member(name, -1 if rank is None else rank, "", ())
@@ -129,7 +128,7 @@ class AgentRuntime:
                 self.clock.close()
             raise
         self.listener.accept()
-        self.clock.watch(self.executor)
+        self.clock.add_listener(self.executor)
         maintenance.start(self)
         _runtimes.add(self)
 
@@ -255,9 +254,9 @@ class AgentRuntime:
     def _after_fork(self) -> None:
         """In the child of a fork: the agent belongs to the parent, so free its sockets here."""
         self.closing = self.forked = True
-        self.peers.drop()
-        self.listener.drop()
-        self.event_loops.drop()
+        self.peers.close_after_fork()
+        self.listener.close_after_fork()
+        self.event_loops.close_after_fork()
 
     # Calls
 
@@ -328,14 +327,14 @@ class AgentRuntime:
             try:
                 peer = self.peers.begin(to)
             except PeerLost as error:
-                listener._settle(None, error)
+                listener._try_complete(None, error)
                 return
         peer.submit(function, tuple(args), kwargs, timeout, listener, internal, keep)
 
     def has_calls_in_progress(self) -> bool:
         """Return whether a call of a user is in progress here, made or served."""
-        return any(peer.calls_under_way for peer in self.peers.all()) or any(
-            connection.calls_under_way for connection in self.listener.connections
+        return any(peer.calls_in_progress for peer in self.peers.all()) or any(
+            connection.calls_in_progress for connection in self.listener.connections
         )
 
     # The group
@@ -437,7 +436,7 @@ class AgentRuntime:
             "calls_made": self.calls_made,
             "calls_served": self.calls_served,
             "calls_pending": sum(len(peer.multiplexed.active_calls()) for peer in self.peers.all()),
-            "shared_blocks_in_use": self.endpoint.mappings.live,
+            "shared_blocks_in_use": self.endpoint.mappings.blocks_in_use,
             **self.listener.counters,
         }
         for counters in self._counters:
@@ -447,14 +446,6 @@ class AgentRuntime:
     def add_statistics(self, counters: Callable[[], dict[str, int]]) -> None:
         """Add the result of `counters()` to `statistics`."""
         self._counters.append(counters)
-
-    def links(self) -> list[Peer]:
-        """Return one `Peer` for each worker that this agent has called."""
-        return self.peers.all()
-
-    def allowed(self, function: Function | None) -> bool:
-        """Return whether peers may call `function`."""
-        return self.functions.is_allowed(function)
 
     # For peers, connections and the listener; see their protocols
 

@@ -69,7 +69,7 @@ def introduction(agent: Agent, **changes: Any) -> dict[str, Any]:
 def shake_hands(sock: socket.socket, agent: Agent, **changes: Any) -> None:
     """Prove oneself, as somebody does who knows the secret."""
     steps = handshake.client(group_secret(agent.config.secret), introduction(agent, **changes))
-    sockets.shake_hands(sock, steps, PATIENCE)
+    sockets.run_handshake(sock, steps, PATIENCE)
     sock.settimeout(PATIENCE)
 
 

@@ -314,7 +314,7 @@ def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(
     until(
         lambda: (
             sum(
-                connection.calls_under_way
+                connection.calls_in_progress
                 for connection in workers["w1"]._runtime.listener.connections
             )
             == 2
@@ -328,7 +328,7 @@ def test_a_future_that_several_calls_wait_for_survives_the_end_of_one(
     until(
         lambda: (
             sum(
-                connection.calls_under_way
+                connection.calls_in_progress
                 for connection in workers["w1"]._runtime.listener.connections
             )
             <= 1

@@ -296,7 +296,7 @@ def test_a_function_is_defined_once_per_connection(
     define = ServerConnection._define
 
     def define_and_note(self: ServerConnection, frame: Any) -> None:
-        defined.append(frame.function)
+        defined.append(frame.function_id)
         define(self, frame)
 
     monkeypatch.setattr(ServerConnection, "_define", define_and_note)

@@ -77,7 +77,7 @@ def test_calls_before_the_connection_keep_their_order(
 
     def note(self: ServerConnection, frame: Frame) -> None:
         if frame.kind == Kind.CALL and self.is_multiplexed:
-            arrived.append(frame.call)
+            arrived.append(frame.call_id)
         handle(self, frame)
 
     monkeypatch.setattr(ServerConnection, "handle", note)
@@ -181,7 +181,7 @@ def test_calls_that_wait_fail_when_their_worker_closes(
 def test_a_call_that_waits_counts_as_under_way(w0: Agent, gate: Gate) -> None:
     served = Gate()
     future = w0.submit("w1", hold_at, served)
-    assert [peer.calls_under_way for peer in w0._runtime.peers.all()] == [1]
+    assert [peer.calls_in_progress for peer in w0._runtime.peers.all()] == [1]
     gate.open()
     served.wait_for()
     served.open()

@@ -182,7 +182,7 @@ def test_thousands_of_deadlines_pass(w0: Agent, pair: LocalCluster) -> None:
     until(
         lambda: (
             not any(
-                connection._deferred or connection.calls_under_way for connection in connections
+                connection._deferred or connection.calls_in_progress for connection in connections
             )
         )
     )
@@ -195,7 +195,7 @@ def test_a_deadline_that_passes_before_the_call_is_sent_leaves_nothing_at_the_ca
     (peer,) = w0._runtime.peers.all()
     send, offer, expired = (
         peer.multiplexed.channel.send,
-        peer.multiplexed.channel.offer,
+        peer.multiplexed.channel.send_nowait,
         threading.Event(),
     )
 
@@ -211,7 +211,7 @@ def test_a_deadline_that_passes_before_the_call_is_sent_leaves_nothing_at_the_ca
         return complete
 
     monkeypatch.setattr(peer.multiplexed.channel, "send", send_late)
-    monkeypatch.setattr(peer.multiplexed.channel, "offer", offered)
+    monkeypatch.setattr(peer.multiplexed.channel, "send_nowait", offered)
     promises = Promises()
     future = w0._runtime.start("w1", promise, (promises,), None, SHORT)
     assert isinstance(future.exception(PATIENCE), CallTimeout)
@@ -220,7 +220,7 @@ def test_a_deadline_that_passes_before_the_call_is_sent_leaves_nothing_at_the_ca
     until(
         lambda: (
             not any(
-                connection._deferred or connection.calls_under_way for connection in connections
+                connection._deferred or connection.calls_in_progress for connection in connections
             )
         )
     )
@@ -235,7 +235,7 @@ def test_a_call_that_outlives_its_deadline_leaves_nothing_at_the_callee(
     assert w0.submit("w1", abs, -1).wait() == 1  # the cancellations have been read
     gate.open()
     connections = pair["w1"]._runtime.listener.connections
-    until(lambda: not any(connection.calls_under_way for connection in connections))
+    until(lambda: not any(connection.calls_in_progress for connection in connections))
     assert [connection._cancelled for connection in connections] == [set() for _ in connections]
 
 
@@ -249,7 +249,7 @@ def test_a_promise_that_comes_after_its_deadline_is_not_kept(
     connections = pair["w1"]._runtime.listener.connections
     until(lambda: any(connection._cancelled for connection in connections))
     gate.open()
-    until(lambda: not any(connection.calls_under_way for connection in connections))
+    until(lambda: not any(connection.calls_in_progress for connection in connections))
     assert [(connection._deferred, connection._cancelled) for connection in connections] == [
         ({}, set()) for _ in connections
     ]

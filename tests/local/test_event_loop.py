@@ -13,18 +13,18 @@ import pytest
 
 from telegrad import Future, batched, blocking
 from telegrad.agent import Agent
+from telegrad.messages.remote_functions import DeferredReply
 from telegrad.rpc.functions import async_execution
 from telegrad.runtime import active_runtime
 from telegrad.scheduling.event_loop import _FRAMES_PER_READ, EventLoop
 from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.loop_connection import LoopConnection
 from telegrad.server import connection
-from telegrad.server.functions import DeferredReply
 from telegrad.testing import LocalCluster
+from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.stream import StreamChannel
-from telegrad.wire.buffer_pool import BufferPool
-from telegrad.wire.frames import Frame, Kind, head
+from telegrad.wire.frames import Frame, Kind, encode_header
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Shared, hold_at, until
 
@@ -98,7 +98,7 @@ def test_one_thread_serves_all_callers(workers: LocalCluster) -> None:
     asynchronous = {workers[name].submit("w0", identity).wait() for name in CALLERS}
     synchronous = {workers[name].call("w0", identity) for name in CALLERS}
     assert len(asynchronous | synchronous) == 1
-    assert sum(loop.hand_overs for loop in workers["w0"]._runtime.event_loops) == 0
+    assert sum(loop.hand_over_count for loop in workers["w0"]._runtime.event_loops) == 0
 
 
 @pytest.mark.usefixtures("undisturbed")
@@ -123,7 +123,7 @@ def test_a_call_that_waits_goes_on_where_it_was_and_another_thread_reads(
 ) -> None:
     here, there = workers["w1"].call("w0", ask_identity, "w2")
     assert here != there
-    assert sum(loop.hand_overs for loop in workers["w0"]._runtime.event_loops) == 1
+    assert sum(loop.hand_over_count for loop in workers["w0"]._runtime.event_loops) == 1
     assert workers["w1"].call("w0", identity) != here  # that thread has left the loop
 
 
@@ -173,7 +173,7 @@ def test_a_peer_that_takes_no_answers_is_read_no_more_and_holds_up_nobody(
 
     # w1 no longer reads: its leader is held in a callback, and the clock may not relieve it.
     for loop in w1._runtime.event_loops:
-        w1._runtime.clock.unwatch(loop)
+        w1._runtime.clock.remove_listener(loop)
     w1.submit("w0", abs, -1).add_done_callback(sleep)
     assert asleep.wait(PATIENCE)
     futures = [w1.submit("w0", bytes, 1 << 13) for _ in range(4000)]
@@ -204,10 +204,10 @@ class Recorder(LoopConnection):
         self.over = threading.Event()
 
     def handle(self, frame: Frame) -> None:
-        self.calls.append(frame.call)
+        self.calls.append(frame.call_id)
         self.act(frame)
 
-    def ended(self, error: BaseException) -> None:
+    def on_ended(self, error: BaseException) -> None:
         self.channel.close()
         self.over.set()
 
@@ -246,7 +246,7 @@ def line(agent: Agent) -> Iterator[Callable[[], Line]]:
     yield make
     for each in lines:
         each.far.close()
-        if agent._runtime.event_loops.reads(each.recorder):
+        if agent._runtime.event_loops.is_reading(each.recorder):
             assert each.recorder.over.wait(PATIENCE)
         each.recorder.channel.close()
 
@@ -262,9 +262,9 @@ def test_what_is_left_is_done_once_after_all_that_was_there(line: Callable[[], L
         finished.set()
 
     def act(frame: Frame) -> None:
-        done.append(frame.call)
-        if blocking.more():
-            blocking.afterwards("key", leave)
+        done.append(frame.call_id)
+        if blocking.has_pending_messages():
+            blocking.run_when_drained("key", leave)
 
     one.recorder.act = two.recorder.act = act
     one.send(1, 2, 3)
@@ -285,7 +285,7 @@ def test_an_alarm_rings_on_the_thread_that_reads(line: Callable[[], Line]) -> No
 
     def act(_: Frame) -> None:
         rang.append(identity())
-        assert blocking.at("key", time.monotonic() + 0.01, ring)
+        assert blocking.run_at("key", time.monotonic() + 0.01, ring)
 
     one.recorder.act = act
     one.add()
@@ -328,7 +328,7 @@ def test_a_large_frame_is_received_beside_the_loop(
     bodies: list[bytes] = []
     one.recorder.act = lambda frame: bodies.append(bytes(frame.body))
     parts, total = body[: 1 << 20], len(body)
-    one.far._sock.sendall(head(Kind.CALL, 5, body))  # type: ignore[arg-type]
+    one.far._sock.sendall(encode_header(Kind.CALL, 5, body))  # type: ignore[arg-type]
     one.far._sock.sendall(parts)
     two.send(7)
     until(lambda: two.recorder.calls == [7])  # the rest of the large one has not even been sent
@@ -345,11 +345,11 @@ def test_who_holds_up_its_own_connection_holds_up_no_other(line: Callable[[], Li
     held, go = threading.Event(), threading.Event()
 
     def act(frame: Frame) -> None:
-        if frame.call == 1:
-            role = blocking.hold()
+        if frame.call_id == 1:
+            role = blocking.begin_backpressure()
             held.set()
             go.wait(PATIENCE)
-            blocking.release(role)
+            blocking.end_backpressure(role)
 
     one.recorder.act = act
     one.add()
@@ -404,7 +404,7 @@ def test_calls_that_arrive_together_run_together(line: Callable[[], Line]) -> No
     answers: list[int] = []
 
     def act(frame: Frame) -> None:
-        outcome = count.batching.serve(frame.call)  # type: ignore[attr-defined]
+        outcome = count.batching.serve(frame.call_id)  # type: ignore[attr-defined]
         if type(outcome) is DeferredReply:
             outcome.listen(lambda done: answers.append(done.value()))
         else:
@@ -419,8 +419,8 @@ def test_calls_that_arrive_together_run_together(line: Callable[[], Line]) -> No
 
 
 def test_a_thread_of_the_user_has_nothing_more_to_read() -> None:
-    assert not blocking.more()
-    assert not blocking.at("key", 5.0, lambda: None)
+    assert not blocking.has_pending_messages()
+    assert not blocking.run_at("key", 5.0, lambda: None)
 
 
 def test_an_executor_that_is_full_holds_up_who_fills_it(

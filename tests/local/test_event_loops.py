@@ -12,7 +12,7 @@ import pytest
 from telegrad.agent import Agent
 from telegrad.config import Config
 from telegrad.errors import UsageError
-from telegrad.interpreter import has_lock
+from telegrad.interpreter import has_gil
 from telegrad.runtime import active_runtime
 from telegrad.scheduling import event_loops
 from telegrad.testing import LocalCluster
@@ -56,7 +56,7 @@ def test_connections_of_each_purpose_are_spread_evenly(workers: LocalCluster) ->
 def test_loops_read_at_the_same_time(workers: LocalCluster) -> None:
     """Each call waits for the others, on the thread that read it."""
     for loop in workers["w0"]._runtime.event_loops:
-        workers["w0"]._runtime.clock.unwatch(loop)  # nobody relieves a leader that is stuck
+        workers["w0"]._runtime.clock.remove_listener(loop)  # nobody relieves a leader that is stuck
     meeting = Meeting(LOOPS)
     futures = [workers[name].submit("w0", meet, meeting) for name in CALLERS[:LOOPS]]
     assert sorted(future.result(PATIENCE) for future in futures) == list(range(LOOPS))
@@ -92,7 +92,7 @@ def test_a_python_with_an_interpreter_lock_has_one_loop(cluster: Clusters) -> No
     assert [workers[name].call("w0", abs, -1) for name in ("w1", "w2")] == [1, 1]
     loops = len(list(workers["w0"]._runtime.event_loops))
     assert loops == min(2, event_loops.default_loop_count())
-    assert event_loops.default_loop_count() == 1 or not has_lock()
+    assert event_loops.default_loop_count() == 1 or not has_gil()
 
 
 def test_the_number_of_loops_is_checked() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from telegrad.cuda.exclusive import is_exclusive
-from telegrad.interpreter import has_lock
+from telegrad.interpreter import has_gil
 
 KEPT: list[Any] = []
 
@@ -76,7 +76,7 @@ def passed_through(function: Callable[[Tensor], Any]) -> Any:
 def test_a_result_without_other_references_is_exclusive(make: Callable[[], Any]) -> None:
     value = make()
     # Without the interpreter lock, counts may be too low.
-    assert is_exclusive(value, 1, any_device=True) == has_lock()
+    assert is_exclusive(value, 1, any_device=True) == has_gil()
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,6 @@ def test_a_result_with_another_reference_is_not_exclusive(make: Callable[[], Any
 
 def test_tensors_of_other_devices_and_small_tensors_are_not_exclusive() -> None:
     value = fresh()
-    assert is_exclusive(value, 12, any_device=True) == has_lock()
+    assert is_exclusive(value, 12, any_device=True) == has_gil()
     assert not is_exclusive(value, 12)
     assert not is_exclusive(value, 13, any_device=True)

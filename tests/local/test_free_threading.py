@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from telegrad.interpreter import has_lock, snapshot
+from telegrad.interpreter import has_gil, snapshot
 from telegrad.scheduling.thread_pool import ThreadPool
-from telegrad.wire.buffer_pool import BufferPool
+from telegrad.transport.buffer_pool import BufferPool
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE
 
@@ -59,7 +59,7 @@ def at_once(jobs: list[Callable[[], Any]]) -> list[Any]:
 
 
 @pytest.mark.process
-@pytest.mark.skipif(has_lock(), reason="this Python has an interpreter lock")
+@pytest.mark.skipif(has_gil(), reason="this Python has an interpreter lock")
 def test_the_lock_stays_off() -> None:
     command = [sys.executable, "-W", "error", "-c", SERVES]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)

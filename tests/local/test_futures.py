@@ -303,7 +303,7 @@ def test_the_code_of_a_transform_stands_for_its_follower() -> None:
     source: Future[int] = Future()
     for transform in (fail, None, None):
         Future[Any]().follow(source, transform)  # type: ignore[arg-type]
-    first, second, third = source._callbacks
+    first, second, third = source._callback_codes
     assert first is fail.__code__
     assert second is third is not first
 
@@ -395,7 +395,7 @@ def test_completions_race_and_one_wins() -> None:
             number: int, future: Future[int] = future, start: threading.Barrier = start
         ) -> bool:
             start.wait(PATIENCE)
-            return future._settle(number, None)
+            return future._try_complete(number, None)
 
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             won = list(pool.map(settle, range(4)))

@@ -376,7 +376,7 @@ def pass_time_limit(trio: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Call
     """Let the time limit of what w0 leads pass when only the given worker is missing, however long that takes."""
     leader = trio["w0"]
     limits: list[Callable[[], None]] = []
-    at = leader._runtime.clock.at
+    at = leader._runtime.clock.call_at
 
     def keep_limits(moment: float, run: Callable[[], None]) -> None:
         if run.__qualname__.startswith("Collectives.add_report"):
@@ -384,7 +384,7 @@ def pass_time_limit(trio: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Call
         else:
             at(moment, run)
 
-    monkeypatch.setattr(leader._runtime.clock, "at", keep_limits)
+    monkeypatch.setattr(leader._runtime.clock, "call_at", keep_limits)
 
     def pass_it(late: str) -> None:
         until(lambda: bool(limits) and f"['{late}']" in repr(leader._runtime.collectives))

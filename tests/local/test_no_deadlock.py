@@ -290,10 +290,10 @@ def test_a_callback_that_blocked_before_does_not_run_on_the_thread_that_reads(
 
     first = submit_with_callback(0)
     assert w0.submit("w1", abs, -1).result(PATIENCE) == 1  # the clock has found the thread
-    found = [loop.hand_overs for loop in w0._runtime.event_loops]
+    found = [loop.hand_over_count for loop in w0._runtime.event_loops]
     second = submit_with_callback(1)
     assert w0.submit("w1", abs, -2).result(PATIENCE) == 2
-    assert [loop.hand_overs for loop in w0._runtime.event_loops] == found
+    assert [loop.hand_over_count for loop in w0._runtime.event_loops] == found
     for each in gates:
         each.open()
     assert [first.result(PATIENCE), second.result(PATIENCE)] == [0, 1]

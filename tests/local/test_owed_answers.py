@@ -47,7 +47,7 @@ HARMLESS = {
 
 
 # Python 3.12 and 3.13 release `x` twice if a profile function raises in place of `f(*x)` and `x` is a named tuple.
-UNSAFE = {"telegrad.wire.frames.head -> pack"}
+UNSAFE = {"telegrad.wire.frames.encode_header -> pack"}
 
 
 class Injector:

@@ -25,9 +25,9 @@ from telegrad.errors import ProtocolError, TelegradError, UsageError
 from telegrad.group.secret import group_secret, key_file
 from telegrad.testing import LocalCluster
 from telegrad.transport import sockets
+from telegrad.transport.buffer_pool import BufferPool
 from telegrad.wire import handshake
-from telegrad.wire.buffer_pool import BufferPool
-from telegrad.wire.frames import DEFINES, HEADER, INLINE_FUNCTION, PLACE, Kind
+from telegrad.wire.frames import BUFFER_ENTRY, DEFINES_FUNCTION, HEADER, INLINE_FUNCTION, Kind
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Log, until
 from tests.local.raw_sockets import (
@@ -172,7 +172,7 @@ def test_a_recorded_handshake_cannot_be_replayed(agent: Agent, transport: str) -
     with unauthenticated_socket(agent, transport) as sock:
         recorder = Recorder(sock)
         steps = handshake.client(group_secret(agent.config.secret), introduction(agent))
-        sockets.shake_hands(recorder, steps, PATIENCE)  # type: ignore[arg-type]
+        sockets.run_handshake(recorder, steps, PATIENCE)  # type: ignore[arg-type]
     with unauthenticated_socket(agent, transport) as sock:
         for data in recorder.sent:
             sock.sendall(data)
@@ -262,10 +262,10 @@ def _call(length: int = 0, *, function: int = 1, buffers: int = 0, flags: int = 
 BROKEN_CALLS = {
     "oversized body": _call(1 << 50),
     "too many buffers": _call(buffers=1 << 20),
-    "oversized buffer": _call(buffers=1) + PLACE.pack(1 << 50, 0, 0, 0),
-    "unknown segment": _call(buffers=1) + PLACE.pack(8, 4096, 77, 0),
+    "oversized buffer": _call(buffers=1) + BUFFER_ENTRY.pack(1 << 50, 0, 0, 0),
+    "unknown segment": _call(buffers=1) + BUFFER_ENTRY.pack(8, 4096, 77, 0),
     "undefined function": _call(function=9),
-    "definition beyond the body": _call(8, flags=DEFINES) + b"\xff" * 8,
+    "definition beyond the body": _call(8, flags=DEFINES_FUNCTION) + b"\xff" * 8,
     "unknown kind": HEADER.pack(0, 1, 1, 0, 0, 77, 0, 0),
 }
 
@@ -300,7 +300,11 @@ def test_a_message_for_which_there_is_no_memory_is_skipped_and_answered(
     monkeypatch.setattr(BufferPool, "reserve", exhausted)
     with unauthenticated_socket(agent, transport) as sock:
         shake_hands(sock, agent, purpose=purpose)
-        for call, flags in ((1, DEFINES), (2, 0), (3, DEFINES)):  # the connection goes on
+        for call, flags in (
+            (1, DEFINES_FUNCTION),
+            (2, 0),
+            (3, DEFINES_FUNCTION),
+        ):  # the connection goes on
             sock.sendall(HEADER.pack(1 << 20, call, 1, 0, 0, Kind.CALL, flags, 0) + bytes(1 << 20))
             length, answered, function, _, _, kind, _, _ = HEADER.unpack(_read(sock, HEADER.size))
             # the definition of function 1 was lost

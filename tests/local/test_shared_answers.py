@@ -144,7 +144,7 @@ def test_a_caller_that_gave_up_costs_nothing(workers: LocalCluster) -> None:
     until(
         lambda: (
             sum(
-                connection.calls_answered_later
+                connection.deferred_calls
                 for connection in workers["w0"]._runtime.listener.connections
             )
             == 2

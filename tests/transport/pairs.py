@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from telegrad.transport import in_process
+from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel
 from telegrad.transport.segment_mappings import SegmentMappings
 from telegrad.transport.segments import SegmentAllocator, SharedSegment
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.transport.stream import StreamChannel
-from telegrad.wire.buffer_pool import BufferPool
-from telegrad.wire.frames import Kind, head
+from telegrad.wire.frames import Kind, encode_header
 
 STREAMS = ["unix", "unix+shared", "tcp"]
 MAX_FRAME = 64 << 20
@@ -76,7 +76,7 @@ def connected_sockets(family: str) -> tuple[socket.socket, socket.socket]:
 
 def fill_with_frames(sock: socket.socket) -> None:
     """Fill a unix socket with whole frames, behind the back of its channel, which so owes nothing."""
-    alive = head(Kind.ALIVE, 0, b"")
+    alive = encode_header(Kind.HEARTBEAT, 0, b"")
     while True:
         try:
             assert sock.send(alive, socket.MSG_DONTWAIT) == len(alive)
@@ -91,7 +91,7 @@ def connected(kind: str) -> Iterator[Pair]:
     near: Channel
     far: Channel
     if family == "memory":
-        near, far = in_process.pair(BufferPool())
+        near, far = in_process.create_pair(BufferPool())
     else:
         for sock in (near_socket, far_socket):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BUFFER)
@@ -105,8 +105,8 @@ def connected(kind: str) -> Iterator[Pair]:
     try:
         yield Pair(near, far, near_end, far_end, near_socket, far_socket)
     finally:
-        near.shut()
-        far.shut()
+        near.shutdown()
+        far.shutdown()
         near.close()
         far.close()
         near_socket.close()

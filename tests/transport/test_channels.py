@@ -14,7 +14,7 @@ import pytest
 
 from telegrad.errors import ProtocolError
 from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, SendTimeout, send_goodbye
-from telegrad.wire.frames import BufferPlace, Frame, Kind, head
+from telegrad.wire.frames import BufferLocation, Frame, Kind, encode_header
 from tests.local.gates import until
 from tests.transport.pairs import (
     KERNEL_BUFFER,
@@ -42,14 +42,14 @@ def is_filled(buffer: Any, size: int, value: int) -> bool:
 
 def take(channel: Channel, count: int) -> list[int]:
     """The call ids of the next frames."""
-    return [channel.recv(LATE).call for _ in range(count)]
+    return [channel.recv(LATE).call_id for _ in range(count)]
 
 
 def until_end(channel: Channel) -> list[int]:
     calls = []
     try:
         while True:
-            calls.append(channel.recv(LATE).call)
+            calls.append(channel.recv(LATE).call_id)
     except ChannelClosed:
         return calls
 
@@ -60,7 +60,7 @@ def until_end(channel: Channel) -> list[int]:
 def test_a_frame_arrives_with_all_its_fields(pair: Pair) -> None:
     pair.near.send(Kind.CALL, 2**64 - 1, b"body", (), 2**32 - 1, 2**31, 0xFF, timeout=1.0)
     frame = pair.far.recv(LATE)
-    assert (frame.kind, frame.flags, frame.call, frame.function, frame.left_ms) == (
+    assert (frame.kind, frame.flags, frame.call_id, frame.function_id, frame.timeout_ms) == (
         1,
         255,
         2**64 - 1,
@@ -134,7 +134,7 @@ def test_concurrent_senders_never_mix_their_frames(pair: Pair, background: Backg
     seen: list[list[int]] = [[] for _ in range(senders)]
     for _ in range(senders * frames):
         frame = pair.far.recv(LATE)
-        sender, number = frame.function, frame.call
+        sender, number = frame.function_id, frame.call_id
         size = sizes[(number + sender) % len(sizes)]
         assert is_filled(frame.body, size, sender)
         assert [is_filled(buffer, size, sender) for buffer in frame.buffers] == [True] * (
@@ -207,27 +207,31 @@ def test_a_deadline_that_has_passed_is_a_timeout(pair: Pair, timeout: float) -> 
     with pytest.raises(TimeoutError):
         pair.far.recv(timeout=timeout)
     pair.near.send(Kind.CALL, 1, b"")
-    assert pair.far.recv(LATE).call == 1
+    assert pair.far.recv(LATE).call_id == 1
 
 
 def test_a_frame_that_is_here_beats_the_time_limit(pair: Pair) -> None:
     for call in (1, 2):
         pair.near.cork(Kind.CALL, call, b"")
     pair.near.flush_nowait()
-    assert pair.far.recv(LATE).call == 1
-    assert pair.far.recv(timeout=0.0).call == 2
+    assert pair.far.recv(LATE).call_id == 1
+    assert pair.far.recv(timeout=0.0).call_id == 2
 
 
 def test_half_a_frame_then_a_timeout_then_the_rest(streams: Pair) -> None:
     body = b"b" * 20_000
-    data = head(Kind.CALL, 9, body, places=[BufferPlace(30_000)]) + body + b"c" * 30_000
+    data = encode_header(Kind.CALL, 9, body, places=[BufferLocation(30_000)]) + body + b"c" * 30_000
     for end in (10, 40, 100, 25_000, 50_000):
         streams.near_socket.sendall(data[:end])
         with pytest.raises(TimeoutError):
             streams.far.recv(timeout=SOON)
         streams.near_socket.sendall(data[end:])
         frame = streams.far.recv(LATE)
-        assert (frame.call, bytes(frame.body), bytes(frame.buffers[0])) == (9, body, b"c" * 30_000)
+        assert (frame.call_id, bytes(frame.body), bytes(frame.buffers[0])) == (
+            9,
+            body,
+            b"c" * 30_000,
+        )
 
 
 def test_a_peer_that_sends_drop_by_drop_does_not_extend_the_time_limit(
@@ -236,7 +240,7 @@ def test_a_peer_that_sends_drop_by_drop_does_not_extend_the_time_limit(
     stop = threading.Event()
 
     def drip() -> None:
-        for byte in head(Kind.CALL, 1, b"x" * 500) + b"x" * 500:
+        for byte in encode_header(Kind.CALL, 1, b"x" * 500) + b"x" * 500:
             if stop.wait(0.01):
                 return
             streams.near_socket.send(bytes([byte]))
@@ -264,7 +268,7 @@ def test_shut_on_either_side_wakes_whoever_receives(
 
     receiving = background(receive)
     assert inside.wait(LATE)
-    getattr(pair, side).shut()
+    getattr(pair, side).shutdown()
     with pytest.raises(ChannelClosed):
         receiving.result(LATE)
 
@@ -278,7 +282,7 @@ def blocked_sender(streams: Pair, background: Background) -> Future[None]:
 
 def test_shut_wakes_whoever_sends(streams: Pair, background: Background) -> None:
     sending = blocked_sender(streams, background)
-    streams.near.shut()
+    streams.near.shutdown()
     with pytest.raises(ChannelClosed):
         sending.result(LATE)
 
@@ -303,15 +307,15 @@ def test_what_was_sent_before_the_end_arrives_before_it(pair: Pair) -> None:
 def test_a_flush_of_nothing_after_the_end_does_not_hide_what_arrived(pair: Pair) -> None:
     pair.near.send(Kind.CALL, 1, b"")
     pair.near.send(Kind.CALL, 2, b"")
-    pair.near.shut()
+    pair.near.shutdown()
     for call in (1, 2):
         pair.far.flush_nowait()
-        assert pair.far.recv(LATE).call == call
+        assert pair.far.recv(LATE).call_id == call
     pair.far.flush_nowait()
 
 
 def test_the_end_is_final_for_the_one_who_shut(pair: Pair) -> None:
-    pair.near.shut()
+    pair.near.shutdown()
     for _ in range(3):
         with pytest.raises(ChannelClosed):
             pair.near.recv(LATE)
@@ -320,11 +324,11 @@ def test_the_end_is_final_for_the_one_who_shut(pair: Pair) -> None:
         with pytest.raises(ChannelClosed):
             pair.near.send(Kind.CALL, 1, b"", [filled(100_000, 1)])
         with pytest.raises(ChannelClosed):
-            pair.near.try_send(Kind.ALIVE)
+            pair.near.try_send(Kind.HEARTBEAT)
 
 
 def test_nothing_comes_after_the_end_even_if_somebody_still_sends(pair: Pair) -> None:
-    pair.near.shut()
+    pair.near.shutdown()
     for call in range(3):
         try:
             pair.far.send(Kind.CALL, call, b"too late")
@@ -350,7 +354,7 @@ def test_sending_to_a_peer_that_is_gone_fails(pair: Pair) -> None:
 
 def test_what_is_corked_when_the_channel_ends_is_lost(pair: Pair) -> None:
     pair.near.cork(Kind.REPLY, 1, b"")
-    pair.near.shut()
+    pair.near.shutdown()
     pair.near.cork(Kind.REPLY, 2, b"")
     with pytest.raises(ChannelClosed):
         pair.near.flush_nowait()
@@ -360,14 +364,14 @@ def test_what_is_corked_when_the_channel_ends_is_lost(pair: Pair) -> None:
 
 
 def test_closing_twice_is_closing_once(pair: Pair) -> None:
-    pair.near.shut()
+    pair.near.shutdown()
     pair.near.close()
     pair.near.close()
-    pair.near.shut()
+    pair.near.shutdown()
     for use in (
         pair.near.recv,
         lambda: pair.near.send(Kind.CALL, 1, b""),
-        lambda: pair.near.try_send(Kind.ALIVE),
+        lambda: pair.near.try_send(Kind.HEARTBEAT),
     ):
         with pytest.raises(ChannelClosed):
             use()
@@ -375,7 +379,7 @@ def test_closing_twice_is_closing_once(pair: Pair) -> None:
 
 
 def test_the_end_in_the_middle_of_a_frame(streams: Pair) -> None:
-    streams.near_socket.sendall(head(Kind.CALL, 1, b"body") + b"bo")
+    streams.near_socket.sendall(encode_header(Kind.CALL, 1, b"body") + b"bo")
     streams.near.close()
     with pytest.raises(ChannelClosed):
         streams.far.recv(LATE)
@@ -384,17 +388,17 @@ def test_the_end_in_the_middle_of_a_frame(streams: Pair) -> None:
 def test_a_copy_that_is_dropped_does_not_end_the_conversation(streams: Pair) -> None:
     # as a parent keeps its copy when its forked child drops the other
     with streams.near_socket.dup() as kept:
-        streams.near.drop()
+        streams.near.close_after_fork()
         with pytest.raises(TimeoutError):
             streams.far.recv(timeout=SOON)
-        kept.sendall(head(Kind.CALL, 3, b""))
-        assert streams.far.recv(LATE).call == 3
+        kept.sendall(encode_header(Kind.CALL, 3, b""))
+        assert streams.far.recv(LATE).call_id == 3
 
 
 def test_last_words_arrive(pair: Pair) -> None:
     send_goodbye(pair.near, "out of memory — désolé")
     frame = pair.far.recv(LATE)
-    assert frame.kind == Kind.BYE
+    assert frame.kind == Kind.LEAVE
     assert PeerClosed(frame).words == "out of memory — désolé"
 
 
@@ -402,7 +406,7 @@ def test_leaving_without_a_word_and_talking_to_nobody(pair: Pair) -> None:
     send_goodbye(pair.near, None)
     with pytest.raises(TimeoutError):
         pair.far.recv(timeout=SOON)
-    pair.near.shut()
+    pair.near.shutdown()
     send_goodbye(pair.near, "nobody hears this")
 
 
@@ -418,9 +422,9 @@ def test_corked_frames_go_first_and_in_order(pair: Pair) -> None:
     pair.near.cork(Kind.REPLY, 6, b"six")
     pair.near.flush_nowait()
     pair.near.cork(Kind.REPLY, 7, b"seven")
-    pair.near.try_send(Kind.ALIVE)
+    pair.near.try_send(Kind.HEARTBEAT)
     frames = [pair.far.recv(LATE) for _ in range(8)]
-    assert [frame.call for frame in frames] == [1, 2, 3, 4, 5, 6, 7, 0]
+    assert [frame.call_id for frame in frames] == [1, 2, 3, 4, 5, 6, 7, 0]
     assert [bytes(frame.body) for frame in frames] == [
         b"one",
         b"",
@@ -432,7 +436,7 @@ def test_corked_frames_go_first_and_in_order(pair: Pair) -> None:
         b"",
     ]
     assert is_filled(frames[4].buffers[0], 20_000, 5)
-    assert frames[7].kind == Kind.ALIVE
+    assert frames[7].kind == Kind.HEARTBEAT
 
 
 def test_corked_frames_wait_for_a_flush(pair: Pair) -> None:
@@ -440,7 +444,7 @@ def test_corked_frames_wait_for_a_flush(pair: Pair) -> None:
     with pytest.raises(TimeoutError):
         pair.far.recv(timeout=SOON)
     pair.near.flush_nowait()
-    assert pair.far.recv(LATE).call == 1
+    assert pair.far.recv(LATE).call_id == 1
 
 
 def test_a_flush_of_nothing_sends_nothing(pair: Pair) -> None:
@@ -454,17 +458,17 @@ def test_has_frame_says_whether_another_one_is_here(pair: Pair) -> None:
     for call in range(3):
         pair.near.cork(Kind.REPLY, call, b"body")
     pair.near.flush_nowait()
-    assert pair.far.recv(LATE).call == 0
+    assert pair.far.recv(LATE).call_id == 0
     assert pair.far.has_frame()
     assert take(pair.far, 2) == [1, 2]
     assert not pair.far.has_frame()
 
 
 def test_a_sign_of_life_is_an_empty_frame(pair: Pair) -> None:
-    pair.near.try_send(Kind.ALIVE)
+    pair.near.try_send(Kind.HEARTBEAT)
     frame = pair.far.recv(LATE)
-    assert (frame.kind, frame.call, bytes(frame.body), list(frame.buffers)) == (
-        Kind.ALIVE,
+    assert (frame.kind, frame.call_id, bytes(frame.body), list(frame.buffers)) == (
+        Kind.HEARTBEAT,
         0,
         b"",
         [],
@@ -487,8 +491,8 @@ def test_a_send_that_gives_up_is_finished_by_the_next_one(
     received = background(lambda: [streams.far.recv(LATE) for _ in range(2)])
     streams.near.send(Kind.CALL, 2, b"second")
     first, second = received.result(LATE)
-    assert (first.call, is_filled(first.body, BIG, 0)) == (1, True)
-    assert (second.call, bytes(second.body)) == (2, b"second")
+    assert (first.call_id, is_filled(first.body, BIG, 0)) == (1, True)
+    assert (second.call_id, bytes(second.body)) == (2, b"second")
 
 
 def test_a_frame_that_has_not_begun_is_dropped_and_the_one_before_it_is_finished(
@@ -522,9 +526,9 @@ def test_a_frame_of_which_nothing_fits_is_not_sent_at_all(
         shared.near.send(Kind.CALL, 1, b"x" * 100_000, timeout=0.05)
 
     def first_call() -> int:
-        while (frame := shared.far.recv(LATE)).kind == Kind.ALIVE:
+        while (frame := shared.far.recv(LATE)).kind == Kind.HEARTBEAT:
             pass
-        return frame.call
+        return frame.call_id
 
     received = background(first_call)
     shared.near.send(Kind.CALL, 2, b"next")
@@ -537,7 +541,7 @@ def test_try_send_never_blocks_on_a_full_connection(streams: Pair, background: B
     streams.near_socket.setsockopt(socket.SOL_SOCKET, *minute)
     started = time.monotonic()
     for _ in range(3):
-        streams.near.try_send(Kind.ALIVE)
+        streams.near.try_send(Kind.HEARTBEAT)
     assert time.monotonic() - started < LATE
     received = background(lambda: [streams.far.recv(LATE) for _ in range(2)])
     streams.near.send(Kind.CALL, 2, b"")
@@ -549,12 +553,12 @@ def test_try_send_leaves_out_what_would_wait_for_another_sender(
     streams: Pair, background: Background
 ) -> None:
     sending = blocked_sender(streams, background)
-    background(streams.near.try_send, Kind.ALIVE).result(LATE)
+    background(streams.near.try_send, Kind.HEARTBEAT).result(LATE)
     assert not sending.done()
-    assert streams.far.recv(LATE).call == 1
+    assert streams.far.recv(LATE).call_id == 1
     sending.result(LATE)
     streams.near.send(Kind.CALL, 2, b"")
-    assert streams.far.recv(LATE).call == 2
+    assert streams.far.recv(LATE).call_id == 2
 
 
 def test_senders_wait_for_a_slow_reader(streams: Pair, background: Background) -> None:
@@ -575,7 +579,7 @@ def test_senders_wait_for_a_slow_reader(streams: Pair, background: Background) -
         b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
         bytes(32),
         b"\xff" * 64,
-        head(Kind.CALL, 1, b"")[:-4] + b"\0" * 4,
+        encode_header(Kind.CALL, 1, b"")[:-4] + b"\0" * 4,
     ],
     ids=["http", "zeros", "ones", "no kind"],
 )
@@ -586,7 +590,9 @@ def test_garbage_breaks_the_protocol(streams: Pair, data: bytes) -> None:
 
 
 def test_a_frame_over_the_limit_breaks_the_protocol(streams: Pair) -> None:
-    streams.near_socket.sendall(head(Kind.CALL, 1, b"", places=[BufferPlace(MAX_FRAME + 1)]))
+    streams.near_socket.sendall(
+        encode_header(Kind.CALL, 1, b"", places=[BufferLocation(MAX_FRAME + 1)])
+    )
     with pytest.raises(ProtocolError, match="limit"):
         streams.far.recv(LATE)
 
@@ -595,22 +601,24 @@ def test_a_buffer_in_shared_memory_that_nobody_announced_damages_its_frame_alone
     shared: Pair,
 ) -> None:
     shared.near_socket.sendall(
-        head(Kind.CALL, 1, b"body", places=[BufferPlace(100_000, 4096, 1, 0)]) + b"body"
+        encode_header(Kind.CALL, 1, b"body", places=[BufferLocation(100_000, 4096, 1, 0)]) + b"body"
     )
     shared.near.send(Kind.CALL, 2, b"next")
     damaged, whole = shared.far.recv(LATE), shared.far.recv(LATE)
-    assert (damaged.call, bytes(damaged.body), "unknown" in str(damaged.damage)) == (
+    assert (damaged.call_id, bytes(damaged.body), "unknown" in str(damaged.receive_error)) == (
         1,
         b"body",
         True,
     )
-    assert (whole.call, bytes(whole.body), whole.damage) == (2, b"next", None)
+    assert (whole.call_id, bytes(whole.body), whole.receive_error) == (2, b"next", None)
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_shared_memory_on_a_connection_that_has_none_breaks_the_protocol(kind: str) -> None:
     for pair in connected(kind):
-        pair.near_socket.sendall(head(Kind.CALL, 1, b"", places=[BufferPlace(100_000, 4096, 1, 0)]))
+        pair.near_socket.sendall(
+            encode_header(Kind.CALL, 1, b"", places=[BufferLocation(100_000, 4096, 1, 0)])
+        )
         with pytest.raises(ProtocolError, match="shared"):
             pair.far.recv(LATE)
 
@@ -618,7 +626,7 @@ def test_shared_memory_on_a_connection_that_has_none_breaks_the_protocol(kind: s
 def test_a_channel_says_what_it_is(pair: Pair) -> None:
     assert pair.near.kind in ("memory", "unix", "tcp")
     assert "shut" not in repr(pair.near)
-    pair.near.shut()
+    pair.near.shutdown()
     assert repr(pair.near).startswith("<")
     assert "shut" in repr(pair.near)
 
@@ -627,7 +635,7 @@ def test_until_end_of_a_busy_channel(pair: Pair, background: Background) -> None
     received = background(until_end, pair.far)
     for call in range(100):
         pair.near.send(Kind.CALL, call, b"x" * 100, [filled(10_000, 1)])
-    pair.near.shut()
+    pair.near.shutdown()
     assert received.result(LATE) == list(range(100))
 
 
@@ -635,18 +643,18 @@ def test_until_end_of_a_busy_channel(pair: Pair, background: Background) -> None
 
 
 def test_what_is_offered_arrives(pair: Pair) -> None:
-    assert pair.near.offer(Kind.REPLY, 7, b"body")
+    assert pair.near.send_nowait(Kind.REPLY, 7, b"body")
     frame = pair.far.recv(LATE)
-    assert (frame.kind, frame.call, bytes(frame.body)) == (Kind.REPLY, 7, b"body")
+    assert (frame.kind, frame.call_id, bytes(frame.body)) == (Kind.REPLY, 7, b"body")
 
 
 def test_what_is_not_taken_at_once_is_left_for_later(streams: Pair, background: Background) -> None:
     full: list[bool] = []
     streams.near.on_send_blocked = lambda: full.append(True)
     sent = 0
-    while streams.near.offer(Kind.REPLY, sent, bytes(4096)):
+    while streams.near.send_nowait(Kind.REPLY, sent, bytes(4096)):
         sent += 1
-    assert not streams.near.offer(Kind.REPLY, sent + 1, b"one more")
+    assert not streams.near.send_nowait(Kind.REPLY, sent + 1, b"one more")
     assert full == [True, True]
     arriving = background(take, streams.far, sent + 2)
     number = streams.near.fileno()
@@ -661,8 +669,8 @@ def test_what_is_corked_while_another_thread_sends_goes_out_after_it(
 ) -> None:
     sending = background(streams.near.send, Kind.CALL, 1, bytes(BIG))
     until(streams.near._send_lock.locked)  # type: ignore[attr-defined]
-    assert streams.near.offer(Kind.REPLY, 2, b"small")
-    assert [frame.call for frame in (streams.far.recv(LATE), streams.far.recv(LATE))] == [1, 2]
+    assert streams.near.send_nowait(Kind.REPLY, 2, b"small")
+    assert [frame.call_id for frame in (streams.far.recv(LATE), streams.far.recv(LATE))] == [1, 2]
     sending.result(LATE)
 
 
@@ -685,8 +693,8 @@ def test_what_is_corked_during_a_sign_of_life_goes_out_after_it(
         return complete
 
     monkeypatch.setattr(near, "_send_all", cork_meanwhile)
-    near.try_send(Kind.ALIVE)
-    assert [streams.far.recv(LATE).kind for _ in range(2)] == [Kind.ALIVE, Kind.REPLY]
+    near.try_send(Kind.HEARTBEAT)
+    assert [streams.far.recv(LATE).kind for _ in range(2)] == [Kind.HEARTBEAT, Kind.REPLY]
 
 
 def test_many_threads_cork_while_others_flush(pair: Pair, background: Background) -> None:
@@ -701,7 +709,7 @@ def test_many_threads_cork_while_others_flush(pair: Pair, background: Background
 
     full = threading.Semaphore(0)
     pair.near.on_send_blocked = full.release
-    receiving = background(lambda: [pair.far.recv(LATE).call for _ in range(threads * count)])
+    receiving = background(lambda: [pair.far.recv(LATE).call_id for _ in range(threads * count)])
     sending = [background(reply, number * count) for number in range(threads)]
     for each in sending:
         each.result(LATE)
@@ -723,10 +731,10 @@ def test_receiving_does_not_wait(streams: Pair, background: Background) -> None:
     while frame is None:
         assert select.select([number], [], [], LATE)[0]
         frame = next_frame(streams.far)
-    assert frame.call == 3
+    assert frame.call_id == 3
     assert is_filled(frame.buffers[0], BIG, 5)
     sending.result(LATE)
-    streams.near.shut()
+    streams.near.shutdown()
     assert select.select([number], [], [], LATE)[0]
     with pytest.raises(ChannelClosed):
         next_frame(streams.far)

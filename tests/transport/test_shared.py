@@ -25,7 +25,7 @@ from telegrad.transport.segments import SLOTS, SegmentAllocator, SharedSegment
 from telegrad.transport.shared_copies import SharedCopies
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.wire import codec
-from telegrad.wire.frames import BufferPlace, Kind, head
+from telegrad.wire.frames import BufferLocation, Kind, encode_header
 from tests.transport.pairs import FLOOR, Background, End, Pair, fill_with_frames
 
 LATE = 20.0
@@ -61,14 +61,14 @@ SENDER = object()  # the connection that blocks are sent through
 
 def placed(
     sharing: SharedMemoryTransfer, buffers: list[memoryview]
-) -> tuple[list[BufferPlace], list[memoryview]]:
-    places = [BufferPlace(buffer.nbytes) for buffer in buffers]
+) -> tuple[list[BufferLocation], list[memoryview]]:
+    places = [BufferLocation(buffer.nbytes) for buffer in buffers]
     return places, sharing.place(buffers, places)
 
 
 def taken(
     allocator: SegmentAllocator, nbytes: int, peer: str = "receiver"
-) -> tuple[SharedSegment, BufferPlace]:
+) -> tuple[SharedSegment, BufferLocation]:
     found = allocator.allocate(nbytes, peer, SENDER)
     assert found is not None
     return found
@@ -114,13 +114,13 @@ def test_the_receiver_sits_on_the_senders_pages(ends: tuple[End, End]) -> None:
 def test_a_block_goes_back_when_its_last_holder_dies(ends: tuple[End, End]) -> None:
     sender, receiver = ends
     memory = send(sender, receiver, bytes(100_000))
-    assert receiver.mappings.live == 1
+    assert receiver.mappings.blocks_in_use == 1
     part = memory[10:20]
     del memory
-    assert receiver.mappings.live == 1
+    assert receiver.mappings.blocks_in_use == 1
     del part
-    assert receiver.mappings.live == 0
-    sender.allocator.trim()
+    assert receiver.mappings.blocks_in_use == 0
+    sender.allocator.close_unused()
     assert repr(sender.allocator) == "<SegmentAllocator []>"
 
 
@@ -138,12 +138,12 @@ def test_a_tensor_or_a_view_of_it_holds_the_block(ends: tuple[End, End], kind: s
         "parameter": torch.nn.Parameter(tensor, requires_grad=False),
     }[kind]
     del tensor
-    assert receiver.mappings.live == 1
-    sender.allocator.trim()
+    assert receiver.mappings.blocks_in_use == 1
+    sender.allocator.close_unused()
     assert repr(sender.allocator) != "<SegmentAllocator []>"
     assert holder.reshape(-1)[-1] in (9999, 698)
     del holder
-    assert receiver.mappings.live == 0
+    assert receiver.mappings.blocks_in_use == 0
 
 
 def test_a_block_that_came_back_is_the_first_to_go_out_again(ends: tuple[End, End]) -> None:
@@ -182,7 +182,7 @@ def test_blocks_in_use_are_never_given_out_again(ends: tuple[End, End]) -> None:
     for value in range(100, 110):
         held[value] = send(sender, receiver, bytes([value]) * 60_000)
     assert all(bytes(memory) == bytes([value]) * 60_000 for value, memory in held.items())
-    assert receiver.mappings.live == len(held) == 26
+    assert receiver.mappings.blocks_in_use == len(held) == 26
 
 
 def test_a_block_nobody_was_told_of_can_be_returned(allocator: SegmentAllocator) -> None:
@@ -206,7 +206,7 @@ def test_blocks_never_overlap(sizes: list[int], random: Any) -> None:
     """A size is taken; 0 returns one that was."""
     segment = SharedSegment(1, MEGABYTE)
     try:
-        held: list[BufferPlace] = []
+        held: list[BufferLocation] = []
         for size in sizes:
             if size:
                 place = segment.allocate(size, "receiver", SENDER)
@@ -268,7 +268,7 @@ def test_a_segment_that_cannot_be_passed_on_is_not_used(allocator: SegmentAlloca
     )
     places, inside = placed(sharing, [memoryview(bytes(FLOOR))])
     assert ([place.segment for place in places], len(inside)) == ([0], 1)
-    allocator.trim()
+    allocator.close_unused()
     assert repr(allocator) == "<SegmentAllocator []>"
 
 
@@ -296,7 +296,7 @@ def test_a_block_on_its_way_through_a_broken_connection_is_never_used_again(
     sender, receiver = ends
     segment, place = taken(sender.allocator, 10_000)
     receiver.mappings.add("sender", segment.segment_id, segment.fd)
-    sender.allocator.abandon("receiver", SENDER)
+    sender.allocator.connection_closed("receiver", SENDER)
     assert taken(sender.allocator, 10_000)[1].segment == 2
     memory = receiver.mappings.locate("sender", place)  # it may still arrive
     memory[:] = b"x" * 10_000
@@ -308,7 +308,7 @@ def test_blocks_that_arrived_or_came_back_survive_a_broken_connection(
     sender, receiver = ends
     held = send(sender, receiver, bytes(10_000))
     send(sender, receiver, bytes(10_000))
-    sender.allocator.abandon("receiver", SENDER)
+    sender.allocator.connection_closed("receiver", SENDER)
     assert taken(sender.allocator, 10_000)[1].segment == 1
     del held
 
@@ -316,37 +316,37 @@ def test_blocks_that_arrived_or_came_back_survive_a_broken_connection(
 def test_the_blocks_of_a_lost_receiver_are_never_used_again(ends: tuple[End, End]) -> None:
     sender, receiver = ends
     held = send(sender, receiver, b"y" * 10_000)
-    sender.allocator.abandon("receiver", None)
+    sender.allocator.connection_closed("receiver", None)
     assert taken(sender.allocator, 10_000, "another")[1].segment == 2
     assert bytes(held) == b"y" * 10_000
 
 
 def test_another_peers_loss_changes_nothing(allocator: SegmentAllocator) -> None:
     taken(allocator, 10_000)
-    allocator.abandon("stranger", None)
+    allocator.connection_closed("stranger", None)
     assert taken(allocator, 10_000)[1].segment == 1
 
 
 def test_a_retired_segment_is_forgotten_but_its_tensors_live_on(ends: tuple[End, End]) -> None:
     sender, receiver = ends
     held = send(sender, receiver, b"z" * 10_000)
-    receiver.mappings.forget()
+    receiver.mappings.unmap()
     assert "1 segments" in repr(receiver.mappings)
-    sender.allocator.abandon("receiver", None)
-    receiver.mappings.forget()
+    sender.allocator.connection_closed("receiver", None)
+    receiver.mappings.unmap()
     assert "0 segments" in repr(receiver.mappings)
     assert bytes(held) == b"z" * 10_000
     held[0] = 1
     del held
-    assert receiver.mappings.live == 0
+    assert receiver.mappings.blocks_in_use == 0
 
 
 def test_the_segments_of_a_lost_sender_are_forgotten(ends: tuple[End, End]) -> None:
     sender, receiver = ends
     send(sender, receiver, bytes(10_000))
-    receiver.mappings.forget("somebody else")
+    receiver.mappings.unmap("somebody else")
     assert "1 segments" in repr(receiver.mappings)
-    receiver.mappings.forget("sender")
+    receiver.mappings.unmap("sender")
     assert "0 segments" in repr(receiver.mappings)
 
 
@@ -357,7 +357,7 @@ def test_a_segment_that_is_retired_while_it_is_being_passed_on_keeps_its_descrip
     receiver = SegmentMappings()
 
     def announce(segment: SharedSegment, until: float) -> bool:
-        allocator.abandon("receiver", SENDER)
+        allocator.connection_closed("receiver", SENDER)
         # a new segment, which would get the number of a closed descriptor
         taken(allocator, 50_000, "another")
         receiver.add("sender", segment.segment_id, segment.fd)
@@ -375,7 +375,7 @@ def test_a_segment_that_is_retired_while_it_is_being_passed_on_keeps_its_descrip
 # Peers that break the rules
 
 
-def bogus(place: BufferPlace, **changes: int) -> BufferPlace:
+def bogus(place: BufferLocation, **changes: int) -> BufferLocation:
     return place._replace(**changes)
 
 
@@ -402,7 +402,7 @@ def test_a_place_that_does_not_exist_breaks_the_protocol(
     receiver.mappings.add("sender", segment.segment_id, segment.fd)
     with pytest.raises(ProtocolError, match="shared"):
         receiver.mappings.locate("sender", bogus(place, **changes))
-    assert receiver.mappings.live == 0
+    assert receiver.mappings.blocks_in_use == 0
 
 
 def test_a_block_can_be_taken_once(ends: tuple[End, End]) -> None:
@@ -448,7 +448,7 @@ def test_a_segment_that_could_hurt_us_is_refused(size: int, sealed: bool) -> Non
             mappings.add("mallory", 1, fd)
     finally:
         os.close(fd)
-    mappings.forget()
+    mappings.unmap()
 
 
 def test_a_descriptor_that_is_no_memory_at_all_is_refused() -> None:
@@ -463,14 +463,16 @@ def test_a_descriptor_that_is_no_memory_at_all_is_refused() -> None:
 @settings(deadline=None, max_examples=100)
 @given(
     st.builds(
-        BufferPlace,
+        BufferLocation,
         nbytes=st.integers(0, 2 * MEGABYTE) | st.integers(0, 2**64 - 1),
         offset=st.integers(0, 2 * MEGABYTE) | st.integers(0, 2**64 - 1),
         segment=st.integers(0, 2),
         slot=st.integers(0, 3) | st.integers(0, 2**32 - 1),
     )
 )
-def test_any_place_is_inside_a_sent_block_of_a_known_segment_or_refused(place: BufferPlace) -> None:
+def test_any_place_is_inside_a_sent_block_of_a_known_segment_or_refused(
+    place: BufferLocation,
+) -> None:
     sender, receiver = End("sender", SegmentAllocator(FLOOR, 4 * MEGABYTE)), End("receiver")
     try:
         segment, _ = taken(sender.allocator, 10_000)
@@ -495,7 +497,7 @@ def test_no_descriptor_or_mapping_outlives_its_owners() -> None:
     sender, receiver = End("sender", SegmentAllocator(FLOOR, 64 * MEGABYTE)), End("receiver")
     held = [send(sender, receiver, bytes(900_000)) for _ in range(5)]
     assert memfds() > before
-    sender.allocator.abandon("receiver", None)
+    sender.allocator.connection_closed("receiver", None)
     send(sender, receiver, bytes(900_000))
     sender.close()
     receiver.close()
@@ -509,12 +511,12 @@ def test_trim_returns_what_nobody_uses_and_nothing_else(ends: tuple[End, End]) -
     assert repr(sender.allocator).count("1 blocks") == 3
     del held[0]
     before = memfds()
-    sender.allocator.trim()
-    receiver.mappings.forget()
+    sender.allocator.close_unused()
+    receiver.mappings.unmap()
     assert repr(sender.allocator).count("SharedSegment") == 2
     assert memfds() < before
     del held
-    sender.allocator.trim()
+    sender.allocator.close_unused()
     assert repr(sender.allocator) == "<SegmentAllocator []>"
 
 
@@ -533,9 +535,9 @@ def test_large_buffers_take_the_short_way_and_small_ones_the_stream(shared: Pair
     shared.near.send(Kind.CALL, 1, b"body", [memoryview(os.urandom(size)) for size in sizes])
     frame = shared.far.recv(LATE)
     assert [buffer.nbytes for buffer in frame.buffers] == sizes
-    assert shared.far_end.mappings.live == 2
+    assert shared.far_end.mappings.blocks_in_use == 2
     del frame
-    assert shared.far_end.mappings.live == 0
+    assert shared.far_end.mappings.blocks_in_use == 0
 
 
 def test_without_room_a_large_buffer_goes_through_the_stream(
@@ -546,7 +548,7 @@ def test_without_room_a_large_buffer_goes_through_the_stream(
     received = background(shared.far.recv, LATE)
     shared.near.send(Kind.CALL, 1, b"", [memoryview(data)])
     assert bytes(received.result(LATE).buffers[0]) == data
-    assert shared.far_end.mappings.live == 0
+    assert shared.far_end.mappings.blocks_in_use == 0
 
 
 def test_a_thousand_sends_reuse_the_same_memory(shared: Pair) -> None:
@@ -570,7 +572,7 @@ def test_a_frame_that_was_never_sent_gives_its_blocks_back(shared: Pair) -> None
     fill_with_frames(shared.near_socket)
     with pytest.raises(TimeoutError):
         shared.near.send(Kind.CALL, 1, b"", [memoryview(bytes(10_000))], timeout=0.05)
-    shared.near_end.allocator.trim()
+    shared.near_end.allocator.close_unused()
     assert repr(shared.near_end.allocator) == "<SegmentAllocator []>"
 
 
@@ -606,13 +608,13 @@ def test_a_segment_is_found_while_another_connection_carries_a_block_of_it(
     placed(ended, [memoryview(b"e" * 10_000)])
     [place], _ = placed(other, [memoryview(b"o" * 10_000)])
     ended.close()
-    receiver.mappings.forget()
+    receiver.mappings.unmap()
     # a block of unknown fate: the segment is not used again
     assert taken(sender.allocator, 10_000)[1].segment == 2
     block = receiver.mappings.locate("sender", place)
     assert bytes(block) == b"o" * 10_000
-    sender.allocator.tidy()
-    receiver.mappings.forget()
+    sender.allocator.close_drained()
+    receiver.mappings.unmap()
     assert "0 segments" in repr(receiver.mappings)  # it has drained
     assert "draining" not in repr(sender.allocator)
     del block
@@ -620,8 +622,8 @@ def test_a_segment_is_found_while_another_connection_carries_a_block_of_it(
 
 def test_a_bogus_place_on_a_channel_breaks_the_protocol(shared: Pair) -> None:
     shared.near.send(Kind.CALL, 1, b"", [memoryview(bytes(10_000))])
-    place = BufferPlace(10_000, PAGE, 1, 0)
-    shared.near_socket.sendall(head(Kind.CALL, 2, b"", places=[place]))
+    place = BufferLocation(10_000, PAGE, 1, 0)
+    shared.near_socket.sendall(encode_header(Kind.CALL, 2, b"", places=[place]))
     first = shared.far.recv(LATE)
     with pytest.raises(ProtocolError, match="shared"):
         shared.far.recv(LATE)
@@ -644,7 +646,11 @@ def test_nobody_waits_for_the_allocator_while_pages_are_faulted_in(
     taken = background(allocator.allocate, MEGABYTE, "peer", None)
     try:
         assert begun.wait(LATE)
-        for use in (allocator.tidy, allocator.trim, lambda: allocator.abandon("another", None)):
+        for use in (
+            allocator.close_drained,
+            allocator.close_unused,
+            lambda: allocator.connection_closed("another", None),
+        ):
             background(use).result(LATE)
     finally:
         go_on.set()

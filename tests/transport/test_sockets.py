@@ -115,7 +115,7 @@ def test_the_same_user_may_come_in() -> None:
     for family in ("unix", "tcp"):
         near, far = connected_sockets(family)
         with near, far:
-            sockets.check_user(far)
+            sockets.check_same_user(far)
 
 
 STRANGER = """
@@ -141,7 +141,7 @@ def test_another_user_may_not_come_in() -> None:
                 AuthenticationError, match=f"a process of user {SOMEBODY_ELSE} tried to connect"
             ),
         ):
-            sockets.check_user(far)
+            sockets.check_same_user(far)
         assert stranger.wait(LATE) == 0
 
 
@@ -159,10 +159,10 @@ def test_only_this_user_and_root_may_come_in(
 
     monkeypatch.setattr(os, "getuid", lambda: mine)
     if welcome:
-        sockets.check_user(Unix())  # type: ignore[arg-type]
+        sockets.check_same_user(Unix())  # type: ignore[arg-type]
     else:
         with pytest.raises(AuthenticationError):
-            sockets.check_user(Unix())  # type: ignore[arg-type]
+            sockets.check_same_user(Unix())  # type: ignore[arg-type]
 
 
 # The handshake
@@ -170,8 +170,8 @@ def test_only_this_user_and_root_may_come_in(
 
 def test_both_sides_learn_who_the_other_is(ends: Sockets, background: Background) -> None:
     near, far = ends
-    accepting = background(sockets.shake_hands, far, server(), LATE)
-    assert sockets.shake_hands(near, client(), LATE) == {"name": "far"}
+    accepting = background(sockets.run_handshake, far, server(), LATE)
+    assert sockets.run_handshake(near, client(), LATE) == {"name": "far"}
     assert accepting.result(LATE) == {"name": "near"}
 
 
@@ -181,12 +181,12 @@ def test_what_follows_the_handshake_is_not_swallowed_by_it(
     near, far = ends
 
     def call() -> Introduction:
-        introduction = sockets.shake_hands(near, client(), LATE)
+        introduction = sockets.run_handshake(near, client(), LATE)
         near.sendall(b"first frame")
         return introduction
 
     calling = background(call)
-    sockets.shake_hands(far, server(), LATE)
+    sockets.run_handshake(far, server(), LATE)
     far.sendall(b"first reply")
     calling.result(LATE)
     assert near.recv(100) == b"first reply"
@@ -195,9 +195,9 @@ def test_what_follows_the_handshake_is_not_swallowed_by_it(
 
 def test_a_wrong_secret_ends_it_for_both(ends: Sockets, background: Background) -> None:
     near, far = ends
-    accepting = background(sockets.shake_hands, far, server(), LATE)
+    accepting = background(sockets.run_handshake, far, server(), LATE)
     with pytest.raises(AuthenticationError):
-        sockets.shake_hands(near, client(b"another"), LATE)
+        sockets.run_handshake(near, client(b"another"), LATE)
     near.close()
     with pytest.raises(ProtocolError, match="closed the connection during the handshake"):
         accepting.result(LATE)
@@ -205,9 +205,9 @@ def test_a_wrong_secret_ends_it_for_both(ends: Sockets, background: Background) 
 
 def test_a_refusal_arrives_with_its_reason(ends: Sockets, background: Background) -> None:
     near, far = ends
-    accepting = background(sockets.shake_hands, far, server(reason="this group is full"), LATE)
+    accepting = background(sockets.run_handshake, far, server(reason="this group is full"), LATE)
     with pytest.raises(ProtocolError, match="refused: this group is full"):
-        sockets.shake_hands(near, client(), LATE)
+        sockets.run_handshake(near, client(), LATE)
     with pytest.raises(ProtocolError, match="refused 'near'"):
         accepting.result(LATE)
 
@@ -215,14 +215,14 @@ def test_a_refusal_arrives_with_its_reason(ends: Sockets, background: Background
 @pytest.mark.parametrize("steps", [client, server])
 def test_a_peer_that_says_nothing_is_given_up(ends: Sockets, steps: type) -> None:
     with pytest.raises(ProtocolError, match="did not finish its handshake within"):
-        sockets.shake_hands(ends[1], steps(), timeout=0.05)
+        sockets.run_handshake(ends[1], steps(), timeout=0.05)
 
 
 def test_a_peer_that_stops_in_the_middle_is_given_up(ends: Sockets) -> None:
     near, far = ends
     near.sendall(handshake.MAGIC + struct.pack("<H", handshake.VERSION) + bytes(32) + b"\x10")
     with pytest.raises(ProtocolError, match="did not finish its handshake within"):
-        sockets.shake_hands(far, server(), timeout=0.05)
+        sockets.run_handshake(far, server(), timeout=0.05)
 
 
 def test_a_peer_that_sends_drop_by_drop_is_given_up_in_time(
@@ -244,7 +244,7 @@ def test_a_peer_that_sends_drop_by_drop_is_given_up_in_time(
     near.sendall(hello)
     dripping = background(drip)
     with pytest.raises(ProtocolError, match="did not finish its handshake within"):
-        sockets.shake_hands(far, server(), timeout=0.1)
+        sockets.run_handshake(far, server(), timeout=0.1)
     assert not dripping.done()
     stop.set()
     dripping.result(LATE)
@@ -255,7 +255,7 @@ def test_a_peer_that_hangs_up_is_noticed(ends: Sockets) -> None:
     near.sendall(b"TLGD")
     near.close()
     with pytest.raises(ProtocolError, match="closed the connection during the handshake"):
-        sockets.shake_hands(far, server(), LATE)
+        sockets.run_handshake(far, server(), LATE)
 
 
 @pytest.mark.parametrize(
@@ -265,4 +265,4 @@ def test_noise_is_refused(ends: Sockets, noise: bytes) -> None:
     near, far = ends
     near.sendall(noise)
     with pytest.raises(ProtocolError, match="not a Telegrad connection"):
-        sockets.shake_hands(far, server(), LATE)
+        sockets.run_handshake(far, server(), LATE)

@@ -59,7 +59,7 @@ def test_the_secret_is_not_shown() -> None:
         ({"max_frame": 0}, "max_frame must be"),
         ({"shared_memory_floor": -1}, "shared_memory_floor must"),
         ({"shared_memory_limit": -1}, "shared_memory_limit must"),
-        ({"idle_lanes": -1}, "idle_lanes must"),
+        ({"max_idle_connections": -1}, "max_idle_connections must"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -77,7 +77,9 @@ def test_a_short_secret_is_refused_without_being_shown() -> None:
 
 def test_the_shortest_secret_and_the_odd_limits_are_accepted() -> None:
     assert (
-        Config(secret="x" * 16, timeout=None, threads=1, max_threads=1, idle_lanes=0).timeout
+        Config(
+            secret="x" * 16, timeout=None, threads=1, max_threads=1, max_idle_connections=0
+        ).timeout
         is None
     )
 
@@ -149,8 +151,8 @@ def test_every_field_can_be_set_from_the_environment() -> None:
 
 
 def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TELEGRAD_IDLE_LANES", "5")
-    assert Config.from_environment().idle_lanes == 5
+    monkeypatch.setenv("TELEGRAD_MAX_IDLE_CONNECTIONS", "5")
+    assert Config.from_environment().max_idle_connections == 5
 
 
 @pytest.mark.parametrize(

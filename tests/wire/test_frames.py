@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from telegrad.errors import ProtocolError
 from telegrad.wire.frames import (
+    BUFFER_ENTRY,
     HEADER,
     MAX_BUFFERS,
-    PLACE,
-    SCRATCH,
-    BufferPlace,
+    SCRATCH_SIZE,
+    BufferLocation,
     Frame,
     FrameDecoder,
     Kind,
-    head,
+    encode_header,
 )
 
 LIMIT = 1 << 20
@@ -33,10 +33,10 @@ SIZES = [
     DIRECT - 1,
     DIRECT,
     DIRECT + 1,
-    SCRATCH - 32,
-    SCRATCH,
-    SCRATCH + 1,
-    3 * SCRATCH + 5,
+    SCRATCH_SIZE - 32,
+    SCRATCH_SIZE,
+    SCRATCH_SIZE + 1,
+    3 * SCRATCH_SIZE + 5,
 ]
 
 
@@ -45,14 +45,14 @@ class Reader:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.reserved: list[int] = []
-        self.located: list[BufferPlace] = []
+        self.located: list[BufferLocation] = []
         self.decoder = FrameDecoder(self._reserve, self._locate, limit)
 
     def _reserve(self, nbytes: int) -> memoryview:
         self.reserved.append(nbytes)
         return memoryview(bytearray(nbytes))
 
-    def _locate(self, place: BufferPlace) -> memoryview:
+    def _locate(self, place: BufferLocation) -> memoryview:
         self.located.append(place)
         return memoryview(b"shared %d" % place.segment)
 
@@ -60,12 +60,12 @@ class Reader:
         """Receive `data` in pieces of the given sizes, then as much at once as the decoder takes."""
         pieces = itertools.chain(sizes, itertools.repeat(len(data)))
         while data:
-            space = self.decoder.space()
+            space = self.decoder.get_buffer()
             count = max(1, min(len(space), next(pieces), len(data)))
             space[:count] = data[:count]
             data = data[count:]
-            self.decoder.fill(count)
-            while (frame := self.decoder.next()) is not None:
+            self.decoder.buffer_updated(count)
+            while (frame := self.decoder.next_frame()) is not None:
                 yield frame
 
 
@@ -81,13 +81,13 @@ def frame(
 
 
 def encode(message: Frame) -> bytes:
-    places = [BufferPlace(len(buffer)) for buffer in message.buffers]
-    start = head(
+    places = [BufferLocation(len(buffer)) for buffer in message.buffers]
+    start = encode_header(
         message.kind,
-        message.call,
+        message.call_id,
         message.body,
-        function=message.function,
-        left_ms=message.left_ms,
+        function=message.function_id,
+        timeout_ms=message.timeout_ms,
         flags=message.flags,
         places=places,
     )
@@ -119,7 +119,7 @@ def test_every_kind_travels_with_all_its_fields(kind: Kind) -> None:
 
 
 def test_an_empty_frame_is_a_header_and_nothing_else() -> None:
-    sent = Frame(Kind.ALIVE, 0, 0, 0, 0, b"", [])
+    sent = Frame(Kind.HEARTBEAT, 0, 0, 0, 0, b"", [])
     assert len(encode(sent)) == HEADER.size == 32
     assert decode(encode(sent)) == [sent]
 
@@ -175,9 +175,9 @@ def test_frames_that_arrive_byte_by_byte() -> None:
 
 
 def test_a_large_frame_cut_near_the_ends_of_its_parts() -> None:
-    sent = frame(pattern(DIRECT + 3), [pattern(2 * SCRATCH, seed=9), pattern(DIRECT, seed=5)])
+    sent = frame(pattern(DIRECT + 3), [pattern(2 * SCRATCH_SIZE, seed=9), pattern(DIRECT, seed=5)])
     data = encode(sent)
-    ends = [32, 32 + 48, 32 + 48 + DIRECT + 3, 32 + 48 + DIRECT + 3 + 2 * SCRATCH, len(data)]
+    ends = [32, 32 + 48, 32 + 48 + DIRECT + 3, 32 + 48 + DIRECT + 3 + 2 * SCRATCH_SIZE, len(data)]
     for cut in sorted({end + near for end in ends for near in (-1, 0, 1)} - {len(data) + 1}):
         assert decode(data, [cut]) == [sent]
 
@@ -195,11 +195,11 @@ def test_one_receive_may_bring_many_frames() -> None:
     sent = [frame(b"%d" % call, call=call) for call in range(1000)]
     reader = Reader()
     data = b"".join(map(encode, sent))
-    assert len(data) < SCRATCH
-    space = reader.decoder.space()
+    assert len(data) < SCRATCH_SIZE
+    space = reader.decoder.get_buffer()
     space[: len(data)] = data
-    reader.decoder.fill(len(data))
-    assert [plain(message) for message in iter(reader.decoder.next, None)] == sent
+    reader.decoder.buffer_updated(len(data))
+    assert [plain(message) for message in iter(reader.decoder.next_frame, None)] == sent
     assert reader.decoder.between_frames
 
 
@@ -207,20 +207,20 @@ def test_has_frame_knows_a_small_frame_that_is_all_here() -> None:
     data = encode(frame(b"body"))
     decoder = Reader().decoder
     assert not decoder.has_frame()
-    decoder.space()[: len(data) - 1] = data[:-1]
-    decoder.fill(len(data) - 1)
+    decoder.get_buffer()[: len(data) - 1] = data[:-1]
+    decoder.buffer_updated(len(data) - 1)
     assert not decoder.has_frame()
-    decoder.space()[: 1 + len(data)] = data[-1:] + data
-    decoder.fill(1 + len(data))
+    decoder.get_buffer()[: 1 + len(data)] = data[-1:] + data
+    decoder.buffer_updated(1 + len(data))
     assert decoder.has_frame()
-    assert decoder.next() is not None
+    assert decoder.next_frame() is not None
     assert decoder.has_frame()
-    assert decoder.next() is not None
+    assert decoder.next_frame() is not None
     assert not decoder.has_frame()
 
 
 def test_has_frame_is_false_inside_a_large_frame() -> None:
-    data = encode(frame(pattern(2 * SCRATCH)))
+    data = encode(frame(pattern(2 * SCRATCH_SIZE)))
     reader = Reader()
     assert list(reader.feed(data[:-1])) == []
     assert not reader.decoder.has_frame()
@@ -229,7 +229,7 @@ def test_has_frame_is_false_inside_a_large_frame() -> None:
 def test_the_repr_says_where_the_decoder_stands() -> None:
     reader = Reader()
     assert "between frames" in repr(reader.decoder)
-    assert list(reader.feed(encode(frame(pattern(2 * SCRATCH)))[:5000])) == []
+    assert list(reader.feed(encode(frame(pattern(2 * SCRATCH_SIZE)))[:5000])) == []
     assert "inside a frame" in repr(reader.decoder)
 
 
@@ -237,20 +237,20 @@ frames = st.builds(
     Frame,
     kind=st.sampled_from([int(kind) for kind in Kind]),
     flags=st.integers(0, 255),
-    call=st.integers(0, 2**64 - 1),
-    function=st.integers(0, 2**32 - 1),
-    left_ms=st.integers(0, 2**32 - 1),
+    call_id=st.integers(0, 2**64 - 1),
+    function_id=st.integers(0, 2**32 - 1),
+    timeout_ms=st.integers(0, 2**32 - 1),
     body=st.builds(pattern, st.integers(0, 100) | st.sampled_from(SIZES), st.integers(0, 250)),
     buffers=st.lists(
         st.builds(pattern, st.integers(0, 100) | st.sampled_from(SIZES), st.integers(0, 250)),
         max_size=4,
     ),
-    damage=st.none(),
+    receive_error=st.none(),
 )
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(frames, max_size=6), st.lists(st.integers(1, 2 * SCRATCH), max_size=20))
+@given(st.lists(frames, max_size=6), st.lists(st.integers(1, 2 * SCRATCH_SIZE), max_size=20))
 def test_any_frames_in_any_pieces_come_out_equal(sent: list[Frame], sizes: list[int]) -> None:
     assert decode(b"".join(map(encode, sent)), sizes) == sent
 
@@ -259,8 +259,8 @@ def test_any_frames_in_any_pieces_come_out_equal(sent: list[Frame], sizes: list[
 
 
 def test_buffers_in_shared_memory_are_located_and_keep_their_order() -> None:
-    places = [BufferPlace(9, 4096, 5, 2), BufferPlace(3), BufferPlace(9, 8192, 6, 1)]
-    data = head(Kind.CALL, 1, b"body", places=places) + b"body" + b"own"
+    places = [BufferLocation(9, 4096, 5, 2), BufferLocation(3), BufferLocation(9, 8192, 6, 1)]
+    data = encode_header(Kind.CALL, 1, b"body", places=places) + b"body" + b"own"
     reader = Reader()
     [message] = reader.feed(data)
     assert [bytes(buffer) for buffer in message.buffers] == [b"shared 5", b"own", b"shared 6"]
@@ -270,7 +270,9 @@ def test_buffers_in_shared_memory_are_located_and_keep_their_order() -> None:
 
 def test_a_frame_whose_buffers_are_all_shared_needs_no_more_bytes() -> None:
     reader = Reader()
-    [message] = reader.feed(head(Kind.REPLY, 1, b"", places=[BufferPlace(9, 4096, 5, 2)]))
+    [message] = reader.feed(
+        encode_header(Kind.REPLY, 1, b"", places=[BufferLocation(9, 4096, 5, 2)])
+    )
     assert (message.body, [bytes(buffer) for buffer in message.buffers]) == (b"", [b"shared 5"])
 
 
@@ -314,12 +316,14 @@ def test_a_frame_over_the_limit_is_refused_however_it_arrives(sent: Frame, piece
 def test_shared_memory_counts_towards_the_limit() -> None:
     reader = Reader(limit=1000)
     with pytest.raises(ProtocolError, match="limit"):
-        list(reader.feed(head(Kind.CALL, 1, b"", places=[BufferPlace(1001, 4096, 5, 2)])))
+        list(
+            reader.feed(encode_header(Kind.CALL, 1, b"", places=[BufferLocation(1001, 4096, 5, 2)]))
+        )
     assert reader.located == []
 
 
 def test_sizes_whose_sum_overflows_64_bits_are_refused() -> None:
-    table = PLACE.pack(2**64 - 1, 0, 0, 0) * 2
+    table = BUFFER_ENTRY.pack(2**64 - 1, 0, 0, 0) * 2
     with pytest.raises(ProtocolError, match="limit"):
         decode(header(length=2, count=2) + table)
 
@@ -349,23 +353,23 @@ def test_a_frame_that_cannot_be_received_is_damaged_and_the_next_one_is_whole(
     data = encode(frame(b"b" * 40_000, [b"x" * 30_000, b"y" * 10])) + encode(frame(b"next", call=8))
     received = []
     while data:
-        space = decoder.space()
+        space = decoder.get_buffer()
         count = min(piece, len(space), len(data))
         space[:count] = data[:count]
-        decoder.fill(count)
+        decoder.buffer_updated(count)
         data = data[count:]
-        while (one := decoder.next()) is not None:
+        while (one := decoder.next_frame()) is not None:
             received.append(one)
     damaged, whole = received
-    assert (damaged.call, damaged.damage, list(damaged.buffers)) == (7, failure, [])
+    assert (damaged.call_id, damaged.receive_error, list(damaged.buffers)) == (7, failure, [])
     assert bytes(damaged.body) == (b"" if fails_at == 0 else b"b" * 40_000)
-    assert (whole.call, bytes(whole.body), whole.damage) == (8, b"next", None)
+    assert (whole.call_id, bytes(whole.body), whole.receive_error) == (8, b"next", None)
 
 
 plausible_headers = st.builds(
     lambda length, count, kind, zero, places: (
         HEADER.pack(length, 1, 0, 0, count, kind, 0, zero)
-        + b"".join(PLACE.pack(*place) for place in places)
+        + b"".join(BUFFER_ENTRY.pack(*place) for place in places)
     ),
     length=st.integers(0, 5000) | st.integers(0, 2**64 - 1),
     count=st.integers(0, 5) | st.integers(0, 2**32 - 1),

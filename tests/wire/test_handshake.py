@@ -97,11 +97,11 @@ def test_the_server_decides_by_the_introduction() -> None:
 
 
 def test_two_agents_of_one_process_shake_hands_without_a_connection() -> None:
-    assert handshake.converse(client(), server()) == (FAR, NEAR)
+    assert handshake.run_in_memory(client(), server()) == (FAR, NEAR)
     with pytest.raises(ProtocolError, match="another group"):
-        handshake.converse(client(), server(reason="another group"))
+        handshake.run_in_memory(client(), server(reason="another group"))
     with pytest.raises(AuthenticationError):
-        handshake.converse(client(b"another secret"), server())
+        handshake.run_in_memory(client(b"another secret"), server())
 
 
 # Wrong secrets

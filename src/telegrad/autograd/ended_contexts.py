@@ -53,7 +53,7 @@ class EndedContexts:
             if self._timer_is_set or not self._pending or self._agent.closing:
                 return
             self._timer_is_set = True
-        self._agent.clock.at(time.monotonic() + _ANNOUNCE_DELAY, self._on_timer)
+        self._agent.clock.call_at(time.monotonic() + _ANNOUNCE_DELAY, self._on_timer)
 
     def take(self, incarnation: str) -> list[int]:
         """Remove and return ids for a call that is about to be sent to a peer."""

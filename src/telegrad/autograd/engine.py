@@ -25,10 +25,10 @@ from telegrad.autograd.registry import ContextRegistry
 from telegrad.autograd.worker_context import Context
 from telegrad.errors import InternalError, PeerLost, UsageError
 from telegrad.futures import Future
+from telegrad.messages.remote_functions import DeferredReply, trusted
 from telegrad.messages.routes import allow_any_device
 from telegrad.messages.scope import current_scope
 from telegrad.runtime import active_runtime
-from telegrad.server.functions import DeferredReply, trusted
 
 PassId = tuple[str, int]  # the incarnation of the worker that started the pass, and its local id
 

@@ -123,7 +123,7 @@ class GradientReply:
         """Set the message of the reply, or the error that the pass failed with."""
         self._outcome = message and tuple(message), error
         if self._future is not None:
-            self._future._settle(*self._outcome)
+            self._future._try_complete(*self._outcome)
 
     def take(self) -> Any:
         """Return the message, or a future if it is not set yet. Raise the error if it is set."""

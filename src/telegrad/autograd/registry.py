@@ -26,8 +26,8 @@ from telegrad.autograd.worker_context import CONTEXT_ID_BITS, Context, decode_id
 from telegrad.errors import PeerLost, TelegradError, UsageError
 from telegrad.group.membership import Member
 from telegrad.messages.packing import MessageContext
+from telegrad.messages.remote_functions import internal
 from telegrad.runtime import active_runtime
-from telegrad.server.functions import internal
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
@@ -58,7 +58,7 @@ class ContextRegistry:
         hooks.record_hooks()
         agent.on_loss(self._on_worker_lost)
         agent.add_statistics(self.statistics)
-        agent.clock.every(_AUDIT_INTERVAL, self._start_audit)
+        agent.clock.call_every(_AUDIT_INTERVAL, self._start_audit)
 
     @classmethod
     def of(cls, agent: AgentRuntime) -> ContextRegistry:
@@ -178,7 +178,7 @@ class ContextRegistry:
 def open_context(encoded: bytes, message: MessageContext) -> Context | None:
     """Return the context that a call arrived under, and end those that it says have ended."""
     context_id, *ended_ids = decode_ids(encoded)
-    registry = ContextRegistry.of(message.agent)
+    registry = ContextRegistry.of(message.runtime)
     for ended_id in ended_ids:
         registry.end(ended_id)
     return registry.get_or_create(context_id)

@@ -65,28 +65,28 @@ class _RunningCallRole:
             self.outer.resume()
         self._parameters.start_reading(self)
 
-    def hold(self) -> None:
+    def begin_backpressure(self) -> None:
         self._parameters.stop_reading(self)
         if self.outer is not None:
-            self.outer.hold()
+            self.outer.begin_backpressure()
 
-    def release(self) -> None:
+    def end_backpressure(self) -> None:
         if self.outer is not None:
-            self.outer.release()
+            self.outer.end_backpressure()
         self._parameters.start_reading(self)
 
-    def more(self) -> bool:
-        return self.outer is not None and self.outer.more()
+    def has_pending_messages(self) -> bool:
+        return self.outer is not None and self.outer.has_pending_messages()
 
-    def afterwards(self, key: Hashable, job: Callable[[], None]) -> None:
+    def run_when_drained(self, key: Hashable, job: Callable[[], None]) -> None:
         assert self.outer is not None
-        self.outer.afterwards(key, job)
+        self.outer.run_when_drained(key, job)
 
-    def at(self, key: Hashable, moment: float, job: Callable[[], None]) -> bool:
-        return self.outer is not None and self.outer.at(key, moment, job)
+    def run_at(self, key: Hashable, when: float, job: Callable[[], None]) -> bool:
+        return self.outer is not None and self.outer.run_at(key, when, job)
 
 
-class _ThreadState(threading.local):
+class _CallThreadState(threading.local):
     call: _RunningCallRole | None = None
 
 
@@ -104,7 +104,7 @@ class SharedParameters:
         self._updates = 0  # running or waiting
         # Memory that was replaced while calls could be reading it, kept until they have ended.
         self._replaced: list[tuple[set[_RunningCallRole], list[Tensor]]] = []
-        self._local = _ThreadState()
+        self._local = _CallThreadState()
 
     def __repr__(self) -> str:
         state = "shared" if self.active else "not shared"
@@ -132,14 +132,14 @@ class SharedParameters:
             with saved_tensors_hooks(self._save, _restore):
                 yield
             return
-        call = self._local.call = _RunningCallRole(self, blocking.role())
+        call = self._local.call = _RunningCallRole(self, blocking.current_role())
         self.start_reading(call)
-        blocking.take(call)
+        blocking.set_role(call)
         try:
             with saved_tensors_hooks(self._save, _restore):
                 yield
         finally:
-            blocking.take(call.outer)
+            blocking.set_role(call.outer)
             self._local.call = None
             self.stop_reading(call)
             with self._changed:
@@ -159,7 +159,7 @@ class SharedParameters:
                 self._reading.discard(call)
             self._updates += 1
             if self._reading:
-                role = blocking.role() if call is None else call.outer
+                role = blocking.current_role() if call is None else call.outer
                 self._wait(lambda: not self._reading, role)
         try:
             yield

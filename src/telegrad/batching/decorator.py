@@ -26,8 +26,8 @@ from telegrad.batching.policy import BatchOptions
 from telegrad.batching.queue import NOT_ALONE, BatchQueue
 from telegrad.current import thread_state
 from telegrad.errors import UsageError
+from telegrad.messages.remote_functions import ASYNC_MARK, DeferredReply, serve_as
 from telegrad.runtime import active_runtime
-from telegrad.server.functions import ASYNC_MARK, DeferredReply, serve_as
 from telegrad.wire.function_table import Function, describe
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ class Batching:
         try:
             return outcome.future.result(None if deadline is None else max(deadline.left(), 0))  # type: ignore[attr-defined]
         except BaseException:
-            assert outcome.given_up is not None
-            outcome.given_up()
+            assert outcome.on_abandoned is not None
+            outcome.on_abandoned()
             raise
 
     def serve(self, *args: Any, **kwargs: Any) -> Any:

@@ -228,24 +228,24 @@ class BatchRole:
             self.outer.resume()
         self._queue.resume()
 
-    def hold(self) -> None:
+    def begin_backpressure(self) -> None:
         self._queue.pause()
         if self.outer is not None:
-            self.outer.hold()
+            self.outer.begin_backpressure()
 
-    def release(self) -> None:
+    def end_backpressure(self) -> None:
         if self.outer is not None:
-            self.outer.release()
+            self.outer.end_backpressure()
         self._queue.resume()
 
-    def more(self) -> bool:
+    def has_pending_messages(self) -> bool:
         return False  # this thread reads nothing before the batch is over
 
-    def afterwards(self, key: Hashable, job: Callable[[], None]) -> None:
+    def run_when_drained(self, key: Hashable, job: Callable[[], None]) -> None:
         raise InternalError("a thread that runs a batch cannot defer work")
 
-    def at(self, key: Hashable, moment: float, job: Callable[[], None]) -> bool:
-        return self.outer is not None and self.outer.at(key, moment, job)
+    def run_at(self, key: Hashable, when: float, job: Callable[[], None]) -> bool:
+        return self.outer is not None and self.outer.run_at(key, when, job)
 
 
 @contextlib.contextmanager
@@ -257,11 +257,11 @@ def running_batch(role: BatchRole, batch: list[BatchedCall]) -> Iterator[None]:
         _common_caller(batch),
         _latest_deadline(batch),
     )
-    role.outer = blocking.take(role)
+    role.outer = blocking.set_role(role)
     try:
         yield
     finally:
-        blocking.take(role.outer)
+        blocking.set_role(role.outer)
         thread_state.runtime, thread_state.caller, thread_state.deadline = before
 
 

@@ -126,9 +126,9 @@ class Dialer:
         endpoint = self._endpoint
         introduction = endpoint.introduction(purpose, member.name)
         client_steps = handshake.client(endpoint.secret, introduction)
-        server, client = handshake.converse(client_steps, listener.handshake())
+        server, client = handshake.run_in_memory(client_steps, listener.handshake())
         verify_peer(server, member)
-        local_channel, remote_channel = in_process.pair(endpoint.pool)
+        local_channel, remote_channel = in_process.create_pair(endpoint.pool)
         listener.accept_channel(remote_channel, client)
         return DialedConnection(local_channel, float(server["heartbeat"]))
 

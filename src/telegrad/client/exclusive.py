@@ -11,7 +11,7 @@ import time
 from telegrad.client.request_codec import Request
 from telegrad.deadline import to_wire
 from telegrad.transport.channel import Channel, ChannelClosed, text_of_frame
-from telegrad.wire.frames import DEFINES, Frame, Kind
+from telegrad.wire.frames import DEFINES_FUNCTION, Frame, Kind
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
 _SMALL_DIFFERENCE = 0.02  # seconds
@@ -35,14 +35,14 @@ class ExclusiveConnection:
         channel = self.channel
         left = time_left(timeout, until)
         channel.send(_CALL, call_id, body, buffers, function_id, to_wire(left), flags, left)
-        if flags & DEFINES:
+        if flags & DEFINES_FUNCTION:
             self.known_functions.add(function_id)
         del request, body, buffers
         while True:
             frame = channel.recv(time_left(timeout, until))
-            if frame.kind == Kind.END:
+            if frame.kind == Kind.CLOSE:
                 raise ChannelClosed(text_of_frame(frame))
-            if frame.call == call_id or frame.kind not in (_REPLY, _FAILURE):
+            if frame.call_id == call_id or frame.kind not in (_REPLY, _FAILURE):
                 return frame
 
 

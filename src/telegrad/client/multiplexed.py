@@ -52,7 +52,7 @@ from telegrad.transport.channel import (
     text_of_frame,
 )
 from telegrad.wire.failures import decode_failure
-from telegrad.wire.frames import DEFINES, Frame, Kind
+from telegrad.wire.frames import DEFINES_FUNCTION, Frame, Kind
 from telegrad.wire.function_table import Function, describe
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
@@ -97,7 +97,7 @@ class MultiplexedConnection(LoopConnection):
     """The connection that the asynchronous calls to one peer share."""
 
     # Replies are read even if the callee receives nothing, so that they never block it.
-    stops_reading = False
+    pauses_reading_when_blocked = False
 
     def __init__(
         self, peer: MultiplexedOwner, runtime: MultiplexedRuntime, codec: RequestCodec
@@ -137,9 +137,9 @@ class MultiplexedConnection(LoopConnection):
     def close(self, reason: str | None) -> None:
         """Shut the channel. Tell the peer first why this worker leaves; None: tell it nothing."""
         send_goodbye(self.channel, reason)
-        self.channel.shut()
+        self.channel.shutdown()
 
-    def ended(self, error: BaseException) -> None:
+    def on_ended(self, error: BaseException) -> None:
         """Close the channel after the event loop could not read from it."""
         self.channel.close()
         self._peer.lose(f"the connection ended ({error})")
@@ -204,14 +204,14 @@ class MultiplexedConnection(LoopConnection):
             )
             if error.begun:  # the rest is sent before the next frame
                 pending.abandon(late)
-                self.channel.offer(Kind.CANCEL, call_id, b"")
+                self.channel.send_nowait(Kind.CANCEL, call_id, b"")
             else:
                 self._fail(call_id, lambda _: late)
         except ChannelClosed as error:
             self._peer.connection_broke(error)
             self.fail_all()
         else:
-            if flags & DEFINES:
+            if flags & DEFINES_FUNCTION:
                 self._known_functions.add(function_id)
                 if pending.definition_lost:  # its reply was read before the id was added
                     self._known_functions.discard(function_id)
@@ -229,7 +229,7 @@ class MultiplexedConnection(LoopConnection):
         if not pending.sent:
             return
         try:
-            self.channel.offer(Kind.CANCEL, call_id, b"")
+            self.channel.send_nowait(Kind.CANCEL, call_id, b"")
         except ChannelClosed:
             return  # the callee cannot be told; its reply is ignored
 
@@ -269,8 +269,8 @@ class MultiplexedConnection(LoopConnection):
                 self._send(call_id, pending, request, left)
             except BaseException as error:
                 self.pending.pop(call_id, None)
-                pending.listener._settle(None, as_exception(error))
-        self.queue_sent.open()
+                pending.listener._try_complete(None, as_exception(error))
+        self.queue_sent.set()
 
     def _next_queued(self) -> _QueuedCall | None:
         with self._lock:
@@ -284,23 +284,23 @@ class MultiplexedConnection(LoopConnection):
     def handle(self, frame: Frame) -> None:
         """Complete the future that a reply belongs to, or handle another frame of the callee."""
         if frame.kind in (_REPLY, _FAILURE):
-            pending = self.pending.pop(frame.call, None)
-            if frame.kind == _FAILURE and frame.function:
+            pending = self.pending.pop(frame.call_id, None)
+            if frame.kind == _FAILURE and frame.function_id:
                 if pending is not None:
                     pending.definition_lost = True
-                self._known_functions.discard(frame.function)
+                self._known_functions.discard(frame.function_id)
             if pending is not None and not pending.abandoned:
-                callbacks = pending.listener._callbacks
+                callbacks = pending.listener._callback_codes
                 if self._slow_callbacks and not self._slow_callbacks.keys().isdisjoint(callbacks):
-                    self._complete_on_executor(frame.call, pending, frame)
+                    self._complete_on_executor(frame.call_id, pending, frame)
                 else:
                     self._running_callbacks = callbacks
                     self._complete(pending, frame)
-        elif frame.kind == Kind.BYE:
+        elif frame.kind == Kind.LEAVE:
             self._peer.peer_left(frame)
-        elif frame.kind == Kind.END:
+        elif frame.kind == Kind.CLOSE:
             raise ChannelClosed(text_of_frame(frame))
-        elif frame.kind != Kind.ALIVE:
+        elif frame.kind != Kind.HEARTBEAT:
             raise ProtocolError(f"a frame of kind {frame.kind} where a reply was due")
 
     def _complete(self, pending: PendingCall, frame: Frame) -> None:
@@ -311,7 +311,7 @@ class MultiplexedConnection(LoopConnection):
         value: Any = None
         error: Exception | None = None
         try:
-            if frame.kind == _REPLY and frame.damage is None and not len(frame.body):
+            if frame.kind == _REPLY and frame.receive_error is None and not len(frame.body):
                 # The callee found that the deadline had passed, a moment before this worker did.
                 error = timeout_error(self._peer.member.name, pending.call, pending.timeout)
             elif frame.kind == _REPLY:
@@ -320,7 +320,7 @@ class MultiplexedConnection(LoopConnection):
                     received: list[Any] = []
                     value = self._codec.decode(frame, pending.call, received)
                     if received:
-                        pending.listener._arrivals = received
+                        pending.listener._device_copies = received
                 finally:
                     current_scope.reset(token)
             else:
@@ -331,15 +331,15 @@ class MultiplexedConnection(LoopConnection):
             error = self._codec.undecodable(pending.call, failure)
         finally:
             del frame  # callbacks of a future may run for long
-            pending.listener._settle(value, error)
+            pending.listener._try_complete(value, error)
 
-    def blocked(self) -> None:
+    def on_blocked(self) -> None:
         """Run the callbacks that block the leader of the event loop on the executor from now on."""
         self._slow_callbacks.mark(self._running_callbacks)
 
     def _complete_on_executor(self, call_id: int, pending: PendingCall, frame: Frame) -> None:
         self._queued_replies[call_id] = pending, frame
-        accepted = self._runtime.executor.offer(lambda: self._complete_queued(call_id))
+        accepted = self._runtime.executor.try_submit(lambda: self._complete_queued(call_id))
         if not accepted or self._peer.lost:
             self._complete_queued(call_id)
 
@@ -348,10 +348,10 @@ class MultiplexedConnection(LoopConnection):
         queued = self._queued_replies.pop(call_id, None)
         if queued is None:
             return
-        callbacks = queued[0].listener._callbacks
-        started, waited = time.perf_counter(), blocking.waited()
+        callbacks = queued[0].listener._callback_codes
+        started, waited = time.perf_counter(), blocking.waited_seconds()
         self._complete(*queued)
-        seconds = time.perf_counter() - started - (blocking.waited() - waited)
+        seconds = time.perf_counter() - started - (blocking.waited_seconds() - waited)
         self._slow_callbacks.add_duration(callbacks, seconds)
 
     def complete_all_queued(self) -> None:
@@ -376,11 +376,11 @@ class MultiplexedConnection(LoopConnection):
         """End a call that the callee will not answer."""
         pending = self.pending.pop(call_id, None)
         if pending is not None:
-            pending.listener._settle(None, error(pending))
+            pending.listener._try_complete(None, error(pending))
 
     def _schedule_expiry_check(self, when: float) -> None:
         self._next_expiry_check = when
-        self._runtime.clock.at(when, self._check_expiry)
+        self._runtime.clock.call_at(when, self._check_expiry)
 
     def _check_expiry(self) -> None:
         """Find the calls whose deadline has passed.
@@ -401,7 +401,7 @@ class MultiplexedConnection(LoopConnection):
             self._schedule_expiry_check(max(soonest, now + _MIN_EXPIRY_INTERVAL))
         if expired:
             runtime = self._runtime
-            runtime.threads.start_when_possible(lambda: self._time_out(expired), runtime.clock)
+            runtime.threads.start_with_retry(lambda: self._time_out(expired), runtime.clock)
 
     def _time_out(self, call_ids: list[int]) -> None:
         """Abandon the calls whose deadline has passed, and tell the callee."""

@@ -106,7 +106,7 @@ class Peer:
         return self._error is not None
 
     @property
-    def calls_under_way(self) -> int:
+    def calls_in_progress(self) -> int:
         """The number of calls of users to this peer whose callers wait."""
         active = self.multiplexed.active_calls()
         return len(self._busy) + sum(not pending.internal for pending in active)
@@ -136,12 +136,12 @@ class Peer:
                 error = PeerLost(reason, peer=self.member.name, sent=False)
             # The event loop, if it reads the channel, must not take its end for a loss of the peer.
             self.fail_to_connect(as_exception(error))
-            if self._runtime.event_loops.reads(self.multiplexed):
-                dialed.channel.shut()
+            if self._runtime.event_loops.is_reading(self.multiplexed):
+                dialed.channel.shutdown()
             else:
                 dialed.channel.close()
             raise error from None
-        self.connected_or_lost.open()
+        self.connected_or_lost.set()
         self.multiplexed.send_queue()
         with self._lock:
             self.ready = self._error is None
@@ -204,8 +204,8 @@ class Peer:
         finally:
             blocking.resume(role)
         self._busy.discard(connection)
-        if frame.kind == _FAILURE and frame.function:
-            connection.known_functions.discard(frame.function)
+        if frame.kind == _FAILURE and frame.function_id:
+            connection.known_functions.discard(frame.function_id)
         self._release(connection)
         try:
             if frame.kind == _REPLY:
@@ -280,7 +280,7 @@ class Peer:
 
     def _release(self, connection: ExclusiveConnection) -> None:
         """Keep a connection for the next call, or close it if there are enough."""
-        if self._error is None and len(self._idle) < self._runtime.config.idle_lanes:
+        if self._error is None and len(self._idle) < self._runtime.config.max_idle_connections:
             connection.last_used = time.monotonic()
             self._idle.append(connection)
             # If the peer was lost meanwhile, `lose` may have missed this connection.
@@ -328,7 +328,7 @@ class Peer:
             self.ready = False
         self._wake_waiters()
         for connection in list(self._busy):
-            connection.channel.shut()
+            connection.channel.shutdown()
         self._close_idle()
         self.multiplexed.fail_all()
         # A peer that is alive must know that it was declared lost, whichever connection broke:
@@ -372,19 +372,19 @@ class Peer:
         self._wake_waiters()
         self._close_idle()
         for connection in list(self._busy):
-            connection.channel.shut()
+            connection.channel.shutdown()
         self.multiplexed.fail_all()
         self.multiplexed.complete_all_queued()  # the executor will not run them
         if self.multiplexed.attached:
             self.multiplexed.close(reason)
 
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         """In the child of a fork: free this process's copies of the connections."""
         for connection in (*self._idle, *self._busy):
-            connection.channel.drop()
+            connection.channel.close_after_fork()
         if self.multiplexed.attached:
-            self.multiplexed.channel.drop()
+            self.multiplexed.channel.close_after_fork()
 
     def _wake_waiters(self) -> None:
-        self._lost_event.open()
-        self.connected_or_lost.open()
+        self._lost_event.set()
+        self.connected_or_lost.set()

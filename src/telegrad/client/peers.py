@@ -144,10 +144,10 @@ class PeerTable:
         with self._lock:
             self._by_key.clear()
 
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         """In the child of a fork: free this process's copies of the connections."""
         for peer in self._unique():
-            peer.drop()
+            peer.close_after_fork()
         self._by_key = {}
 
     def _refresh(self, member: Member) -> None:

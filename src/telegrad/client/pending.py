@@ -55,7 +55,7 @@ class PendingCall:
         """Complete the future with `error`; None: it was cancelled. The call itself goes on."""
         self.abandoned = True
         if error is not None:
-            self.listener._settle(None, error)
+            self.listener._try_complete(None, error)
 
 
 def timeout_error(peer: str, call: str, timeout: float | None, sent: bool = True) -> CallTimeout:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.errors import SerializationError, text_of
+from telegrad.errors import SerializationError, error_text
 from telegrad.messages import scope as scopes
 from telegrad.messages.packing import MessageContext, pack, unpack
 from telegrad.messages.routes import ANY_DEVICE, ANY_DEVICE_MARK
 from telegrad.messages.scope import CallScope
-from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Frame
+from telegrad.wire.frames import DEFINES_FUNCTION, HAS_KEYWORDS, HAS_SCOPE, INLINE_FUNCTION, Frame
 from telegrad.wire.function_table import Function, FunctionTable, defined_in_main, describe
 
 Args = tuple[Any, ...]
@@ -56,7 +56,7 @@ class RequestCodec:
             )
             scope_data = None if scope is None else scope.follow(self._context)
             if scope_data:
-                flags |= SCOPED
+                flags |= HAS_SCOPE
                 body = scopes.append_scope(body, scope_data)
             return function_id, flags, body, buffers
         except SerializationError as error:
@@ -84,20 +84,20 @@ class RequestCodec:
         function_id, definition = entry
         flags = 0
         if kwargs:
-            flags = KEYWORDS
+            flags = HAS_KEYWORDS
             body, buffers = pack(context, (args, kwargs), by_value=by_value, retained=retained)
         else:
             body, buffers = pack(context, args, by_value=by_value, retained=retained)
         if function_id not in known_functions:
-            flags |= DEFINES
+            flags |= DEFINES_FUNCTION
             body = len(definition).to_bytes(4, "little") + definition + body
         return function_id, flags, body, buffers
 
     def decode(self, frame: Frame, call: str | Function, received: list[Any] | None = None) -> Any:
         """Return the result in a reply. What it brought besides is added to `received`."""
         try:
-            if frame.damage is not None:
-                raise frame.damage
+            if frame.receive_error is not None:
+                raise frame.receive_error
             return unpack(self._context, frame.body, frame.buffers, received)
         except Exception as error:
             raise self.undecodable(call, error) from error
@@ -108,7 +108,7 @@ class RequestCodec:
         peer = self._context.peer
         failure = SerializationError(
             f"the result of {name} from worker {peer!r} could not be unpickled: "
-            f"{type(error).__name__}: {text_of(error)}. "
+            f"{type(error).__name__}: {error_text(error)}. "
             "Whatever it refers to must be importable here",
             peer=peer,
             call=name,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from telegrad.scheduling.executor import SLOW
+from telegrad.scheduling.executor import SLOW_SECONDS
 from telegrad.wire.function_table import MAX_FUNCTIONS
 
 
@@ -19,7 +19,7 @@ class SlowCallbacks(dict[Hashable, float]):
         """Add callbacks that have blocked the event loop."""
         for callback in callbacks:
             if len(self) < MAX_FUNCTIONS:
-                self[callback] = 2 * SLOW
+                self[callback] = 2 * SLOW_SECONDS
 
     def add_duration(self, callbacks: Iterable[Hashable], seconds: float) -> None:
         """Update the averages, and remove callbacks that no longer take long."""
@@ -28,5 +28,5 @@ class SlowCallbacks(dict[Hashable, float]):
             if average is not None:
                 average += (seconds - average) * 0.25
                 self[callback] = average
-                if average < SLOW:
+                if average < SLOW_SECONDS:
                     self.pop(callback, None)

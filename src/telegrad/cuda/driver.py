@@ -158,13 +158,13 @@ class CudaDriver:
             raise CudaError(f"the CUDA driver function {function} failed: {reason} ({code})")
 
 
-class _ThreadState(threading.local):
+class _DriverThreadState(threading.local):
     """The devices whose CUDA context the thread has initialized."""
 
     ready_devices: frozenset[int] = frozenset()
 
 
-_thread = _ThreadState()
+_thread = _DriverThreadState()
 
 
 @functools.cache

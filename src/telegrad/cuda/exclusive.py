@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.interpreter import has_lock
+from telegrad.interpreter import has_gil
 
 # For fewer bytes, a snapshot costs less than mapping the memory of the tensor itself.
 MIN_LEASE_BYTES = 1 << 20
@@ -37,7 +37,7 @@ def is_exclusive(value: Any, min_bytes: int = MIN_LEASE_BYTES, any_device: bool 
     if kind is Tensor:
         if not (value.is_cuda or any_device) or value.numel() * value.itemsize < min_bytes:
             return False
-        return _reference_count(value) <= _EXCLUSIVE_COUNT and _owns_storage(value) and has_lock()
+        return _reference_count(value) <= _EXCLUSIVE_COUNT and _owns_storage(value) and has_gil()
     if (kind is not tuple and kind is not list) or len(value) > _MAX_ITEMS:
         return False
     sizes = [
@@ -49,7 +49,7 @@ def is_exclusive(value: Any, min_bytes: int = MIN_LEASE_BYTES, any_device: bool 
         bool(sizes)
         and max(sizes) >= min_bytes
         and _reference_count(value) <= _EXCLUSIVE_COUNT
-        and has_lock()
+        and has_gil()
         and all(
             (count <= _EXCLUSIVE_ITEM_COUNT and _owns_storage(item))
             if type(item) is Tensor

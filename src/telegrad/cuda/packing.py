@@ -59,7 +59,7 @@ class CudaReducer:
         context = current_message()
         if context is None or not tensor.is_cuda:
             return None
-        return _reduce_tensor(context.agent.devices, context, tensor, code)
+        return _reduce_tensor(context.runtime.cuda_transfers, context, tensor, code)
 
     def target_of_cpu_tensor(self, tensor: Tensor) -> str | None:
         """Return the device on which a CPU tensor arrives; None if it is the CPU."""

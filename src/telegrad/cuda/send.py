@@ -118,7 +118,7 @@ def _open_receive(
     context = current_message()
     if context is None:
         raise InternalError("a CUDA tensor was unpickled outside of a message")
-    return context.agent.devices.open_receive(
+    return context.runtime.cuda_transfers.open_receive(
         context, lease_id, uuid, event, completed_leases, sender_device
     )
 

@@ -26,7 +26,7 @@ from telegrad.cuda.receive import CudaReceive
 from telegrad.current import find_runtime
 from telegrad.errors import InternalError, SerializationError, TelegradError
 from telegrad.messages.packing import MessageContext, message_resource
-from telegrad.server.functions import internal
+from telegrad.messages.remote_functions import internal
 from telegrad.wire import tensors
 
 if TYPE_CHECKING:
@@ -226,9 +226,9 @@ class CudaTransfers:
         clock = self._runtime.clock
         if not self._is_watching:
             self._is_watching = True
-            clock.watch(self)
-        if not clock.awake:
-            clock.wake()
+            clock.add_listener(self)
+        if not clock.is_ticking:
+            clock.start_ticking()
 
     def _report_completed(self) -> None:
         """Tell the senders which leases were copied."""
@@ -316,7 +316,7 @@ def _current_transfers() -> CudaTransfers:
     runtime = find_runtime()
     if runtime is None:
         raise InternalError("a call about CUDA memory arrived without an agent")
-    transfers: CudaTransfers = runtime.devices
+    transfers: CudaTransfers = runtime.cuda_transfers
     return transfers
 
 

@@ -166,7 +166,7 @@ class Collectives:
             gathers = list(self._gathers.values())
         name = self._runtime.name
         for gather in gathers:
-            gather.done._settle(None, PeerLost(f"worker {name!r} left the group", peer=name))
+            gather.done._try_complete(None, PeerLost(f"worker {name!r} left the group", peer=name))
 
     def _start(
         self, name: str, function: Any, args: tuple[Any, ...], timeout: float | None
@@ -205,12 +205,10 @@ class Collectives:
             gather.lost.discard(report.name)  # it has come back
         if is_first:
             runtime = self._runtime
-            runtime.threads.start_when_possible(
-                lambda: self._watch(sequence, gather), runtime.clock
-            )
+            runtime.threads.start_with_retry(lambda: self._watch(sequence, gather), runtime.clock)
             if timeout is not None:
                 until = time.monotonic() + timeout
-                runtime.clock.at(until, lambda: self._finish(sequence, gather))
+                runtime.clock.call_at(until, lambda: self._finish(sequence, gather))
         self._finish_if_complete(sequence, gather)
         return gather.done
 
@@ -270,7 +268,7 @@ class Collectives:
     def _finish(self, sequence: str, gather: _Gather) -> None:
         """End a gather, on a thread of its own because callbacks of the future may block."""
         if not gather.done.done():
-            self._runtime.threads.start_when_possible(
+            self._runtime.threads.start_with_retry(
                 lambda: self._complete(sequence, gather, None), self._runtime.clock
             )
 
@@ -286,7 +284,7 @@ class Collectives:
             del self._gathers[sequence]
             result = result or gather.result(incarnations)
             self._results[sequence] = result
-        gather.done._settle(result, None)
+        gather.done._try_complete(result, None)
 
     # Results that are known here
 

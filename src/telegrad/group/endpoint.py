@@ -27,6 +27,7 @@ from telegrad.config import Config
 from telegrad.errors import ProtocolError
 from telegrad.group.membership import Member
 from telegrad.transport import sockets
+from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel
 from telegrad.transport.segment_mappings import SegmentMappings
 from telegrad.transport.segment_transfer import SegmentSender
@@ -34,7 +35,6 @@ from telegrad.transport.segments import SegmentAllocator, SharedSegment
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.transport.stream import StreamChannel
 from telegrad.wire import handshake
-from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.handshake import Introduction
 
 EXCLUSIVE, MULTIPLEXED, SEGMENT, PROBE = PURPOSES = ("lane", "pipe", "segment", "probe")
@@ -119,7 +119,7 @@ class LocalEndpoint:
             if self._closed.is_set():
                 raise OSError("this worker is shutting down")
             introduction = self.introduction(purpose, "" if member is None else member.name)
-            peer = sockets.shake_hands(sock, handshake.client(self.secret, introduction), timeout)
+            peer = sockets.run_handshake(sock, handshake.client(self.secret, introduction), timeout)
             if member is not None:
                 verify_peer(peer, member)
         except BaseException:
@@ -157,9 +157,9 @@ class LocalEndpoint:
         """Free what is shared with a lost peer, and end the handshakes with it."""
         with self._lock:
             shut_sockets(self._connecting.get(incarnation, ()))
-        self._segments.forget(incarnation)
-        self.allocator.abandon(incarnation, None)
-        self.mappings.forget(incarnation)
+        self._segments.forget_peer(incarnation)
+        self.allocator.connection_closed(incarnation, None)
+        self.mappings.unmap(incarnation)
 
     def stop_connecting(self) -> None:
         """End the handshakes in progress; no other begins after this."""

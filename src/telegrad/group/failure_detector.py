@@ -148,7 +148,7 @@ class FailureDetector:
             if alive is False:
                 self.declare_lost(name, incarnation, reason=reason)
             elif alive is None:
-                runtime.clock.at(time.monotonic() + _RETRY, lambda: self._run_soon(check))
+                runtime.clock.call_at(time.monotonic() + _RETRY, lambda: self._run_soon(check))
 
         self._run_soon(check)
 
@@ -167,7 +167,7 @@ class FailureDetector:
         return None if self._runtime.dialer.probe(member) is not False else False
 
     def _run_soon(self, job: Callable[[], None]) -> None:
-        self._runtime.threads.start_when_possible(job, self._runtime.clock)
+        self._runtime.threads.start_with_retry(job, self._runtime.clock)
 
 
 def lost_notice(name: str, reason: str) -> str:

@@ -72,9 +72,9 @@ class MaintenanceRuntime(Protocol):
 def start(runtime: MaintenanceRuntime) -> None:
     """Put the periodic tasks of an agent on its clock."""
     trimmer = _MemoryTrimmer(runtime)
-    runtime.clock.every(runtime.config.heartbeat_interval, lambda: send_heartbeats(runtime))
-    runtime.clock.every(_TIDY_INTERVAL, lambda: _close_idle_connections(runtime))
-    runtime.clock.every(_TIDY_INTERVAL, trimmer.tidy)
+    runtime.clock.call_every(runtime.config.heartbeat_interval, lambda: send_heartbeats(runtime))
+    runtime.clock.call_every(_TIDY_INTERVAL, lambda: _close_idle_connections(runtime))
+    runtime.clock.call_every(_TIDY_INTERVAL, trimmer.tidy)
 
 
 def send_heartbeats(runtime: MaintenanceRuntime) -> None:
@@ -84,7 +84,7 @@ def send_heartbeats(runtime: MaintenanceRuntime) -> None:
         patience = max(timeout, _MISSED_HEARTBEATS * peer.heartbeat)
         if not peer.beat(interval, patience):
             lose = functools.partial(peer.lose, f"it was silent for {patience} s")
-            runtime.threads.start_when_possible(lose, runtime.clock)
+            runtime.threads.start_with_retry(lose, runtime.clock)
     for connection in runtime.listener.connections:
         patience = max(timeout, _MISSED_HEARTBEATS * connection.heartbeat)
         if connection.is_multiplexed and not connection.beat(interval, patience):
@@ -114,10 +114,10 @@ class _MemoryTrimmer:
     def tidy(self) -> None:
         """Free what peers no longer use; trim the allocator if there were no calls for a minute."""
         endpoint, now = self._runtime.endpoint, time.monotonic()
-        endpoint.mappings.forget()
-        endpoint.allocator.tidy()
+        endpoint.mappings.unmap()
+        endpoint.allocator.close_drained()
         calls = self._runtime.calls_made + self._runtime.calls_served
         if calls != self._calls:
             self._calls, self._idle_since = calls, now
         elif now - self._idle_since > _TRIM_IDLE_AFTER:
-            endpoint.allocator.trim()
+            endpoint.allocator.close_unused()

@@ -31,7 +31,7 @@ class MessageContext(NamedTuple):
     """The agent that packs or unpacks, the incarnation of its peer, and the route of tensors."""
 
     # The `AgentRuntime`. It has no type here, because packages of every layer above read it.
-    agent: Any
+    runtime: Any
     peer: str
     incarnation: str
     route: DeviceRoute
@@ -83,12 +83,12 @@ class _Message:
         self.depends_on_receiver = False
 
 
-class _Local(threading.local):
+class _PackingThreadState(threading.local):
     message: _Message | None = None
     shared_replies: dict[int, SharedReply] | None = None
 
 
-_local = _Local()
+_local = _PackingThreadState()
 
 
 # For reducers and constructors

@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch.futures
 
-from telegrad.errors import as_exception
 from telegrad.futures import Future
 from telegrad.wire.function_table import Function
 
@@ -40,17 +39,19 @@ class Promise(Protocol):
 class DeferredReply:
     """Reply with the value of a future or promise once it is there. A function may return this.
 
-    `given_up()` is called if the caller no longer waits: it cancelled the call, its deadline has
-    passed, or it was lost.
+    `on_abandoned()` is called if the caller no longer waits: it cancelled the call, its deadline
+    has passed, or it was lost.
     """
 
-    __slots__ = ("_value", "given_up")
+    __slots__ = ("_value", "on_abandoned")
 
     def __init__(
-        self, value: torch.futures.Future[Any] | Promise, given_up: Callable[[], None] | None = None
+        self,
+        value: torch.futures.Future[Any] | Promise,
+        on_abandoned: Callable[[], None] | None = None,
     ) -> None:
         self._value = value
-        self.given_up = given_up
+        self.on_abandoned = on_abandoned
 
     @property
     def future(self) -> torch.futures.Future[Any]:
@@ -58,7 +59,7 @@ class DeferredReply:
         if isinstance(self._value, torch._C.Future):
             return self._value
         future: Future[Any] = Future()
-        self._value.listen(lambda promise: _complete(future, promise))
+        self._value.listen(future._complete_from)
         self._value = future
         return future
 
@@ -68,13 +69,6 @@ class DeferredReply:
             self._value.add_done_callback(callback)
         else:
             self._value.listen(callback)
-
-
-def _complete(future: Future[Any], promise: Promise) -> None:
-    try:
-        future._settle(promise.value(), None)
-    except BaseException as error:
-        future._settle(None, as_exception(error))
 
 
 def serve_as(function: Function, served: Function) -> None:

@@ -1,8 +1,8 @@
 """`Creation`: the state of a `remote` call at the worker that made it.
 
 `Creation` has the attributes and methods of `Future` that the connection uses to complete a call
-(`_arrivals`, `_on_cancel`, `_callbacks`, `_settle`), so that `remote` does not make a future for
-every object.
+(`_device_copies`, `_on_cancel`, `_callback_codes`, `_try_complete`), so that `remote` does not make
+a future for every object.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from telegrad.futures import Future
 from telegrad.refs.manager import ReferenceManager
 from telegrad.refs.owned_objects import ObjectKey
 
-_settle_lock = threading.Lock()
+_completion_lock = threading.Lock()
 _log = logging.getLogger(__name__)
 
 
 class Creation:
     """A `remote` call that is under way or has ended. Its future is made on demand.
 
-    State: `_done` and `error`, under `_settle_lock`, set once.
+    State: `_done` and `error`, under `_completion_lock`, set once.
     """
 
     __slots__ = (
-        "_arrivals",
+        "_device_copies",
         "_done",
         "_future",
         "_key",
@@ -46,7 +46,7 @@ class Creation:
         self._owner_name = owner_name
         self._owner = owner
         self._key = key
-        self._arrivals: Sequence[Any] = ()
+        self._device_copies: Sequence[Any] = ()
         self._on_cancel: Callable[[], None] | None = None
         self._future: Future[Any] | None = None
         self._done = False
@@ -60,18 +60,18 @@ class Creation:
     def future(self) -> Future[Any]:
         """Return a future that completes when the owner has the object or the creation fails."""
         new_future: Future[Any] = Future()
-        with _settle_lock:
+        with _completion_lock:
             future = self._future = self._future or new_future
         if future is new_future:
             future._on_cancel = self._on_cancel
             future.add_done_callback(self._ended)
         if self._done:
-            future._settle(None, self.error)
+            future._try_complete(None, self.error)
         return future
 
     @property
-    def _callbacks(self) -> tuple[Hashable, ...]:
-        return () if self._future is None else self._future._callbacks
+    def _callback_codes(self) -> tuple[Hashable, ...]:
+        return () if self._future is None else self._future._callback_codes
 
     def follow(self, future: Future[Any]) -> None:
         """End as `future` does."""
@@ -79,9 +79,9 @@ class Creation:
         future.add_done_callback(self._ended)
 
     def _ended(self, future: Any) -> None:
-        self._settle(None, future._error)
+        self._try_complete(None, future._error)
 
-    def _settle(self, value: Any, error: Exception | None) -> bool:
+    def _try_complete(self, value: Any, error: Exception | None) -> bool:
         """End the creation; return False if it had ended before.
 
         If it failed before the owner knew the object (the call was not sent, or its arguments could
@@ -90,7 +90,7 @@ class Creation:
         """
         first = False
         try:
-            with _settle_lock:
+            with _completion_lock:
                 if not self._done:
                     self.error, self._done, first = error, True, True
             self._manager.pending_creations.discard(self._key)
@@ -105,5 +105,5 @@ class Creation:
             )
         finally:  # wake waiting threads even if a signal handler raised
             if self._done and self._future is not None:
-                self._future._settle(None, self.error)
+                self._future._try_complete(None, self.error)
         return first

@@ -16,12 +16,12 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from telegrad.errors import InternalError, StaleReference, TelegradError, text_of
+from telegrad.errors import InternalError, StaleReference, TelegradError, error_text
+from telegrad.messages.remote_functions import internal
 from telegrad.refs.held_references import HeldReferences
 from telegrad.refs.messages import MessageInbox, MessageOutbox, ReferenceMessage
 from telegrad.refs.owned_objects import ObjectKey, OwnedObjects
 from telegrad.runtime import active_runtime
-from telegrad.server.functions import internal
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
@@ -55,8 +55,8 @@ class ReferenceManager:
         runtime.on_close(self._report_leftovers)
         runtime.on_end(self.owned.close)
         runtime.add_statistics(self.statistics)
-        runtime.clock.every(_SWEEP_EVERY, self._start_sweep)
-        runtime.clock.every(_AUDIT_EVERY, lambda: runtime.threads.start(self.audit))
+        runtime.clock.call_every(_SWEEP_EVERY, self._start_sweep)
+        runtime.clock.call_every(_AUDIT_EVERY, lambda: runtime.threads.start(self.audit))
         self._sweeping = False
 
     @classmethod
@@ -108,7 +108,7 @@ class ReferenceManager:
         """
         if self.held.dropped > _SWEEP_THRESHOLD and not self._sweeping:
             self._sweeping = True
-            self.runtime.clock.at(time.monotonic(), self._sweep_now)
+            self.runtime.clock.call_at(time.monotonic(), self._sweep_now)
 
     def _sweep_now(self) -> None:
         try:
@@ -123,7 +123,7 @@ class ReferenceManager:
         self.send_messages(
             owner_name,
             owner,
-            ("void", key, f"{type(error).__name__}: {text_of(error or Exception())}"),
+            ("void", key, f"{type(error).__name__}: {error_text(error or Exception())}"),
         )
 
     def audit(self) -> None:

@@ -126,7 +126,7 @@ class OwnedObject:
                     self._value, self._error, self.done = value, error, True
         finally:  # wake waiting threads even if a signal handler raised
             if self.done and self._future is not None:
-                self._future._settle(self._value, self._error)
+                self._future._try_complete(self._value, self._error)
 
     @property
     def future(self) -> Future[Any]:
@@ -135,7 +135,7 @@ class OwnedObject:
         with _settle_lock:
             future = self._future = self._future or new_future
         if self.done:
-            future._settle(self._value, self._error)
+            future._try_complete(self._value, self._error)
         return future
 
     def value(self, timeout: float | None = None) -> Any:

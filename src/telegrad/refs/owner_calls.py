@@ -21,9 +21,9 @@ from typing import Any
 
 from telegrad.errors import UsageError, as_exception
 from telegrad.futures import Future
+from telegrad.messages.remote_functions import ASYNC_MARK, DeferredReply, served_form, trusted
 from telegrad.refs.manager import ReferenceManager, owner_manager
 from telegrad.refs.owned_objects import ObjectKey, OwnedObject
-from telegrad.server.functions import ASYNC_MARK, DeferredReply, served_form, trusted
 from telegrad.wire.function_table import MAX_FUNCTIONS, describe
 
 _create_calls: dict[Callable[..., Any], CreateObject] = {}
@@ -81,7 +81,7 @@ def create(
 ) -> Any:
     """Run the function of a `remote` call and store its result. The reply has no value."""
     manager = owner_manager(owner)
-    if not manager.runtime.allowed(function):
+    if not manager.runtime.functions.is_allowed(function):
         raise UsageError(
             f"worker {manager.runtime.name!r} serves only registered functions; "
             f"{describe(function)} is not one: mark it with telegrad.expose"
@@ -124,7 +124,7 @@ def _store_when_done(
             failure = as_exception(error)
             owned_object.settle(None, failure)
         finally:
-            stored._settle(None, failure)
+            stored._try_complete(None, failure)
             manager.owned.remove_if_unreferenced(owned_object)
 
     value.add_done_callback(store)
@@ -154,28 +154,22 @@ def with_object(
     result: Future[Any] = Future()
     deferred = DeferredReply(result)
 
-    def complete(done: Any) -> None:
-        try:
-            result._settle(done.value(), None)
-        except BaseException as error:
-            result._settle(None, as_exception(error))
-
     def run_now() -> None:
         try:
             outcome = run(manager, owned_object.value())
         except BaseException as error:
-            result._settle(None, as_exception(error))
+            result._try_complete(None, as_exception(error))
             return
         if type(outcome) is DeferredReply:
-            deferred.given_up = outcome.given_up
-            outcome.future.add_done_callback(complete)
+            deferred.on_abandoned = outcome.on_abandoned
+            result.follow(outcome.future)
         else:
-            result._settle(outcome, None)
+            result._try_complete(outcome, None)
 
     context = contextvars.copy_context()  # the call's context variables, such as its scope
     threads, clock = manager.runtime.threads, manager.runtime.clock
     owned_object.future.add_done_callback(
-        lambda _: threads.start_when_possible(lambda: context.run(run_now), clock)
+        lambda _: threads.start_with_retry(lambda: context.run(run_now), clock)
     )
     return deferred
 
@@ -199,7 +193,7 @@ class MethodCall:
         self, manager: ReferenceManager, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         function = getattr(target, self._name)
-        if not manager.runtime.allowed(getattr(function, "__func__", function)):
+        if not manager.runtime.functions.is_allowed(getattr(function, "__func__", function)):
             raise UsageError(
                 f"worker {manager.runtime.name!r} serves only registered functions; "
                 f"{self._name} is not one: mark it with telegrad.expose"

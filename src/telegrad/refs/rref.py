@@ -28,13 +28,13 @@ from telegrad.messages.packing import (
     current_message,
     keep_until_answered,
 )
+from telegrad.messages.remote_functions import trusted
 from telegrad.refs import proxy
 from telegrad.refs.creation import Creation
 from telegrad.refs.manager import ReferenceManager
 from telegrad.refs.owned_objects import ObjectKey, OwnedObject
 from telegrad.refs.owner_calls import create_call, fetch, with_object
 from telegrad.runtime import DEFAULT
-from telegrad.server.functions import trusted
 from telegrad.wire import codec
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ def _reduce(rref: RRef[Any]) -> tuple[Any, tuple[Any, ...]]:
     message = current_message()
     if message is None:
         rref.__reduce_ex__(5)
-    if message is not None and message.agent is not rref._manager.runtime:
+    if message is not None and message.runtime is not rref._manager.runtime:
         raise SerializationError(
             f"{rref!r} belongs to another agent of this process than the one that sends it"
         )
@@ -358,10 +358,10 @@ def _rebuild(name: str, rank: int, owner: str, creator: str, sequence_number: in
     message = current_message()
     if message is None:
         raise SerializationError("a reference arrived outside a call")
-    manager, key = ReferenceManager.of(message.agent), ObjectKey(creator, sequence_number)
+    manager, key = ReferenceManager.of(message.runtime), ObjectKey(creator, sequence_number)
     rref: RRef[Any] = RRef.__new__(RRef)
     rref._initialize(manager, WorkerInfo(name, rank), owner, key, None)
-    if owner == message.agent.local_member.incarnation:
+    if owner == message.runtime.local_member.incarnation:
         manager.owned.receive(key)
     else:
         manager.held.receive(owner, key)
@@ -373,7 +373,7 @@ def _rebuild_at_owner(creator: str, sequence_number: int) -> RRef[Any]:
     message = current_message()
     if message is None:
         raise SerializationError("a reference arrived outside a call")
-    agent, key = message.agent, ObjectKey(creator, sequence_number)
+    agent, key = message.runtime, ObjectKey(creator, sequence_number)
     manager = ReferenceManager.of(agent)
     manager.owned.add_local_reference(key)
     rref: RRef[Any] = RRef.__new__(RRef)

@@ -71,15 +71,13 @@ class RpcAgent(Agent):
         """Return counters of the agent, under torch's names."""
         executor = self._runtime.executor
         connections = self._runtime.listener.connections
-        peers = self._runtime.links()
+        peers = self._runtime.peers.all()
         metrics = {
             "agent.thread_pool_size": executor.limit,
             "agent.num_idle_threads": max(executor.limit - executor.active, 0),
-            "agent.client_active_calls": sum(peer.calls_under_way for peer in peers),
-            "agent.server_active_calls": sum(each.calls_under_way for each in connections),
-            "agent.server_active_async_calls": sum(
-                each.calls_answered_later for each in connections
-            ),
+            "agent.client_active_calls": sum(peer.calls_in_progress for peer in peers),
+            "agent.server_active_calls": sum(each.calls_in_progress for each in connections),
+            "agent.server_active_async_calls": sum(each.deferred_calls for each in connections),
         }
         return {name: str(value) for name, value in metrics.items()}
 

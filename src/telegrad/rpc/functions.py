@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from telegrad.server.functions import ASYNC_MARK
+from telegrad.messages.remote_functions import ASYNC_MARK
 
 F = TypeVar("F", bound=Callable[..., Any])
 

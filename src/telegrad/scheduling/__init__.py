@@ -13,14 +13,14 @@ a message to another thread costs more than most calls do. The rules:
    `leader_role`). The old leader continues with its call, the new one with the next frame.
 3. The leader blocks or computes without telling: the clock finds it inside the same frame at two
    consecutive ticks and hands the loop over (`EventLoop.tick`).
-4. A function that ran for more than `SLOW` seconds, or that caused 3, is run by the executor from
+4. A function that ran for more than `SLOW_SECONDS`, or that caused 3, is run by the executor from
    then on (`executor`; `server.connection` compares the measured time). So are callbacks of
    futures that did (`client.multiplexed`).
 5. The executor runs up to a limit of calls at once. Calls in a known wait do not count. When no
    call finishes between two ticks, the limit doubles, so calls that wait for each other progress.
 6. When the queue of the executor is full, `Executor.submit` blocks, and the connection that
-   delivers more such calls is not read until there is room (`blocking.hold`). So the back-pressure
-   reaches the caller.
+   delivers more such calls is not read until there is room (`blocking.begin_backpressure`). So the
+   back-pressure reaches the caller.
 7. The rest of a frame of more than 1 MiB is received by a thread of its own, so that the other
    connections of the loop are still read.
 8. With an interpreter lock an agent has one event loop. Without it, an agent has several, and each

@@ -5,11 +5,11 @@ is logged, and a periodic timer runs again when it is next due.
 
 While connections are in use the clock also *ticks* every few milliseconds: it calls `tick` of each
 `TickListener`. When nothing has happened for `_IDLE_TICKS` ticks, it stops ticking and sleeps until
-the next timer. Event loops read `awake` without a lock for each frame; only if it is False do they
-call `wake`, which takes the lock.
+the next timer. Event loops read `is_ticking` without a lock for each frame; only if it is False do
+they call `start_ticking`, which takes the lock.
 
-State: the heap of timers and the tuple of listeners are changed under `_lock`. `awake` is set under
-`_lock` by any thread and cleared by the clock's thread (see `_stop_ticking`).
+State: the heap of timers and the tuple of listeners are changed under `_lock`. `is_ticking` is set
+under `_lock` by any thread and cleared by the clock's thread (see `_stop_ticking`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Clock:
     """Run timers and ticks on one thread."""
 
     def __init__(self, name: str) -> None:
-        self.awake = False  # whether the clock ticks
+        self.is_ticking = False  # whether the clock ticks
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()  # breaks ties in the heap
         self._listeners: tuple[TickListener, ...] = ()
@@ -52,9 +52,9 @@ class Clock:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"<Clock {len(self._timers)} timers, {'awake' if self.awake else 'asleep'}>"
+        return f"<Clock {len(self._timers)} timers, {'ticking' if self.is_ticking else 'idle'}>"
 
-    def at(self, moment: float, run: Callable[[], None]) -> None:
+    def call_at(self, moment: float, run: Callable[[], None]) -> None:
         """Run a short function once, at a moment of `time.monotonic`."""
         with self._lock:
             soonest = not self._timers or moment < self._timers[0][0]
@@ -62,32 +62,32 @@ class Clock:
             if soonest:
                 self._changed.notify()
 
-    def every(self, seconds: float, run: Callable[[], None]) -> None:
+    def call_every(self, seconds: float, run: Callable[[], None]) -> None:
         """Run a short function periodically until the clock is closed."""
 
         def run_and_repeat() -> None:
             try:
                 run()
             finally:
-                self.at(time.monotonic() + seconds, run_and_repeat)
+                self.call_at(time.monotonic() + seconds, run_and_repeat)
 
-        self.at(time.monotonic() + seconds, run_and_repeat)
+        self.call_at(time.monotonic() + seconds, run_and_repeat)
 
-    def watch(self, listener: TickListener) -> None:
+    def add_listener(self, listener: TickListener) -> None:
         """Call `listener.tick` at every tick from now on."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
 
-    def unwatch(self, listener: TickListener) -> None:
-        """Undo `watch`."""
+    def remove_listener(self, listener: TickListener) -> None:
+        """Undo `add_listener`."""
         with self._lock:
             self._listeners = tuple(each for each in self._listeners if each is not listener)
 
-    def wake(self) -> None:
+    def start_ticking(self) -> None:
         """Start to tick, because there is activity."""
         with self._lock:
-            if not self.awake:
-                self.awake = True
+            if not self.is_ticking:
+                self.is_ticking = True
                 self._changed.notify()
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Clock:
                 return
             for run in due:
                 _run_logged(run)
-            if self.awake:
+            if self.is_ticking:
                 idle_ticks = 0 if self._tick() else idle_ticks + 1
                 if idle_ticks > _IDLE_TICKS:
                     idle_ticks = 0
@@ -121,12 +121,12 @@ class Clock:
     def _stop_ticking(self) -> None:
         """Stop to tick, unless there is activity again.
 
-        An event loop marks itself busy before it reads `awake`. So if it read `awake` before this
-        method cleared it, the tick that follows sees that the loop is busy.
+        An event loop marks itself busy before it reads `is_ticking`. So if it read `is_ticking`
+        before this method cleared it, the tick that follows sees that the loop is busy.
         """
-        self.awake = False
+        self.is_ticking = False
         if self._tick():
-            self.awake = True
+            self.is_ticking = True
 
     def _wait_for_due(self) -> list[Callable[[], None]] | None:
         """Wait for the next timer or tick. Return the timers that are due, None after `close`."""
@@ -134,7 +134,7 @@ class Clock:
             if not self._closed:
                 now = time.monotonic()
                 until = self._timers[0][0] if self._timers else now + 3600
-                if self.awake:
+                if self.is_ticking:
                     until = min(until, now + TICK)
                 if until > now:
                     self._changed.wait(until - now)

@@ -48,11 +48,11 @@ _log = logging.getLogger(__name__)
 _now = time.monotonic
 
 
-class _Local(threading.local):
+class _LoopThreadState(threading.local):
     epoch = -1  # the epoch in which this thread leads or led
 
 
-_local = _Local()
+_local = _LoopThreadState()
 
 
 class EventLoop(ConnectionPoller):
@@ -74,7 +74,7 @@ class EventLoop(ConnectionPoller):
         self._busy = False
         self._handled = 0  # frames and jobs so far
         self._handled_at_tick = -1
-        self.hand_overs = 0
+        self.hand_over_count = 0
 
     def __repr__(self) -> str:
         state = "busy" if self._busy else "waiting"
@@ -93,7 +93,7 @@ class EventLoop(ConnectionPoller):
                     self._update_epoll(connection, fd, READ)
                 if not self._started:
                     self._threads.start(lambda: self._lead(0))
-                    self._clock.watch(self)
+                    self._clock.add_listener(self)
                     self._started = True
             except BaseException:
                 self._remove(connection)
@@ -117,7 +117,7 @@ class EventLoop(ConnectionPoller):
         """Lead the loop in `epoch`: handle frames until another thread leads or the loop ends."""
         with self._lock:
             pass  # wait until the hand-over that started this thread is complete
-        blocking.take(LeaderRole(self, epoch))
+        blocking.set_role(LeaderRole(self, epoch))
         _local.epoch = epoch
         try:
             while True:
@@ -131,7 +131,7 @@ class EventLoop(ConnectionPoller):
                 if self._epoch != epoch or self._closed:
                     return
                 self._current, self._busy = None, False
-            self._threads.start_when_possible(lambda: self._lead(epoch), self._clock)
+            self._threads.start_with_retry(lambda: self._lead(epoch), self._clock)
 
     def _read_current(self, epoch: int) -> bool:
         """Handle the frames of the current connection. Return False if another thread leads now."""
@@ -151,8 +151,8 @@ class EventLoop(ConnectionPoller):
                 count += 1
                 self._handled += 1
                 self._busy = True
-                if not clock.awake:  # read after `_busy` is set: see `Clock._stop_ticking`
-                    clock.wake()
+                if not clock.is_ticking:  # read after `_busy` is set: see `Clock._stop_ticking`
+                    clock.start_ticking()
                 connection.handle(frame)
                 del frame  # it may keep shared memory of the sender
                 with lock:
@@ -171,18 +171,18 @@ class EventLoop(ConnectionPoller):
         elif channel.missing_bytes > _LARGE_FRAME:
             connection.receives_large_frame = True
             self._watch(connection, 0)
-            self._threads.start_when_possible(lambda: self._receive_large(connection), self._clock)
+            self._threads.start_with_retry(lambda: self._receive_large(connection), self._clock)
         return True
 
     def _end_connection(self, connection: LoopConnection, error: BaseException, epoch: int) -> bool:
         """End a connection. Return False if another thread leads now: then that thread ends it."""
         with self._lock:
             if self._epoch != epoch:
-                connection.channel.shut()
+                connection.channel.shutdown()
                 return False
             self._remove(connection)
             self._current = None
-        return self._run_job(lambda: connection.ended(error), epoch)
+        return self._run_job(lambda: connection.on_ended(error), epoch)
 
     def _receive_large(self, connection: LoopConnection) -> None:
         """Receive a large frame on a thread of its own, then let the loop read the connection."""
@@ -206,7 +206,7 @@ class EventLoop(ConnectionPoller):
                 self._set_current(self._ready.popleft())
                 return True
             if self._closed and not self._connections:
-                self._clock.unwatch(self)
+                self._clock.remove_listener(self)
                 with self._lock:
                     self._close_descriptors()
                 return False
@@ -232,8 +232,8 @@ class EventLoop(ConnectionPoller):
         """Run a job that does not handle a frame. Return False if another thread leads now."""
         self._handled += 1
         self._busy = True
-        if not self._clock.awake:
-            self._clock.wake()
+        if not self._clock.is_ticking:
+            self._clock.start_ticking()
         job()
         with self._lock:
             if self._epoch != epoch:
@@ -333,10 +333,10 @@ class EventLoop(ConnectionPoller):
         self._threads.start(lambda: self._lead(epoch + 1))
         self._epoch = epoch + 1
         self._busy = False
-        self.hand_overs += 1
+        self.hand_over_count += 1
         return True
 
-    def hold(self, epoch: int) -> LoopConnection | None:
+    def begin_backpressure(self, epoch: int) -> LoopConnection | None:
         """Hand over, and stop reading the connection whose frame the leader handles.
 
         For back-pressure. Return the connection, or None if the thread of `epoch` does not lead.
@@ -352,8 +352,8 @@ class EventLoop(ConnectionPoller):
                 self._update_epoll(connection, fd, 0)
             return connection
 
-    def release(self, connection: LoopConnection) -> None:
-        """Undo one `hold`. Read the connection again after the last one."""
+    def end_backpressure(self, connection: LoopConnection) -> None:
+        """Undo one `begin_backpressure`. Read the connection again after the last one."""
         with self._lock:
             connection.hold_count -= 1
             if connection.hold_count:
@@ -371,7 +371,7 @@ class EventLoop(ConnectionPoller):
         handled, busy, epoch, connection = self._handled, self._busy, self._epoch, self._current
         if busy and handled == self._handled_at_tick:
             if self.hand_over(epoch) and connection is not None:
-                connection.blocked()
+                connection.on_blocked()
             return True
         is_active = handled != self._handled_at_tick
         self._handled_at_tick = handled

@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Iterator
 
-from telegrad.interpreter import has_lock
+from telegrad.interpreter import has_gil
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.loop_connection import LoopConnection
@@ -33,7 +33,7 @@ def default_loop_count() -> int:
     Half of the cores are left to other threads. On two cores, which callers on the same machine use
     as well, a second loop gained nothing.
     """
-    return 1 if has_lock() else max(min(CORES // 2, _MAX_LOOPS), 1)
+    return 1 if has_gil() else max(min(CORES // 2, _MAX_LOOPS), 1)
 
 
 class EventLoops:
@@ -60,9 +60,9 @@ class EventLoops:
         """Let one of the loops read a connection. Raise `ChannelClosed` if the loops are closed."""
         self._next_loop(connection.group).add(connection)
 
-    def reads(self, connection: LoopConnection) -> bool:
+    def is_reading(self, connection: LoopConnection) -> bool:
         """Return whether a loop reads this connection, so that the loop will close it."""
-        return any(loop.reads(connection) for loop in self)
+        return any(loop.is_reading(connection) for loop in self)
 
     def close(self) -> None:
         """Let each loop end after its last connection. All connections must be ending."""
@@ -71,10 +71,10 @@ class EventLoops:
         for loop in self:
             loop.close()
 
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         """Close the descriptors in the child of a fork. The connections belong to the parent."""
         for loop in self._loops:
-            loop.drop()
+            loop.close_after_fork()
 
     def _next_loop(self, group: str) -> EventLoop:
         with self._lock:

@@ -27,7 +27,7 @@ from telegrad import blocking
 from telegrad.errors import InternalError
 from telegrad.scheduling.thread_pool import Job, ThreadPool
 
-SLOW = 0.002  # seconds; a function or callback that takes longer is run by the executor
+SLOW_SECONDS = 0.002  # seconds; a function or callback that takes longer is run by the executor
 _log = logging.getLogger(__name__)
 
 
@@ -76,7 +76,7 @@ class Executor:
                 self._active -= 1
             raise
 
-    def offer(self, job: Job) -> bool:
+    def try_submit(self, job: Job) -> bool:
         """Submit `job` without blocking. Return False if it was not accepted.
 
         That is the case if it might wait forever for the calls before it, or if the system refuses
@@ -93,18 +93,18 @@ class Executor:
 
     def _wait_for_room(self) -> None:
         """Block the thread that delivers calls. Its connection is not read meanwhile."""
-        role = blocking.hold()
+        role = blocking.begin_backpressure()
         try:
             with self._lock:
                 while len(self._queue) >= self._max_limit and not self._closed:
                     self._has_room.wait()
         finally:
-            blocking.release(role)
+            blocking.end_backpressure(role)
 
     def _run_jobs(self, job_box: list[Job]) -> None:
         """Run a job, then queued jobs while the limit permits. `job_box`: see `thread_pool`."""
         job: Job | None = job_box.pop()
-        blocking.take(self)
+        blocking.set_role(self)
         while job is not None:
             try:
                 job()
@@ -137,23 +137,25 @@ class Executor:
         with self._lock:
             self._active += 1
 
-    def hold(self) -> None:
+    def begin_backpressure(self) -> None:
         """Do nothing: the thread still counts, so back-pressure reaches the queue."""
         return
 
-    def release(self) -> None:
-        """Do nothing; see `hold`."""
+    def end_backpressure(self) -> None:
+        """Do nothing; see `begin_backpressure`."""
         return
 
-    def more(self) -> bool:
+    def has_pending_messages(self) -> bool:
         """Return False: this thread reads no connection."""
         return False
 
-    def afterwards(self, key: Hashable, job: Job) -> None:
-        """Raise `InternalError`: this is only called if `more` returned True."""
-        raise InternalError("a thread of the executor reads no connection: `more` is never true")
+    def run_when_drained(self, key: Hashable, job: Job) -> None:
+        """Raise `InternalError`: this is only called if `has_pending_messages` returned True."""
+        raise InternalError(
+            "a thread of the executor reads no connection: `has_pending_messages` is never true"
+        )
 
-    def at(self, key: Hashable, moment: float, job: Job) -> bool:
+    def run_at(self, key: Hashable, when: float, job: Job) -> bool:
         """Return False: this thread does not run timers."""
         return False
 

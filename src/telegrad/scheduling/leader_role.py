@@ -32,26 +32,26 @@ class LeaderRole:
         """Do nothing: another thread leads now, and this one ends after its call."""
         return
 
-    def hold(self) -> None:
+    def begin_backpressure(self) -> None:
         """Hand the loop over, and stop reading the connection whose frame is handled here."""
-        connection = self._loop.hold(self._epoch)
+        connection = self._loop.begin_backpressure(self._epoch)
         if connection is not None:
             self._held_connections.append(connection)
 
-    def release(self) -> None:
-        """Undo the last `hold`: read the connection again."""
+    def end_backpressure(self) -> None:
+        """Undo the last `begin_backpressure`: read the connection again."""
         if self._held_connections:
-            self._loop.release(self._held_connections.pop())
+            self._loop.end_backpressure(self._held_connections.pop())
 
-    def more(self) -> bool:
+    def has_pending_messages(self) -> bool:
         """Return whether this thread will handle another frame at once."""
         return self._loop.has_more_input(self._epoch)
 
-    def afterwards(self, key: Hashable, job: Job) -> None:
+    def run_when_drained(self, key: Hashable, job: Job) -> None:
         """Run `job` when no more frames are here; at once if this thread no longer leads."""
         if not self._loop.run_when_idle(self._epoch, key, job):
             job()
 
-    def at(self, key: Hashable, moment: float, job: Job) -> bool:
-        """Run `job` at `moment`. Return False if this thread no longer leads."""
-        return self._loop.run_at(self._epoch, key, moment, job)
+    def run_at(self, key: Hashable, when: float, job: Job) -> bool:
+        """Run `job` at time `when`. Return False if this thread no longer leads."""
+        return self._loop.run_at(self._epoch, key, when, job)

@@ -27,7 +27,9 @@ class LoopConnection(ABC):
     channel: Channel
     loop: EventLoop  # the loop that reads this connection
     group = ""  # connections of one group have similar traffic; see `EventLoops`
-    stops_reading = True  # do not read while the peer does not receive what was sent to it
+    pauses_reading_when_blocked = (
+        True  # do not read while the peer does not receive what was sent to it
+    )
     # The following attributes are set by the event loop only.
     queued = False  # in the loop's queue of connections that are ready
     readable = False  # epoll has reported bytes that were not received yet
@@ -53,10 +55,10 @@ class LoopConnection(ABC):
         """Handle one frame. `ChannelClosed` and `ProtocolError` end the connection."""
 
     @abstractmethod
-    def ended(self, error: BaseException) -> None:
+    def on_ended(self, error: BaseException) -> None:
         """Clean up after the connection has ended because of `error`. Called once."""
 
-    def blocked(self) -> None:
+    def on_blocked(self) -> None:
         """Take note that the current `handle` blocks or runs long. Called while it still runs."""
         return
 
@@ -68,12 +70,12 @@ class LoopConnection(ABC):
         """
         channel = self.channel
         try:
-            channel.try_send(Kind.ALIVE)
+            channel.try_send(Kind.HEARTBEAT)
         except ChannelClosed:
             return True  # the loop will end the connection
-        if channel.heard or self.hold_count:
+        if channel.received_since_heartbeat or self.hold_count:
             self._silent_seconds = 0.0
         else:
             self._silent_seconds += interval
-        channel.heard = False
+        channel.received_since_heartbeat = False
         return self._silent_seconds < timeout

@@ -47,7 +47,7 @@ class ConnectionPoller:
 
     # Called by any thread
 
-    def reads(self, connection: LoopConnection) -> bool:
+    def is_reading(self, connection: LoopConnection) -> bool:
         """Return whether this loop reads the connection, so that the loop will close it."""
         return connection in self._connections
 
@@ -64,7 +64,7 @@ class ConnectionPoller:
         if self._asleep:
             self.post(None)
 
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         """Close the descriptors in the child of a fork. The connections belong to the parent."""
         self._epoll.close()
         os.close(self._wake_fd)
@@ -132,7 +132,7 @@ class ConnectionPoller:
         A connection that epoll does not watch is held, or a large frame is received from it. Then
         nothing is changed: the rest is sent after that.
         """
-        events = WRITE if connection.stops_reading else READ | WRITE
+        events = WRITE if connection.pauses_reading_when_blocked else READ | WRITE
         self._watch(connection, events, only_if_watched=True)
 
     def _remove(self, connection: LoopConnection) -> None:

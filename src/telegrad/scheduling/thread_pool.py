@@ -66,7 +66,7 @@ class ThreadPool:
             self._alive.discard(thread)
             raise
 
-    def start_when_possible(self, job: Job, clock: Clock) -> None:
+    def start_with_retry(self, job: Job, clock: Clock) -> None:
         """Start `job`; if the system refuses a thread, retry until it does not.
 
         For jobs that must not be lost.
@@ -78,7 +78,7 @@ class ThreadPool:
                 return
             _log.warning("%s cannot start a thread (%s); retrying", self._name, error)
             retry_at = time.monotonic() + _RETRY_SECONDS
-            clock.at(retry_at, lambda: self.start_when_possible(job, clock))
+            clock.call_at(retry_at, lambda: self.start_with_retry(job, clock))
 
     def _run(self, job_box: list[Job]) -> None:
         # In free-threaded Python 3.14 a thread inherits the context variables of the thread that
@@ -95,7 +95,7 @@ class ThreadPool:
                 except BaseException:
                     _log.exception("a thread of Telegrad failed; please report this")
                 del job
-                blocking.take(None)
+                blocking.set_role(None)
                 try:
                     job = self._wait_for_job()
                 # out of memory or descriptors: one idle thread fewer

@@ -25,7 +25,7 @@ from telegrad.config import Config
 from telegrad.cuda.exclusive import is_exclusive
 from telegrad.current import thread_state
 from telegrad.deadline import Deadline
-from telegrad.errors import ProtocolError, SerializationError, UsageError, text_of
+from telegrad.errors import ProtocolError, SerializationError, UsageError, error_text
 from telegrad.futures import Future
 from telegrad.group.endpoint import MULTIPLEXED
 from telegrad.messages import scope as scopes
@@ -41,13 +41,20 @@ from telegrad.messages.routes import DeviceRoute, reply_route
 from telegrad.messages.scope import current_scope
 from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.event_loops import EventLoops
-from telegrad.scheduling.executor import SLOW, Executor
+from telegrad.scheduling.executor import SLOW_SECONDS, Executor
 from telegrad.server.functions import FunctionRegistry, ServedFunction, UndecodableFunction
 from telegrad.server.future_replies import FutureReplies
 from telegrad.server.replies import ReplyingConnection, ReplyRuntime, settle_all
 from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, close_with_reason
 from telegrad.wire import codec
-from telegrad.wire.frames import DEFINES, INLINE_FUNCTION, KEYWORDS, SCOPED, Frame, Kind
+from telegrad.wire.frames import (
+    DEFINES_FUNCTION,
+    HAS_KEYWORDS,
+    HAS_SCOPE,
+    INLINE_FUNCTION,
+    Frame,
+    Kind,
+)
 from telegrad.wire.function_table import MAX_FUNCTIONS
 
 _FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
@@ -97,7 +104,7 @@ class ServerConnection(ReplyingConnection):
         )
 
     @property
-    def calls_answered_later(self) -> int:
+    def deferred_calls(self) -> int:
         """The number of calls that a future will answer."""
         return len(self._deferred)
 
@@ -107,7 +114,7 @@ class ServerConnection(ReplyingConnection):
         """Run a call or hand it to the executor, or handle another frame of the caller."""
         if frame.kind == _CALL:
             function = self._find_function(frame)
-            if function is not None and function.seconds > SLOW:
+            if function is not None and function.seconds > SLOW_SECONDS:
                 self._submit_to_executor(frame, function)
                 return
             if function is None or not 0 <= function.seconds < _FAST:
@@ -115,43 +122,43 @@ class ServerConnection(ReplyingConnection):
             self._running = function
             self._execute(frame, function, self.loop)
         elif frame.kind == Kind.CANCEL:
-            self._cancel(frame.call)
-        elif frame.kind == Kind.BYE:
+            self._cancel(frame.call_id)
+        elif frame.kind == Kind.LEAVE:
             raise PeerClosed(frame)
-        elif frame.kind != Kind.ALIVE:
+        elif frame.kind != Kind.HEARTBEAT:
             raise ProtocolError(f"a frame of kind {frame.kind} where a call was due")
 
-    def blocked(self) -> None:
+    def on_blocked(self) -> None:
         """Run the function that blocks the leader of the loop on the executor from now on."""
         if self._running is not None:
-            self._running.seconds = max(self._running.seconds, 2 * SLOW)
+            self._running.seconds = max(self._running.seconds, 2 * SLOW_SECONDS)
 
-    def ended(self, error: BaseException) -> None:
+    def on_ended(self, error: BaseException) -> None:
         """Close the channel and cancel the calls that wait for futures."""
         if not isinstance(error, ChannelClosed):
-            reason = f"worker {self._runtime.name!r} closed the connection: {text_of(error)}"
-            close_with_reason(self.channel, reason, Kind.END)
+            reason = f"worker {self._runtime.name!r} closed the connection: {error_text(error)}"
+            close_with_reason(self.channel, reason, Kind.CLOSE)
         self.channel.close()
         for call_id in list(self._deferred):
             self._cancel(call_id)
         self._runtime.connection_ended(self, error)
 
     def _submit_to_executor(self, frame: Frame, function: ServedFunction) -> None:
-        deadline = Deadline.from_wire(frame.left_ms)
+        deadline = Deadline.from_wire(frame.timeout_ms)
 
         def job() -> None:
             expired = deadline is not None and deadline.passed()
-            if (expired or frame.call in self._cancelled) and not function.must_run:
-                self._send_empty_reply(frame.call)
+            if (expired or frame.call_id in self._cancelled) and not function.must_run:
+                self._send_empty_reply(frame.call_id)
             else:
                 # without the loop: only its leader flushes replies that are held back
                 self._execute(frame, function)
 
-        self._unanswered[frame.call] = not function.internal
+        self._unanswered[frame.call_id] = not function.internal
         try:
             self._runtime.executor.submit(job)
         except BaseException as error:
-            self._send_failure(frame.call, function, error)
+            self._send_failure(frame.call_id, function, error)
 
     def _cancel(self, call_id: int) -> None:
         """Answer a call whose caller no longer waits, and cancel what it waits for."""
@@ -163,9 +170,9 @@ class ServerConnection(ReplyingConnection):
             return
         self._send_empty_reply(call_id)
         if type(deferred) is DeferredReply:
-            if deferred.given_up is not None:
-                deferred.given_up()
-        elif isinstance(deferred, Future) and deferred.leave() and deferred.is_call:
+            if deferred.on_abandoned is not None:
+                deferred.on_abandoned()
+        elif isinstance(deferred, Future) and deferred.remove_caller() and deferred.is_call:
             # not a future that the user completes: the next caller may get the same one
             deferred.cancel()
 
@@ -175,32 +182,32 @@ class ServerConnection(ReplyingConnection):
         """Return the function of a call by its id; None if the function is in the pickle."""
         if frame.flags & INLINE_FUNCTION:
             return None
-        if frame.flags & DEFINES:
+        if frame.flags & DEFINES_FUNCTION:
             self._define(frame)
-        function = self._functions.get(frame.function)
+        function = self._functions.get(frame.function_id)
         if function is None:
             raise ProtocolError(
-                f"a call of function number {frame.function}, which was never defined"
+                f"a call of function number {frame.function_id}, which was never defined"
             )
         return function
 
     def _define(self, frame: Frame) -> None:
         # there was no memory for the body
-        body_lost = frame.damage is not None and not len(frame.body)
+        body_lost = frame.receive_error is not None and not len(frame.body)
         size = int.from_bytes(frame.body[:4], "little")
         is_valid = size <= len(frame.body) - 4 or body_lost
-        if not 0 < frame.function <= MAX_FUNCTIONS or not is_valid:
+        if not 0 < frame.function_id <= MAX_FUNCTIONS or not is_valid:
             raise ProtocolError(
-                f"a definition of {size} bytes for function number {frame.function}"
+                f"a definition of {size} bytes for function number {frame.function_id}"
             )
         try:
-            if frame.damage is not None and body_lost:
-                raise frame.damage
+            if frame.receive_error is not None and body_lost:
+                raise frame.receive_error
             definition = codec.decode(bytes(frame.body[4 : 4 + size]))
             function = self._runtime.functions.find(definition)
         except BaseException as error:
             function = ServedFunction(UndecodableFunction(error))
-        self._functions[frame.function] = function
+        self._functions[frame.function_id] = function
 
     def _check_allowed(self, function: ServedFunction | None) -> None:
         """Raise `UsageError` if peers may not call a function; None: it is sent by value."""
@@ -218,16 +225,16 @@ class ServerConnection(ReplyingConnection):
     ) -> None:
         """Run a call and send its reply, or arrange for it to be sent. Never raise."""
         self._runtime.calls_served += 1
-        self._unanswered[frame.call] = function is None or not function.internal
+        self._unanswered[frame.call_id] = function is None or not function.internal
         try:
             thread_state.caller = self.peer_name
-            thread_state.deadline = Deadline.from_wire(frame.left_ms)
-            if not frame.flags & SCOPED or not len(frame.body):
+            thread_state.deadline = Deadline.from_wire(frame.timeout_ms)
+            if not frame.flags & HAS_SCOPE or not len(frame.body):
                 self._run(frame, function, loop)
             else:
                 self._run_scoped(frame, function, loop)
         except BaseException as error:
-            self._send_failure(frame.call, function, error, frame.function)
+            self._send_failure(frame.call_id, function, error, frame.function_id)
 
     def _run_scoped(
         self, frame: Frame, function: ServedFunction | None, loop: EventLoop | None
@@ -249,13 +256,13 @@ class ServerConnection(ReplyingConnection):
             if (
                 frame.flags
                 or function is None
-                or frame.damage is not None
+                or frame.receive_error is not None
                 or self._runtime.config.only_registered
             ):
                 function, args, kwargs = self._decode_call(frame, function, received)
             else:
                 args, kwargs = self._unpack(frame.body, frame.buffers, received), {}
-            waited = blocking.waited() if loop is None else 0.0
+            waited = blocking.waited_seconds() if loop is None else 0.0
             started = _now()
             try:
                 value = function.run(*args, **kwargs)
@@ -264,8 +271,8 @@ class ServerConnection(ReplyingConnection):
                 if self._runtime.forked:
                     os._exit(0)
             if loop is None:
-                function.add_duration(_now() - started - (blocking.waited() - waited))
-            # else it has waited, or `blocked` has recorded that it took long
+                function.add_duration(_now() - started - (blocking.waited_seconds() - waited))
+            # else it has waited, or `on_blocked` has recorded that it took long
             elif loop.epoch == epoch:
                 function.add_duration(_now() - started)
             del args, kwargs
@@ -273,13 +280,13 @@ class ServerConnection(ReplyingConnection):
                 resource.forget()
             if function.is_deferred or type(value) is DeferredReply:
                 settle_all(received)
-                self._reply_later(frame.call, function, value)
+                self._reply_later(frame.call_id, function, value)
                 return
         except BaseException:
             settle_all(received)
             raise
         exclusive = torch.cuda._initialized and is_exclusive(value)  # type: ignore[attr-defined]
-        self._send_reply(frame.call, function, value, loop, epoch, exclusive, received)
+        self._send_reply(frame.call_id, function, value, loop, epoch, exclusive, received)
 
     def _decode_call(
         self, frame: Frame, function: ServedFunction | None, received: list[ReceivedResource]
@@ -287,19 +294,19 @@ class ServerConnection(ReplyingConnection):
         """Return the function and the arguments of a call of any kind."""
         flags, body = frame.flags, frame.body
         self._check_allowed(function)  # before the arguments are unpickled
-        if flags & DEFINES:
+        if flags & DEFINES_FUNCTION:
             body = memoryview(body)[4 + int.from_bytes(body[:4], "little") :]
-        if frame.damage is not None:
+        if frame.receive_error is not None:
             raise SerializationError(
                 f"worker {self._runtime.name!r} could not receive the arguments: "
-                f"{type(frame.damage).__name__}: {text_of(frame.damage)}"
-            ) from frame.damage
+                f"{type(frame.receive_error).__name__}: {error_text(frame.receive_error)}"
+            ) from frame.receive_error
         value = self._unpack(body, frame.buffers, received)
         kwargs: dict[str, Any] = {}
         if function is None:
             callable_, value, kwargs = value
             function = ServedFunction(callable_)
-        elif flags & KEYWORDS:
+        elif flags & HAS_KEYWORDS:
             value, kwargs = value
         return function, value, kwargs
 
@@ -309,7 +316,7 @@ class ServerConnection(ReplyingConnection):
         except BaseException as error:
             raise SerializationError(
                 f"worker {self._runtime.name!r} could not unpickle the arguments: "
-                f"{type(error).__name__}: {text_of(error)}. "
+                f"{type(error).__name__}: {error_text(error)}. "
                 "Whatever they refer to must be importable there"
             ) from error
 
@@ -324,7 +331,7 @@ class ServerConnection(ReplyingConnection):
             )
         # not for a `DeferredReply`: others may use its future, whether or not they wait now
         if isinstance(value, Future):
-            value.join()
+            value.add_caller()
         self._deferred[call_id] = value
         scope = current_scope.get()
 

@@ -10,36 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from telegrad.errors import SerializationError, text_of
+from telegrad.errors import SerializationError, error_text
 from telegrad.messages.remote_functions import (
     ASYNC_MARK,
-    DeferredReply,
-    Promise,
-    internal,
     is_internal,
     is_trusted,
-    serve_as,
     served_form,
-    trusted,
 )
 from telegrad.messages.routes import ANY_DEVICE_MARK
 from telegrad.wire.function_table import MAX_FUNCTIONS, Function, describe
-
-# The marks are defined in a lower layer; packages above this one import them from here.
-__all__ = [
-    "ASYNC_MARK",
-    "DeferredReply",
-    "FunctionRegistry",
-    "Promise",
-    "ServedFunction",
-    "UndecodableFunction",
-    "expose",
-    "internal",
-    "is_trusted",
-    "serve_as",
-    "served_form",
-    "trusted",
-]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -127,7 +106,7 @@ class UndecodableFunction:
     """
 
     def __init__(self, error: BaseException) -> None:
-        self._reason = f"{type(error).__name__}: {text_of(error)}"
+        self._reason = f"{type(error).__name__}: {error_text(error)}"
         self.__qualname__ = "a function that this worker does not have"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

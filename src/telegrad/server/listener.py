@@ -169,8 +169,8 @@ class Listener:
         Never raise, whatever the peer sends.
         """
         try:
-            sockets.check_user(sock)
-            peer = sockets.shake_hands(sock, self.handshake(), self._config.connect_timeout)
+            sockets.check_same_user(sock)
+            peer = sockets.run_handshake(sock, self.handshake(), self._config.connect_timeout)
             incarnation = peer["incarnation"]
             if peer["purpose"] == SEGMENT:
                 segment_transfer.receive_segment(sock, incarnation, self._endpoint.mappings)
@@ -230,7 +230,7 @@ class Listener:
         with self._lock:
             self._connections.add(connection)
         if self._runtime.closing or self._runtime.failures.is_lost(connection.incarnation):
-            connection.ended(ChannelClosed("this worker is shutting down"))
+            connection.on_ended(ChannelClosed("this worker is shutting down"))
         else:
             self._serve(connection)
 
@@ -239,13 +239,13 @@ class Listener:
         try:
             self._runtime.event_loops.add(connection)
         except ChannelClosed as error:
-            connection.ended(error)
+            connection.on_ended(error)
         except RuntimeError as error:
             if not self._runtime.closing:
                 name = self._runtime.name
                 _log.warning("worker %r cannot serve a connection yet: %s", name, error)
                 retry = functools.partial(self._serve, connection)
-                self._runtime.clock.at(time.monotonic() + _RETRY, retry)
+                self._runtime.clock.call_at(time.monotonic() + _RETRY, retry)
 
     def connection_ended(self, connection: ServerConnection, error: BaseException) -> None:
         """Remove a connection. If its peer has no other, find out whether the peer is lost."""
@@ -306,9 +306,9 @@ class Listener:
             if reason is not None:
                 _flush(connection.channel)
             send_goodbye(connection.channel, reason)
-            connection.channel.shut()
+            connection.channel.shutdown()
 
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         """In the child of a fork: close this process's copies of the sockets without a message.
 
         The connections stay open in the parent.
@@ -316,7 +316,7 @@ class Listener:
         for sock in (*self._sockets, *self._unauthenticated):
             sock.close()
         for connection in self._connections:
-            connection.channel.drop()
+            connection.channel.close_after_fork()
 
 
 def _flush(channel: Channel) -> None:

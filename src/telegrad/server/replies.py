@@ -27,7 +27,7 @@ from telegrad.scheduling.loop_connection import LoopConnection
 from telegrad.scheduling.thread_pool import ThreadPool
 from telegrad.server.functions import ServedFunction, UndecodableFunction
 from telegrad.transport.channel import Channel, ChannelClosed
-from telegrad.wire.failures import encode_failure, encode_name_of_failure, remote_traceback
+from telegrad.wire.failures import encode_failure, encode_failure_name, remote_traceback
 from telegrad.wire.frames import Kind
 
 _LARGE_BODY = 1 << 14  # bytes; smaller replies to one peer are sent together
@@ -60,7 +60,7 @@ class ReplyingConnection(LoopConnection):
         self._cancelled: set[int] = set()
 
     @property
-    def calls_under_way(self) -> int:
+    def calls_in_progress(self) -> int:
         """The number of calls of users that have not been answered."""
         return sum(list(self._unanswered.values()))
 
@@ -116,7 +116,7 @@ class ReplyingConnection(LoopConnection):
     def _send_empty_reply(self, call_id: int) -> None:
         """Answer a call whose caller no longer waits, so that it frees what the call uses."""
         try:
-            self.channel.offer(_REPLY, call_id, b"")
+            self.channel.send_nowait(_REPLY, call_id, b"")
         except ChannelClosed as error:
             _log.debug("the caller of a cancelled call is gone: %s", error)
         self._mark_answered(call_id)
@@ -146,7 +146,7 @@ class ReplyingConnection(LoopConnection):
 
         shared.join()
         runtime = self._runtime
-        runtime.threads.start_when_possible(send, runtime.clock)
+        runtime.threads.start_with_retry(send, runtime.clock)
 
     def _send_large(self, call_id: int, body: bytes, buffers: list[memoryview]) -> None:
         is_long = sum(buffer.nbytes for buffer in buffers) >= _LONG_COPY
@@ -175,7 +175,7 @@ class ReplyingConnection(LoopConnection):
         if function is not None and type(function.function) is UndecodableFunction:
             undefined_id = function_id
         self._log_failure(name, error)
-        for encode in (encode_failure, encode_name_of_failure):
+        for encode in (encode_failure, encode_failure_name):
             try:
                 body = encode(error, self._runtime.name, name)
                 self.channel.send(_FAILURE, call_id, body, function=undefined_id)
@@ -187,7 +187,7 @@ class ReplyingConnection(LoopConnection):
                 _log.debug("the failure of %s could not be sent: %s", name, type(failure))
         else:
             _log.error("%s gets no answer of %s; its connection ends", self.peer_name, name)
-            self.channel.shut()
+            self.channel.shutdown()
         self._mark_answered(call_id)
 
     def _log_failure(self, name: str, error: BaseException) -> None:

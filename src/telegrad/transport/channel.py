@@ -7,8 +7,8 @@ Rules for all implementations (one test suite checks them all):
   own copy of the bytes and buffers, so the caller may change its tensors.
 - `recv` is called by one thread at a time. After `TimeoutError` the channel is still usable;
   `ChannelClosed` is final.
-- `shut` may be called from any thread: it wakes the threads inside `recv` and `send`. `close` frees
-  the resources of the channel. It is called by the reading thread, or when no thread reads.
+- `shutdown` may be called from any thread: it wakes the threads inside `recv` and `send`. `close`
+  frees the resources of the channel. It is called by the reading thread, or when no thread reads.
 - `cork` may collect small frames. The next `send` or `flush_nowait` sends them, in order.
 - A thread that reads many channels calls `receive` and `next_frame` instead of `recv`.
 """
@@ -41,7 +41,7 @@ class SendTimeout(TimeoutError):
 
 
 class PeerClosed(ChannelClosed):
-    """The peer closed the channel with a BYE frame. `words` is the reason that it gave."""
+    """The peer closed the channel with a LEAVE frame. `words` is the reason that it gave."""
 
     def __init__(self, frame: Frame) -> None:
         super().__init__("the peer closed the connection with a goodbye message")
@@ -49,7 +49,7 @@ class PeerClosed(ChannelClosed):
 
 
 def text_of_frame(frame: Frame) -> str:
-    """Return the text of a BYE or END frame."""
+    """Return the text of a LEAVE or CLOSE frame."""
     return bytes(frame.body).decode("utf-8", "replace")
 
 
@@ -62,7 +62,7 @@ class Channel(ABC):
     # called when the peer did not receive all of the corked frames
     on_send_blocked: Callable[[], None] | None = None
     # Set whenever bytes arrive, cleared by the heartbeat. So a long frame is a sign of life, too.
-    heard = False
+    received_since_heartbeat = False
 
     @abstractmethod
     def send(
@@ -72,7 +72,7 @@ class Channel(ABC):
         body: bytes,
         buffers: Sequence[memoryview] = (),
         function: int = 0,
-        left_ms: int = 0,
+        timeout_ms: int = 0,
         flags: int = 0,
         timeout: float | None = None,
         copies: SharedCopies | None = None,
@@ -105,7 +105,7 @@ class Channel(ABC):
 
     def cork_deferred(self, kind: int, call: int, body: bytes) -> None:
         """Queue a small frame for the next `flush_deferred`."""
-        self.offer(kind, call, body)
+        self.send_nowait(kind, call, body)
 
     def flush_deferred(self) -> None:
         """Send the frames that `cork_deferred` and `cork` queued, without blocking."""
@@ -119,7 +119,7 @@ class Channel(ABC):
         are left, call `on_send_blocked` and return False.
         """
 
-    def offer(self, kind: int, call: int, body: bytes) -> bool:
+    def send_nowait(self, kind: int, call: int, body: bytes) -> bool:
         """Send a small frame without blocking, or queue it; see `flush_nowait`."""
         self.cork(kind, call, body)
         return self.flush_nowait()
@@ -157,7 +157,7 @@ class Channel(ABC):
         """Return whether `next_frame` would return a frame."""
 
     @abstractmethod
-    def shut(self) -> None:
+    def shutdown(self) -> None:
         """End the connection and wake all threads that use the channel."""
 
     @abstractmethod
@@ -165,7 +165,7 @@ class Channel(ABC):
         """End the connection and free the resources of the channel."""
 
     @abstractmethod
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         """Close this process's descriptor without ending the connection; in the child of a fork."""
 
 
@@ -173,19 +173,19 @@ def send_goodbye(channel: Channel, reason: str | None) -> None:
     """Tell the peer that this side leaves, and why. None: do not send anything."""
     if reason is not None:
         try:
-            channel.send(Kind.BYE, 0, reason.encode(), timeout=1.0)
+            channel.send(Kind.LEAVE, 0, reason.encode(), timeout=1.0)
         except (ChannelClosed, TimeoutError) as error:
             _log.debug("the goodbye was not sent, the channel is closed: %s", error)
 
 
-def close_with_reason(channel: Channel, reason: str | None, kind: Kind = Kind.BYE) -> None:
+def close_with_reason(channel: Channel, reason: str | None, kind: Kind = Kind.LEAVE) -> None:
     """Shut a channel. Tell the peer why if it can be sent without blocking.
 
-    `Kind.BYE` ends all connections with the peer, `Kind.END` only this one.
+    `Kind.LEAVE` ends all connections with the peer, `Kind.CLOSE` only this one.
     """
     if reason is not None:
         try:
-            channel.offer(kind, 0, reason.encode())
+            channel.send_nowait(kind, 0, reason.encode())
         except ChannelClosed as error:
             _log.debug("the goodbye was not sent, the channel is closed: %s", error)
-    channel.shut()
+    channel.shutdown()

@@ -12,9 +12,9 @@ import queue
 import threading
 from collections.abc import Sequence
 
+from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel, ChannelClosed
 from telegrad.transport.shared_copies import SharedCopies
-from telegrad.wire.buffer_pool import BufferPool
 from telegrad.wire.frames import Frame
 
 Inbox = queue.SimpleQueue[Frame | None]
@@ -55,13 +55,13 @@ class MemoryChannel(Channel):
         body: bytes,
         buffers: Sequence[memoryview] = (),
         function: int = 0,
-        left_ms: int = 0,
+        timeout_ms: int = 0,
         flags: int = 0,
         timeout: float | None = None,
         copies: SharedCopies | None = None,
     ) -> None:
         copied = [self._copy(buffer) for buffer in buffers]
-        frame = Frame(kind, flags, call, function, left_ms, body, copied)
+        frame = Frame(kind, flags, call, function, timeout_ms, body, copied)
         with self._state.lock:
             self._flush()
             self._outbox.put(frame)
@@ -106,7 +106,7 @@ class MemoryChannel(Channel):
         if frame is None:
             self._inbox.put(None)  # later readers must see the end, too
             raise ChannelClosed("the peer closed the connection")
-        self.heard = True
+        self.received_since_heartbeat = True
         return frame
 
     def next_frame(self) -> Frame | None:
@@ -115,7 +115,7 @@ class MemoryChannel(Channel):
     def has_frame(self) -> bool:
         return not self._inbox.empty()
 
-    def shut(self) -> None:
+    def shutdown(self) -> None:
         with self._state.lock:
             if self._state.closed:
                 return
@@ -127,9 +127,9 @@ class MemoryChannel(Channel):
                 each.on_frame()
 
     def close(self) -> None:
-        self.shut()
+        self.shutdown()
 
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         return  # there is no descriptor to close
 
     def _copy(self, buffer: memoryview) -> memoryview:
@@ -138,7 +138,7 @@ class MemoryChannel(Channel):
         return copy
 
 
-def pair(pool: BufferPool) -> tuple[MemoryChannel, MemoryChannel]:
+def create_pair(pool: BufferPool) -> tuple[MemoryChannel, MemoryChannel]:
     """Return the two ends of a new channel."""
     left: Inbox = queue.SimpleQueue()
     right: Inbox = queue.SimpleQueue()

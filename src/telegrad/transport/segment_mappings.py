@@ -21,7 +21,7 @@ from telegrad.errors import ProtocolError
 from telegrad.transport import memfd
 from telegrad.transport.memfd import PAGE, round_to_pages
 from telegrad.transport.segments import CLOSED_AT, FREE, IN_USE, PRIVATE, SENT, SLOTS, Bytes
-from telegrad.wire.frames import BufferPlace
+from telegrad.wire.frames import BufferLocation
 
 _popleft = deque.popleft
 _discard: deque[None] = deque(maxlen=0)  # `extend` runs an iterator in one C call
@@ -41,7 +41,7 @@ class MappedSegment:
         weakref.finalize(self, os.close, self._fd).atexit = False
         self._populated_end = PAGE  # pages up to here were faulted in
 
-    def view(self, place: BufferPlace) -> Bytes:
+    def view(self, place: BufferLocation) -> Bytes:
         """Return the memory of a block that no other receiver has."""
         end = place.offset + place.nbytes
         if end > self._populated_end:
@@ -50,7 +50,7 @@ class MappedSegment:
             self._populated_end = round_to_pages(end)
         return np.frombuffer(self.memory, np.uint8, place.nbytes, place.offset)
 
-    def private_view(self, place: BufferPlace) -> Bytes:
+    def private_view(self, place: BufferLocation) -> Bytes:
         """Return the memory of a block that other receivers have, too (copy on write)."""
         if self.private is None:
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
@@ -60,7 +60,7 @@ class MappedSegment:
         memfd.populate(self.private, place.offset, place.nbytes, memfd.POPULATE_READ)
         return np.frombuffer(self.private, np.uint8, place.nbytes, place.offset)
 
-    def discard_private_pages(self, place: BufferPlace) -> None:
+    def discard_private_pages(self, place: BufferLocation) -> None:
         """Free the pages of a block that this process copied by writing to them."""
         assert self.private is not None
         size = round_to_pages(place.nbytes)
@@ -83,7 +83,7 @@ class SegmentMappings:
         return f"<SegmentMappings {segments} segments, {blocks} blocks in use>"
 
     @property
-    def live(self) -> int:
+    def blocks_in_use(self) -> int:
         """Return the number of blocks of other agents that tensors of this agent use."""
         self.release_dead()
         return len(self._in_use)
@@ -117,7 +117,7 @@ class SegmentMappings:
         with self._lock:
             self._segments[peer, segment_id] = mapped
 
-    def locate(self, peer: str, place: BufferPlace) -> memoryview:
+    def locate(self, peer: str, place: BufferLocation) -> memoryview:
         """Return the memory of a received block.
 
         The block returns to its sender when nothing refers to this memory any more.
@@ -157,7 +157,7 @@ class SegmentMappings:
             memory[slot] = IN_USE
         return memoryview(array)
 
-    def forget(self, peer: str | None = None) -> None:
+    def unmap(self, peer: str | None = None) -> None:
         """Unmap the segments of a lost `peer`; None: those that their senders have closed.
 
         A segment stays mapped while tensors use it.

@@ -70,7 +70,7 @@ class SegmentSender:
         announced.add(segment.segment_id)
         return True
 
-    def forget(self, incarnation: str) -> None:
+    def forget_peer(self, incarnation: str) -> None:
         """Forget a peer that was lost."""
         self._announced.pop(incarnation, None)
         self._retry_at.pop(incarnation, None)

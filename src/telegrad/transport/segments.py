@@ -21,13 +21,13 @@ import numpy.typing as npt
 
 from telegrad.transport import memfd
 from telegrad.transport.memfd import PAGE, round_to_pages
-from telegrad.wire.frames import BufferPlace
+from telegrad.wire.frames import BufferLocation
 
 # The first page of a segment: one byte for each slot, then the byte at `CLOSED_AT`.
 FREE, SENT, IN_USE = 0, 1, 2
 SLOTS = PAGE - 1
 CLOSED_AT = SLOTS  # 1 when the sender no longer uses the segment, so that receivers may unmap it
-# A flag in `BufferPlace.slot`: other receivers may have the same block, so it is mapped privately.
+# A flag in `BufferLocation.slot`: other receivers may have the block, so it is mapped privately.
 PRIVATE = 1 << 31
 _MIN_SEGMENT = 64 << 20  # bytes
 
@@ -66,11 +66,11 @@ class SharedSegment:
         mebibytes = self.size >> 20
         return f"<SharedSegment {self.segment_id}: {mebibytes} MiB, {len(self.blocks)} blocks>"
 
-    def view(self, place: BufferPlace) -> Bytes:
+    def view(self, place: BufferLocation) -> Bytes:
         """Return the memory of a block."""
         return self.bytes[place.offset : place.offset + place.nbytes]
 
-    def allocate(self, nbytes: int, peer: str, connection: object) -> BufferPlace | None:
+    def allocate(self, nbytes: int, peer: str, connection: object) -> BufferLocation | None:
         """Allocate a block. Return None if there is no room.
 
         It has the lowest free offset, so that pages that were faulted in are used first.
@@ -83,10 +83,12 @@ class SharedSegment:
                 slot = self._free_slots.pop()
                 self.blocks[slot] = SharedBlock(offset, size, peer, connection)
                 self.bytes[slot] = SENT
-                return BufferPlace(nbytes, offset, self.segment_id, slot)
+                return BufferLocation(nbytes, offset, self.segment_id, slot)
         return None
 
-    def add_receiver(self, place: BufferPlace, peer: str, connection: object) -> BufferPlace | None:
+    def add_receiver(
+        self, place: BufferLocation, peer: str, connection: object
+    ) -> BufferLocation | None:
         """Allocate another slot for a block that is in use. Return None if no slot is free."""
         if not self._free_slots:
             return None
@@ -155,7 +157,7 @@ class SharedSegment:
         """Permit receivers to unmap the segment: no more frames will name it."""
         self.bytes[CLOSED_AT] = 1
 
-    def populate(self, place: BufferPlace) -> bool:
+    def populate(self, place: BufferLocation) -> bool:
         """Fault the pages of a new block in. Return False if there is no memory for them.
 
         That is faster than one page fault after the other during the copy. Called without the lock,
@@ -190,7 +192,7 @@ class SegmentAllocator:
 
     def allocate(
         self, nbytes: int, peer: str, connection: object
-    ) -> tuple[SharedSegment, BufferPlace] | None:
+    ) -> tuple[SharedSegment, BufferLocation] | None:
         """Allocate a block for one buffer. Return None at the limit or if memory is short."""
         found = self._reserve(nbytes, peer, connection)
         if found is None:
@@ -206,7 +208,7 @@ class SegmentAllocator:
 
     def _reserve(
         self, nbytes: int, peer: str, connection: object
-    ) -> tuple[SharedSegment, BufferPlace] | None:
+    ) -> tuple[SharedSegment, BufferLocation] | None:
         """Find a block in a segment, or create a segment for it."""
         with self._lock:
             for segment in self._segments:
@@ -227,7 +229,7 @@ class SegmentAllocator:
             place = segment.allocate(nbytes, peer, connection)
             return None if place is None else (segment, place)
 
-    def allocate_for_many(self, nbytes: int) -> tuple[SharedSegment, BufferPlace] | None:
+    def allocate_for_many(self, nbytes: int) -> tuple[SharedSegment, BufferLocation] | None:
         """Allocate a block for several receivers. It stays in use until it is released."""
         found = self.allocate(nbytes, "", None)
         if found is not None:
@@ -236,15 +238,15 @@ class SegmentAllocator:
         return found
 
     def add_receiver(
-        self, segment: SharedSegment, place: BufferPlace, peer: str, connection: object
-    ) -> BufferPlace | None:
+        self, segment: SharedSegment, place: BufferLocation, peer: str, connection: object
+    ) -> BufferLocation | None:
         """Let one more receiver use a block. Return None if its segment is draining or full."""
         with self._lock:
             if segment not in self._segments:
                 return None
             return segment.add_receiver(place, peer, connection)
 
-    def release(self, places: Sequence[BufferPlace]) -> None:
+    def release(self, places: Sequence[BufferLocation]) -> None:
         """Free blocks that were not sent: no receiver knows of them."""
         with self._lock:
             segments = {each.segment_id: each for each in (*self._segments, *self._draining)}
@@ -253,7 +255,7 @@ class SegmentAllocator:
                 if segment is not None and slot in segment.blocks:
                     segment.release_slot(slot)
 
-    def abandon(self, peer: str, connection: object) -> None:
+    def connection_closed(self, peer: str, connection: object) -> None:
         """Give up the blocks that `connection` carried; None: all blocks of a lost `peer`.
 
         Segments with blocks whose use is unknown are not used again.
@@ -267,12 +269,12 @@ class SegmentAllocator:
                 segment.detach(peer, connection)
             self._close_drained()
 
-    def tidy(self) -> None:
+    def close_drained(self) -> None:
         """Close the segments that have drained."""
         with self._lock:
             self._close_drained()
 
-    def trim(self) -> None:
+    def close_unused(self) -> None:
         """Close the segments that no receiver uses, so that the kernel can free their memory."""
         with self._lock:
             self._close_drained()

@@ -10,7 +10,7 @@ import threading
 
 from telegrad.transport.copy_threads import copy_buffer
 from telegrad.transport.segments import SegmentAllocator, SharedSegment
-from telegrad.wire.frames import BufferPlace
+from telegrad.wire.frames import BufferLocation
 
 
 class SharedCopies:
@@ -21,7 +21,7 @@ class SharedCopies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocks: dict[int, tuple[SegmentAllocator, SharedSegment, BufferPlace]] = {}
+        self._blocks: dict[int, tuple[SegmentAllocator, SharedSegment, BufferLocation]] = {}
         # Peers that have received the message. A peer must not receive a block twice: it maps a
         # segment privately only once, so two tensors would have the same memory.
         self._peers: set[str] = set()
@@ -35,7 +35,7 @@ class SharedCopies:
 
     def get_block(
         self, allocator: SegmentAllocator, index: int, buffer: memoryview
-    ) -> tuple[SharedSegment, BufferPlace] | None:
+    ) -> tuple[SharedSegment, BufferLocation] | None:
         """Return a block with the bytes of the message's buffer `index`. None: there is no room.
 
         The first caller copies the buffer.

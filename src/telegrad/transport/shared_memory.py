@@ -39,7 +39,7 @@ from telegrad.transport.copy_threads import copy_buffer
 from telegrad.transport.segment_mappings import SegmentMappings
 from telegrad.transport.segments import PRIVATE, SegmentAllocator, SharedSegment
 from telegrad.transport.shared_copies import SharedCopies
-from telegrad.wire.frames import BufferPlace
+from telegrad.wire.frames import BufferLocation
 
 
 class SharedMemoryTransfer:
@@ -64,7 +64,7 @@ class SharedMemoryTransfer:
     def place(
         self,
         buffers: Sequence[memoryview],
-        places: list[BufferPlace],
+        places: list[BufferLocation],
         timeout: float | None = None,
         copies: SharedCopies | None = None,
     ) -> list[memoryview]:
@@ -105,7 +105,7 @@ class SharedMemoryTransfer:
     def _share_copy(
         self,
         buffer: memoryview,
-        places: list[BufferPlace],
+        places: list[BufferLocation],
         index: int,
         deadline: float,
         copies: SharedCopies,
@@ -121,12 +121,12 @@ class SharedMemoryTransfer:
         places[index] = place._replace(slot=place.slot | PRIVATE)
         if self._announce(segment, deadline):
             return True
-        places[index] = BufferPlace(buffer.nbytes)
+        places[index] = BufferLocation(buffer.nbytes)
         self._allocator.release([place])
         return False
 
     def _share_buffer(
-        self, buffer: memoryview, places: list[BufferPlace], index: int, deadline: float
+        self, buffer: memoryview, places: list[BufferLocation], index: int, deadline: float
     ) -> bool:
         """Copy a buffer into a block for this peer alone. Return False if there is no room."""
         found = self._allocator.allocate(buffer.nbytes, self._peer, self)
@@ -135,20 +135,20 @@ class SharedMemoryTransfer:
         segment, place = found
         places[index] = place
         if not self._announce(segment, deadline):
-            places[index] = BufferPlace(buffer.nbytes)
+            places[index] = BufferLocation(buffer.nbytes)
             self._allocator.release([place])
             return False
         copy_buffer(segment.view(place), buffer)
         return True
 
-    def release(self, places: Sequence[BufferPlace]) -> None:
+    def release(self, places: Sequence[BufferLocation]) -> None:
         """Free the blocks of a frame that was not sent."""
         self._allocator.release(places)
 
-    def locate(self, place: BufferPlace) -> memoryview:
+    def locate(self, place: BufferLocation) -> memoryview:
         """Return the memory of a received buffer; see `SegmentMappings.locate`."""
         return self._mappings.locate(self._peer, place)
 
     def close(self) -> None:
         """Give up the blocks that were on their way through this channel, which is closed."""
-        self._allocator.abandon(self._peer, self)
+        self._allocator.connection_closed(self._peer, self)

@@ -67,7 +67,7 @@ def connect(address: str, timeout: float) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout)
 
 
-def check_user(sock: socket.socket) -> None:
+def check_same_user(sock: socket.socket) -> None:
     """Raise `AuthenticationError` if a unix socket's peer belongs to another user, except root."""
     if sock.family != socket.AF_UNIX or sys.platform != "linux":
         return
@@ -79,7 +79,7 @@ def check_user(sock: socket.socket) -> None:
         )
 
 
-def shake_hands(sock: socket.socket, steps: Steps, timeout: float) -> Introduction:
+def run_handshake(sock: socket.socket, steps: Steps, timeout: float) -> Introduction:
     """Run one side of the handshake over a new connection. Return the peer's introduction."""
     # one deadline for the whole handshake: a peer cannot extend it by sending single bytes
     deadline = time.monotonic() + timeout

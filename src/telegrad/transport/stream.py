@@ -33,13 +33,13 @@ from collections.abc import Sequence
 from telegrad import blocking
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.interpreter import snapshot
+from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
 from telegrad.transport.pending_send import PendingSend
 from telegrad.transport.shared_copies import SharedCopies
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.transport.spinning import CONTENDED_SECONDS, CORES, SPIN_SECONDS, spin_permit
-from telegrad.wire.buffer_pool import BufferPool
-from telegrad.wire.frames import HEADER, BufferPlace, Frame, FrameDecoder, head
+from telegrad.wire.frames import HEADER, BufferLocation, Frame, FrameDecoder, encode_header
 
 _IOV_MAX = 1000  # buffers per `sendmsg`; the kernel permits 1024
 # Smaller frames are joined into one buffer: a system call with several buffers costs more.
@@ -73,7 +73,7 @@ class StreamChannel(Channel):
         locate = sharing.locate if sharing is not None else _no_segments
         self._decoder = FrameDecoder(pool.reserve, locate, max_frame)
         # an instance attribute instead of the method: one call fewer per frame
-        self.next_frame = self._decoder.next  # type: ignore[method-assign]
+        self.next_frame = self._decoder.next_frame  # type: ignore[method-assign]
         self._send_lock = threading.Lock()
         self._corked: collections.deque[bytes] = collections.deque()  # encoded frames
         # encoded frames that only `flush_deferred` sends
@@ -100,14 +100,14 @@ class StreamChannel(Channel):
         body: bytes,
         buffers: Sequence[memoryview] = (),
         function: int = 0,
-        left_ms: int = 0,
+        timeout_ms: int = 0,
         flags: int = 0,
         timeout: float | None = None,
         copies: SharedCopies | None = None,
     ) -> None:
         size = len(body)
         if not buffers and size < _JOIN_BELOW:
-            data = _pack(size, call, function, left_ms, 0, kind, flags, 0) + body
+            data = _pack(size, call, function, timeout_ms, 0, kind, flags, 0) + body
             with self._send_lock:
                 # the fast path: nothing is to be sent before this frame
                 if not self._unsent and not self._corked and self._pending is None:
@@ -133,15 +133,21 @@ class StreamChannel(Channel):
                 f"a message of {total} bytes exceeds the limit of {self._peer_max_frame} bytes "
                 "that its receiver accepts; raise Config.max_frame there"
             )
-        places = [BufferPlace(buffer.nbytes) for buffer in buffers]
+        places = [BufferLocation(buffer.nbytes) for buffer in buffers]
         in_stream = list(buffers)
         begun = False
         deadline = 0.0 if timeout is None else time.monotonic() + timeout
         try:
             if self._sharing is not None:
                 in_stream = self._sharing.place(buffers, places, timeout, copies)
-            start = head(
-                kind, call, body, function=function, left_ms=left_ms, flags=flags, places=places
+            start = encode_header(
+                kind,
+                call,
+                body,
+                function=function,
+                timeout_ms=timeout_ms,
+                flags=flags,
+                places=places,
             )
             with self._send_lock:
                 try:
@@ -227,7 +233,7 @@ class StreamChannel(Channel):
         except BlockingIOError:
             pass
         except OSError as error:
-            self.shut()  # these replies are lost, so the peer must not wait for them
+            self.shutdown()  # these replies are lost, so the peer must not wait for them
             raise ChannelClosed(str(error)) from None
         finally:
             self._unsent = data[sent:]
@@ -293,7 +299,7 @@ class StreamChannel(Channel):
 
     def recv(self, timeout: float | None = None) -> Frame:
         decoder = self._decoder
-        frame = decoder.next()
+        frame = decoder.next_frame()
         if frame is not None:
             return frame
         if timeout != self._receive_timeout:
@@ -301,21 +307,21 @@ class StreamChannel(Channel):
         started = time.monotonic()
         receive = self._sock.recv_into
         if self._should_spin and self._spin(started):
-            frame = decoder.next()
+            frame = decoder.next_frame()
             if frame is not None:
                 return frame
         while True:
             try:
-                count = receive(decoder.space())
+                count = receive(decoder.get_buffer())
             except BlockingIOError:
                 raise TimeoutError("nothing arrived in time") from None
             except OSError as error:
                 raise ChannelClosed(str(error)) from None
             if not count:
                 raise ChannelClosed("the peer closed the connection")
-            decoder.fill(count)
-            self.heard = True
-            frame = decoder.next()
+            decoder.buffer_updated(count)
+            self.received_since_heartbeat = True
+            frame = decoder.next_frame()
             if frame is not None:
                 self._should_spin = CORES > 1 and time.monotonic() - started < SPIN_SECONDS
                 return frame
@@ -354,7 +360,7 @@ class StreamChannel(Channel):
         return self.poll(1)
 
     def poll(self, attempts: int) -> bool:
-        receive, space = self._sock.recv_into, self._decoder.space()
+        receive, space = self._sock.recv_into, self._decoder.get_buffer()
         while True:
             try:
                 count = receive(space, 0, _DONTWAIT)
@@ -368,21 +374,21 @@ class StreamChannel(Channel):
                 raise ChannelClosed(str(error)) from None
         if not count:
             raise ChannelClosed("the peer closed the connection")
-        self._decoder.fill(count)
-        self.heard = True
+        self._decoder.buffer_updated(count)
+        self.received_since_heartbeat = True
         return True
 
     def next_frame(self) -> Frame | None:
-        return self._decoder.next()
+        return self._decoder.next_frame()
 
     @property
     def missing_bytes(self) -> int:
-        return self._decoder.expected
+        return self._decoder.missing_bytes
 
     def has_frame(self) -> bool:
         return self._decoder.has_frame()
 
-    def shut(self) -> None:
+    def shutdown(self) -> None:
         self._is_shut = True
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -391,13 +397,13 @@ class StreamChannel(Channel):
 
     def close(self) -> None:
         try:
-            self.shut()
+            self.shutdown()
         finally:
             self._sock.close()
             if self._sharing is not None:
                 self._sharing.close()
 
-    def drop(self) -> None:
+    def close_after_fork(self) -> None:
         self._sock.close()
 
     def _set_receive_timeout(self, seconds: float | None) -> None:
@@ -416,5 +422,5 @@ def _timeval(seconds: float | None) -> bytes:
     return struct.pack("ll", whole, max(int((seconds - whole) * 1e6), 0 if whole else 1000))
 
 
-def _no_segments(place: BufferPlace) -> memoryview:
+def _no_segments(place: BufferLocation) -> memoryview:
     raise ProtocolError("a buffer is in shared memory, but this connection does not use any")

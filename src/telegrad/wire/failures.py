@@ -12,7 +12,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from telegrad.errors import RemoteError, RemoteTraceback, TelegradError, text_of
+from telegrad.errors import RemoteError, RemoteTraceback, TelegradError, error_text
 from telegrad.wire.codec import decode, encode
 
 _MAX_MESSAGE = 1 << 14  # characters of the message of an exception in its text and traceback
@@ -20,7 +20,7 @@ _MAX_MESSAGE = 1 << 14  # characters of the message of an exception in its text 
 
 def encode_failure(error: BaseException, worker: str, call: str) -> bytes:
     """Return the body of a FAILURE frame. `worker` and `call` say where the error was raised."""
-    text = text_of(error)
+    text = error_text(error)
     if len(text) > _MAX_MESSAGE:
         text = f"{text[:_MAX_MESSAGE]}... ({len(text)} characters)"
     return pickle.dumps(
@@ -28,7 +28,7 @@ def encode_failure(error: BaseException, worker: str, call: str) -> bytes:
     )
 
 
-def encode_name_of_failure(error: BaseException, worker: str, call: str) -> bytes:
+def encode_failure_name(error: BaseException, worker: str, call: str) -> bytes:
     """Return a small body that only names the type of the exception.
 
     Use it if the body from `encode_failure` cannot be sent. This runs no code of the user.

@@ -1,6 +1,6 @@
 """Frames: the format of one message on a connection, and a decoder that does no I/O.
 
-    header (32 bytes)   body length u64, call id u64, function id u32, milliseconds left u32,
+    header (32 bytes)   body length u64, call id u64, function id u32, timeout in ms u32,
                         number of buffers u32, kind u8, flags u8, zero u16
     buffer table        for each buffer: length u64, offset u64, segment u32, slot u32;
                         if the segment is 0, the bytes of the buffer follow the body
@@ -8,15 +8,15 @@
     buffers             the bytes of each buffer that is not in shared memory
 
 State: only in a `FrameDecoder`, which belongs to one reading thread. Its rules:
-- The reader calls `space()` for memory, writes received bytes to it, calls `fill(n)`, and takes
-  complete frames with `next()`.
+- The reader calls `get_buffer()` for memory, writes received bytes to it, calls
+  `buffer_updated(n)`, and takes complete frames with `next_frame()`.
 - Small frames are received into one scratch buffer, so one receive may bring many of them. Large
   bodies and buffers are received directly into their own memory. This memory is reserved but not
   touched before bytes arrive, so a peer that announces much and sends little costs nothing.
 - Sizes are checked against the limits before memory is reserved. Violations raise `ProtocolError`.
 - If there is no memory for a frame, or a buffer in shared memory cannot be found, the frame is
-  *damaged*: its bytes are skipped, and `Frame.damage` holds the exception. The stream stays in
-  sync, and only this message fails.
+  *damaged*: its bytes are skipped, and `Frame.receive_error` holds the exception. The stream stays
+  in sync, and only this message fails.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 from telegrad.errors import ProtocolError
 
 HEADER = struct.Struct("<QQIIIBBH")
-PLACE = struct.Struct("<QQII")
-SCRATCH = 1 << 16
+BUFFER_ENTRY = struct.Struct("<QQII")
+SCRATCH_SIZE = 1 << 16
 # The header and the buffer table of a frame must fit into the scratch buffer.
-MAX_BUFFERS = (SCRATCH - HEADER.size) // PLACE.size
+MAX_BUFFERS = (SCRATCH_SIZE - HEADER.size) // BUFFER_ENTRY.size
 # Bodies and buffers of at least this size are received directly into their own memory.
 _DIRECT = 1 << 14
 
@@ -49,21 +49,21 @@ class Kind(enum.IntEnum):
     REPLY = 2
     FAILURE = 3
     CANCEL = 4
-    ALIVE = 5
-    BYE = 6  # the sender leaves the group or drops the receiver; the body is the reason
-    END = 7  # the sender closes only this connection; the body is the reason
+    HEARTBEAT = 5
+    LEAVE = 6  # the sender leaves the group or drops the receiver; the body is the reason
+    CLOSE = 7  # the sender closes only this connection; the body is the reason
 
 
 _KINDS = frozenset(int(kind) for kind in Kind)
 
 # Flags of a CALL.
-DEFINES = 1  # the body starts with the pickled function that gets the function id of the header
-KEYWORDS = 2  # the pickle is (args, kwargs) instead of args
+DEFINES_FUNCTION = 1  # the body starts with the pickled function that gets the function id
+HAS_KEYWORDS = 2  # the pickle is (args, kwargs) instead of args
 INLINE_FUNCTION = 4  # the pickle is (function, args, kwargs): the function has no id
-SCOPED = 8  # the body ends with the description of the scope that the call runs under
+HAS_SCOPE = 8  # the body ends with the description of the scope that the call runs under
 
 
-class BufferPlace(NamedTuple):
+class BufferLocation(NamedTuple):
     """Where a buffer of a message is: in the stream if `segment` is 0, else in shared memory."""
 
     nbytes: int
@@ -77,31 +77,33 @@ class Frame(NamedTuple):
 
     kind: int
     flags: int
-    call: int
-    function: int
-    left_ms: int
+    call_id: int
+    function_id: int
+    timeout_ms: int
     body: Any  # bytes-like
     buffers: Sequence[Any]
     # Why the buffers could not be received. If the body is empty, it was not received either.
-    damage: BaseException | None = None
+    receive_error: BaseException | None = None
 
 
-def head(
+def encode_header(
     kind: int,
     call: int,
     body: bytes | memoryview,
     *,
     function: int = 0,
-    left_ms: int = 0,
+    timeout_ms: int = 0,
     flags: int = 0,
-    places: Sequence[BufferPlace] = (),
+    places: Sequence[BufferLocation] = (),
 ) -> bytes:
     """Return the header and the buffer table of a frame.
 
     The body and the buffers that are in the stream follow them on the wire.
     """
-    header = _pack(len(body), call, function, left_ms, len(places), kind, flags, 0)
-    return header if not places else header + b"".join([PLACE.pack(*place) for place in places])
+    header = _pack(len(body), call, function, timeout_ms, len(places), kind, flags, 0)
+    return (
+        header if not places else header + b"".join([BUFFER_ENTRY.pack(*place) for place in places])
+    )
 
 
 class FrameDecoder:
@@ -114,13 +116,13 @@ class FrameDecoder:
     def __init__(
         self,
         reserve: Callable[[int], memoryview],
-        locate: Callable[[BufferPlace], memoryview],
+        locate: Callable[[BufferLocation], memoryview],
         max_frame: int,
     ) -> None:
         self._reserve = reserve
         self._locate = locate
         self._max_frame = max_frame
-        self._scratch = memoryview(bytearray(SCRATCH))
+        self._scratch = memoryview(bytearray(SCRATCH_SIZE))
         # The bytes of the scratch buffer that were received but not decoded: from start to end.
         self._start = self._end = 0
         # The frame that is being received; `_header` is None between frames.
@@ -130,8 +132,8 @@ class FrameDecoder:
         self._parts: list[memoryview] = []  # the body and the buffers that are in the stream
         self._part = 0  # the part that is being received
         self._filled = 0  # how many of its bytes have been received
-        self._direct = False  # whether the last `space()` was memory of a part
-        self._damage: BaseException | None = None
+        self._direct = False  # whether the last `get_buffer()` was memory of a part
+        self._receive_error: BaseException | None = None
         self._skip = 0  # bytes of a damaged frame that have not been received
 
     def __repr__(self) -> str:
@@ -143,8 +145,8 @@ class FrameDecoder:
         """Whether all bytes that were received belong to frames that have been taken."""
         return self._start == self._end and self._header is None
 
-    def space(self) -> memoryview:
-        """Return memory to receive into. Write at least one byte to it before `next` is called."""
+    def get_buffer(self) -> memoryview:
+        """Return memory to receive into. Write at least one byte to it before `next_frame`."""
         self._direct = False
         if self._start == self._end:
             self._start = self._end = 0
@@ -153,26 +155,26 @@ class FrameDecoder:
                 self._direct = len(rest) >= _DIRECT
                 if self._direct:
                     return rest
-        elif self._end == SCRATCH:
+        elif self._end == SCRATCH_SIZE:
             kept = self._end - self._start
             self._scratch[:kept] = bytes(self._scratch[self._start : self._end])
             self._start, self._end = 0, kept
         return self._scratch[self._end :]
 
-    def fill(self, count: int) -> None:
-        """Accept the `count` bytes that were written to the start of `space()`."""
+    def buffer_updated(self, count: int) -> None:
+        """Accept the `count` bytes that were written to the start of `get_buffer()`."""
         if self._direct:
             self._advance(count)
         else:
             self._end += count
 
-    def next(self) -> Frame | None:
+    def next_frame(self) -> Frame | None:
         """Return the next complete frame, or None if more bytes are needed."""
         if self._header is None:
             start = self._start
             if self._end - start < _SIZE:
                 return None
-            length, call, function, left_ms, count, kind, flags, zero = _unpack_from(
+            length, call, function, timeout_ms, count, kind, flags, zero = _unpack_from(
                 self._scratch, start
             )
             # The fast path: a frame without buffers that is completely in the scratch buffer.
@@ -187,13 +189,13 @@ class FrameDecoder:
                 self._start = body_end = body_start + length
                 body = bytes(self._scratch[body_start:body_end])
                 # `tuple.__new__` takes half of the time of `Frame(...)`.
-                return _new(Frame, (kind, flags, call, function, left_ms, body, (), None))
+                return _new(Frame, (kind, flags, call, function, timeout_ms, body, (), None))
             if not self._begin(length, count, kind, zero):
                 return None
         return self._continue()
 
     @property
-    def expected(self) -> int:
+    def missing_bytes(self) -> int:
         """The number of bytes of the current frame that have not been received."""
         if self._header is None:
             return 0
@@ -221,11 +223,11 @@ class FrameDecoder:
                 f"{self._max_frame} bytes (Config.max_frame) and {MAX_BUFFERS} buffers"
             )
         table_start = self._start + _SIZE
-        table_end = table_start + count * PLACE.size
+        table_end = table_start + count * BUFFER_ENTRY.size
         if self._end < table_end:
             return False
         table = self._scratch[table_start:table_end]
-        places = [BufferPlace(*entry) for entry in PLACE.iter_unpack(table)]
+        places = [BufferLocation(*entry) for entry in BUFFER_ENTRY.iter_unpack(table)]
         total = length + sum(place.nbytes for place in places)
         if total > self._max_frame:
             raise ProtocolError(
@@ -235,12 +237,12 @@ class FrameDecoder:
         try:
             body = memoryview(bytearray(length)) if length < _DIRECT else self._reserve(length)
         except BaseException as error:
-            self._damage = error
+            self._receive_error = error
             body = memoryview(b"")
         buffers = self._find_buffers(places)
         in_stream: list[memoryview] = []
         self._skip = 0
-        if self._damage is None:
+        if self._receive_error is None:
             for buffer, place in zip(buffers, places, strict=True):
                 if not place.segment and place.nbytes:
                     in_stream.append(buffer)
@@ -256,8 +258,8 @@ class FrameDecoder:
         self._start = table_end
         return True
 
-    def _find_buffers(self, places: Sequence[BufferPlace]) -> list[memoryview]:
-        """Return the memory of each buffer. Store the first exception in `_damage`.
+    def _find_buffers(self, places: Sequence[BufferLocation]) -> list[memoryview]:
+        """Return the memory of each buffer. Store the first exception in `_receive_error`.
 
         After an exception, blocks of shared memory are still located, so that they are freed when
         the memory that was found is dropped.
@@ -267,12 +269,12 @@ class FrameDecoder:
             try:
                 if place.segment:
                     found.append(self._locate(place))
-                elif self._damage is None:
+                elif self._receive_error is None:
                     found.append(self._reserve(place.nbytes))
             except ProtocolError:
                 raise
             except BaseException as error:
-                self._damage = self._damage or error
+                self._receive_error = self._receive_error or error
         return found
 
     def _continue(self) -> Frame | None:
@@ -304,8 +306,10 @@ class FrameDecoder:
 
     def _finish(self) -> Frame:
         assert self._header is not None
-        _, call, function, left_ms, _, kind, flags, _ = self._header
-        frame = Frame(kind, flags, call, function, left_ms, self._body, self._buffers, self._damage)
-        self._header, self._damage = None, None
+        _, call, function, timeout_ms, _, kind, flags, _ = self._header
+        frame = Frame(
+            kind, flags, call, function, timeout_ms, self._body, self._buffers, self._receive_error
+        )
+        self._header, self._receive_error = None, None
         self._parts, self._buffers, self._body = [], [], memoryview(b"")
         return frame

@@ -93,7 +93,7 @@ def server(
     return peer
 
 
-def converse(near: Steps, far: Steps) -> tuple[Introduction, Introduction]:
+def run_in_memory(near: Steps, far: Steps) -> tuple[Introduction, Introduction]:
     """Run both sides of a handshake in this thread.
 
     Return what each of them returned: the introduction of the far side, then of the near side.

@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from telegrad.errors import JoinError
+from telegrad.messages.remote_functions import trusted
 from telegrad.ps.embeddings.messages import RowRequest, RowUpdate, TableDefinition, TablesSpec
 from telegrad.ps.embeddings.shard import TableShard
 from telegrad.ps.messages import PushReply
 from telegrad.ps.server.checkpoint import CheckpointArchive
 from telegrad.ps.server.leader import LeaderProtocol
 from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
-from telegrad.server.functions import trusted
 
 
 def find(name: str) -> TableShard:

@@ -18,11 +18,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from telegrad.errors import PeerLost, StaleReference
+from telegrad.messages.remote_functions import trusted
 from telegrad.ps.backoff import attempts
 from telegrad.ps.server.base_shard import BaseShard, ServerRole
 from telegrad.ps.server.decisions import RoundVote
 from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
-from telegrad.server.functions import trusted
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime

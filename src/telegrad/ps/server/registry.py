@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from telegrad.errors import CallTimeout, JoinError, StaleReference, TelegradError
 from telegrad.futures import Future
+from telegrad.messages.remote_functions import DeferredReply
 from telegrad.ps.backoff import attempts
 from telegrad.ps.messages import worker_of
 from telegrad.ps.server.base_shard import BaseShard
 from telegrad.ps.trainer.service import still_trains
 from telegrad.runtime import active_runtime
-from telegrad.server.functions import DeferredReply
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import JoinError, UsageError
+from telegrad.messages.remote_functions import trusted
 from telegrad.messages.routes import allow_any_device
 from telegrad.param_groups import Options
 from telegrad.ps import flat_memory
@@ -35,7 +36,6 @@ from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
 from telegrad.ps.server.leader import LeaderProtocol
 from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
 from telegrad.ps.server.shard import ParameterShard
-from telegrad.server.functions import trusted
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime

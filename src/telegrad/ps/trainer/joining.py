@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from telegrad.agent import Agent, runtime_of
 from telegrad.errors import CallTimeout, JoinError, StaleReference, UsageError
-from telegrad.futures import Future
-from telegrad.ps.trainer.server_calls import wait_briefly, when_all_done
+from telegrad.futures import Future, collect
+from telegrad.ps.trainer.server_calls import wait_briefly
 from telegrad.ps.trainer.server_client import (
     LocalClients,
     ServerClient,
@@ -68,7 +68,7 @@ def join(
         prepare()
         first_round = max([client.announce() for client in clients])
         joins = [client.start_join(first_round, timeout) for client in clients]
-        all_joined = when_all_done(joins)
+        all_joined = collect(joins)
         # a server that was restarted after its reply keeps the others from replying
         while not wait_briefly(all_joined):
             for client, future in zip(clients, joins, strict=True):

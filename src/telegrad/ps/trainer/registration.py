@@ -44,7 +44,7 @@ class TrainerRegistry:
         self._default_counts: Counter[str] = Counter()
         self._registered: dict[str, TrainerRegistration] = {}
         self._collected: deque[tuple[str, Leave]] = deque()
-        agent.clock.every(_INTERVAL, self._check_collected)
+        agent.clock.call_every(_INTERVAL, self._check_collected)
         agent.on_shutdown(self._leave_collected)
         agent.on_close(self._collected.clear)
 

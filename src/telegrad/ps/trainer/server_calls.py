@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from telegrad.errors import CallTimeout
-from telegrad.futures import Future
+from telegrad.futures import Future, collect
 from telegrad.ps.trainer.server_client import LOSS_ERRORS, LocalClients
 
 if TYPE_CHECKING:
@@ -43,10 +41,10 @@ def gather_replies(runtime: AgentRuntime, calls: Sequence[ServerCall[T]]) -> lis
     futures = [call.future for call in calls]
     if not futures:
         return []
-    if wait_briefly(when_all_done(futures), LOSS_ERRORS):
+    if wait_briefly(collect(futures), LOSS_ERRORS):
         return [future.wait() for future in futures]
     retried = [_with_retry(runtime, call) for call in calls]
-    all_done = when_all_done(retried)
+    all_done = collect(retried)
     while not wait_briefly(all_done):
         runtime.service(LocalClients).rejoin_lost_servers()
         for call, successful in zip(calls, retried, strict=True):
@@ -66,27 +64,6 @@ def wait_briefly(future: Future[Any], ignored: tuple[type[Exception], ...] = ())
     except ignored:
         return False
     return True
-
-
-def when_all_done(futures: Sequence[Future[Any]]) -> Future[None]:
-    """Return a future that is done when all are done, or when the first one fails."""
-    all_done: Future[None] = Future()
-    done_count = itertools.count(1)
-    lock = threading.Lock()
-
-    def on_done(future: Any) -> None:
-        error = future.exception()
-        with lock:
-            if all_done.done():
-                return
-            if isinstance(error, Exception):
-                all_done.set_exception(error)
-            elif error is None and next(done_count) == len(futures):
-                all_done.set_result(None)
-
-    for future in futures:
-        future.add_done_callback(on_done)
-    return all_done
 
 
 def _with_retry(runtime: AgentRuntime, call: ServerCall[T]) -> Future[Future[T]]:

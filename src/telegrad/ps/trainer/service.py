@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from telegrad.messages.remote_functions import trusted
 from telegrad.ps.trainer.server_client import LocalClients
 from telegrad.runtime import active_runtime
-from telegrad.server.functions import trusted
 
 
 @trusted

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from telegrad.transport.buffer_pool import BufferPool
 from telegrad.wire import codec
-from telegrad.wire.buffer_pool import BufferPool
 
 FLOOR = 1000
 
