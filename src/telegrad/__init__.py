@@ -32,7 +32,7 @@ if _typing.TYPE_CHECKING:
     from telegrad.group.membership import WorkerInfo as WorkerInfo
     from telegrad.refs import RRef as RRef
     from telegrad.refs import remote as remote
-    from telegrad.server.functions import expose as expose
+    from telegrad.server.served_functions import expose as expose
 
 __version__ = "0.1.0"
 
@@ -48,7 +48,7 @@ _DEFINED_IN = {
     "current_agent": "telegrad.agent",
     "current_caller": "telegrad.current",
     "current_deadline": "telegrad.current",
-    "expose": "telegrad.server.functions",
+    "expose": "telegrad.server.served_functions",
     "remote": "telegrad.refs",
 }
 

@@ -2,7 +2,7 @@
 
 The value is stored in torch's own future, so `torch.futures.wait_all`, `collect_all` and isinstance
 checks work. `wait` blocks here and not in C++, so Ctrl-C can interrupt it, and a thread of Telegrad
-can hand over its duty before it blocks (`blocking.py`).
+can hand over its duty before it blocks (`thread_roles.py`).
 
 State: a future is completed at most once. The thread that completes it runs the callbacks. A reply,
 a deadline, a cancellation and a lost peer may try to complete it at the same time: the first call
@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.futures
 
-from telegrad import blocking
+from telegrad import thread_roles
 from telegrad.errors import CallCancelled, CallTimeout, as_exception, error_text
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Future(torch.futures.Future[T]):
     _settled = False
     _cancelled = False
     _on_cancel: Callable[[], None] | None = None  # tells the callee
-    _completed: blocking.OneShotEvent | None = None  # made by the first thread that waits
+    _completed: thread_roles.OneShotEvent | None = None  # made by the first thread that waits
     _callers = 0  # how many remote callers wait for this future
     _error: Exception | None = None
     _device_copies: Sequence[Any] = ()  # copies between devices that write tensors of the result
@@ -305,26 +305,26 @@ class Future(torch.futures.Future[T]):
             torch._C.Future.set_result(self, value)
         return True
 
-    def _completion_event(self) -> blocking.OneShotEvent:
+    def _completion_event(self) -> thread_roles.OneShotEvent:
         """Return the event that is set when the future completes. There is one for all waits."""
         with _lock:
             event = self._completed
             if event is not None:
                 return event
-            event = self._completed = blocking.OneShotEvent()
+            event = self._completed = thread_roles.OneShotEvent()
         super().add_done_callback(lambda _: event.set())
         return event
 
     def _block(self, timeout: float | None) -> bool:
         """Block until the future is complete. Return False if it is not after `timeout` seconds."""
-        role = blocking.pause()
+        role = thread_roles.pause()
         try:
             event = self._completion_event()
             # If the future has just completed, torch called `event.open` in this thread and would
             # have discarded an exception of a signal handler there. So do not rely on the event.
             return self.done() or event.wait(timeout)
         finally:
-            blocking.resume(role)
+            thread_roles.resume(role)
 
 
 def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:

@@ -37,15 +37,15 @@ from telegrad.group.failure_detector import FailureDetector, LossListener, lost_
 from telegrad.group.main_module import main_module_identity
 from telegrad.group.membership import Directory, Member, Store, WorkerInfo, check_name
 from telegrad.group.secret import group_secret
+from telegrad.messages.device_routes import DeviceRoute
 from telegrad.messages.packing import MessageContext
-from telegrad.messages.routes import DeviceRoute
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.executor import Executor
 from telegrad.scheduling.thread_pool import ThreadPool
 from telegrad.server.connection import ServerConnection
-from telegrad.server.functions import FunctionRegistry
 from telegrad.server.listener import Listener
+from telegrad.server.served_functions import FunctionRegistry
 from telegrad.wire.function_table import Function, FunctionTable, describe
 
 S = TypeVar("S")

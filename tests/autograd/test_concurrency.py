@@ -18,7 +18,7 @@ from telegrad.autograd.gradient_messages import GradientMessage, GradientReply
 from telegrad.autograd.registry import ContextRegistry
 from telegrad.autograd.send_recv import SentTensor
 from telegrad.errors import JoinError
-from telegrad.messages.scope import current_scope
+from telegrad.messages.call_scope import current_scope
 from telegrad.testing import LocalCluster
 from tests.autograd.functions import (
     alone,

@@ -11,7 +11,7 @@ from torch import Tensor
 from telegrad import autograd
 from telegrad.agent import Agent
 from telegrad.autograd import engine
-from telegrad.autograd.exchange import GradientExchange
+from telegrad.autograd.gradient_exchange import GradientExchange
 from telegrad.autograd.gradient_messages import GradientMessage
 from telegrad.autograd.registry import ContextRegistry
 from telegrad.testing import LocalCluster

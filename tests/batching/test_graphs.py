@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from telegrad.batching import cuda_graphs
-from telegrad.messages.scope import current_scope
+from telegrad.messages.call_scope import current_scope
 
 
 class Recorded:

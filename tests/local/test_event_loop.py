@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from telegrad import Future, batched, blocking
+from telegrad import Future, batched, thread_roles
 from telegrad.agent import Agent
 from telegrad.messages.remote_functions import DeferredReply
 from telegrad.rpc.functions import async_execution
@@ -135,7 +135,7 @@ def test_a_call_whose_thread_loses_the_loop_before_the_call_begins_is_answered(
     find = w0._runtime.functions.find
 
     def wait_and_find(function: Any) -> Any:
-        blocking.resume(blocking.pause())
+        thread_roles.resume(thread_roles.pause())
         until(lambda: loop._asleep)  # the new leader has nothing to send
         return find(function)
 
@@ -263,8 +263,8 @@ def test_what_is_left_is_done_once_after_all_that_was_there(line: Callable[[], L
 
     def act(frame: Frame) -> None:
         done.append(frame.call_id)
-        if blocking.has_pending_messages():
-            blocking.run_when_drained("key", leave)
+        if thread_roles.has_pending_messages():
+            thread_roles.run_when_drained("key", leave)
 
     one.recorder.act = two.recorder.act = act
     one.send(1, 2, 3)
@@ -285,7 +285,7 @@ def test_an_alarm_rings_on_the_thread_that_reads(line: Callable[[], Line]) -> No
 
     def act(_: Frame) -> None:
         rang.append(identity())
-        assert blocking.run_at("key", time.monotonic() + 0.01, ring)
+        assert thread_roles.run_at("key", time.monotonic() + 0.01, ring)
 
     one.recorder.act = act
     one.add()
@@ -346,10 +346,10 @@ def test_who_holds_up_its_own_connection_holds_up_no_other(line: Callable[[], Li
 
     def act(frame: Frame) -> None:
         if frame.call_id == 1:
-            role = blocking.begin_backpressure()
+            role = thread_roles.begin_backpressure()
             held.set()
             go.wait(PATIENCE)
-            blocking.end_backpressure(role)
+            thread_roles.end_backpressure(role)
 
     one.recorder.act = act
     one.add()
@@ -419,8 +419,8 @@ def test_calls_that_arrive_together_run_together(line: Callable[[], Line]) -> No
 
 
 def test_a_thread_of_the_user_has_nothing_more_to_read() -> None:
-    assert not blocking.has_pending_messages()
-    assert not blocking.run_at("key", 5.0, lambda: None)
+    assert not thread_roles.has_pending_messages()
+    assert not thread_roles.run_at("key", 5.0, lambda: None)
 
 
 def test_an_executor_that_is_full_holds_up_who_fills_it(

@@ -12,7 +12,7 @@ import pytest
 from telegrad.agent import Agent
 from telegrad.config import Config
 from telegrad.errors import UsageError
-from telegrad.interpreter import has_gil
+from telegrad.free_threading import has_gil
 from telegrad.runtime import active_runtime
 from telegrad.scheduling import event_loops
 from telegrad.testing import LocalCluster

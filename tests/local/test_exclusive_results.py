@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from telegrad.cuda.exclusive import is_exclusive
-from telegrad.interpreter import has_gil
+from telegrad.cuda.sole_reference import is_exclusive
+from telegrad.free_threading import has_gil
 
 KEPT: list[Any] = []
 

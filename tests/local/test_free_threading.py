@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from telegrad.interpreter import has_gil, snapshot
+from telegrad.free_threading import has_gil, snapshot
 from telegrad.scheduling.thread_pool import ThreadPool
 from telegrad.transport.buffer_pool import BufferPool
 from tests.conftest import Clusters

@@ -16,7 +16,7 @@ from telegrad import autograd, current_agent
 from telegrad.agent import Agent
 from telegrad.autograd import shared_parameters
 from telegrad.autograd.registry import ContextRegistry
-from telegrad.messages.scope import current_scope
+from telegrad.messages.call_scope import current_scope
 from telegrad.optim import DistributedOptimizer
 from telegrad.refs import RRef, remote
 from telegrad.testing import LocalCluster

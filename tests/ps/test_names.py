@@ -15,7 +15,7 @@ from torch import nn
 from telegrad import ps
 from telegrad.errors import UsageError
 from telegrad.ps.server.service import ParameterShards
-from telegrad.ps.trainer.registration import TrainerRegistry
+from telegrad.ps.trainer.trainer_registry import TrainerRegistry
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 

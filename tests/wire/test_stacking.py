@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from telegrad.wire import codec
 from telegrad.wire.frames import MAX_BUFFERS
-from telegrad.wire.stacking import MANY
+from telegrad.wire.small_tensors import MANY
 from tests.wire.travel import assert_same, trip, weight
 
 COUNT = 3 * MANY

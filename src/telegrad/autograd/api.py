@@ -12,14 +12,14 @@ from torch import Tensor
 
 from telegrad.agent import Agent, runtime_of
 from telegrad.autograd import engine
+from telegrad.autograd.context_tracker import ContextTracker
 from telegrad.autograd.registry import ContextRegistry, find_context, open_context
-from telegrad.autograd.tracker import ContextTracker
 from telegrad.autograd.worker_context import CONTEXT_ID_BITS, Context, current_context
 from telegrad.errors import UsageError
-from telegrad.messages import scope
-from telegrad.messages.scope import current_scope
+from telegrad.messages import call_scope
+from telegrad.messages.call_scope import current_scope
 from telegrad.runtime import active_runtime
-from telegrad.wire import tensor_gradients
+from telegrad.wire import gradient_tracking
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
 
@@ -191,5 +191,5 @@ def _get_max_id() -> int:
     return (rank << CONTEXT_ID_BITS) | ((1 << CONTEXT_ID_BITS) - 1)
 
 
-tensor_gradients.set_gradient_tracker(ContextTracker())
-scope.register_opener(open_context)
+gradient_tracking.set_gradient_tracker(ContextTracker())
+call_scope.register_opener(open_context)

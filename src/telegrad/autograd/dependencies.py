@@ -1,6 +1,6 @@
 """`Dependencies`: which nodes of the local graph can run while some sources are not resolved.
 
-State: belongs to one backward pass, which lets one thread in at a time.
+State: belongs to one backward pass, which is used by one thread at a time.
 """
 
 from __future__ import annotations

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad.autograd.exchange import GradientExchange
+from telegrad.autograd.gradient_exchange import GradientExchange
 from telegrad.autograd.gradient_messages import GradientMessage, GradientReply
 from telegrad.autograd.registry import ContextRegistry
 from telegrad.autograd.worker_context import Context
 from telegrad.errors import InternalError, PeerLost, UsageError
 from telegrad.futures import Future
+from telegrad.messages.call_scope import current_scope
+from telegrad.messages.device_routes import allow_any_device
 from telegrad.messages.remote_functions import DeferredReply, trusted
-from telegrad.messages.routes import allow_any_device
-from telegrad.messages.scope import current_scope
 from telegrad.runtime import active_runtime
 
 PassId = tuple[str, int]  # the incarnation of the worker that started the pass, and its local id

@@ -1,6 +1,6 @@
 """Gradients in the local graph: `PendingGradients`, and the run of torch's engine that uses them.
 
-State: a `PendingGradients` belongs to one backward pass, which lets one thread in at a time.
+State: a `PendingGradients` belongs to one backward pass, which is used by one thread at a time.
 Threads of torch's engine add to it during a run, under `_lock`.
 """
 

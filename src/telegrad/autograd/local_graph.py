@@ -19,7 +19,7 @@ functions see the same gradients as in one process.
 Some leaves have their accumulation observed, by `DistributedDataParallel` or by hooks. They get
 their gradients through `.grad`, which is restored afterwards.
 
-State: belongs to one backward pass, which lets one thread in at a time. `_grad_attribute_lock` is
+State: belongs to one backward pass, which is used by one thread at a time. `_grad_attribute_lock` is
 held while gradients go through `.grad`, since all passes of the process share these.
 """
 
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from telegrad.autograd import accumulation
+from telegrad.autograd import observed_leaves
 from telegrad.autograd.dependencies import Dependencies, other_context_error
 from telegrad.autograd.gradients import (
     PendingGradients,
@@ -50,7 +50,7 @@ from telegrad.autograd.send_recv import (
     TensorOrigin,
     leaf_of,
 )
-from telegrad.autograd.untracked import untracked_results
+from telegrad.autograd.untracked_results import untracked_results
 
 _MAX_UNRESOLVED = 16  # sources; with more, two separate parts are unlikely
 _grad_attribute_lock = threading.Lock()
@@ -116,7 +116,7 @@ class LocalGraph:
         self._tried_separate_run = False
         # What the unresolved sources lead to, if nothing else leads there.
         self._unresolved_subgraph: _Subgraph | None = None
-        self._replicated = accumulation.replicated_parameters()
+        self._replicated = observed_leaves.replicated_parameters()
 
     def __repr__(self) -> str:
         return (
@@ -162,7 +162,7 @@ class LocalGraph:
     def resolve_all(self, gradients: Iterable[tuple[Any, Tensor | None]], exclusive: bool) -> None:
         """Take the gradients of many sources, given by name. This is fast for leaves."""
         sources, unresolved, of_leaves = self._sources, self._unresolved, self._leaf_gradients
-        is_observed = accumulation.observation_check(self._replicated)
+        is_observed = observed_leaves.observation_check(self._replicated)
         for name, gradient in gradients:
             leaf = sources[name].leaf
             if (
@@ -179,7 +179,7 @@ class LocalGraph:
 
     def _bypass_engine(self, leaf: Tensor, gradient: Tensor | None, exclusive: bool) -> bool:
         """Take the gradient of a leaf without the engine. Return False if hooks would notice."""
-        if leaf._backward_hooks or accumulation.observation_check(self._replicated)(leaf):
+        if leaf._backward_hooks or observed_leaves.observation_check(self._replicated)(leaf):
             return False
         if gradient is not None:
             self._leaf_gradients.append((leaf, leaf_gradient(gradient, leaf, exclusive)))
@@ -276,7 +276,7 @@ class LocalGraph:
             resolved = self._explore(self._pending, unresolved.nodes)
         except _SubgraphsOverlap:
             return None
-        if resolved.leaves and accumulation.any_observed(resolved.leaves, self._replicated):
+        if resolved.leaves and observed_leaves.any_observed(resolved.leaves, self._replicated):
             # Their observer can expect them together with leaves of the other part.
             return None
         if all(source.leaf is None for source in sources):
@@ -292,7 +292,7 @@ class LocalGraph:
         of_leaves, self._leaf_gradients = self._leaf_gradients, []
         leaves = [leaf_of(node) for node in leaf_nodes]
         untracked_results.raise_if_reached(leaves, of_leaves)
-        accumulation.raise_if_sharded(leaves, of_leaves)
+        observed_leaves.raise_if_sharded(leaves, of_leaves)
         wanted = [node for node in receives if node in subgraph.nodes]
         answers: dict[Node, Tensor | None] = {}
         if self._partial_runner is not None:
@@ -303,7 +303,7 @@ class LocalGraph:
             gradients = [self._pending.gradients.pop(node)[0].tensor for node in wanted]
         else:
             roots = self._pending.take_roots(list(self._pending))
-            if leaf_nodes and accumulation.any_observed(leaf_nodes, self._replicated):
+            if leaf_nodes and observed_leaves.any_observed(leaf_nodes, self._replicated):
                 gradients = self._run_through_grad(roots, leaves, wanted)
             else:
                 ends = list(map(GradientEdge, (*leaf_nodes, *wanted), itertools.repeat(0)))
@@ -340,7 +340,7 @@ class LocalGraph:
                 ends: list[Tensor | GradientEdge] = [*leaves]
                 ends += [GradientEdge(node, 0) for node in receives]
                 run_engine(roots, ends, self._retain_graph, accumulate=True)
-                found = [accumulation.take_gradient(leaf, self._replicated) for leaf in leaves]
+                found = [observed_leaves.take_gradient(leaf, self._replicated) for leaf in leaves]
                 return found + [capture.gradient for capture in captures]
             finally:
                 for capture in captures:

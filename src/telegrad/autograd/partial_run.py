@@ -9,7 +9,7 @@ written in Python would notice that, so they are suppressed during the run (`hoo
 Undefined gradients for blocked nodes are not stored. If a received tensor gets no other gradient,
 its answer is an undefined gradient too (`take_undefined`).
 
-State: belongs to one backward pass, which lets one thread in at a time.
+State: belongs to one backward pass, which is used by one thread at a time.
 """
 
 from __future__ import annotations

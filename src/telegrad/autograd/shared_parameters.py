@@ -30,7 +30,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from telegrad import blocking
+from telegrad import thread_roles
 
 _MIN_OPTIMIZERS = 2  # that update a parameter, so that it is shared
 _MAX_WAIT = 10.0  # seconds
@@ -46,12 +46,12 @@ class _SavedParameter:
 
 
 class _RunningCallRole:
-    """A running call, as the role of its thread: see `telegrad.blocking`.
+    """A running call, as the role of its thread: see `telegrad.thread_roles`.
 
     It stops reading parameters while the thread blocks, and delegates the rest to the outer role.
     """
 
-    def __init__(self, parameters: SharedParameters, outer: blocking.ThreadRole | None) -> None:
+    def __init__(self, parameters: SharedParameters, outer: thread_roles.ThreadRole | None) -> None:
         self._parameters = parameters
         self.outer = outer
 
@@ -132,14 +132,14 @@ class SharedParameters:
             with saved_tensors_hooks(self._save, _restore):
                 yield
             return
-        call = self._local.call = _RunningCallRole(self, blocking.current_role())
+        call = self._local.call = _RunningCallRole(self, thread_roles.current_role())
         self.start_reading(call)
-        blocking.set_role(call)
+        thread_roles.set_role(call)
         try:
             with saved_tensors_hooks(self._save, _restore):
                 yield
         finally:
-            blocking.set_role(call.outer)
+            thread_roles.set_role(call.outer)
             self._local.call = None
             self.stop_reading(call)
             with self._changed:
@@ -159,7 +159,7 @@ class SharedParameters:
                 self._reading.discard(call)
             self._updates += 1
             if self._reading:
-                role = blocking.current_role() if call is None else call.outer
+                role = thread_roles.current_role() if call is None else call.outer
                 self._wait(lambda: not self._reading, role)
         try:
             yield
@@ -203,7 +203,7 @@ class SharedParameters:
             if self._updates:
                 self._changed.notify_all()
 
-    def _wait(self, condition: Callable[[], bool], role: blocking.ThreadRole | None) -> None:
+    def _wait(self, condition: Callable[[], bool], role: thread_roles.ThreadRole | None) -> None:
         """Wait for a condition, at most `_MAX_WAIT`, while the role of the thread is paused."""
         if role is not None:
             role.pause()

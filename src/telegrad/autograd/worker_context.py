@@ -32,8 +32,8 @@ from telegrad.autograd.send_recv import (
 )
 from telegrad.autograd.shared_parameters import SharedParameters
 from telegrad.errors import PeerLost
+from telegrad.messages.call_scope import current_scope
 from telegrad.messages.packing import MessageContext
-from telegrad.messages.scope import current_scope
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime

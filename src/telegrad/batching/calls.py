@@ -18,7 +18,7 @@ import torch
 from telegrad.batching.stacking import Signature, signature_of
 from telegrad.deadline import Deadline
 from telegrad.errors import TelegradError
-from telegrad.messages.scope import current_scope
+from telegrad.messages.call_scope import current_scope
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime

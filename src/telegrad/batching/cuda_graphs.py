@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from telegrad.batching.stacking import Signature, signature_of
-from telegrad.messages.scope import current_scope
+from telegrad.messages.call_scope import current_scope
 
 Call = Callable[..., Any]
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from telegrad import blocking
+from telegrad import thread_roles
 from telegrad.batching.calls import BatchedCall, CallerState
 from telegrad.batching.cuda_graphs import CudaGraphs
 from telegrad.batching.policy import BatchOptions
@@ -207,7 +207,7 @@ class PausableQueue(Protocol):
 
 
 class BatchRole:
-    """The role of a thread that runs a batch; see `telegrad.blocking.ThreadRole`.
+    """The role of a thread that runs a batch; see `telegrad.thread_roles.ThreadRole`.
 
     `outer` is the role that the thread had before.
     """
@@ -216,7 +216,7 @@ class BatchRole:
 
     def __init__(self, queue: PausableQueue) -> None:
         self._queue = queue
-        self.outer: blocking.ThreadRole | None = None
+        self.outer: thread_roles.ThreadRole | None = None
 
     def pause(self) -> None:
         self._queue.pause()
@@ -257,11 +257,11 @@ def running_batch(role: BatchRole, batch: list[BatchedCall]) -> Iterator[None]:
         _common_caller(batch),
         _latest_deadline(batch),
     )
-    role.outer = blocking.set_role(role)
+    role.outer = thread_roles.set_role(role)
     try:
         yield
     finally:
-        blocking.set_role(role.outer)
+        thread_roles.set_role(role.outer)
         thread_state.runtime, thread_state.caller, thread_state.deadline = before
 
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from telegrad import blocking
+from telegrad import thread_roles
 from telegrad.batching.calls import BatchedCall
 from telegrad.batching.execution import BatchExecutor, BatchRole, running_batch
 from telegrad.batching.metrics import QueueMetrics, QueueRegistry
@@ -83,8 +83,8 @@ class BatchQueue:
             self._register_with(runtime)
         # A thread that reads connections must not run slow functions, and first reads the messages
         # that have arrived, because they may contain calls for the same batch.
-        if blocking.current_role() is not None and (
-            self._mean_seconds > _SLOW_BATCH or blocking.has_pending_messages()
+        if thread_roles.current_role() is not None and (
+            self._mean_seconds > _SLOW_BATCH or thread_roles.has_pending_messages()
         ):
             return NOT_ALONE
         with self._lock:
@@ -97,7 +97,7 @@ class BatchQueue:
                 return NOT_ALONE
             self._running = 1
         role = BatchRole(self)
-        role.outer = blocking.set_role(role)
+        role.outer = thread_roles.set_role(role)
         started = _now()
         try:
             return self._executor.run_one(receiver, args, kwargs)
@@ -105,7 +105,7 @@ class BatchQueue:
             self.metrics.failed += 1
             raise
         finally:
-            blocking.set_role(role.outer)
+            thread_roles.set_role(role.outer)
             seconds = _now() - started
             with self._lock:
                 self._running -= 1
@@ -120,7 +120,7 @@ class BatchQueue:
 
         Raise what the function raises.
         """
-        run_here = self._mean_seconds < _SLOW_BATCH or blocking.current_role() is None
+        run_here = self._mean_seconds < _SLOW_BATCH or thread_roles.current_role() is None
         batch = self._enqueue(call)
         if run_here and batch:
             outcome = self._run_batch(batch, own_call=call)
@@ -176,7 +176,7 @@ class BatchQueue:
     def _enqueue(self, call: BatchedCall) -> list[BatchedCall]:
         """Add a call to the scheduler and return the batch that may start now, if any."""
         call.prepare()  # may raise, so not under the lock
-        more = blocking.has_pending_messages()
+        more = thread_roles.has_pending_messages()
         while True:
             with self._lock:
                 if self._has_space():
@@ -188,7 +188,7 @@ class BatchQueue:
                     break
             self._wait_for_space(call)
         if more:  # this thread runs the batch when it has read everything
-            blocking.run_when_drained(self, self._on_idle)
+            thread_roles.run_when_drained(self, self._on_idle)
         if self._scheduler.expired:
             self._fail_expired()
         self._verify_callers()
@@ -219,13 +219,13 @@ class BatchQueue:
     def _wait_for_space(self, call: BatchedCall) -> None:
         """Block the thread that reads the calls, so that the callers are slowed down."""
         limit, deadline = self._options.max_queue or 0, call.deadline
-        role = blocking.begin_backpressure()
+        role = thread_roles.begin_backpressure()
         try:
             with self._lock:
                 timeout = None if deadline is None else max(deadline.left(), 0)
                 in_time = self._space_freed.wait_for(lambda: len(self._scheduler) < limit, timeout)
         finally:
-            blocking.end_backpressure(role)
+            thread_roles.end_backpressure(role)
         if not in_time:
             raise self._timeout_error()
 
@@ -262,7 +262,7 @@ class BatchQueue:
         if self._running or latest_start in (self._timer_time, math.inf):
             return
         # A thread that reads connections can wait itself, which saves a switch to another thread.
-        if blocking.run_at(self, latest_start, self._on_idle):
+        if thread_roles.run_at(self, latest_start, self._on_idle):
             self._timer_time = latest_start
         elif latest_start < self._timer_time:
             self._timer_time = latest_start

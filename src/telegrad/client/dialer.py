@@ -34,7 +34,7 @@ class DialedConnection(NamedTuple):
 
 
 class DialerRuntime(Protocol):
-    """What dialing needs of its agent."""
+    """What dialing needs from its agent."""
 
     name: str
     closing: bool

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
-from telegrad import blocking
+from telegrad import thread_roles
 from telegrad.client.pending import PendingCall, timeout_error
 from telegrad.client.request_codec import Args, Request, RequestCodec
 from telegrad.client.slow_callbacks import SlowCallbacks
@@ -38,7 +38,7 @@ from telegrad.deadline import to_wire
 from telegrad.errors import ProtocolError, as_exception
 from telegrad.futures import CompletionListener
 from telegrad.group.membership import Member
-from telegrad.messages.scope import current_scope
+from telegrad.messages.call_scope import current_scope
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.executor import Executor
@@ -62,7 +62,7 @@ _MIN_EXPIRY_INTERVAL = 0.01  # seconds between two checks of the deadlines
 
 
 class MultiplexedRuntime(Protocol):
-    """What a multiplexed connection needs of its agent."""
+    """What a multiplexed connection needs from its agent."""
 
     threads: ThreadPool
     executor: Executor
@@ -111,7 +111,7 @@ class MultiplexedConnection(LoopConnection):
         self._encode = codec.encode
         self._known_functions: set[int] = set()
         self._next_expiry_check = math.inf
-        self.queue_sent = blocking.OneShotEvent()
+        self.queue_sent = thread_roles.OneShotEvent()
         self._queue: collections.deque[_QueuedCall] | None = collections.deque()
         self._lock = threading.Lock()
         self._queued_replies: dict[int, tuple[PendingCall, Frame]] = {}
@@ -240,11 +240,11 @@ class MultiplexedConnection(LoopConnection):
     ) -> bool:
         """Queue a call until the connection is there. Return False if it can be sent now."""
         if self.attached:  # the queue is being sent
-            role = blocking.pause()
+            role = thread_roles.pause()
             try:
                 self.queue_sent.wait(QUEUE_WAIT)
             finally:
-                blocking.resume(role)
+                thread_roles.resume(role)
         if self._queue is None:
             return False
         function_id, flags, body, buffers = request
@@ -349,9 +349,9 @@ class MultiplexedConnection(LoopConnection):
         if queued is None:
             return
         callbacks = queued[0].listener._callback_codes
-        started, waited = time.perf_counter(), blocking.waited_seconds()
+        started, waited = time.perf_counter(), thread_roles.waited_seconds()
         self._complete(*queued)
-        seconds = time.perf_counter() - started - (blocking.waited_seconds() - waited)
+        seconds = time.perf_counter() - started - (thread_roles.waited_seconds() - waited)
         self._slow_callbacks.add_duration(callbacks, seconds)
 
     def complete_all_queued(self) -> None:

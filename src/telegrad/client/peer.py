@@ -24,7 +24,7 @@ import threading
 import time
 from typing import Any, Protocol
 
-from telegrad import blocking
+from telegrad import thread_roles
 from telegrad.client.dialer import DialedConnection
 from telegrad.client.exclusive import ExclusiveConnection, time_left
 from telegrad.client.multiplexed import MultiplexedConnection, MultiplexedRuntime
@@ -36,9 +36,9 @@ from telegrad.futures import CompletionListener
 from telegrad.group.endpoint import EXCLUSIVE, MULTIPLEXED
 from telegrad.group.failure_detector import FailureDetector, lost_notice
 from telegrad.group.membership import Member
+from telegrad.messages.call_scope import current_scope
+from telegrad.messages.device_routes import DeviceRoute, request_route
 from telegrad.messages.packing import MessageContext, return_resources
-from telegrad.messages.routes import DeviceRoute, request_route
-from telegrad.messages.scope import current_scope
 from telegrad.transport.channel import ChannelClosed, close_with_reason, text_of_frame
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import Frame, Kind
@@ -50,7 +50,7 @@ _GOODBYE_WAIT = 0.2
 
 
 class PeerRuntime(MultiplexedRuntime, Protocol):
-    """What a peer needs of its agent."""
+    """What a peer needs from its agent."""
 
     config: Config
     function_table: FunctionTable
@@ -74,7 +74,7 @@ class Peer:
         self.heartbeat = 0.0
         self.ready = False  # it is connected, and the queued calls were sent
         self.connect_failed = False  # which does not mean that the peer is lost
-        self.connected_or_lost = blocking.OneShotEvent()
+        self.connected_or_lost = thread_roles.OneShotEvent()
         # taken by the thread that connects, and never released
         self._connect_lock = threading.Lock()
         self._runtime = runtime
@@ -89,7 +89,7 @@ class Peer:
         self._idle: list[ExclusiveConnection] = []
         self._busy: set[ExclusiveConnection] = set()
         self._error: Exception | None = None
-        self._lost_event = blocking.OneShotEvent()
+        self._lost_event = thread_roles.OneShotEvent()
         self._lock = threading.Lock()
         self.multiplexed = MultiplexedConnection(self, runtime, self._codec)
 
@@ -186,7 +186,7 @@ class Peer:
                 True,
             )
             self._busy.add(connection)
-            role = blocking.pause()
+            role = thread_roles.pause()
             # If the peer was lost before the connection was in `_busy`, `lose` did not shut it.
             if self._error is not None:
                 raise ChannelClosed("the peer was lost")
@@ -202,7 +202,7 @@ class Peer:
             return_resources(retained, answered=False)
             raise self._explain(error, function, timeout) from None
         finally:
-            blocking.resume(role)
+            thread_roles.resume(role)
         self._busy.discard(connection)
         if frame.kind == _FAILURE and frame.function_id:
             connection.known_functions.discard(frame.function_id)
@@ -339,7 +339,7 @@ class Peer:
         self._runtime.failures.declare_lost(name, self.member.incarnation, reason=reason)
 
     def connection_broke(self, error: Exception) -> None:
-        """Mark the peer as lost after a send failed, unless the reader knows the reason."""
+        """Mark the peer as lost after a send failed, unless the event loop reports the reason first."""
         if not self._lost_event.wait(_GOODBYE_WAIT):
             self.lose(f"the connection ended ({error})")
 

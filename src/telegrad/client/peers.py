@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Protocol
 
-from telegrad import blocking
+from telegrad import thread_roles
 from telegrad.client.multiplexed import QUEUE_WAIT
 from telegrad.client.peer import Peer, PeerRuntime
 from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError, as_exception
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class PeerTableRuntime(PeerRuntime, Protocol):
-    """What the table of peers needs of its agent."""
+    """What the table of peers needs from its agent."""
 
     directory: Directory
     world_size: int | None
@@ -72,7 +72,7 @@ class PeerTable:
         until = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             peer = self.begin(to)
-            role = blocking.pause()
+            role = thread_roles.pause()
             try:
                 left = None if timeout is None else until - time.monotonic()
                 if not peer.connected_or_lost.wait(left):
@@ -81,7 +81,7 @@ class PeerTable:
                     # calls that were submitted before are sent before
                     peer.multiplexed.queue_sent.wait(QUEUE_WAIT)
             finally:
-                blocking.resume(role)
+                thread_roles.resume(role)
             if not peer.lost:
                 return peer
             member = peer.member

@@ -6,7 +6,7 @@ from typing import Any
 
 from telegrad.errors import CallTimeout
 from telegrad.futures import CompletionListener
-from telegrad.messages.scope import CallScope
+from telegrad.messages.call_scope import CallScope
 
 
 class PendingCall:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 from telegrad.errors import SerializationError, error_text
-from telegrad.messages import scope as scopes
+from telegrad.messages import call_scope as scopes
+from telegrad.messages.call_scope import CallScope
+from telegrad.messages.device_routes import ANY_DEVICE, ANY_DEVICE_MARK
 from telegrad.messages.packing import MessageContext, pack, unpack
-from telegrad.messages.routes import ANY_DEVICE, ANY_DEVICE_MARK
-from telegrad.messages.scope import CallScope
 from telegrad.wire.frames import DEFINES_FUNCTION, HAS_KEYWORDS, HAS_SCOPE, INLINE_FUNCTION, Frame
 from telegrad.wire.function_table import Function, FunctionTable, defined_in_main, describe
 
@@ -94,7 +94,7 @@ class RequestCodec:
         return function_id, flags, body, buffers
 
     def decode(self, frame: Frame, call: str | Function, received: list[Any] | None = None) -> Any:
-        """Return the result in a reply. What it brought besides is added to `received`."""
+        """Return the result in a reply. The resources in it is added to `received`."""
         try:
             if frame.receive_error is not None:
                 raise frame.receive_error

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from telegrad.cuda import driver, staging
-from telegrad.cuda.exclusive import MIN_LEASE_BYTES
 from telegrad.cuda.receive import receive_inline_tensor, receive_tensor
 from telegrad.cuda.send import CudaSend, LeaseLedger
 from telegrad.cuda.small_copies import MAX_SMALL_COPY_BYTES, small_copies
+from telegrad.cuda.sole_reference import MIN_LEASE_BYTES
 from telegrad.errors import UsageError
 from telegrad.messages.packing import MessageContext, current_message, message_resource
 from telegrad.wire import tensors

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class CollectivesRuntime(Protocol):
-    """What collectives need of their agent."""
+    """What collectives need from their agent."""
 
     name: str
     local_member: Member

@@ -62,7 +62,7 @@ in_process_listeners = weakref.WeakValueDictionary()
 
 
 class EndpointRuntime(Protocol):
-    """What the endpoint needs of its agent."""
+    """What the endpoint needs from its agent."""
 
     local_member: Member
     group: str

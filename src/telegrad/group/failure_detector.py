@@ -1,9 +1,9 @@
-"""`FailureDetector`: find out which workers are lost, and declare them lost once for all.
+"""`FailureDetector`: find out which workers are lost, and declare them lost permanently.
 
 A worker is lost for one of these reasons: it said goodbye, its connections broke, it sent no
 heartbeat, or it cannot be reached although a layer above needs to know whether it is alive
 (`watch`). An incarnation that was declared lost stays lost: its connections are closed on this
-side too, so that it learns of it and joins again.
+side too, so that it notices and joins again.
 
 State: `_lost` (incarnations) is changed under `_lock`. `_listeners` grows while layers above start.
 """
@@ -52,7 +52,7 @@ class Prober(Protocol):
 
 
 class DetectorRuntime(Protocol):
-    """What failure detection needs of its agent."""
+    """What failure detection needs from its agent."""
 
     config: Config
     clock: Clock

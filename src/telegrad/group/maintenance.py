@@ -53,7 +53,7 @@ class _Peers(Protocol):
 
 
 class MaintenanceRuntime(Protocol):
-    """What maintenance needs of its agent."""
+    """What maintenance needs from its agent."""
 
     name: str
     config: Config

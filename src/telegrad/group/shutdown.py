@@ -13,7 +13,7 @@ _MIN_ROUND = 0.1
 
 
 class ShutdownRuntime(Protocol):
-    """What a graceful shutdown needs of its agent."""
+    """What a graceful shutdown needs from its agent."""
 
     calls_made: int
     collectives: Collectives

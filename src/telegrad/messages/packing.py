@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from telegrad.messages.routes import DeviceRoute
+from telegrad.messages.device_routes import DeviceRoute
 from telegrad.transport.channel import Channel
 from telegrad.transport.shared_copies import SharedCopies
 from telegrad.wire import codec
@@ -55,7 +55,7 @@ class LentResource(ABC):
 
 
 class ReceivedResource(MessageResource, Protocol):
-    """A resource that a message brought, where the message is unpacked."""
+    """A resource that a message contained, where the message is unpacked."""
 
     def join(self) -> None:
         """Called by a thread that uses the result but did not unpack it."""

@@ -1,7 +1,7 @@
-"""How a function declares the way in which peers are served that call it.
+"""Marks on a function that control how calls from peers are served.
 
 The marks are attributes of the function, so they are known wherever the function is.
-`DeferredReply` is what a function returns whose result is not there yet.
+`DeferredReply` is what a function returns whose result is not available yet.
 
 State: `_trusted` grows while modules are imported.
 """
@@ -30,7 +30,7 @@ class Promise(Protocol):
     """A value that is not there yet. It costs less than a future."""
 
     def listen(self, callback: Callable[[Any], None]) -> None:
-        """Call `callback(self)` when the value is there, or at once if it is."""
+        """Call `callback(self)` when the value is available, or at once if it is."""
 
     def value(self) -> Any:
         """Return the value, or raise the error that was set instead."""
@@ -64,7 +64,7 @@ class DeferredReply:
         return future
 
     def listen(self, callback: Callable[[Any], None]) -> None:
-        """Call `callback(done)` when the value is there; `done.value()` returns or raises it."""
+        """Call `callback(done)` when the value is available; `done.value()` returns or raises it."""
         if isinstance(self._value, torch._C.Future):
             self._value.add_done_callback(callback)
         else:

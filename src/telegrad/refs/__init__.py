@@ -5,7 +5,7 @@ side: the objects and the number of references that each other worker has to the
 `held_references` is the user's side: the references that are alive on this worker. `messages`
 carries changes from users to owners, and `manager` connects these three with the agent.
 `owner_calls` holds the functions that an owner runs for its users. Torch's argument conventions
-and module-level functions belong into `telegrad.rpc`, not here.
+and module-level functions belong in `telegrad.rpc`, not here.
 """
 
 from telegrad.refs.rref import RRef, remote

@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
-from telegrad.interpreter import snapshot
+from telegrad.free_threading import snapshot
 from telegrad.refs.owned_objects import ObjectKey
 
 

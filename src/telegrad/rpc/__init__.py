@@ -2,7 +2,7 @@
 
 This package has torch's names, signatures and special values, such as a timeout of 0 for no limit,
 and translates them for the agent of this process. No module below it imports it. Everything that
-torch has no name for belongs into `telegrad.Agent` and `telegrad.Config`, not here.
+torch has no name for belongs in `telegrad.Agent` and `telegrad.Config`, not here.
 
 >>> import telegrad.rpc as rpc
 >>> rpc.is_available()

@@ -11,7 +11,7 @@ from telegrad.agent import Agent
 from telegrad.errors import GroupBroken
 from telegrad.group import shutdown as group_shutdown
 from telegrad.group.membership import WorkerInfo
-from telegrad.messages.routes import request_route
+from telegrad.messages.device_routes import request_route
 from telegrad.rpc.options import RpcBackendOptions
 
 __all__ = ["RpcAgent"]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from telegrad.errors import UsageError
-from telegrad.messages.routes import parse_device
+from telegrad.messages.device_routes import parse_device
 from telegrad.runtime import AgentRuntime
 
 DeviceMap = Mapping[torch.device, torch.device]

@@ -119,7 +119,7 @@ class Clock:
         return any(active)
 
     def _stop_ticking(self) -> None:
-        """Stop to tick, unless there is activity again.
+        """Stop ticking, unless there is activity again.
 
         An event loop marks itself busy before it reads `is_ticking`. So if it read `is_ticking`
         before this method cleared it, the tick that follows sees that the loop is busy.

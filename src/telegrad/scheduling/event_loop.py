@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Hashable
 
-from telegrad import blocking
+from telegrad import thread_roles
 from telegrad.errors import ProtocolError
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.leader_role import LeaderRole
@@ -117,7 +117,7 @@ class EventLoop(ConnectionPoller):
         """Lead the loop in `epoch`: handle frames until another thread leads or the loop ends."""
         with self._lock:
             pass  # wait until the hand-over that started this thread is complete
-        blocking.set_role(LeaderRole(self, epoch))
+        thread_roles.set_role(LeaderRole(self, epoch))
         _local.epoch = epoch
         try:
             while True:

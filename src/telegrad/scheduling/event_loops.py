@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Iterator
 
-from telegrad.interpreter import has_gil
+from telegrad.free_threading import has_gil
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.loop_connection import LoopConnection

@@ -10,7 +10,7 @@ So calls that wait for each other always progress, and calls that compute do not
 The limit never exceeds `max_limit`. When as many calls wait in the queue, `submit` blocks, which is
 back-pressure on the callers.
 
-Threads of the executor have the executor as their `ThreadRole` (`telegrad.blocking`).
+Threads of the executor have the executor as their `ThreadRole` (`telegrad.thread_roles`).
 
 State: the counters and the queue, under `_lock`.
 """
@@ -23,7 +23,7 @@ import logging
 import threading
 from collections.abc import Hashable
 
-from telegrad import blocking
+from telegrad import thread_roles
 from telegrad.errors import InternalError
 from telegrad.scheduling.thread_pool import Job, ThreadPool
 
@@ -93,18 +93,18 @@ class Executor:
 
     def _wait_for_room(self) -> None:
         """Block the thread that delivers calls. Its connection is not read meanwhile."""
-        role = blocking.begin_backpressure()
+        role = thread_roles.begin_backpressure()
         try:
             with self._lock:
                 while len(self._queue) >= self._max_limit and not self._closed:
                     self._has_room.wait()
         finally:
-            blocking.end_backpressure(role)
+            thread_roles.end_backpressure(role)
 
     def _run_jobs(self, job_box: list[Job]) -> None:
         """Run a job, then queued jobs while the limit permits. `job_box`: see `thread_pool`."""
         job: Job | None = job_box.pop()
-        blocking.set_role(self)
+        thread_roles.set_role(self)
         while job is not None:
             try:
                 job()

@@ -1,4 +1,4 @@
-"""`LeaderRole`: what `telegrad.blocking` calls on the thread that leads an event loop.
+"""`LeaderRole`: what `telegrad.thread_roles` calls on the thread that leads an event loop.
 
 A thread keeps its role after it has handed the loop over: it still runs its call. All methods name
 the epoch in which the thread led, and the loop ignores requests of a former leader.

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from telegrad import blocking
+from telegrad import thread_roles
 from telegrad.scheduling.clock import Clock
 
 Job = Callable[[], None]
@@ -95,7 +95,7 @@ class ThreadPool:
                 except BaseException:
                     _log.exception("a thread of Telegrad failed; please report this")
                 del job
-                blocking.set_role(None)
+                thread_roles.set_role(None)
                 try:
                     job = self._wait_for_job()
                 # out of memory or descriptors: one idle thread fewer

@@ -20,15 +20,17 @@ from typing import Any, Protocol
 
 import torch
 
-from telegrad import blocking
+from telegrad import thread_roles
 from telegrad.config import Config
-from telegrad.cuda.exclusive import is_exclusive
+from telegrad.cuda.sole_reference import is_exclusive
 from telegrad.current import thread_state
 from telegrad.deadline import Deadline
 from telegrad.errors import ProtocolError, SerializationError, UsageError, error_text
 from telegrad.futures import Future
 from telegrad.group.endpoint import MULTIPLEXED
-from telegrad.messages import scope as scopes
+from telegrad.messages import call_scope as scopes
+from telegrad.messages.call_scope import current_scope
+from telegrad.messages.device_routes import DeviceRoute, reply_route
 from telegrad.messages.packing import (
     MessageContext,
     ReceivedResource,
@@ -37,14 +39,12 @@ from telegrad.messages.packing import (
     unpack,
 )
 from telegrad.messages.remote_functions import DeferredReply
-from telegrad.messages.routes import DeviceRoute, reply_route
-from telegrad.messages.scope import current_scope
 from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.executor import SLOW_SECONDS, Executor
-from telegrad.server.functions import FunctionRegistry, ServedFunction, UndecodableFunction
 from telegrad.server.future_replies import FutureReplies
 from telegrad.server.replies import ReplyingConnection, ReplyRuntime, settle_all
+from telegrad.server.served_functions import FunctionRegistry, ServedFunction, UndecodableFunction
 from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, close_with_reason
 from telegrad.wire import codec
 from telegrad.wire.frames import (
@@ -262,7 +262,7 @@ class ServerConnection(ReplyingConnection):
                 function, args, kwargs = self._decode_call(frame, function, received)
             else:
                 args, kwargs = self._unpack(frame.body, frame.buffers, received), {}
-            waited = blocking.waited_seconds() if loop is None else 0.0
+            waited = thread_roles.waited_seconds() if loop is None else 0.0
             started = _now()
             try:
                 value = function.run(*args, **kwargs)
@@ -271,7 +271,7 @@ class ServerConnection(ReplyingConnection):
                 if self._runtime.forked:
                     os._exit(0)
             if loop is None:
-                function.add_duration(_now() - started - (blocking.waited_seconds() - waited))
+                function.add_duration(_now() - started - (thread_roles.waited_seconds() - waited))
             # else it has waited, or `on_blocked` has recorded that it took long
             elif loop.epoch == epoch:
                 function.add_duration(_now() - started)

@@ -31,7 +31,7 @@ from telegrad.group.endpoint import (
 )
 from telegrad.group.failure_detector import FailureDetector
 from telegrad.group.membership import Member
-from telegrad.messages.routes import is_device_map
+from telegrad.messages.device_routes import is_device_map
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.thread_pool import ThreadPool
 from telegrad.server.connection import ServerConnection, ServerRuntime
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 class ListenerRuntime(ServerRuntime, Protocol):
-    """What the listener needs of its agent."""
+    """What the listener needs from its agent."""
 
     config: Config
     clock: Clock

@@ -17,15 +17,15 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from telegrad import blocking
+from telegrad import thread_roles
 from telegrad.errors import TelegradError
+from telegrad.messages.device_routes import ANY_DEVICE
 from telegrad.messages.packing import MessageContext, ReceivedResource, SharedReply, pack
-from telegrad.messages.routes import ANY_DEVICE
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.loop_connection import LoopConnection
 from telegrad.scheduling.thread_pool import ThreadPool
-from telegrad.server.functions import ServedFunction, UndecodableFunction
+from telegrad.server.served_functions import ServedFunction, UndecodableFunction
 from telegrad.transport.channel import Channel, ChannelClosed
 from telegrad.wire.failures import encode_failure, encode_failure_name, remote_traceback
 from telegrad.wire.frames import Kind
@@ -150,11 +150,11 @@ class ReplyingConnection(LoopConnection):
 
     def _send_large(self, call_id: int, body: bytes, buffers: list[memoryview]) -> None:
         is_long = sum(buffer.nbytes for buffer in buffers) >= _LONG_COPY
-        role = blocking.pause() if is_long else None
+        role = thread_roles.pause() if is_long else None
         try:
             self.channel.send(_REPLY, call_id, body, buffers)
         finally:
-            blocking.resume(role)
+            thread_roles.resume(role)
 
     def _send_failure(
         self,

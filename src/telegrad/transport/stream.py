@@ -30,9 +30,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from telegrad import blocking
+from telegrad import thread_roles
 from telegrad.errors import ProtocolError, SerializationError
-from telegrad.interpreter import snapshot
+from telegrad.free_threading import snapshot
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
 from telegrad.transport.pending_send import PendingSend
@@ -276,14 +276,14 @@ class StreamChannel(Channel):
                         raise SendTimeout(begun=pending.bytes_before_frame < 0) from None
                     if flags:
                         # block in the kernel from now on, and let another thread read meanwhile
-                        flags, role = 0, blocking.pause()
+                        flags, role = 0, thread_roles.pause()
                 except OSError as error:
                     raise ChannelClosed(str(error)) from None
                 pending.advance()
             return True
         finally:
             self._finish_send(pending)
-            blocking.resume(role)
+            thread_roles.resume(role)
 
     def _finish_send(self, pending: PendingSend) -> None:
         """Under the lock: keep the bytes that a send has left. It may be called again.

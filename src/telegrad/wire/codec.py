@@ -6,7 +6,7 @@ pickle, so they are not copied here. If a value cannot be pickled, the error nam
 that is the reason.
 
 A container of many small tensors or arrays is encoded as two pickles: first their stacks
-(`wire/stacking.py`), then the value, which refers to them. Such a body begins with `_STACKED` and
+(`wire/small_tensors.py`), then the value, which refers to them. Such a body begins with `_STACKED` and
 the length of the first pickle.
 
 State: `_reducers`, the table of reducers of this process. `register` adds to it, when modules are
@@ -29,7 +29,7 @@ import numpy as np
 
 from telegrad.errors import SerializationError
 from telegrad.wire.frames import MAX_BUFFERS
-from telegrad.wire.stacking import (
+from telegrad.wire.small_tensors import (
     CONTAINERS,
     StackingPicklerMixin,
     TensorStacks,

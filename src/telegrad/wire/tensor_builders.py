@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from telegrad.wire.dtypes import DTYPES
-from telegrad.wire.tensor_gradients import build_parameter, restore_gradient
+from telegrad.wire.gradient_tracking import build_parameter, restore_gradient
 
 # What a reducer returns: a constructor and its arguments.
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]

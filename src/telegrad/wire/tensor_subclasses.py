@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from telegrad.errors import UsageError
-from telegrad.wire.tensor_builders import Reduced
-from telegrad.wire.tensor_gradients import (
+from telegrad.wire.gradient_tracking import (
     is_recording,
     refuse_tangent,
     restore_gradient,
     tensor_id_for,
 )
+from telegrad.wire.tensor_builders import Reduced
 
 _NESTED_MODULE = "torch.nested._internal.nested_tensor"
 _PICKLING_METHODS = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")

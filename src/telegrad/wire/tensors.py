@@ -8,7 +8,7 @@ How a tensor is sent:
 - An expanded tensor is sent unexpanded.
 - The receiver builds the tensor on the memory that the bytes arrived in, without a copy. It owns
   this memory, and it is not a view. See `wire/tensor_builders.py`.
-- A tensor that requires a gradient is sent with an id. See `wire/tensor_gradients.py`.
+- A tensor that requires a gradient is sent with an id. See `wire/gradient_tracking.py`.
 - Sparse and quantized tensors are in `wire/tensor_layouts.py`, subclasses of `Tensor` in
   `wire/tensor_subclasses.py`.
 - Memory of another device than the CPU is sent as the `DeviceTensorReducer` decides.
@@ -32,6 +32,11 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from telegrad.wire.dtypes import CODES, NUMPY_CODES
+from telegrad.wire.gradient_tracking import (
+    build_parameter,
+    refuse_tangent,
+    tensor_id_for,
+)
 from telegrad.wire.tensor_builders import (
     Reduced,
     build_expanded,
@@ -44,11 +49,6 @@ from telegrad.wire.tensor_builders import (
     build_tracked,
     build_with_attributes,
     build_with_gaps,
-)
-from telegrad.wire.tensor_gradients import (
-    build_parameter,
-    refuse_tangent,
-    tensor_id_for,
 )
 from telegrad.wire.tensor_layouts import SPARSE_LAYOUTS, reduce_quantized, reduce_sparse
 

@@ -16,7 +16,7 @@ from telegrad.ps.embeddings.messages import RowRequest, RowUpdate, TableDefiniti
 from telegrad.ps.embeddings.shard import TableShard
 from telegrad.ps.messages import PushReply
 from telegrad.ps.server.checkpoint import CheckpointArchive
-from telegrad.ps.server.leader import LeaderProtocol
+from telegrad.ps.server.leader_protocol import LeaderProtocol
 from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
 
 

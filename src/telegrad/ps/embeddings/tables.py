@@ -41,8 +41,8 @@ from telegrad.ps.trainer.joining import (
     require_runtime,
     start_leaving,
 )
-from telegrad.ps.trainer.registration import TrainerRegistry
 from telegrad.ps.trainer.server_calls import ServerCall, gather_replies
+from telegrad.ps.trainer.trainer_registry import TrainerRegistry
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent

@@ -172,7 +172,7 @@ class BaseShard(ABC):
         run_actions(actions)
 
     def remove_worker(self, worker: str) -> None:
-        """Remove the trainers, or the follower, of a dead worker, given its incarnation."""
+        """Remove the trainers, or the follower, of a lost worker, given its incarnation."""
         with self._lock:
             trainers = self._coordinator.trainers_of(worker)
             if isinstance(self._coordinator, LeaderCoordinator):

@@ -1,6 +1,6 @@
 """`FollowerCoordinator`: rounds on every server but the first.
 
-A follower sends votes to the leader and obeys the verdicts. It keeps the reports that a vote lists
+A follower sends votes to the leader and carries out the verdicts. It keeps the reports that a vote lists
 until it knows the verdict, even if their trainers die.
 
 | state | vote |

@@ -66,7 +66,7 @@ class LeaderCoordinator(RoundCoordinator):
         return self.advance()
 
     def remove_follower(self, server: str) -> None:
-        """Forget the votes of a dead follower, given its incarnation."""
+        """Forget the votes of a lost follower, given its incarnation."""
         for follower, vote in self._votes.items():
             if vote is not None and vote.server == server:
                 self._votes[follower] = None
@@ -89,7 +89,7 @@ class LeaderCoordinator(RoundCoordinator):
             return decisions
         if not steps:
             return decisions + self._skip_empty_round()
-        # A late vote of a dead follower may have replaced the vote of its next incarnation, which
+        # A late vote of a lost follower may have replaced the vote of its next incarnation, which
         # does not have all reports.
         able = [each.vote for each in self._open_votes if steps.keys() <= each.vote.reports.keys()]
         decisions += self._answer_votes("make", steps, able)

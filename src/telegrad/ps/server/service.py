@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import JoinError, UsageError
+from telegrad.messages.device_routes import allow_any_device
 from telegrad.messages.remote_functions import trusted
-from telegrad.messages.routes import allow_any_device
 from telegrad.param_groups import Options
 from telegrad.ps import flat_memory
 from telegrad.ps.flat_memory import SegmentHandle
@@ -33,7 +33,7 @@ from telegrad.ps.messages import (
 )
 from telegrad.ps.optimizer_types import State
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
-from telegrad.ps.server.leader import LeaderProtocol
+from telegrad.ps.server.leader_protocol import LeaderProtocol
 from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
 from telegrad.ps.server.shard import ParameterShard
 

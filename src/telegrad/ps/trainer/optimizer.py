@@ -47,11 +47,11 @@ from telegrad.ps.trainer.joining import (
     start_leaving,
 )
 from telegrad.ps.trainer.model_structure import ModelStructure, trained_parameters
-from telegrad.ps.trainer.registration import TrainerRegistry
 from telegrad.ps.trainer.server_calls import ServerCall, gather_replies
 from telegrad.ps.trainer.server_client import LOSS_ERRORS
 from telegrad.ps.trainer.shard_client import PushRequest, ShardClient
 from telegrad.ps.trainer.tracked_parameter import check_kind
+from telegrad.ps.trainer.trainer_registry import TrainerRegistry
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent

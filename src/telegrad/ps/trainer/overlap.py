@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from telegrad import blocking
+from telegrad import thread_roles
 from telegrad.errors import PeerLost, StaleReference
 from telegrad.ps.gradient_buckets import GradientBucket, divide_into_buckets
 from telegrad.ps.layout import ServerRange
@@ -88,14 +88,14 @@ class OverlappedPush:
 
         Raise the error of a failed send.
         """
-        role = blocking.pause()
+        role = thread_roles.pause()
         try:
             with self._changed:
                 self._queue.clear()
                 self._changed.wait_for(lambda: not self._sending)
                 error, self._error = self._error, None
         finally:
-            blocking.resume(role)
+            thread_roles.resume(role)
         if error is not None:
             raise error
 

@@ -88,7 +88,7 @@ class ServerClient(ABC, Generic[SpecT]):
     # Joining and leaving
 
     def announce(self) -> int:
-        """Announce the trainer. Return the round from which on the server waits for it."""
+        """Announce the trainer. Return the first round in which the server waits for it."""
         self._runtime.service(LocalClients).clients[self._trainer, self.server] = self
         return int(
             self._runtime.invoke(self.server, self._service.announce, (self.spec, self._trainer))

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from telegrad.autograd.send_recv import is_non_leaf
-from telegrad.autograd.untracked import untracked_results
+from telegrad.autograd.untracked_results import untracked_results
 from telegrad.autograd.worker_context import Context
+from telegrad.messages.call_scope import current_scope
 from telegrad.messages.packing import MessageContext, current_message, message_resource
-from telegrad.messages.scope import current_scope
 
 _UNTRACKED_RESULT = -1  # instead of a tensor id
 

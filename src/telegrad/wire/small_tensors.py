@@ -8,7 +8,7 @@ stack of their dtype and shape. The receiver splits the stacks before it unpickl
 Rules:
 - An object that occurs several times has one index, so it arrives as one object.
 - Each tensor and array arrives with memory of its own.
-- The ids of tensors that require gradients (`wire/tensor_gradients.py`) are sent with their stack.
+- The ids of tensors that require gradients (`wire/gradient_tracking.py`) are sent with their stack.
 - What is not plain (attributes, gaps, other devices, read-only arrays) stays in the pickle and is
   reduced as `wire/tensors.py` describes.
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from telegrad.wire.dtypes import dtype_of, stackable_code
-from telegrad.wire.tensor_gradients import restore_gradients, tensor_ids_for
+from telegrad.wire.gradient_tracking import restore_gradients, tensor_ids_for
 
 MANY = 16  # with fewer items, stacks cost more than they save
 _MAX_ITEM_BYTES = 4096  # of one tensor or array

@@ -1,6 +1,6 @@
 """`GradientExchange`: which gradients one worker receives and sends in a backward pass.
 
-Gradients go back along the tensors. Each worker answers for the tensors that it received from a
+Gradients are sent in the reverse direction of tensors. Each worker answers for the tensors that it received from a
 peer. An answer is a gradient (None if it is undefined, as after a function whose backward returns
 None), or says that the loss does not depend on the tensor. The first message to a peer also lists
 the tensors that will be answered later; that the loss does not depend on a tensor is the answer

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from telegrad.errors import SerializationError, error_text
+from telegrad.messages.device_routes import ANY_DEVICE_MARK
 from telegrad.messages.remote_functions import (
     ASYNC_MARK,
     is_internal,
     is_trusted,
     served_form,
 )
-from telegrad.messages.routes import ANY_DEVICE_MARK
 from telegrad.wire.function_table import MAX_FUNCTIONS, Function, describe
 
 P = ParamSpec("P")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telegrad.interpreter import has_gil
+from telegrad.free_threading import has_gil
 
 # For fewer bytes, a snapshot costs less than mapping the memory of the tensor itself.
 MIN_LEASE_BYTES = 1 << 20
