@@ -22,12 +22,12 @@ RELEASE = "moolib==0.0.9b0"
 _CMAKE = {
     "find_package(Torch REQUIRED)": """
 set(TORCH_INCLUDE_DIRS ${TorchPath}/include;${TorchPath}/include/torch/csrc/api/include)
-set(TORCH_LIBRARIES ${TorchPath}/lib/libtorch.so;${TorchPath}/lib/libtorch_cpu.so;${TorchPath}/lib/libc10.so)
+set(TORCH_LIBRARIES
+${TorchPath}/lib/libtorch.so;${TorchPath}/lib/libtorch_cpu.so;${TorchPath}/lib/libc10.so)
 """,
     "add_subdirectory(third_party/pybind11)": """
-execute_process(COMMAND python -c "import sys; print(sys.executable, end='')" OUTPUT_VARIABLE Python_EXECUTABLE)
-set(PYBIND11_FINDPYTHON ON)
-find_package(pybind11 CONFIG REQUIRED)
+execute_process(COMMAND python -c "import sys; print(sys.executable, end='')" OUTPUT_VARIABLE
+Python_EXECUTABLE) set(PYBIND11_FINDPYTHON ON) find_package(pybind11 CONFIG REQUIRED)
 """,
     'COMPILE_FLAGS "${TORCH_CXX_FLAGS}")': """COMPILE_FLAGS "-std=gnu++20")
 set_target_properties(tensor PROPERTIES CXX_STANDARD 20)""",

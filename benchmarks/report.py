@@ -17,8 +17,8 @@ Line = dict[str, Any]
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:1180px;margin:2em auto;padding:0 1.5em}
 h1{margin-bottom:.2em}h2{margin-top:2.2em;border-bottom:2px solid #ddd}h3{margin:1.8em 0 .4em}
-.scroll{overflow-x:auto}table{border-collapse:collapse;margin:.6em 0 1.4em}
-th,td{padding:.3em .8em;text-align:right;vertical-align:top;border-bottom:1px solid #e6e6e6;white-space:nowrap}
+.scroll{overflow-x:auto}table{border-collapse:collapse;margin:.6em 0 1.4em} th,td{padding:.3em
+.8em;text-align:right;vertical-align:top;border-bottom:1px solid #e6e6e6;white-space:nowrap}
 th{background:#f6f6f6}td:first-child,th:first-child{text-align:left;white-space:normal;min-width:15em}
 small{color:#777;display:block}.ours{background:#fdf3f4;font-weight:600}.limit{color:#666;font-style:italic}
 .badge{display:inline-block;border-radius:.7em;padding:0 .6em;color:#fff;font-size:.85em}

@@ -1,7 +1,8 @@
-"""Combine what all processes of a test run have measured, and print how much of the package was run: `make test`.
+"""Combine what all processes of a test run have measured, and print how much of the package was
+run: `make test`.
 
-The files with the lowest figures are listed, and build/coverage/html shows every line. Lines that only a CUDA device
-runs count as missed where there is none.
+The files with the lowest figures are listed, and build/coverage/html shows every line. Lines that
+only a CUDA device runs count as missed where there is none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check with pyright that every public name has complete types: `make public-types`.
 
-`pyright --verifytypes` takes every module without an underscore for public. Public here is what `__all__` of the
-documented modules lists, with the public members of these classes.
+`pyright --verifytypes` takes every module without an underscore for public. Public here is what
+`__all__` of the documented modules lists, with the public members of these classes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def main() -> int:
 
 
 def public_names() -> set[str]:
-    """Return the names under which pyright knows what the documented modules offer: where it is defined."""
+    """Return the names under which pyright knows what the documented modules offer: where it is
+    defined.
+    """
     names = set()
     for module_name in MODULES:
         module = importlib.import_module(module_name)

@@ -1,8 +1,9 @@
-"""Build what is published, check it, and tag the version: `make dist`, `make release VERSION=1.2.3`.
+"""Build what is published, check it, and tag the version: `make dist`, `make release
+VERSION=1.2.3`.
 
-    scripts/release.py build          sdist and wheel into dist/, checked and installed into a fresh environment
-    scripts/release.py tag 1.2.3      the same after checks of the tree, the version and the changelog; then a tag
-    scripts/release.py tag 1.2.3 --dry-run     everything but the tag
+    scripts/release.py build          sdist and wheel into dist/, checked and installed into a fresh
+    environment scripts/release.py tag 1.2.3      the same after checks of the tree, the version and
+    the changelog; then a tag scripts/release.py tag 1.2.3 --dry-run     everything but the tag
 
 Nothing is pushed. The workflow `release.yml` publishes a tag that is pushed.
 """
@@ -97,7 +98,9 @@ def package_version(root: Path) -> str:
 
 
 def changes(changelog: str, version: str) -> str:
-    """Return what the changelog says about a version; its heading may have a date after the version."""
+    """Return what the changelog says about a version; its heading may have a date after the
+    version.
+    """
     section = re.search(
         rf"^## \[?{re.escape(version)}\]?( .*)?\n(?P<text>(?:(?!## ).*\n?)*)",
         changelog,
@@ -107,7 +110,9 @@ def changes(changelog: str, version: str) -> str:
 
 
 def build(uv: str) -> None:
-    """Build dist/ and check it: metadata, contents, and that a fresh environment can use the wheel."""
+    """Build dist/ and check it: metadata, contents, and that a fresh environment can use the
+    wheel.
+    """
     folder = ROOT / "dist"
     shutil.rmtree(folder, ignore_errors=True)
     _run(uv, "build", "--quiet", "--out-dir", folder)

@@ -1,8 +1,8 @@
 """What every test has: a key file of its own, and a check that it leaves nothing behind.
 
-A test may leave no thread, child process, socket or shared memory of Telegrad. What is about to end gets a moment to do
-so: threads are joined, the rest is looked at again. When a test fails or runs out of time, its report shows every
-live agent and the stack of every thread.
+A test may leave no thread, child process, socket or shared memory of Telegrad. What is about to end
+gets a moment to do so: threads are joined, the rest is looked at again. When a test fails or runs
+out of time, its report shows every live agent and the stack of every thread.
 """
 
 from __future__ import annotations
@@ -41,13 +41,19 @@ def own_key_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> str:
-    """Each transport in turn. A file that needs only one has a fixture of this name that returns it."""
+    """Each transport in turn.
+
+    A file that needs only one has a fixture of this name that returns it.
+    """
     return str(request.param)
 
 
 @pytest.fixture
 def cluster(transport: str) -> Iterator[Clusters]:
-    """Makes open clusters whose agents talk by `transport`: `cluster(3, threads=2)`. They end with the test."""
+    """Makes open clusters whose agents talk by `transport`: `cluster(3, threads=2)`.
+
+    They end with the test.
+    """
     with ExitStack() as stack:
 
         def make(size: int = 2, **settings: Any) -> LocalCluster:
@@ -163,7 +169,9 @@ def _give_up(test: str) -> None:
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Any:
-    """Shortly before the time is up, say in which state the agents are; the stacks follow from the plugin."""
+    """Shortly before the time is up, say in which state the agents are; the stacks follow from the
+    plugin.
+    """
     timer = threading.Timer(
         max(settings.timeout - _BEFORE_TIMEOUT, 0.1), lambda: print(_agent_lines(), file=sys.stderr)
     )

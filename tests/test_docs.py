@@ -89,7 +89,9 @@ def test_some_modules_have_doctests() -> None:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
 def test_blocks_of_the_pages(block: Block) -> None:
-    """Each runs by itself; one that is marked `no-run`, because it needs several processes, at least compiles."""
+    """Each runs by itself; one that is marked `no-run`, because it needs several processes, at
+    least compiles.
+    """
     code = compile("\n" * block.line + block.code, str(ROOT / block.page), "exec")
     if block.runs:
         exec(code, {"__name__": "page"})

@@ -1,8 +1,8 @@
 """The test classes: each suite of the wheel, with the fixtures that it needs.
 
-A class is made when it is first asked for (`cases.RpcTest`): importing torch's fault-injecting agent changes how
-stock torch behaves, so its suites must not be made in a process that runs another one. Ranks that are spawned, not
-forked, find their class here by name.
+A class is made when it is first asked for (`cases.RpcTest`): importing torch's fault-injecting
+agent changes how stock torch behaves, so its suites must not be made in a process that runs another
+one. Ranks that are spawned, not forked, find their class here by name.
 """
 
 import importlib

@@ -1,4 +1,5 @@
-"""What PyTorch's suites leave to their user: how ranks start, which options they get, what errors say.
+"""What PyTorch's suites leave to their user: how ranks start, which options they get, what errors
+say.
 
 `cases.py` mixes these into the suites: `Ranks` always, the others when Telegrad is under test.
 """
@@ -44,7 +45,9 @@ class Ranks(MultiProcessTestCase):
 
 
 class Wording:
-    """Texts that only pybind11 writes are not asked of a Python package; the type of the exception still is."""
+    """Texts that only pybind11 writes are not asked of a Python package; the type of the exception
+    still is.
+    """
 
     PYBIND = ("incompatible function arguments", "incompatible constructor arguments")
 
@@ -72,7 +75,10 @@ class TelegradFixture(RpcAgentTestFixture):
 
 
 class SlowOwnerFixture(TelegradFixture):
-    """In place of torch's fault-injecting agent. Delays: the callee sleeps first. Lost messages cannot be had."""
+    """In place of torch's fault-injecting agent.
+
+    Delays: the callee sleeps first. Lost messages cannot be had.
+    """
 
     def setup_fault_injection(
         self, faulty_messages: Any, messages_to_delay: dict[str, float] | None
@@ -96,7 +102,9 @@ class SlowOwnerFixture(TelegradFixture):
 def _delayed(
     call: Callable[..., Any], delays: dict[str, float], message: str
 ) -> Callable[..., Any]:
-    """The call, with a sleep on the callee for as long as the agent would have delayed its message."""
+    """The call, with a sleep on the callee for as long as the agent would have delayed its
+    message.
+    """
 
     def delayed(to: Any, func: Any, args: Any = None, kwargs: Any = None, **rest: Any) -> Any:
         builtin = torch.jit._builtins._find_builtin(func) is not None

@@ -1,6 +1,7 @@
 """CUDA, once started, does not survive a fork, and importing the suites may start it.
 
-So `run.py`, which forks, sees no GPU. On a machine that has one, tests spawn their ranks, and these see it again.
+So `run.py`, which forks, sees no GPU. On a machine that has one, tests spawn their ranks, and these
+see it again.
 """
 
 import os

@@ -1,7 +1,8 @@
-"""Booby traps: with Telegrad under test, nothing may reach torch's own RPC engine or its C++ distributed autograd.
+"""Booby traps: with Telegrad under test, nothing may reach torch's own RPC engine or its C++
+distributed autograd.
 
-Whoever does gets an error, and the name is written to the file that `$CONFORMANCE_TRIPPED` names, so that the test
-fails even if it expected an error.
+Whoever does gets an error, and the name is written to the file that `$CONFORMANCE_TRIPPED` names,
+so that the test fails even if it expected an error.
 """
 
 import inspect
@@ -18,7 +19,9 @@ TRIPPED = "CONFORMANCE_TRIPPED"
 
 
 def arm() -> None:
-    """Trap every function of the two C++ modules, wherever torch has imported it, and making an agent or an RRef."""
+    """Trap every function of the two C++ modules, wherever torch has imported it, and making an
+    agent or an RRef.
+    """
     rpc, autograd = torch._C._distributed_rpc, torch._C._distributed_autograd
     for cls in (rpc.TensorPipeAgent, rpc.PyRRef):
         cls.__init__ = _trap(f"{rpc.__name__}.{cls.__name__}")  # type: ignore[method-assign]

@@ -1,8 +1,9 @@
 """Runs tests, each in a process and a session of its own.
 
-This process has imported torch and the suites and stays single-threaded, so it forks each test: that takes 0.4 s
-where a fresh interpreter takes 12. It is the only one that ends processes, and only those of sessions that it made;
-should it be killed itself, the kernel ends them (`sessions.die_with_parent`).
+This process has imported torch and the suites and stays single-threaded, so it forks each test:
+that takes 0.4 s where a fresh interpreter takes 12. It is the only one that ends processes, and
+only those of sessions that it made; should it be killed itself, the kernel ends them
+(`sessions.die_with_parent`).
 """
 
 import json

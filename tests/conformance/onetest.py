@@ -60,7 +60,9 @@ def _verdict(outcome: unittest.TestResult) -> tuple[str, str]:
 
 
 def _first_error(text: str) -> str:
-    """One line: the error of the lowest rank that failed, passing over ranks that merely lost a peer."""
+    """One line: the error of the lowest rank that failed, passing over ranks that merely lost a
+    peer.
+    """
     if died := RANK_DIED.search(text):
         return f"rank 0: ended with code {died[1]}"
     _, *parts = RANK_FAILED.split(text)

@@ -1,9 +1,9 @@
 """Make `torch.distributed.rpc` and its neighbours mean Telegrad, before the suites import them.
 
-`telegrad.compat.install()` does it, as for any program: the torch names *are* Telegrad's modules then, so what a test
-patches is patched in Telegrad. Here we add what only the suites need: a name that Telegrad does not have must fail the
-tests that use it and no others. The suites import most names at the top of their files, so they, and only they, get a
-`Missing` that fails when it is used.
+`telegrad.compat.install()` does it, as for any program: the torch names *are* Telegrad's modules
+then, so what a test patches is patched in Telegrad. Here we add what only the suites need: a name
+that Telegrad does not have must fail the tests that use it and no others. The suites import most
+names at the top of their files, so they, and only they, get a `Missing` that fails when it is used.
 """
 
 import importlib
@@ -32,7 +32,9 @@ class NotOfferedError(AttributeError):  # not a RuntimeError: tests expect those
 
 
 class Missing:
-    """In place of a function, class or enum: can be imported, and named in signatures; anything else fails."""
+    """In place of a function, class or enum: can be imported, and named in signatures; anything
+    else fails.
+    """
 
     name = "?"
 
@@ -74,7 +76,9 @@ def install() -> None:
 
 
 def _telegrads(name: str) -> ModuleType:
-    """What Telegrad has under this name of torch's; where it has nothing, an empty module takes its place."""
+    """What Telegrad has under this name of torch's; where it has nothing, an empty module takes its
+    place.
+    """
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError:
@@ -102,8 +106,10 @@ def _complete(module: ModuleType) -> None:
 
 
 def tolerate_script() -> None:
-    """dist_autograd_test compiles, as it is imported, a function that takes an `RRef[Tensor]`. TorchScript knows the
-    C++ RRef only, so with another one that line would take the whole file down: the function becomes a `Missing`."""
+    """Let `dist_autograd_test` be imported: it compiles a function that takes an `RRef[Tensor]`.
+
+    TorchScript knows the C++ RRef only, so the compiled function becomes a `Missing` here.
+    """
     compile_script = torch.jit.script
 
     def script(obj: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Run PyTorch's own RPC test suites, from the installed torch wheel, against Telegrad (or against torch itself).
+"""Run PyTorch's own RPC test suites, from the installed torch wheel, against Telegrad (or against
+torch itself).
 
 run.py                                  the public tests: the score
 run.py -k async_function -k timeout     those whose Suite.test contains one of these

@@ -1,4 +1,6 @@
-"""Ending what a test left behind: members of the session that was made for it, and nothing else (Linux)."""
+"""Ending what a test left behind: members of the session that was made for it, and nothing else
+(Linux).
+"""
 
 import ctypes
 import os

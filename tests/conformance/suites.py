@@ -1,7 +1,8 @@
 """Which of PyTorch's RPC suites the installed torch wheel holds, and which tests are in them.
 
-Read from the wheel's files with `ast`: torch is not imported, and none of the suites' code is kept here. The suites
-change between versions of torch, so a module, a class or a test that is not there is simply not listed.
+Read from the wheel's files with `ast`: torch is not imported, and none of the suites' code is kept
+here. The suites change between versions of torch, so a module, a class or a test that is not there
+is simply not listed.
 """
 
 import ast

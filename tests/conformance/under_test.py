@@ -1,4 +1,6 @@
-"""Import this first: it decides what `torch.distributed.rpc` means in this process (see `redirect.py`)."""
+"""Import this first: it decides what `torch.distributed.rpc` means in this process (see
+`redirect.py`).
+"""
 
 import os
 

@@ -1,6 +1,7 @@
 """Training loops of other packages, with `telegrad.ps.Optimizer` in place of an optimizer of torch.
 
-They run by `make test-frameworks`, in an environment that has the packages; elsewhere they are skipped.
+They run by `make test-frameworks`, in an environment that has the packages; elsewhere they are
+skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from telegrad import ps
 from telegrad.testing import LocalCluster
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
-# With a usual eps, Adam would make steps of full size from the rounding errors of gradients that should be 0.
+# With a usual eps, Adam would make steps of full size from the rounding errors of gradients that
+# should be 0.
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-3}
 
 
@@ -32,7 +34,9 @@ def transport() -> str:
 
 @pytest.fixture
 def on_servers() -> Iterator[Make]:
-    """Makes optimizers whose steps two workers make, each on a cluster of its own: a new run of a program."""
+    """Makes optimizers whose steps two workers make, each on a cluster of its own: a new run of a
+    program.
+    """
     with ExitStack() as stack:
 
         def make(model: nn.Module) -> torch.optim.Optimizer:

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> None:
-    """What accelerate keeps for the life of a process depends on the settings of the first Accelerator."""
+    """What accelerate keeps for the life of a process depends on the settings of the first
+    Accelerator.
+    """
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
 

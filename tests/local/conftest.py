@@ -16,7 +16,10 @@ Background = Callable[..., Future[Any]]
 
 @pytest.fixture
 def gate() -> Iterator[Gate]:
-    """A gate that opens at the end of the test at the latest. Name it after the cluster, so that it opens first."""
+    """A gate that opens at the end of the test at the latest.
+
+    Name it after the cluster, so that it opens first.
+    """
     gate = Gate()
     yield gate
     gate.open()

@@ -1,7 +1,8 @@
-"""Things that tests and the functions they call remotely share: they travel by name and arrive as the same object.
+"""Things that tests and the functions they call remotely share: they travel by name and arrive as
+the same object.
 
-All agents of a local cluster live in this process, so a test can hold a remote function at a point (`Gate`), count how
-often it ran and see what it was given (`Log`).
+All agents of a local cluster live in this process, so a test can hold a remote function at a point
+(`Gate`), count how often it ran and see what it was given (`Log`).
 """
 
 from __future__ import annotations

@@ -40,7 +40,10 @@ def is_closed(sock: socket.socket) -> bool:
 
 
 def trickle(sock: socket.socket, data: bytes, pause: float) -> int:
-    """Send one byte after each pause in which the other side does not close. How many bytes it took."""
+    """Send one byte after each pause in which the other side does not close.
+
+    How many bytes it took.
+    """
     for count in range(len(data)):
         readable, _, _ = select.select([sock], [], [], pause)
         if readable:

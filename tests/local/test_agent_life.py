@@ -262,7 +262,9 @@ def test_statistics_count_shared_memory(cluster: Clusters) -> None:
 
 
 def test_idle_threads_keep_no_message(cluster: Clusters) -> None:
-    """A thread lives on after the call that it was started for; the memory of that call does not."""
+    """A thread lives on after the call that it was started for; the memory of that call does
+    not.
+    """
     workers = cluster(2)
     w0, w1 = workers["w0"], workers["w1"]
     for _ in range(3):  # once a call has blocked, the next ones run on threads of the executor
@@ -281,7 +283,10 @@ def test_idle_threads_keep_no_message(cluster: Clusters) -> None:
 
 
 def in_child(work: Callable[[], Any]) -> str:
-    """Fork, run `work` in the child, and return the repr of its result or error. The child never comes back here."""
+    """Fork, run `work` in the child, and return the repr of its result or error.
+
+    The child never comes back here.
+    """
     readable, writable = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forks with threads are what is tested
@@ -348,7 +353,9 @@ def test_a_fork_lets_go_of_every_socket(cluster: Clusters, transport: str, gate:
 
 
 def test_a_fork_may_drop_what_the_parent_received(cluster: Clusters) -> None:
-    """The memory of a received tensor goes back to its sender when the parent drops it, not when a fork does."""
+    """The memory of a received tensor goes back to its sender when the parent drops it, not when a
+    fork does.
+    """
     w0 = cluster(2)["w0"]
     kept = [w0.call("w1", torch.ones, BIG)]
     assert w0.statistics()["shared_blocks_in_use"] == 1

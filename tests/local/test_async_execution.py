@@ -360,7 +360,9 @@ def test_completing_a_future_whose_caller_gave_up_is_no_problem(w0: Agent) -> No
 
 
 def test_a_future_that_a_caller_gave_up_on_still_serves_the_next(w0: Agent) -> None:
-    """The first trainer of a batch times out; those who come later wait for the very same future."""
+    """The first trainer of a batch times out; those who come later wait for the very same
+    future.
+    """
     promises = Promises()
     promises.note(Future())
     assert (

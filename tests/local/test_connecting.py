@@ -1,4 +1,6 @@
-"""Asynchronous calls to a worker that is not connected yet: they are packed at once and wait, their callers do not."""
+"""Asynchronous calls to a worker that is not connected yet: they are packed at once and wait, their
+callers do not.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def w0(pair: LocalCluster, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Agent
 
 @pytest.fixture
 def silent(cluster: Clusters) -> Iterator[tuple[Agent, str]]:
-    """A worker, and the incarnation of a member `silent` that accepts connections and never answers."""
+    """A worker, and the incarnation of a member `silent` that accepts connections and never
+    answers.
+    """
     w0 = cluster(1, connect_timeout=2 * PATIENCE)["w0"]
     w0._runtime.dialer._config = w0.config.__class__(**{**vars(w0.config), "transports": ("unix",)})
     with socket.socket(socket.AF_UNIX) as listener:

@@ -1,4 +1,6 @@
-"""Every call ends by its deadline, whatever the callee does, and what comes after it is unharmed."""
+"""Every call ends by its deadline, whatever the callee does, and what comes after it is
+unharmed.
+"""
 
 from __future__ import annotations
 

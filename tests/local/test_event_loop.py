@@ -70,8 +70,8 @@ def workers(cluster: Clusters) -> LocalCluster:
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, the clock leaves the loop to its leader, and no call seems slow.
 
-    Only a call that waits then changes the thread. The clock may hand the loop over whenever the system
-    keeps the leader from running, and measures the time of calls on the wall.
+    Only a call that waits then changes the thread. The clock may hand the loop over whenever the
+    system keeps the leader from running, and measures the time of calls on the wall.
     """
     monkeypatch.setattr(EventLoop, "tick", lambda self: False)
     monkeypatch.setattr(connection, "_now", lambda: 0.0)

@@ -1,4 +1,6 @@
-"""Several event loops read the connections of one agent, as they do where Python has no interpreter lock."""
+"""Several event loops read the connections of one agent, as they do where Python has no interpreter
+lock.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What must hold where Python runs threads in parallel. With the interpreter lock these tests pass as well."""
+"""What must hold where Python runs threads in parallel.
+
+With the interpreter lock these tests pass as well.
+"""
 
 from __future__ import annotations
 

@@ -145,7 +145,9 @@ def test_ctrl_c_interrupts_a_synchronous_call(w0: Agent, gate: Gate, transport: 
 
 
 def _interrupted_at(gate: Gate, block: Callable[[], Any]) -> None:
-    """Run `block` and interrupt this thread once the remote function is at the gate and this thread sleeps."""
+    """Run `block` and interrupt this thread once the remote function is at the gate and this thread
+    sleeps.
+    """
     main = threading.main_thread()
     assert main.ident == threading.get_ident()
 

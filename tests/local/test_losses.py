@@ -158,7 +158,9 @@ def test_last_words_reach_those_who_wait(
 
 
 def test_last_words_reach_those_who_were_called_too(transport: str) -> None:
-    """Both workers have called each other, so several connections end at once; whichever is first, the words count."""
+    """Both workers have called each other, so several connections end at once; whichever is first,
+    the words count.
+    """
     for _ in range(10):
         with LocalCluster(2, transports=(transport,)) as pair:
             pair["w0"].call("w1", abs, -1)
@@ -373,7 +375,9 @@ def test_the_leader_dies_after_it_has_come_itself(
 
 @pytest.fixture
 def pass_time_limit(trio: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Let the time limit of what w0 leads pass when only the given worker is missing, however long that takes."""
+    """Let the time limit of what w0 leads pass when only the given worker is missing, however long
+    that takes.
+    """
     leader = trio["w0"]
     limits: list[Callable[[], None]] = []
     at = leader._runtime.clock.call_at

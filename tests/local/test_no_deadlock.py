@@ -228,7 +228,9 @@ def test_a_full_pool_lets_synchronous_calls_through(cluster: Clusters, gate: Gat
 
 
 def test_a_full_socket_waits_and_loses_nothing(cluster: Clusters, gate: Gate) -> None:
-    """The callee reads no more, the connection fills, the caller waits inside `submit`; then all goes on."""
+    """The callee reads no more, the connection fills, the caller waits inside `submit`; then all
+    goes on.
+    """
     w0 = cluster(2, threads=1, max_threads=1, shared_memory_floor=1 << 40)["w0"]
     payload = torch.ones(250_000)
 

@@ -1,4 +1,6 @@
-"""While the system refuses threads, calls end all the same, and the workers go on when it no longer does."""
+"""While the system refuses threads, calls end all the same, and the workers go on when it no longer
+does.
+"""
 
 from __future__ import annotations
 

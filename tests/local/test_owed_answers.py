@@ -1,9 +1,10 @@
 """Every call is answered, whatever is raised wherever our code calls out.
 
-`Injector` counts the calls that threads of agents make to functions that are not Telegrad's: those of the user
-(pickling, `str()`, callbacks) and those of Python, numpy and the system (sockets, locks, memory, threads). A scenario
-runs once to count them, then once for each, with an exception raised in place of that call. Each time its call must
-end within a few seconds, the workers must serve the next call, and all counters must return to zero.
+`Injector` counts the calls that threads of agents make to functions that are not Telegrad's: those
+of the user (pickling, `str()`, callbacks) and those of Python, numpy and the system (sockets,
+locks, memory, threads). A scenario runs once to count them, then once for each, with an exception
+raised in place of that call. Each time its call must end within a few seconds, the workers must
+serve the next call, and all counters must return to zero.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ COUNTERS = (
     "shared_blocks_in_use",
 )
 RAISED = [SystemExit, MemoryError, OSError]
-# Calls that start nothing, allocate nothing of note and run no code of the user: nothing can be raised there.
+# Calls that start nothing, allocate nothing of note and run no code of the user: nothing can be
+# raised there.
 HARMLESS = {
     "len", "append", "pop", "popleft", "get", "discard", "add", "isinstance", "monotonic", "perf_counter", "time",
     "items", "values", "setdefault", "getattr", "hasattr", "next", "extend", "clear", "remove", "keys", "update",
@@ -46,7 +48,8 @@ HARMLESS = {
 }  # fmt: skip
 
 
-# Python 3.12 and 3.13 release `x` twice if a profile function raises in place of `f(*x)` and `x` is a named tuple.
+# Python 3.12 and 3.13 release `x` twice if a profile function raises in place of `f(*x)` and `x` is
+# a named tuple.
 UNSAFE = {"telegrad.wire.frames.encode_header -> pack"}
 
 

@@ -213,7 +213,9 @@ def test_a_silent_stranger_is_closed_in_time(cluster: Clusters, transport: str) 
 
 
 def test_a_stranger_that_trickles_is_closed_in_time(cluster: Clusters, transport: str) -> None:
-    """The limit is for the whole handshake, or a few patient strangers could keep everybody else out."""
+    """The limit is for the whole handshake, or a few patient strangers could keep everybody else
+    out.
+    """
     agent = cluster(1, connect_timeout=0.2)["w0"]
     with unauthenticated_socket(agent, transport) as sock:
         assert trickle(sock, HELLO, pause=0.05) < len(HELLO) / 2

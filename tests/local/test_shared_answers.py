@@ -1,4 +1,6 @@
-"""One value that answers several calls is packed once and copied once, and each caller owns what it gets."""
+"""One value that answers several calls is packed once and copied once, and each caller owns what it
+gets.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Real worker processes for tests, driven from the test through pipes.
 
-Processes are forked from a server that has already imported torch, so starting one is cheap. Each joins a group
-through a file and then does what the test tells it. An exception in a worker is raised in the test.
+Processes are forked from a server that has already imported torch, so starting one is cheap. Each
+joins a group through a file and then does what the test tells it. An exception in a worker is
+raised in the test.
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ def _serve(pipe: Connection, start: Callable[..., None], args: tuple[Any, ...]) 
 
 
 class Fleet:
-    """Workers w0, w1, ... of one group. `start` is run first in each process, with its rank, the size and `args`."""
+    """Workers w0, w1, ... of one group.
+
+    `start` is run first in each process, with its rank, the size and `args`.
+    """
 
     def __init__(self, size: int, start: Callable[..., None], *args: Any) -> None:
         self._start = start

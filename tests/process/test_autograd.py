@@ -1,4 +1,6 @@
-"""Distributed autograd between real processes: one is killed in the middle, or trains with others by DDP."""
+"""Distributed autograd between real processes: one is killed in the middle, or trains with others
+by DDP.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,9 @@ def gradients_in_one_process(rank: int) -> list[list[Tensor | None]]:
 
 @pytest.mark.slow
 def test_data_parallel_layers_around_a_remote_one(tmp_path: Path) -> None:
-    """Gradients of replicated layers are averaged, as DDP does; those of the shared one belong to each context."""
+    """Gradients of replicated layers are averaged, as DDP does; those of the shared one belong to
+    each context.
+    """
     with Fleet(3, join, str(tmp_path / "store")) as fleet:
         for rank, worker in enumerate(fleet.workers):
             worker.begin(prepare, rank, str(tmp_path / "group"))
@@ -173,7 +177,9 @@ def prepare_shards(rank: int, path: str) -> None:
 
 
 def train_with_shards() -> tuple[str, list[Tensor], list[Tensor]]:
-    """What a pass through a sharded module says; its gradients in the proposed way, and those of one process."""
+    """What a pass through a sharded module says; its gradients in the proposed way, and those of
+    one process.
+    """
     module = _state["sharded"]
     with autograd.context() as context_id:
         loss = rpc.rpc_sync("w1", serve, args=(module(inputs_of(0)),)).sum()

@@ -1,4 +1,6 @@
-"""Importing the package changes nothing outside of it; the command line sets up OpenMP for torch."""
+"""Importing the package changes nothing outside of it; the command line sets up OpenMP for
+torch.
+"""
 
 from __future__ import annotations
 

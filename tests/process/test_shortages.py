@@ -1,4 +1,6 @@
-"""A shortage of memory is an error of the call that met it, and the worker goes on; so does one that was forked."""
+"""A shortage of memory is an error of the call that met it, and the worker goes on; so does one
+that was forked.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,10 @@ def test_a_message_that_does_not_fit_the_address_space_fails_alone(
 
 
 def outcomes(to: str, rounds: int) -> list[str]:
-    """Make calls of every kind; the types of the errors. A call that ends with neither a result nor an error hangs."""
+    """Make calls of every kind; the types of the errors.
+
+    A call that ends with neither a result nor an error hangs.
+    """
     agent, errors = this_agent(), []
     kinds = [
         lambda: agent.call(to, abs, -3) == 3,
@@ -194,7 +199,9 @@ def test_a_full_shm_is_no_shortage(tmp_path: Path) -> None:
 
 
 def fork_inside_call(large: torch.Tensor) -> tuple[str, int]:
-    """Fork; what the child met when it used the agent, and the sum of the argument after the child has ended."""
+    """Fork; what the child met when it used the agent, and the sum of the argument after the child
+    has ended.
+    """
     readable, writable = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forks with threads are what is tested

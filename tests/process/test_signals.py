@@ -1,4 +1,6 @@
-"""A signal handler that raises, at any moment of any kind of call, costs at most the call that it interrupted."""
+"""A signal handler that raises, at any moment of any kind of call, costs at most the call that it
+interrupted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Live workers under a load of ten times the cores are never given up, and nothing is left when it ends."""
+"""Live workers under a load of ten times the cores are never given up, and nothing is left when it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ THREADS = 2  # that make calls, in each worker
 
 
 def join(rank: int, size: int, path: str) -> None:
-    """A heartbeat limit that is short for a machine under such a load: silence must be told from slowness."""
+    """A heartbeat limit that is short for a machine under such a load: silence must be told from
+    slowness.
+    """
     config = Config(
         secret="for the soak of workers",
         heartbeat_interval=0.5,
@@ -72,7 +76,9 @@ def use(reference: Any) -> Any:
 
 
 def one_of_each(agent: Agent, names: list[str], choose: random.Random) -> None:
-    """One call of a kind that is chosen at random, to a worker that is chosen at random; checks its result."""
+    """One call of a kind that is chosen at random, to a worker that is chosen at random; checks its
+    result.
+    """
     to, third, number = choose.choice(names), choose.choice(names), choose.randrange(1000)
     kind = choose.randrange(8)
     if kind == 0:

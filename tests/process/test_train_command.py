@@ -36,7 +36,9 @@ LIMIT = 100
 
 
 def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
-    """In a session of its own, so that Ctrl-C, which all of its processes get, does not reach this one."""
+    """In a session of its own, so that Ctrl-C, which all of its processes get, does not reach this
+    one.
+    """
     command = [sys.executable, "-m", "telegrad", "train", "mnist", *map(str, arguments)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.Popen(command, env=ENVIRONMENT, text=True, start_new_session=True, **pipes)

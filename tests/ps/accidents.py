@@ -22,7 +22,10 @@ _SILENT = {
 
 
 class Accidents:
-    """Stops servers at planned points so that the test can kill them there. What they did not do is never done."""
+    """Stops servers at planned points so that the test can kill them there.
+
+    What they did not do is never done.
+    """
 
     def __init__(
         self, where: Any, method: str, plan: list[int], monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,9 @@ def modules() -> set[str]:
 
 
 def named_in_table() -> Iterator[str]:
-    """Return the modules of the table of packages: `package/` in one column, modules in the next."""
+    """Return the modules of the table of packages: `package/` in one column, modules in the
+    next.
+    """
     table = PAGE.partition("## Packages")[2].partition("\n## ")[0]
     for row in re.findall(r"^\| (.*) \|$", table, re.MULTILINE):
         cells = row.split("|")

@@ -1,4 +1,6 @@
-"""The workflows and the pre-commit hooks run commands that exist, for the versions that the package supports."""
+"""The workflows and the pre-commit hooks run commands that exist, for the versions that the package
+supports.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def load(path: Path) -> Any:
 
 
 def made(command: str, matrix: dict[str, list[str]]) -> list[str]:
-    """Return the target of a command `make TARGET ...`; one for each value of the matrix if it comes from there."""
+    """Return the target of a command `make TARGET ...`; one for each value of the matrix if it
+    comes from there.
+    """
     target = command.removeprefix("make ")
     if target.startswith("${{ matrix."):
         return matrix[target.removeprefix("${{ matrix.").partition(" ")[0]]

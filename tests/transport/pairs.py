@@ -34,7 +34,9 @@ class End:
     mappings: SegmentMappings = field(default_factory=SegmentMappings)
 
     def sharing_with(self, other: End) -> SharedMemoryTransfer:
-        """Shared memory with the other side; segments are passed on by mapping them there at once."""
+        """Shared memory with the other side; segments are passed on by mapping them there at
+        once.
+        """
         announced: set[int] = set()
 
         def announce(segment: SharedSegment, until: float) -> bool:
@@ -52,7 +54,10 @@ class End:
 
 @dataclass
 class Pair:
-    """Two channels that are each other's peer. Where there are sockets, `near_socket` and `far_socket` are theirs."""
+    """Two channels that are each other's peer.
+
+    Where there are sockets, `near_socket` and `far_socket` are theirs.
+    """
 
     near: Channel
     far: Channel
@@ -75,7 +80,9 @@ def connected_sockets(family: str) -> tuple[socket.socket, socket.socket]:
 
 
 def fill_with_frames(sock: socket.socket) -> None:
-    """Fill a unix socket with whole frames, behind the back of its channel, which so owes nothing."""
+    """Fill a unix socket with whole frames, behind the back of its channel, which so owes
+    nothing.
+    """
     alive = encode_header(Kind.HEARTBEAT, 0, b"")
     while True:
         try:

@@ -1,4 +1,6 @@
-"""What every transport must do, in one suite: the same bodies for memory, unix sockets, shared memory and TCP."""
+"""What every transport must do, in one suite: the same bodies for memory, unix sockets, shared
+memory and TCP.
+"""
 
 from __future__ import annotations
 
@@ -479,7 +481,9 @@ def test_a_sign_of_life_is_an_empty_frame(pair: Pair) -> None:
 
 
 def stuff(streams: Pair) -> None:
-    """Fill the connection: the frame that does not fit is cut short, and the channel owes the rest."""
+    """Fill the connection: the frame that does not fit is cut short, and the channel owes the
+    rest.
+    """
     with pytest.raises(TimeoutError):
         streams.near.send(Kind.CALL, 1, bytes(BIG), timeout=0.05)
 

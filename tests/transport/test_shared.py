@@ -1,4 +1,6 @@
-"""Shared memory: blocks go out, come back, are never given out twice, and nothing of it is left behind."""
+"""Shared memory: blocks go out, come back, are never given out twice, and nothing of it is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,9 @@ def test_a_block_that_came_back_is_the_first_to_go_out_again(ends: tuple[End, En
 def test_a_callback_that_runs_late_does_not_free_the_next_use_of_its_block(
     ends: tuple[End, End],
 ) -> None:
-    """Another thread may find that the tensor is gone, and free its block, before the callback of the tensor runs."""
+    """Another thread may find that the tensor is gone, and free its block, before the callback of
+    the tensor runs.
+    """
     sender, receiver = ends
     memory = send(sender, receiver, bytes(100_000))
     [(_, ended, _)] = receiver.mappings._in_use.values()
@@ -353,7 +357,9 @@ def test_the_segments_of_a_lost_sender_are_forgotten(ends: tuple[End, End]) -> N
 def test_a_segment_that_is_retired_while_it_is_being_passed_on_keeps_its_descriptor(
     allocator: SegmentAllocator,
 ) -> None:
-    """Another thread may close a connection between `take` and `announce`; the number must not go to another file."""
+    """Another thread may close a connection between `take` and `announce`; the number must not go
+    to another file.
+    """
     receiver = SegmentMappings()
 
     def announce(segment: SharedSegment, until: float) -> bool:
@@ -633,7 +639,9 @@ def test_a_bogus_place_on_a_channel_breaks_the_protocol(shared: Pair) -> None:
 def test_nobody_waits_for_the_allocator_while_pages_are_faulted_in(
     allocator: SegmentAllocator, background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock gives signs of life; if it waited, a worker that sends gigabytes would look dead."""
+    """The clock gives signs of life; if it waited, a worker that sends gigabytes would look
+    dead.
+    """
     begun, go_on = threading.Event(), threading.Event()
     populate = memfd.populate
 

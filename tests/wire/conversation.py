@@ -1,4 +1,6 @@
-"""Both sides of a handshake in one thread, with somebody in the middle who may change every byte."""
+"""Both sides of a handshake in one thread, with somebody in the middle who may change every
+byte.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ def unchanged(position: int, words: bytes) -> bytes:
 def converse(
     client: Steps, server: Steps, up: Alter = unchanged, down: Alter = unchanged
 ) -> tuple[Side, Side]:
-    """Let the two talk to their end. `up` may change what the client says, `down` what the server says."""
+    """Let the two talk to their end.
+
+    `up` may change what the client says, `down` what the server says.
+    """
     near, far = Side(client), Side(server)
     far.hear(b"")
     words = near.hear(b"")

@@ -1,4 +1,6 @@
-"""Values on the wire: containers, classes, modules, code; and what happens to those that cannot travel."""
+"""Values on the wire: containers, classes, modules, code; and what happens to those that cannot
+travel.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The tree of errors: the one drawn in the docstring, the one in code, and what survives pickling."""
+"""The tree of errors: the one drawn in the docstring, the one in code, and what survives
+pickling.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def classes() -> dict[str, type[Exception]]:
 
 
 def drawn() -> list[tuple[str, str | None, list[str]]]:
-    """The tree of the docstring: each name with its parent and the foreign types that it also is."""
+    """The tree of the docstring: each name with its parent and the foreign types that it also
+    is.
+    """
     tree: list[tuple[str, str | None, list[str]]] = []
     branch: dict[int, str] = {}
     for line in (errors.__doc__ or "").splitlines():

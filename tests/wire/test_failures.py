@@ -1,4 +1,6 @@
-"""Exceptions that cross a connection: their own type, args and attributes, and where they were raised."""
+"""Exceptions that cross a connection: their own type, args and attributes, and where they were
+raised.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Frames as bytes: whole, cut anywhere, many at once, too large, and plain nonsense. No sockets here."""
+"""Frames as bytes: whole, cut anywhere, many at once, too large, and plain nonsense.
+
+No sockets here.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,9 @@ class Reader:
         return memoryview(b"shared %d" % place.segment)
 
     def feed(self, data: bytes, sizes: Iterable[int] = ()) -> Iterator[Frame]:
-        """Receive `data` in pieces of the given sizes, then as much at once as the decoder takes."""
+        """Receive `data` in pieces of the given sizes, then as much at once as the decoder
+        takes.
+        """
         pieces = itertools.chain(sizes, itertools.repeat(len(data)))
         while data:
             space = self.decoder.get_buffer()

@@ -210,7 +210,9 @@ def test_a_peer_that_sends_everything_back_is_not_accepted() -> None:
 
 
 def test_the_proof_of_a_client_is_no_proof_of_a_server() -> None:
-    """Somebody who can make a client prove itself must not be able to use that proof towards another client."""
+    """Somebody who can make a client prove itself must not be able to use that proof towards
+    another client.
+    """
     victim = Side(client())
     theirs = victim.hear(b"")[6:]
     mine = os.urandom(32)

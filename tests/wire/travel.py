@@ -1,4 +1,7 @@
-"""What a value looks like after it has travelled, and what it weighs on the way. The transport is a copy in memory."""
+"""What a value looks like after it has travelled, and what it weighs on the way.
+
+The transport is a copy in memory.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """`GradientExchange`: which gradients one worker receives and sends in a backward pass.
 
-Gradients are sent in the reverse direction of tensors. Each worker answers for the tensors that it received from a
-peer. An answer is a gradient (None if it is undefined, as after a function whose backward returns
-None), or says that the loss does not depend on the tensor. The first message to a peer also lists
-the tensors that will be answered later; that the loss does not depend on a tensor is the answer
-for all others. So every sent tensor is answered exactly once, also results that were not used and
-replies that were dropped, and no worker waits for an answer that does not come.
+Gradients are sent in the reverse direction of tensors. Each worker answers for the tensors that it
+received from a peer. An answer is a gradient (None if it is undefined, as after a function whose
+backward returns None), or says that the loss does not depend on the tensor. The first message to a
+peer also lists the tensors that will be answered later; that the loss does not depend on a tensor
+is the answer for all others. So every sent tensor is answered exactly once, also results that were
+not used and replies that were dropped, and no worker waits for an answer that does not come.
 
 Shortcuts: a worker often sends a tensor back to the peer that it came from, as in a chain of calls
 or an RNN. The gradient of the tensor that was sent back goes to that peer again, so the peer can

@@ -19,8 +19,8 @@ functions see the same gradients as in one process.
 Some leaves have their accumulation observed, by `DistributedDataParallel` or by hooks. They get
 their gradients through `.grad`, which is restored afterwards.
 
-State: belongs to one backward pass, which is used by one thread at a time. `_grad_attribute_lock` is
-held while gradients go through `.grad`, since all passes of the process share these.
+State: belongs to one backward pass, which is used by one thread at a time. `_grad_attribute_lock`
+is held while gradients go through `.grad`, since all passes of the process share these.
 """
 
 from __future__ import annotations

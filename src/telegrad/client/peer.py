@@ -339,7 +339,9 @@ class Peer:
         self._runtime.failures.declare_lost(name, self.member.incarnation, reason=reason)
 
     def connection_broke(self, error: Exception) -> None:
-        """Mark the peer as lost after a send failed, unless the event loop reports the reason first."""
+        """Mark the peer as lost after a send failed, unless the event loop reports the reason
+        first.
+        """
         if not self._lost_event.wait(_GOODBYE_WAIT):
             self.lose(f"the connection ended ({error})")
 

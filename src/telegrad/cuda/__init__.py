@@ -4,5 +4,6 @@
 maps and copies (CUDA IPC), or through host memory. `send` and `receive` are the two ends of one
 message, `transfers` keeps the leases of the memory that is sent, `ipc` exports and maps memory, and
 `driver` calls the CUDA driver. Which device a tensor arrives on is decided in
-`telegrad.messages.device_routes`. Nothing here may import the agent, its runtime, or anything above them.
+`telegrad.messages.device_routes`. Nothing here may import the agent, its runtime, or anything above
+them.
 """

@@ -64,7 +64,9 @@ class DeferredReply:
         return future
 
     def listen(self, callback: Callable[[Any], None]) -> None:
-        """Call `callback(done)` when the value is available; `done.value()` returns or raises it."""
+        """Call `callback(done)` when the value is available; `done.value()` returns or raises
+        it.
+        """
         if isinstance(self._value, torch._C.Future):
             self._value.add_done_callback(callback)
         else:

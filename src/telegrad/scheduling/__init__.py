@@ -11,8 +11,8 @@ a message to another thread costs more than most calls do. The rules:
 2. The leader is about to block in a wait that Telegrad knows of: a nested call, `Future.wait`, a
    full socket, a large copy. It hands the loop over to another thread first (`blocking.pause`,
    `leader_role`). The old leader continues with its call, the new one with the next frame.
-3. The leader blocks in an unknown wait, or computes for long: the clock finds it inside the same frame at two
-   consecutive ticks and hands the loop over (`EventLoop.tick`).
+3. The leader blocks in an unknown wait, or computes for long: the clock finds it inside the same
+  frame at two consecutive ticks and hands the loop over (`EventLoop.tick`).
 4. A function that ran for more than `SLOW_SECONDS`, or that caused 3, is run by the executor from
    then on (`executor`; `server.connection` compares the measured time). So are callbacks of
    futures that did (`client.multiplexed`).

@@ -6,8 +6,8 @@ pickle, so they are not copied here. If a value cannot be pickled, the error nam
 that is the reason.
 
 A container of many small tensors or arrays is encoded as two pickles: first their stacks
-(`wire/small_tensors.py`), then the value, which refers to them. Such a body begins with `_STACKED` and
-the length of the first pickle.
+(`wire/small_tensors.py`), then the value, which refers to them. Such a body begins with `_STACKED`
+and the length of the first pickle.
 
 State: `_reducers`, the table of reducers of this process. `register` adds to it, when modules are
 imported; there is no lock because one assignment to a dict is atomic.

@@ -1,4 +1,7 @@
-"""A program that uses the public names, for type checkers: mypy and pyright must infer these types. It is not run."""
+"""A program that uses the public names, for type checkers: mypy and pyright must infer these types.
+
+It is not run.
+"""
 
 from __future__ import annotations
 

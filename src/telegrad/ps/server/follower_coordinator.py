@@ -1,7 +1,7 @@
 """`FollowerCoordinator`: rounds on every server but the first.
 
-A follower sends votes to the leader and carries out the verdicts. It keeps the reports that a vote lists
-until it knows the verdict, even if their trainers die.
+A follower sends votes to the leader and carries out the verdicts. It keeps the reports that a vote
+lists until it knows the verdict, even if their trainers die.
 
 | state | vote |
 |---|---|
