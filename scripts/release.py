@@ -1,9 +1,8 @@
-"""Build what is published, check it, and tag the version: `make dist`, `make release
-VERSION=1.2.3`.
+"""Build, check and tag a release: `make dist`, `make release VERSION=1.2.3`.
 
-    scripts/release.py build          sdist and wheel into dist/, checked and installed into a fresh
-    environment scripts/release.py tag 1.2.3      the same after checks of the tree, the version and
-    the changelog; then a tag scripts/release.py tag 1.2.3 --dry-run     everything but the tag
+    scripts/release.py build                  build dist/, check it, install it into a new environment
+    scripts/release.py tag 1.2.3              the same after checks of tree and changelog; then tag
+    scripts/release.py tag 1.2.3 --dry-run    everything but the tag
 
 Nothing is pushed. The workflow `release.yml` publishes a tag that is pushed.
 """

@@ -138,8 +138,8 @@ class QueueFull(TelegradError):
 class PeerLost(TelegradError, ConnectionError):
     """The other worker died, left, or cannot be reached.
 
-    `last_words` is the reason that it sent before it left, if any. `sent` is False if the call was
-    not sent to the callee.
+    `leave_reason` is the reason that it sent before it left, if any. `sent` is False if the call
+    was not sent to the callee.
     """
 
     def __init__(
@@ -148,11 +148,11 @@ class PeerLost(TelegradError, ConnectionError):
         *,
         peer: str | None = None,
         call: str | None = None,
-        last_words: str = "",
+        leave_reason: str = "",
         sent: bool = True,
     ) -> None:
         super().__init__(message, peer=peer, call=call)
-        self.last_words = last_words
+        self.leave_reason = leave_reason
         self.sent = sent
 
 

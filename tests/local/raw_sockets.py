@@ -62,7 +62,7 @@ def introduction(agent: Agent, **changes: Any) -> dict[str, Any]:
         "rank": 99,
         "incarnation": os.urandom(8).hex(),
         "group": agent._runtime.group,
-        "purpose": "pipe",
+        "purpose": "multiplexed",
         "heartbeat": 5.0,
         "unix": "",
     }

@@ -51,8 +51,8 @@ def spread(agent: Agent, purpose: str) -> list[int]:
 def test_connections_of_each_purpose_are_spread_evenly(workers: LocalCluster) -> None:
     for name in CALLERS:
         assert workers[name].call("w0", abs, -1) == 1
-    assert spread(workers["w0"], "lane") == [len(CALLERS) // LOOPS] * LOOPS
-    assert spread(workers["w0"], "pipe") == [len(CALLERS) // LOOPS] * LOOPS
+    assert spread(workers["w0"], "exclusive") == [len(CALLERS) // LOOPS] * LOOPS
+    assert spread(workers["w0"], "multiplexed") == [len(CALLERS) // LOOPS] * LOOPS
 
 
 def test_loops_read_at_the_same_time(workers: LocalCluster) -> None:

@@ -149,7 +149,7 @@ def test_last_words_reach_those_who_wait(
     leaving = in_background(trio["w1"].close, "out of memory")
     for error in (future.exception(PATIENCE), waiting.exception(PATIENCE)):
         assert isinstance(error, PeerLost)
-        assert error.last_words == "out of memory"
+        assert error.leave_reason == "out of memory"
         assert "out of memory" in str(error)
     gate.open()
     leaving.result(PATIENCE)
@@ -173,7 +173,7 @@ def test_last_words_reach_those_who_were_called_too(transport: str) -> None:
                 error = future.exception(PATIENCE)
                 held.open()
             assert isinstance(error, PeerLost)
-            assert error.last_words == "out of memory"
+            assert error.leave_reason == "out of memory"
 
 
 def test_an_exception_that_ends_the_agents_block_is_its_last_words(cluster: Clusters) -> None:
@@ -210,7 +210,7 @@ def test_closing_from_inside_a_call(trio: LocalCluster) -> None:
         trio["w0"].call("w1", close_here, "enough of this")
     error = trio["w0"].submit("w2", close_here, "me too").exception(PATIENCE)
     assert isinstance(error, PeerLost)
-    assert error.last_words == "me too"
+    assert error.leave_reason == "me too"
     assert trio["w1"]._runtime.closing
     assert trio["w0"].call("w0", abs, -1) == 1
 
@@ -625,7 +625,7 @@ def test_who_connects_to_a_worker_that_is_given_up_does_not_wait(
         member = Member("gone", 1, "its incarnation", (f"unix:@{name}",))
         transports = replace(w0.config, transports=("unix",))
         w0._runtime.dialer._config = transports
-        dialling = in_background(w0._runtime.dialer.dial, member, "lane")
+        dialling = in_background(w0._runtime.dialer.dial, member, "exclusive")
         until(lambda: bool(w0._runtime.endpoint._connecting))
         w0._runtime.failures.declare_lost("gone", "its incarnation", reason="it was silent")
         assert isinstance(dialling.exception(PATIENCE), PeerLost)

@@ -272,7 +272,7 @@ BROKEN_CALLS = {
 }
 
 
-@pytest.mark.parametrize("purpose", ["pipe", "lane"])
+@pytest.mark.parametrize("purpose", ["multiplexed", "exclusive"])
 @pytest.mark.parametrize("frame", BROKEN_CALLS.values(), ids=BROKEN_CALLS)
 def test_a_member_that_breaks_the_protocol_is_closed_and_counted(
     agent: Agent, transport: str, frame: bytes, purpose: str
@@ -292,7 +292,7 @@ def test_a_reply_to_a_callee_is_closed_and_counted(agent: Agent, transport: str)
     until(lambda: agent.statistics().get("closed_protocol_error") == 1)
 
 
-@pytest.mark.parametrize("purpose", ["pipe", "lane"])
+@pytest.mark.parametrize("purpose", ["multiplexed", "exclusive"])
 def test_a_message_for_which_there_is_no_memory_is_skipped_and_answered(
     agent: Agent, transport: str, purpose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

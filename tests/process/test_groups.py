@@ -102,7 +102,7 @@ def leave_with_last_words() -> None:
 def last_words_of(name: str) -> str:
     with pytest.raises(PeerLost) as caught:
         rpc.rpc_sync(name, abs, args=(-1,))
-    return caught.value.last_words
+    return caught.value.leave_reason
 
 
 def test_the_last_words_of_a_worker_reach_its_callers(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from telegrad.errors import ProtocolError
-from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, SendTimeout, send_goodbye
+from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, SendTimeout, send_leave
 from telegrad.wire.frames import BufferLocation, Frame, Kind, encode_header
 from tests.local.gates import until
 from tests.transport.pairs import (
@@ -398,18 +398,18 @@ def test_a_copy_that_is_dropped_does_not_end_the_conversation(streams: Pair) -> 
 
 
 def test_last_words_arrive(pair: Pair) -> None:
-    send_goodbye(pair.near, "out of memory — désolé")
+    send_leave(pair.near, "out of memory — désolé")
     frame = pair.far.recv(LATE)
     assert frame.kind == Kind.LEAVE
-    assert PeerClosed(frame).words == "out of memory — désolé"
+    assert PeerClosed(frame).reason == "out of memory — désolé"
 
 
 def test_leaving_without_a_word_and_talking_to_nobody(pair: Pair) -> None:
-    send_goodbye(pair.near, None)
+    send_leave(pair.near, None)
     with pytest.raises(TimeoutError):
         pair.far.recv(timeout=SOON)
     pair.near.shutdown()
-    send_goodbye(pair.near, "nobody hears this")
+    send_leave(pair.near, "nobody hears this")
 
 
 # Cork and flush

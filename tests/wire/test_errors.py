@@ -23,7 +23,7 @@ EXAMPLES: list[Exception] = [
     errors.CallTimeout("late", peer="w1", call="f"),
     errors.CallCancelled("stopped", peer="w1", call="f"),
     errors.QueueFull("busy", peer="w1", call="f"),
-    errors.PeerLost("gone", peer="w1", call="f", last_words="out of memory"),
+    errors.PeerLost("gone", peer="w1", call="f", leave_reason="out of memory"),
     errors.GroupBroken("incomplete", missing=["w1", "w2"]),
     errors.WorkersFailed("2 workers failed", failures={}),
     errors.JoinError("nobody there", peer="w1"),
@@ -139,7 +139,7 @@ def test_the_examples_carry_the_attributes_that_the_docstrings_promise() -> None
         "w1",
     )
     assert isinstance(lost, errors.PeerLost)
-    assert (lost.peer, lost.call, lost.last_words) == ("w1", "f", "out of memory")
+    assert (lost.peer, lost.call, lost.leave_reason) == ("w1", "f", "out of memory")
     assert isinstance(broken, errors.GroupBroken)
     assert broken.missing == ("w1", "w2")
 

@@ -139,7 +139,7 @@ class FrozenFileTrouble(OSError):
         torch.cuda.OutOfMemoryError("out of memory"),
         UsageError("wrong use", peer="w0", call="f"),
         CallTimeout("late", peer="w0", call="f"),
-        PeerLost("gone", peer="w0", last_words="bye"),
+        PeerLost("gone", peer="w0", leave_reason="bye"),
         RemoteError("far away", type_name="lib.Odd", traceback_text="...", peer="w0"),
     ],
     ids=lambda error: type(error).__name__,

@@ -160,7 +160,7 @@ class Context:
         """Raise `PeerLost` if a worker was lost that this context exchanged tensors with."""
         if self.broken is not None:
             raise PeerLost(
-                str(self.broken), peer=self.broken.peer, last_words=self.broken.last_words
+                str(self.broken), peer=self.broken.peer, leave_reason=self.broken.leave_reason
             )
 
     def on_worker_lost(self, name: str, incarnation: str) -> None:

@@ -48,7 +48,7 @@ from telegrad.transport.channel import (
     Channel,
     ChannelClosed,
     SendTimeout,
-    send_goodbye,
+    send_leave,
     text_of_frame,
 )
 from telegrad.wire.failures import decode_failure
@@ -78,7 +78,7 @@ class MultiplexedOwner(Protocol):
 
     @property
     def lost(self) -> bool: ...
-    def lose(self, reason: str) -> None: ...
+    def mark_lost(self, reason: str) -> None: ...
     def peer_left(self, frame: Frame) -> None: ...
     def connection_broke(self, error: Exception) -> None: ...
     def error_for(self, call: str | None = None) -> Exception: ...
@@ -131,18 +131,18 @@ class MultiplexedConnection(LoopConnection):
         self.attached = True
 
     def start(self) -> None:
-        """Begin to read. The peer must be set up: the first frame may be a goodbye."""
+        """Begin to read. The peer must be set up: the first frame may be LEAVE."""
         self._runtime.event_loops.add(self)
 
     def close(self, reason: str | None) -> None:
         """Shut the channel. Tell the peer first why this worker leaves; None: tell it nothing."""
-        send_goodbye(self.channel, reason)
+        send_leave(self.channel, reason)
         self.channel.shutdown()
 
     def on_ended(self, error: BaseException) -> None:
         """Close the channel after the event loop could not read from it."""
         self.channel.close()
-        self._peer.lose(f"the connection ended ({error})")
+        self._peer.mark_lost(f"the connection ended ({error})")
 
     # Sending calls
 

@@ -45,8 +45,8 @@ from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.function_table import Function, FunctionTable, describe
 
 _REPLY, _FAILURE = int(Kind.REPLY), int(Kind.FAILURE)
-# seconds to wait for the goodbye of a peer when another connection to it broke
-_GOODBYE_WAIT = 0.2
+# seconds to wait for the LEAVE frame of a peer when another connection to it broke
+_LEAVE_WAIT = 0.2
 
 
 class PeerRuntime(MultiplexedRuntime, Protocol):
@@ -187,7 +187,7 @@ class Peer:
             )
             self._busy.add(connection)
             role = thread_roles.pause()
-            # If the peer was lost before the connection was in `_busy`, `lose` did not shut it.
+            # `mark_lost` did not shut the connection if it was not in `_busy` yet.
             if self._error is not None:
                 raise ChannelClosed("the peer was lost")
             self._runtime.calls_made += 1
@@ -250,7 +250,7 @@ class Peer:
         if isinstance(error, TimeoutError):
             return timeout_error(name, call, timeout)
         # the reader of the multiplexed connection may know the reason
-        if self._lost_event.wait(_GOODBYE_WAIT):
+        if self._lost_event.wait(_LEAVE_WAIT):
             return self.error_for(call)
         return PeerLost(
             f"the connection to worker {name!r} ended ({error}) while it ran {call}, "
@@ -283,7 +283,7 @@ class Peer:
         if self._error is None and len(self._idle) < self._runtime.config.max_idle_connections:
             connection.last_used = time.monotonic()
             self._idle.append(connection)
-            # If the peer was lost meanwhile, `lose` may have missed this connection.
+            # If the peer was lost meanwhile, `mark_lost` may have missed this connection.
             if self._error is not None:
                 self._close_idle()
         else:
@@ -305,25 +305,25 @@ class Peer:
 
     # Losing and closing
 
-    def beat(self, interval: float, patience: float) -> bool:
-        """Send a heartbeat; return False if the peer has sent none for `patience` seconds."""
+    def send_heartbeat(self, interval: float, timeout: float) -> bool:
+        """Send a heartbeat; return False if the peer has sent none for `timeout` seconds."""
         if not self.multiplexed.attached or self.lost:
             return True
-        return self.multiplexed.beat(interval, patience)
+        return self.multiplexed.send_heartbeat(interval, timeout)
 
-    def lose(self, reason: str, goodbye: str = "", tell: bool = True) -> None:
+    def mark_lost(self, reason: str, leave_reason: str = "", notify: bool = True) -> None:
         """Mark the peer as lost and fail all calls to it at once.
 
-        `goodbye` is what it said when it left. `tell` it that it was declared lost, in case that
-        it is alive.
+        `leave_reason` is what it said when it left. `notify` it that it was declared lost, in case
+        that it is alive.
         """
         with self._lock:
             if self._error is not None:
                 return
             name = self.member.name
-            last_words = f" Its last words: {goodbye}" if goodbye else ""
+            detail = f" The reason it gave: {leave_reason}" if leave_reason else ""
             self._error = PeerLost(
-                f"worker {name!r} was lost: {reason}.{last_words}", peer=name, last_words=goodbye
+                f"worker {name!r} was lost: {reason}.{detail}", peer=name, leave_reason=leave_reason
             )
             self.ready = False
         self._wake_waiters()
@@ -334,7 +334,7 @@ class Peer:
         # A peer that is alive must know that it was declared lost, whichever connection broke:
         # what it sends from now on is refused.
         if self.multiplexed.attached:
-            notice = lost_notice(self._runtime.name, reason) if tell else None
+            notice = lost_notice(self._runtime.name, reason) if notify else None
             close_with_reason(self.multiplexed.channel, notice)
         self._runtime.failures.declare_lost(name, self.member.incarnation, reason=reason)
 
@@ -342,12 +342,12 @@ class Peer:
         """Mark the peer as lost after a send failed, unless the event loop reports the reason
         first.
         """
-        if not self._lost_event.wait(_GOODBYE_WAIT):
-            self.lose(f"the connection ended ({error})")
+        if not self._lost_event.wait(_LEAVE_WAIT):
+            self.mark_lost(f"the connection ended ({error})")
 
     def peer_left(self, frame: Frame) -> None:
-        """Mark the peer as lost, because it said goodbye."""
-        self.lose("it left the group", text_of_frame(frame), tell=False)
+        """Mark the peer as lost, because it sent a LEAVE frame."""
+        self.mark_lost("it left the group", text_of_frame(frame), notify=False)
 
     def error_for(self, call: str | None = None) -> Exception:
         """Return a new error for a call that was sent to the lost peer; None: it was not sent."""
@@ -359,7 +359,7 @@ class Peer:
         if call is not None:
             text += f" The call of {call} there may or may not have run."
         return PeerLost(
-            text, peer=error.peer, call=call, last_words=error.last_words, sent=call is not None
+            text, peer=error.peer, call=call, leave_reason=error.leave_reason, sent=call is not None
         )
 
     def close(self, reason: str | None = "") -> None:

@@ -4,9 +4,10 @@ It holds the secret of the group, the introduction that this worker sends in a h
 memory that connections receive into or share with peers on this host. It also opens authenticated
 sockets: the dialer needs them for calls, and both sides need them to pass shared-memory segments.
 
-A connection has a purpose: ``lane`` (one call at a time), ``pipe`` (many calls at a time),
-``segment`` (it passes one shared-memory segment and ends) or ``probe`` (it checks that the worker
-is alive and ends). Nothing that a peer sends is unpickled before its handshake has succeeded.
+A connection has a purpose: ``exclusive`` (one call at a time), ``multiplexed`` (many calls at a
+time), ``segment`` (it passes one shared-memory segment and ends) or ``probe`` (it checks that the
+worker is alive and ends). Nothing that a peer sends is unpickled before its handshake has
+succeeded.
 
 State: `addresses` is set once, by the listener. `_connecting` (sockets whose handshake is in
 progress, by the incarnation of the peer) is changed under `_lock`. `_closed` is set once.
@@ -37,7 +38,12 @@ from telegrad.transport.stream import StreamChannel
 from telegrad.wire import handshake
 from telegrad.wire.handshake import Introduction
 
-EXCLUSIVE, MULTIPLEXED, SEGMENT, PROBE = PURPOSES = ("lane", "pipe", "segment", "probe")
+EXCLUSIVE, MULTIPLEXED, SEGMENT, PROBE = PURPOSES = (
+    "exclusive",
+    "multiplexed",
+    "segment",
+    "probe",
+)
 
 _log = logging.getLogger(__name__)
 

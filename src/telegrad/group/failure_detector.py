@@ -1,6 +1,6 @@
 """`FailureDetector`: find out which workers are lost, and declare them lost permanently.
 
-A worker is lost for one of these reasons: it said goodbye, its connections broke, it sent no
+A worker is lost for one of these reasons: it sent a LEAVE frame, its connections broke, it sent no
 heartbeat, or it cannot be reached although a layer above needs to know whether it is alive
 (`watch`). An incarnation that was declared lost stays lost: its connections are closed on this
 side too, so that it notices and joins again.
@@ -34,7 +34,7 @@ class MonitoredPeer(Protocol):
 
     @property
     def member(self) -> Member: ...
-    def lose(self, reason: str, goodbye: str = "") -> None: ...
+    def mark_lost(self, reason: str, leave_reason: str = "") -> None: ...
 
 
 class MonitoredPeers(Protocol):
@@ -91,18 +91,18 @@ class FailureDetector:
         self,
         name: str,
         incarnation: str,
-        goodbye: str = "",
+        leave_reason: str = "",
         reason: str = "it closed its connections",
     ) -> None:
         """Declare one incarnation of a peer lost: close its connections and call the listeners.
 
-        `goodbye` is the reason that the peer gave when it left.
+        `leave_reason` is the reason that the peer gave when it left.
         """
         runtime = self._runtime
         peer = runtime.peers.current(name)
         if peer is not None and peer.member.incarnation == incarnation:
-            peer.lose(reason, goodbye)
-            return  # `lose` calls this method again
+            peer.mark_lost(reason, leave_reason)
+            return  # `mark_lost` calls this method again
         with self._lock:
             if runtime.closing or incarnation in self._lost:
                 return
@@ -115,7 +115,7 @@ class FailureDetector:
                 _log.exception("a listener failed when worker %r was lost", name)
 
     def check_silent_peer(self, name: str, incarnation: str) -> None:
-        """Find out whether a peer has ended that closed its last connection without a goodbye.
+        """Find out whether a peer has ended that closed its last connection without a LEAVE frame.
 
         It may also have been interrupted while it connected. If this worker has a connection to the
         peer, its end will tell. If not, this worker connects.

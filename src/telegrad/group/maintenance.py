@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 class _Peer(Protocol):
     @property
     def heartbeat(self) -> float: ...
-    def beat(self, interval: float, patience: float) -> bool: ...
-    def lose(self, reason: str) -> None: ...
+    def send_heartbeat(self, interval: float, timeout: float) -> bool: ...
+    def mark_lost(self, reason: str) -> None: ...
     def close_idle_connections(self, older_than: float) -> None: ...
 
 
@@ -39,7 +39,7 @@ class _ServerConnection(Protocol):
     def heartbeat(self) -> float: ...
     @property
     def is_multiplexed(self) -> bool: ...
-    def beat(self, interval: float, patience: float) -> bool: ...
+    def send_heartbeat(self, interval: float, timeout: float) -> bool: ...
 
 
 class _Listener(Protocol):
@@ -81,20 +81,20 @@ def send_heartbeats(runtime: MaintenanceRuntime) -> None:
     """Send a heartbeat to every peer, and declare those lost that have sent none for too long."""
     interval, timeout = runtime.config.heartbeat_interval, runtime.config.heartbeat_timeout
     for peer in runtime.peers.all():
-        patience = max(timeout, _MISSED_HEARTBEATS * peer.heartbeat)
-        if not peer.beat(interval, patience):
-            lose = functools.partial(peer.lose, f"it was silent for {patience} s")
-            runtime.threads.start_with_retry(lose, runtime.clock)
+        limit = max(timeout, _MISSED_HEARTBEATS * peer.heartbeat)
+        if not peer.send_heartbeat(interval, limit):
+            mark_lost = functools.partial(peer.mark_lost, f"it was silent for {limit} s")
+            runtime.threads.start_with_retry(mark_lost, runtime.clock)
     for connection in runtime.listener.connections:
-        patience = max(timeout, _MISSED_HEARTBEATS * connection.heartbeat)
-        if connection.is_multiplexed and not connection.beat(interval, patience):
+        limit = max(timeout, _MISSED_HEARTBEATS * connection.heartbeat)
+        if connection.is_multiplexed and not connection.send_heartbeat(interval, limit):
             _log.warning(
                 "worker %r has heard nothing from %r for %s s",
                 runtime.name,
                 connection.peer_name,
-                patience,
+                limit,
             )
-            notice = lost_notice(runtime.name, f"it was silent for {patience} s")
+            notice = lost_notice(runtime.name, f"it was silent for {limit} s")
             runtime.listener.close_peer(connection.incarnation, notice)
 
 

@@ -2,13 +2,14 @@
 
 The store may be of any kind: TCP, file, or in-process `HashStore`. Its keys:
 
-    group            whether its size is fixed, and a random id; connections of other groups are
-    refused arrivals         how many have registered; slot/<i> holds the rank of the i-th rank/<r>
-    JSON of the member with that rank: the fields of `Member` name/<name>      its rank
+    group            whether the size is fixed, and a random id; other groups cannot connect
+    arrivals         how many workers have registered; slot/<i> holds the rank of the i-th
+    rank/<r>         JSON of the member with that rank: the fields of `Member`
+    name/<name>      the rank of the worker with that name
 
-A worker that comes back under its name replaces its entry with a new incarnation. Nothing that is
-read from the store is unpickled, and an address in it is not trusted: the worker that answers there
-must pass the handshake.
+An *incarnation* is the random id of one start of a worker. A worker that restarts keeps its name
+and replaces its entry with a new incarnation. Nothing that is read from the store is unpickled, and
+an address in it is not trusted: the worker that answers there must pass the handshake.
 
 State: `_members` (the entries read so far, by rank) and `_names` (by incarnation) are written by
 atomic operations of the dict. Entries are replaced, never changed. A store may be used from one

@@ -62,7 +62,7 @@ class LoopConnection(ABC):
         """Take note that the current `handle` blocks or runs long. Called while it still runs."""
         return
 
-    def beat(self, interval: float, timeout: float) -> bool:
+    def send_heartbeat(self, interval: float, timeout: float) -> bool:
         """Send a heartbeat. Return False if the peer has sent nothing for `timeout` seconds.
 
         Called every `interval` seconds. A connection that is held is not read, so its silence does

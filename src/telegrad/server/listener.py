@@ -4,7 +4,7 @@ Nothing that a peer sends is unpickled before its handshake has succeeded. Conne
 finished their handshake are limited in number, and each handshake in time.
 
 State: `_connections` (the `ServerConnection`s that are open), `_unauthenticated` (accepted sockets
-whose handshake is in progress) and `_goodbyes` (the reasons that peers gave when they left, by
+whose handshake is in progress) and `_leave_reasons` (the reasons that peers gave when they left, by
 incarnation) are changed under `_lock`. `counters` are statistics.
 """
 
@@ -41,7 +41,7 @@ from telegrad.transport.channel import (
     ChannelClosed,
     PeerClosed,
     close_with_reason,
-    send_goodbye,
+    send_leave,
 )
 from telegrad.wire import handshake
 from telegrad.wire.handshake import Introduction
@@ -81,7 +81,7 @@ class Listener:
         self._sockets: list[socket.socket] = []  # those that listen
         self._unauthenticated: set[socket.socket] = set()
         self._connections: set[ServerConnection] = set()
-        self._goodbyes: dict[str, str] = {}
+        self._leave_reasons: dict[str, str] = {}
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._closed = threading.Event()
@@ -186,7 +186,7 @@ class Listener:
         except BaseException as error:
             self._refuse_socket(sock, "refused_broken_connection", error)
         else:
-            # first, because `close` sends a goodbye to authenticated connections only
+            # first, because `close` sends a LEAVE frame to authenticated connections only
             self._forget_unauthenticated(sock)
             self.accept_channel(channel, peer)
         finally:
@@ -257,15 +257,15 @@ class Listener:
             )
         with self._lock:
             if isinstance(error, PeerClosed):
-                self._goodbyes[incarnation] = error.words
+                self._leave_reasons[incarnation] = error.reason
             self._connections.discard(connection)
             has_others = any(each.incarnation == incarnation for each in self._connections)
             self._changed.notify_all()
         if has_others:
             return
-        goodbye = self._goodbyes.pop(incarnation, None)
-        if goodbye is not None:
-            self._runtime.failures.declare_lost(name, incarnation, goodbye)
+        leave_reason = self._leave_reasons.pop(incarnation, None)
+        if leave_reason is not None:
+            self._runtime.failures.declare_lost(name, incarnation, leave_reason)
         else:
             self._runtime.failures.check_silent_peer(name, incarnation)
 
@@ -305,7 +305,7 @@ class Listener:
         for connection in connections:
             if reason is not None:
                 _flush(connection.channel)
-            send_goodbye(connection.channel, reason)
+            send_leave(connection.channel, reason)
             connection.channel.shutdown()
 
     def close_after_fork(self) -> None:

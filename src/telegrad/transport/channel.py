@@ -44,8 +44,8 @@ class PeerClosed(ChannelClosed):
     """The peer closed the channel with a LEAVE frame. `words` is the reason that it gave."""
 
     def __init__(self, frame: Frame) -> None:
-        super().__init__("the peer closed the connection with a goodbye message")
-        self.words = text_of_frame(frame)
+        super().__init__("the peer closed the connection with a LEAVE frame")
+        self.reason = text_of_frame(frame)
 
 
 def text_of_frame(frame: Frame) -> str:
@@ -169,13 +169,13 @@ class Channel(ABC):
         """Close this process's descriptor without ending the connection; in the child of a fork."""
 
 
-def send_goodbye(channel: Channel, reason: str | None) -> None:
+def send_leave(channel: Channel, reason: str | None) -> None:
     """Tell the peer that this side leaves, and why. None: do not send anything."""
     if reason is not None:
         try:
             channel.send(Kind.LEAVE, 0, reason.encode(), timeout=1.0)
         except (ChannelClosed, TimeoutError) as error:
-            _log.debug("the goodbye was not sent, the channel is closed: %s", error)
+            _log.debug("the LEAVE frame was not sent, the channel is closed: %s", error)
 
 
 def close_with_reason(channel: Channel, reason: str | None, kind: Kind = Kind.LEAVE) -> None:
@@ -187,5 +187,5 @@ def close_with_reason(channel: Channel, reason: str | None, kind: Kind = Kind.LE
         try:
             channel.send_nowait(kind, 0, reason.encode())
         except ChannelClosed as error:
-            _log.debug("the goodbye was not sent, the channel is closed: %s", error)
+            _log.debug("the LEAVE frame was not sent, the channel is closed: %s", error)
     channel.shutdown()
