@@ -88,7 +88,7 @@ class Agent:
         return self._runtime.shutdown(timeout)
 
     def close(self, reason: str = "") -> None:
-        """Leave at once: pending calls fail here, and peers are told `reason`. May be repeated."""
+        """Leave at once: pending calls fail here, and peers get the `reason`. May be repeated."""
         self._runtime.close(reason)
 
     def __enter__(self: Self) -> Self:
@@ -145,7 +145,7 @@ class Agent:
         return self._runtime.get_worker_infos()
 
     def barrier(self, names: Sequence[str] | None = None, timeout: float | None = None) -> None:
-        """Wait until every worker (or every one of `names`) is here.
+        """Wait until every worker (or every one of `names`) has called `barrier`.
 
         Raise `GroupBroken`, which names the missing workers, if one is lost or `timeout` passes.
         """

@@ -37,7 +37,7 @@ S_co = TypeVar("S_co", covariant=True)
 
 
 class CompletionListener(Protocol):
-    """An object that is told the outcome of a call: a `Future`, or a smaller one without waiting.
+    """An object that is notified of the outcome of a call: a `Future`, or one without waiting.
 
     `_try_complete` stores the first outcome and returns False for later ones. The connection that
     sends the call sets `_on_cancel`, and `_device_copies`, the copies between devices that the

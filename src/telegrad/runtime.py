@@ -197,7 +197,7 @@ class AgentRuntime:
         return tuple(sorted(missing))
 
     def close(self, reason: str = "") -> None:
-        """Leave at once: pending calls fail here, and peers are told `reason`. May be repeated."""
+        """Leave at once: pending calls fail here, and peers get the `reason`. May be repeated."""
         self._end(reason)
 
     def abort(self) -> None:
@@ -355,7 +355,7 @@ class AgentRuntime:
         return self.peers.member(to)
 
     def barrier(self, names: Sequence[str] | None = None, timeout: float | None = None) -> None:
-        """Wait until every worker (or every one of `names`) is here.
+        """Wait until every worker (or every one of `names`) has called `barrier`.
 
         Raise `GroupBroken`, which names the missing workers, if one is lost or `timeout` passes.
         """
@@ -474,7 +474,7 @@ def active_runtime() -> AgentRuntime | None:
 
 
 def _close_all() -> None:
-    """When the process exits, close all agents, so that their peers are told why."""
+    """When the process exits, close all agents, so that their peers get the reason."""
     error = getattr(sys, "last_value", None)
     reason = "the process ended without shutdown"
     if error is not None:

@@ -160,7 +160,7 @@ class BackwardPass:
                 if self._activation is None:
                     self._activation = each
                 else:
-                    each.reply.settle(self._exchange.next_message(each.peer))
+                    each.reply.complete(self._exchange.next_message(each.peer))
         activation = self._activation
         activator = self._own_incarnation if activation is None else activation.peer
         return self._exchange.take_messages(activator, self._unreplied > 0)
@@ -179,7 +179,7 @@ class BackwardPass:
         message = None
         if activation.peer != self._own_incarnation:
             message = self._exchange.next_message(activation.peer)
-        activation.reply.settle(message)
+        activation.reply.complete(message)
 
     def _fail(self, error: Exception, received: list[_ReceivedMessage]) -> None:
         """End the pass on this worker, and reply with the error to all messages."""
@@ -192,7 +192,7 @@ class BackwardPass:
         self._activation = None
         for each in waiting:
             if each.reply is not None:
-                each.reply.settle(None, error)
+                each.reply.complete(None, error)
 
     # Calls to peers
 
@@ -215,7 +215,7 @@ class BackwardPass:
             self._start_call(peer, message)
             return True
         # A synchronous call is faster. Messages that arrive meanwhile are processed by the
-        # threads that bring them.
+        # threads that deliver them.
         name, arguments = self._exchange.peers[peer], self._arguments(peer, message)
         try:
             reply = self._agent.invoke(name, _receive_message, arguments, None, None)

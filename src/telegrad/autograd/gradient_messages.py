@@ -119,7 +119,7 @@ class GradientReply:
         self._outcome: tuple[Any, Exception | None] | None = None
         self._future: Future[Any] | None = None
 
-    def settle(self, message: GradientMessage | None, error: Exception | None = None) -> None:
+    def complete(self, message: GradientMessage | None, error: Exception | None = None) -> None:
         """Set the message of the reply, or the error that the pass failed with."""
         self._outcome = message and tuple(message), error
         if self._future is not None:
@@ -129,7 +129,7 @@ class GradientReply:
         """Return the message, or a future if it is not set yet. Raise the error if it is set."""
         if self._outcome is None:
             self._future = Future()
-            # `settle` sets the outcome first and then looks for a future, so no reply is missed.
+            # `complete` sets the outcome first and then looks for a future, so no reply is missed.
             if self._outcome is None:
                 return self._future
         message, error = self._outcome

@@ -231,7 +231,7 @@ class MultiplexedConnection(LoopConnection):
         try:
             self.channel.send_nowait(Kind.CANCEL, call_id, b"")
         except ChannelClosed:
-            return  # the callee cannot be told; its reply is ignored
+            return  # the callee cannot be notified; its reply is ignored
 
     # Calls that wait for the connection
 

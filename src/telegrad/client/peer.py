@@ -314,8 +314,8 @@ class Peer:
     def mark_lost(self, reason: str, leave_reason: str = "", notify: bool = True) -> None:
         """Mark the peer as lost and fail all calls to it at once.
 
-        `leave_reason` is what it said when it left. `notify` it that it was declared lost, in case
-        that it is alive.
+        `leave_reason` is the reason that it sent when it left. `notify` it that it was declared
+        lost, in case that it is alive.
         """
         with self._lock:
             if self._error is not None:

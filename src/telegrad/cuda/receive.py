@@ -4,7 +4,7 @@ A `CudaReceive` enqueues the copies of its tensors on the streams that are curre
 is unpacked. `InlineReceive` does the same for small tensors whose bytes are inside the message.
 
 State: both are used by the thread that unpacks the message, then by the thread that runs the call
-(`join`, `settle`). `CudaTransfers` keeps a `CudaReceive` until its copies have completed.
+(`join`, `prepare_reply`). `CudaTransfers` keeps a `CudaReceive` until its copies have completed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CudaReceive:
         self.lease_id = lease_id
         self.incarnation = context.incarnation
         self.size = 0
-        self.is_settled = False  # the reply ends the lease, so no report is needed
+        self.ended_by_reply = False  # the reply ends the lease, so no report is needed
         self._transfers = transfers
         self._index = index
         self._event = None if event is None else ipc.mappings.event(event, index)
@@ -92,16 +92,16 @@ class CudaReceive:
         """Drop the tensors that are kept for `join`, which will not be called."""
         self._tensors.clear()
 
-    def settle(self, reply_resources: Collection[object] = ()) -> None:
+    def prepare_reply(self, reply_resources: Collection[object] = ()) -> None:
         """Order the copies before the reply, which ends the lease of the sender.
 
         If the reply contains tensors that are sent from the stream of the copies, the stream of
         the sender waits for them and therefore for the copies. Otherwise block until the copies
         have completed.
         """
-        if self._sender_device is None or self.is_settled:
+        if self._sender_device is None or self.ended_by_reply:
             return
-        self.is_settled = True
+        self.ended_by_reply = True
         sends = [each for each in reply_resources if isinstance(each, CudaSend)]
         for stream, event in zip(self._streams.values(), self._events or (), strict=True):
             if not any(each.orders_after(stream, self._sender_device) for each in sends):
@@ -133,7 +133,7 @@ class InlineReceive:
     def finish(self) -> None:
         """Do nothing: there is no lease."""
 
-    def settle(self, reply_resources: Collection[object] = ()) -> None:
+    def prepare_reply(self, reply_resources: Collection[object] = ()) -> None:
         """Do nothing: there is no lease."""
 
     def forget(self) -> None:

@@ -140,7 +140,7 @@ class CudaTransfers:
                 if each.incarnation == incarnation and each.is_copied()
             ]
             self._remove(completed)
-        return [each.lease_id for each in completed if not each.is_settled]
+        return [each.lease_id for each in completed if not each.ended_by_reply]
 
     def _remove(self, receives: list[CudaReceive]) -> None:
         """Forget receives whose copies have completed. The lock is held."""

@@ -63,7 +63,7 @@ class ReceivedResource(MessageResource, Protocol):
     def forget(self) -> None:
         """Called if no thread will call `join`."""
 
-    def settle(self, companions: Collection[Any] = ()) -> None:
+    def prepare_reply(self, reply_resources: Collection[Any] = ()) -> None:
         """Called before the reply is sent, with its resources: the sender may reuse this then."""
 
 
@@ -161,7 +161,7 @@ def pack(
     """Encode `value` for the peer of `context`.
 
     For a call, `retained` collects what must live until it is answered. For a reply, `received` is
-    what the call brought.
+    the resources of the call.
     """
     if not received:
         body = codec.encode_atoms(value)
@@ -185,7 +185,7 @@ def _pack(
             for resource in resources:
                 resource.finish()
             for each in received:
-                each.settle(resources)
+                each.prepare_reply(resources)
         if message.actions:
             for _, action in message.actions.values():
                 action(message.context)

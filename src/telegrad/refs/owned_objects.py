@@ -118,7 +118,7 @@ class OwnedObject:
         self._error: Exception | None = None
         self._future: Future[Any] | None = None
 
-    def settle(self, value: Any, error: Exception | None) -> None:
+    def complete(self, value: Any, error: Exception | None) -> None:
         """Set the value, or the error of the creation. Only the first call has an effect."""
         try:
             with _settle_lock:
@@ -200,7 +200,7 @@ class OwnedObjects:
             key = ObjectKey(self._local_incarnation, self._last_sequence_number)
             self._arrived[self._local_incarnation].add(self._last_sequence_number)
             owned_object = self._objects[key] = OwnedObject(key, created=True, local_count=1)
-        owned_object.settle(value, None)
+        owned_object.complete(value, None)
         return key
 
     def create(self, key: ObjectKey) -> OwnedObject:
@@ -225,7 +225,7 @@ class OwnedObjects:
             if owned_object is None or owned_object.created:
                 return
             del self._objects[key]
-        owned_object.settle(None, StaleReference(f"this object was never created: {reason}"))
+        owned_object.complete(None, StaleReference(f"this object was never created: {reason}"))
 
     def remove_if_unreferenced(self, owned_object: OwnedObject) -> None:
         """Remove an object that has its value if no references are left."""
@@ -263,7 +263,7 @@ class OwnedObjects:
         ):
             owned_object = self._objects[key] = OwnedObject(key)
             if self._closed:
-                owned_object.settle(None, PeerLost(_LEFT_GROUP))
+                owned_object.complete(None, PeerLost(_LEFT_GROUP))
         return owned_object
 
     def receive(self, key: ObjectKey) -> None:
@@ -321,7 +321,7 @@ class OwnedObjects:
                 owned_object.user_counts.pop(user, None)
                 self._remove_if_unreferenced(owned_object)
         for owned_object in never_created:
-            owned_object.settle(None, PeerLost("the worker that was creating this object died"))
+            owned_object.complete(None, PeerLost("the worker that was creating this object died"))
 
     def close(self) -> None:
         """Fail all objects without a value: this worker leaves, so they will not be created."""
@@ -331,7 +331,7 @@ class OwnedObjects:
                 owned_object for owned_object in self._objects.values() if not owned_object.done
             ]
         for owned_object in without_value:
-            owned_object.settle(None, PeerLost(_LEFT_GROUP))
+            owned_object.complete(None, PeerLost(_LEFT_GROUP))
 
     def unchanged_counts(self, now: float) -> dict[str, list[tuple[ObjectKey, float]]]:
         """Return the objects whose counts have not changed for a while, by user.

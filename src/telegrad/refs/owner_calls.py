@@ -95,12 +95,12 @@ def create(
         if type(value) is DeferredReply:
             value = value.future
         elif getattr(run, ASYNC_MARK, None) is None:
-            owned_object.settle(value, None)
+            owned_object.complete(value, None)
             owned.remove_if_unreferenced(owned_object)
             return None
         return DeferredReply(_store_when_done(manager, owned_object, value))
     except BaseException as error:
-        owned_object.settle(None, as_exception(error))
+        owned_object.complete(None, as_exception(error))
         owned.remove_if_unreferenced(owned_object)
         raise
 
@@ -119,10 +119,10 @@ def _store_when_done(
     def store(done: Any) -> None:
         failure: Exception | None = None
         try:
-            owned_object.settle(done.value(), None)
+            owned_object.complete(done.value(), None)
         except BaseException as error:
             failure = as_exception(error)
-            owned_object.settle(None, failure)
+            owned_object.complete(None, failure)
         finally:
             stored._try_complete(None, failure)
             manager.owned.remove_if_unreferenced(owned_object)

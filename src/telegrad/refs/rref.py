@@ -1,8 +1,8 @@
 """`RRef`: a reference to an object that lives on one worker, its owner, and can be used from any.
 
 A reference belongs to the agent that holds it. It can be sent only inside calls; packing it tells
-the owner which worker receives it (see `owned_objects`). When it dies, `held_references` is told
-through a queue, not from inside the garbage collector.
+the owner which worker receives it (see `owned_objects`). When it dies, `held_references` is
+notified through a queue, not from inside the garbage collector.
 
 A call that uses a reference keeps it alive until the reply arrives (`keep` of `AgentRuntime.start`;
 a synchronous caller has it anyway). Therefore a temporary such as ``remote(...).rpc_async().f()``

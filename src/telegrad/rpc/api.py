@@ -110,7 +110,7 @@ def _rendezvous(
     """Return the store of the group, the rank and the size, which may come from the environment.
 
     The size is None for a dynamic group. torch's TCP store could wait for all workers, but could
-    not say which are missing. Therefore it is told to wait for none, and the agent waits.
+    not say which are missing. Therefore it waits for none of them, and the agent waits.
     """
     scheme = url.partition(":")[0]
     if scheme == "env":

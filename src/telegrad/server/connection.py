@@ -43,7 +43,7 @@ from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.executor import SLOW_SECONDS, Executor
 from telegrad.server.future_replies import FutureReplies
-from telegrad.server.replies import ReplyingConnection, ReplyRuntime, settle_all
+from telegrad.server.replies import ReplyingConnection, ReplyRuntime, prepare_replies
 from telegrad.server.served_functions import FunctionRegistry, ServedFunction, UndecodableFunction
 from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, close_with_reason
 from telegrad.wire import codec
@@ -279,11 +279,11 @@ class ServerConnection(ReplyingConnection):
             for resource in received:
                 resource.forget()
             if function.is_deferred or type(value) is DeferredReply:
-                settle_all(received)
+                prepare_replies(received)
                 self._reply_later(frame.call_id, function, value)
                 return
         except BaseException:
-            settle_all(received)
+            prepare_replies(received)
             raise
         exclusive = torch.cuda._initialized and is_exclusive(value)  # type: ignore[attr-defined]
         self._send_reply(frame.call_id, function, value, loop, epoch, exclusive, received)

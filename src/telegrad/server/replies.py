@@ -77,7 +77,7 @@ class ReplyingConnection(LoopConnection):
     ) -> None:
         """Send a reply. The leader of `loop` sends the small replies to one peer together.
 
-        `received` is what the call brought. A `shared` reply answers other calls, too.
+        `received` has the resources of the call. A `shared` reply answers other calls, too.
         """
         try:
             context = self._context
@@ -90,7 +90,7 @@ class ReplyingConnection(LoopConnection):
             else:
                 body, buffers = shared.pack(context)
         except BaseException as error:
-            settle_all(received)
+            prepare_replies(received)
             self._send_failure(call_id, function, error)
             return
         try:
@@ -165,8 +165,8 @@ class ReplyingConnection(LoopConnection):
     ) -> None:
         """Answer a call with an error; if that cannot be sent, end the connection. Never raise.
 
-        If the function could not be decoded, the caller is told its id and defines it again with
-        the next call.
+        If the function could not be decoded, the reply names its id, and the caller defines it
+        again with the next call.
         """
         if call_id not in self._unanswered:
             return  # it was answered before this error was raised
@@ -210,7 +210,7 @@ class ReplyingConnection(LoopConnection):
             self._cancelled.discard(call_id)
 
 
-def settle_all(received: Sequence[ReceivedResource]) -> None:
-    """Let the senders of the resources that a call brought reuse them."""
+def prepare_replies(received: Sequence[ReceivedResource]) -> None:
+    """Let the senders of the resources of a call reuse them."""
     for resource in received:
-        resource.settle()
+        resource.prepare_reply()

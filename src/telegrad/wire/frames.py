@@ -10,7 +10,7 @@
 State: only in a `FrameDecoder`, which belongs to one reading thread. Its rules:
 - The reader calls `get_buffer()` for memory, writes received bytes to it, calls
   `buffer_updated(n)`, and takes complete frames with `next_frame()`.
-- Small frames are received into one scratch buffer, so one receive may bring many of them. Large
+- Small frames are received into one scratch buffer, so one receive may contain many of them. Large
   bodies and buffers are received directly into their own memory. This memory is reserved but not
   touched before bytes arrive, so a peer that announces much and sends little costs nothing.
 - Sizes are checked against the limits before memory is reserved. Violations raise `ProtocolError`.

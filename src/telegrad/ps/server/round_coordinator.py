@@ -159,7 +159,7 @@ class RoundCoordinator(Coordinator):
         self.applied = dict(applied)
         self.may_be_behind = True
         if self._exact:
-            # The checkpoint has every acknowledged step, so no trainer must bring values first.
+            # The checkpoint has every acknowledged step, so no trainer must send values first.
             self._first_round = dict.fromkeys(expected, version)
         else:
             self.expected = set(expected)

@@ -85,7 +85,7 @@ class ParameterShards:
             self.find(name).leave(trainer)
 
     def saved_versions(self, spec: ShardSpec) -> SavedVersions:
-        """Return what is here of a parameter server, in memory and on disk."""
+        """Return what this server has of a parameter server, in memory and on disk."""
         has_shard = self.has(spec.name)
         unused = has_shard and not self._is_used(spec.name)
         archive = self._open_archive(spec)
@@ -209,7 +209,7 @@ def claim_creation(name: str, trainer: str) -> bool | None:
 
 @trusted
 def saved_versions(spec: ShardSpec) -> SavedVersions:
-    """Return what is here of a parameter server, in memory and on disk."""
+    """Return what this server has of a parameter server, in memory and on disk."""
     return ParameterShards.here().saved_versions(spec)
 
 
