@@ -18,6 +18,7 @@ import sys
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -302,4 +303,4 @@ Lives.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
     derandomize=True,
 )
-TestLives = Lives.TestCase
+TestLives = pytest.mark.timeout(900)(Lives.TestCase)  # minutes under coverage
