@@ -1,10 +1,10 @@
 """Distributed autograd: exact gradients through remote calls.
 
 This package has the contexts that travel with calls (`worker_context`, `registry`), the recording
-of tensors that are sent and received (`tracker`, `send_recv`), and the backward pass: messages
-between workers (`engine`, `exchange`) and what each worker computes (`local_graph`). It uses
-agents, messages and tensors of the layers below. Code for references, optimizers and modules does
-not belong here.
+of tensors that are sent and received (`context_tracker`, `send_recv`), and the backward pass:
+messages between workers (`engine`, `gradient_exchange`) and what each worker computes
+(`local_graph`). It uses agents, messages and tensors of the layers below. Code for references,
+optimizers and modules does not belong here.
 
 >>> import torch
 >>> from telegrad import autograd

@@ -1,6 +1,6 @@
 """`ContextTracker`: records the tensors of messages that are sent and received under a context.
 
-`wire.tensor_gradients` calls it for each tensor of a message that requires a gradient. A tensor id
+`wire.gradient_tracking` calls it for each tensor of a message that requires a gradient. A tensor id
 travels with the tensor. It is positive if the tensor is recorded. 0 stands for a leaf, and
 `_UNTRACKED_RESULT` for a result of operations, that were sent outside of a context.
 

@@ -1,10 +1,10 @@
 """`BackwardPass`: one worker's part of a backward pass over all workers of a context.
 
-A message makes a worker run what it can and send messages of its own (`exchange`). The first
-message that arrives activates the worker. The worker replies to it when all of its own messages
-have been replied to, and to all other messages at once. When the worker that started the pass has
-its replies, all workers are done. This is termination detection by Dijkstra and Scholten. Replies
-carry gradients too, so a call and its backward pass take one round trip each.
+A message makes a worker run what it can and send messages of its own (`gradient_exchange`). The
+first message that arrives activates the worker. The worker replies to it when all of its own
+messages have been replied to, and to all other messages at once. When the worker that started the
+pass has its replies, all workers are done. This is termination detection by Dijkstra and Scholten.
+Replies carry gradients too, so a call and its backward pass take one round trip each.
 
 State: `_inbox`, `_busy` and `_unreplied` change under `_lock`. Only the thread that set `_busy`
 uses the other attributes. A pass that failed fails all messages that wait for a reply and all that

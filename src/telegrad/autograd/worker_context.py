@@ -1,7 +1,7 @@
 """`Context`: one worker's part of a distributed autograd context.
 
 A context starts with `autograd.context()` on one worker. Its id travels with every call that is
-made under it (a context is a `messages.scope.CallScope`), and a part of it is created on each
+made under it (a context is a `messages.call_scope.CallScope`), and a part of it is created on each
 worker that such a call reaches (`registry`). Each part records the tensors that require gradients
 when they are sent (`sends`) and received (`receives`). A backward pass follows these in reverse
 order (`engine`). Gradients of leaves are stored in the context, not in `.grad`.

@@ -9,7 +9,7 @@ a message to another thread costs more than most calls do. The rules:
 1. The *leader* of the event loop reads a frame, runs the call and queues the reply (`event_loop`).
    The replies to one peer are sent together once its frames are handled.
 2. The leader is about to block in a wait that Telegrad knows of: a nested call, `Future.wait`, a
-   full socket, a large copy. It hands the loop over to another thread first (`blocking.pause`,
+   full socket, a large copy. It hands the loop over to another thread first (`thread_roles.pause`,
    `leader_role`). The old leader continues with its call, the new one with the next frame.
 3. The leader blocks in an unknown wait, or computes for long: the clock finds it inside the same
   frame at two consecutive ticks and hands the loop over (`EventLoop.tick`).
@@ -19,8 +19,8 @@ a message to another thread costs more than most calls do. The rules:
 5. The executor runs up to a limit of calls at once. Calls in a known wait do not count. When no
    call finishes between two ticks, the limit doubles, so calls that wait for each other progress.
 6. When the queue of the executor is full, `Executor.submit` blocks, and the connection that
-   delivers more such calls is not read until there is room (`blocking.begin_backpressure`). So the
-   back-pressure reaches the caller.
+   delivers more such calls is not read until there is room (`thread_roles.begin_backpressure`). So
+   the back-pressure reaches the caller.
 7. The rest of a frame of more than 1 MiB is received by a thread of its own, so that the other
    connections of the loop are still read.
 8. With an interpreter lock an agent has one event loop. Without it, an agent has several, and each

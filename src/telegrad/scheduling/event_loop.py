@@ -8,7 +8,8 @@ handles every frame on the spot, and sends the replies to a connection's frames 
 The leader must not delay the frames behind the one that it handles. So it hands the loop over to
 another thread
 
-- before it blocks in a known wait (`blocking.pause`: a nested call, `Future.wait`, a full socket),
+- before it blocks in a known wait (`thread_roles.pause`: a nested call, `Future.wait`, a full
+  socket),
 - or when the clock finds it inside the same frame at two consecutive ticks (`tick`).
 
 Then the new leader continues with the next frame and the former leader with its call, after which
