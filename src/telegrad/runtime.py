@@ -22,9 +22,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from telegrad.client.connections import timeout_error
 from telegrad.client.dialer import DialedConnection, Dialer
 from telegrad.client.peers import PeerTable, WorkerAddress, worker_key
-from telegrad.client.pending import timeout_error
 from telegrad.config import Config
 from telegrad.cuda.transfers import CudaTransfers
 from telegrad.current import find_runtime, thread_state

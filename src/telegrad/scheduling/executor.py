@@ -12,7 +12,11 @@ back-pressure on the callers.
 
 Threads of the executor have the executor as their `ThreadRole` (`telegrad.thread_roles`).
 
-State: the counters and the queue, under `_lock`.
+`SlowCallbacks` has the callbacks of futures that the executor runs because they blocked the event
+loop.
+
+State: the counters and the queue, under `_lock`. `SlowCallbacks` is written by atomic operations of
+the dict, by the leader of the event loop and by threads of the executor; a race loses a sample.
 """
 
 from __future__ import annotations
@@ -21,14 +25,35 @@ import collections
 import functools
 import logging
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from telegrad import thread_roles
 from telegrad.errors import InternalError
 from telegrad.scheduling.thread_pool import Job, ThreadPool
+from telegrad.wire.function_table import MAX_FUNCTIONS
 
 SLOW_SECONDS = 0.002  # seconds; a function or callback that takes longer is run by the executor
 _log = logging.getLogger(__name__)
+
+
+class SlowCallbacks(dict[Hashable, float]):
+    """The average seconds that slow callbacks take, by their code."""
+
+    def mark(self, callbacks: Iterable[Hashable]) -> None:
+        """Add callbacks that have blocked the event loop."""
+        for callback in callbacks:
+            if len(self) < MAX_FUNCTIONS:
+                self[callback] = 2 * SLOW_SECONDS
+
+    def add_duration(self, callbacks: Iterable[Hashable], seconds: float) -> None:
+        """Update the averages, and remove callbacks that no longer take long."""
+        for callback in callbacks:
+            average = self.get(callback)
+            if average is not None:
+                average += (seconds - average) * 0.25
+                self[callback] = average
+                if average < SLOW_SECONDS:
+                    self.pop(callback, None)
 
 
 class Executor:

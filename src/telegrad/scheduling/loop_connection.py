@@ -1,7 +1,7 @@
 """`LoopConnection`: a connection that an event loop reads.
 
 Subclasses say how the frames are handled: `server.connection` for the calls that peers send,
-`client.multiplexed` for replies.
+`client.connections` for replies.
 
 State: `hold_count`, `watched_events` and `fd` are changed under the lock of the loop; `queued` and
 `readable` belong to the leader of the loop; `received` and `receives_large_frame` are set by the
