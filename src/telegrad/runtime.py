@@ -40,9 +40,8 @@ from telegrad.group.secret import group_secret
 from telegrad.messages.device_routes import DeviceRoute
 from telegrad.messages.packing import MessageContext
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.event_loops import EventLoops
-from telegrad.scheduling.executor import Executor
-from telegrad.scheduling.thread_pool import ThreadPool
+from telegrad.scheduling.event_loop import EventLoops
+from telegrad.scheduling.executor import Executor, ThreadPool
 from telegrad.server.connection import ServerConnection
 from telegrad.server.listener import Listener
 from telegrad.server.served_functions import FunctionRegistry

@@ -16,7 +16,7 @@ from telegrad.config import Config
 from telegrad.errors import UsageError
 from telegrad.free_threading import has_gil
 from telegrad.runtime import active_runtime
-from telegrad.scheduling import event_loops
+from telegrad.scheduling.event_loop import default_loop_count
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Meeting, hold_at
@@ -93,8 +93,8 @@ def test_a_python_with_an_interpreter_lock_has_one_loop(cluster: Clusters) -> No
     workers = cluster(3)
     assert [workers[name].call("w0", abs, -1) for name in ("w1", "w2")] == [1, 1]
     loops = len(list(workers["w0"]._runtime.event_loops))
-    assert loops == min(2, event_loops.default_loop_count())
-    assert event_loops.default_loop_count() == 1 or not has_gil()
+    assert loops == min(2, default_loop_count())
+    assert default_loop_count() == 1 or not has_gil()
 
 
 def test_the_number_of_loops_is_checked() -> None:

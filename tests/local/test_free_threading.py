@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from telegrad.free_threading import has_gil, snapshot
-from telegrad.scheduling.thread_pool import ThreadPool
+from telegrad.scheduling.executor import ThreadPool
 from telegrad.transport.buffer_pool import BufferPool
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE
@@ -34,7 +34,7 @@ with LocalCluster(3, transports=("unix",)) as workers:
     for name in ("w1", "w2"):
         assert workers[name].call("w0", torch.add, torch.ones(1 << 17), 1).sum() == 1 << 18
         assert workers[name].submit("w0", abs, -1).wait() == 1
-    assert len(list(workers["w0"].loops)) == min(2, telegrad.scheduling.event_loops.default_count())
+    assert len(list(workers["w0"].loops)) == min(2, telegrad.scheduling.event_loop.default_count())
 assert not sys._is_gil_enabled()
 """
 

@@ -13,7 +13,7 @@ import pytest
 
 from telegrad.errors import PeerLost, ProtocolError, TelegradError
 from telegrad.refs import remote
-from telegrad.scheduling.thread_pool import Job, ThreadPool
+from telegrad.scheduling.executor import Job, ThreadPool
 from telegrad.server.connection import ServerConnection
 from telegrad.server.listener import Listener
 from telegrad.testing import LocalCluster

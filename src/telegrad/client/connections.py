@@ -48,10 +48,9 @@ from telegrad.messages.call_scope import CallScope, current_scope
 from telegrad.messages.device_routes import ANY_DEVICE, ANY_DEVICE_MARK
 from telegrad.messages.packing import MessageContext, pack, unpack
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.event_loops import EventLoops
-from telegrad.scheduling.executor import Executor, SlowCallbacks
-from telegrad.scheduling.loop_connection import LoopConnection
-from telegrad.scheduling.thread_pool import ThreadPool
+from telegrad.scheduling.event_loop import EventLoops
+from telegrad.scheduling.executor import Executor, SlowCallbacks, ThreadPool
+from telegrad.scheduling.poller import LoopConnection
 from telegrad.transport.channel import (
     Channel,
     ChannelClosed,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from telegrad.futures import Future
     from telegrad.group.membership import Directory, Member
     from telegrad.scheduling.clock import Clock
-    from telegrad.scheduling.thread_pool import ThreadPool
+    from telegrad.scheduling.executor import ThreadPool
     from telegrad.wire.function_table import Function
 
 # Completed copies of more bytes are reported at once instead of on the next tick of the clock.

@@ -32,7 +32,7 @@ from telegrad.futures import Future
 from telegrad.group.membership import Directory, Member
 from telegrad.messages.remote_functions import DeferredReply, internal
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.thread_pool import ThreadPool
+from telegrad.scheduling.executor import ThreadPool
 
 # Seconds that a participant waits longer than its leader, so that the leader names the late
 # workers.

@@ -20,7 +20,7 @@ from telegrad.config import Config
 from telegrad.errors import JoinError, TelegradError
 from telegrad.group.membership import Directory, Member
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.thread_pool import ThreadPool
+from telegrad.scheduling.executor import ThreadPool
 
 LossListener = Callable[[str, str], None]
 

@@ -12,7 +12,7 @@ from telegrad.config import Config
 from telegrad.group.endpoint import LocalEndpoint
 from telegrad.group.failure_detector import lost_notice
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.thread_pool import ThreadPool
+from telegrad.scheduling.executor import ThreadPool
 
 _TIDY_INTERVAL = 5.0
 _CLOSE_IDLE_AFTER = 30.0

@@ -10,7 +10,7 @@ a message to another thread costs more than most calls do. The rules:
    The replies to one peer are sent together once its frames are handled.
 2. The leader is about to block in a wait that Telegrad knows of: a nested call, `Future.wait`, a
    full socket, a large copy. It hands the loop over to another thread first (`thread_roles.pause`,
-   `leader_role`). The old leader continues with its call, the new one with the next frame.
+   `LeaderRole`). The old leader continues with its call, the new one with the next frame.
 3. The leader blocks in an unknown wait, or computes for long: the clock finds it inside the same
   frame at two consecutive ticks and hands the loop over (`EventLoop.tick`).
 4. A function that ran for more than `SLOW_SECONDS`, or that caused 3, is run by the executor from
@@ -24,7 +24,7 @@ a message to another thread costs more than most calls do. The rules:
 7. The rest of a frame of more than 1 MiB is received by a thread of its own, so that the other
    connections of the loop are still read.
 8. With an interpreter lock an agent has one event loop. Without it, an agent has several, and each
-   connection belongs to one of them (`event_loops`).
+   connection belongs to one of them (`EventLoops`).
 
 Nothing of the user runs on the clock's thread (`clock`): it runs timers, deadlines and heartbeats.
 """

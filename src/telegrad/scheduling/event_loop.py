@@ -16,37 +16,48 @@ Then the new leader continues with the next frame and the former leader with its
 its thread ends. `ConnectionPoller` says which connections are not read. The rest of a frame of more
 than `_LARGE_FRAME` bytes is received by a thread of its own, so that it does not delay the others.
 
-State: `_epoch` counts the hand-overs, under `_lock`. A thread leads while the epoch in which it
-began to lead is the current one; it compares them after each frame. `_busy` is True while the
-leader handles something; only then can the loop be handed over. `_current`, `_last_read`,
-`_is_repeated`, `_should_spin`, `_idle_jobs` and `_timers` belong to the leader; a hand-over passes
-them on.
+With an interpreter lock, an agent has one loop: more threads would only compete for the lock.
+Without it, an agent has several, each with a leader of its own (`EventLoops`). A connection stays
+with the loop that it was added to.
+
+`LeaderRole` is what `thread_roles` calls on the thread that leads. A thread keeps its role after it
+has handed the loop over: it still runs its call. All methods name the epoch in which the thread
+led, and the loop ignores requests of a former leader.
+
+State of an `EventLoop`: `_epoch` counts the hand-overs, under `_lock`. A thread leads while the
+epoch in which it began to lead is the current one; it compares them after each frame. `_busy` is
+True while the leader handles something; only then can the loop be handed over. `_current`,
+`_last_read`, `_is_repeated`, `_should_spin`, `_idle_jobs` and `_timers` belong to the leader; a
+hand-over passes them on.
+
+State of `EventLoops`: `_loops`, `_count` and `_added_per_group`, under `_lock`.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 from telegrad import thread_roles
 from telegrad.errors import ProtocolError
+from telegrad.free_threading import has_gil
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.leader_role import LeaderRole
-from telegrad.scheduling.loop_connection import LoopConnection
-from telegrad.scheduling.poller import READ, ConnectionPoller
-from telegrad.scheduling.thread_pool import Job, ThreadPool
+from telegrad.scheduling.executor import Job, ThreadPool
+from telegrad.scheduling.poller import READ, ConnectionPoller, LoopConnection
 from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.spinning import CONTENDED_SECONDS, CORES, SPIN_SECONDS, spin_permit
 
 _FRAMES_PER_READ = 32  # frames of one connection that are handled before others are checked
 _LARGE_FRAME = 1 << 20  # missing bytes of a frame from which on another thread receives it
 _POLLS_PER_EPOLL = 16  # polls of the last connection for each poll of all connections
-
-_log = logging.getLogger(__name__)
 _now = time.monotonic
+_MAX_LOOPS = 4
+_log = logging.getLogger(__name__)
 
 
 class _LoopThreadState(threading.local):
@@ -406,3 +417,110 @@ class EventLoop(ConnectionPoller):
             if self._epoch == epoch:
                 self._timers[key] = moment, job
             return self._epoch == epoch
+
+
+class LeaderRole:
+    """The `ThreadRole` of the thread that leads `loop` in `epoch`."""
+
+    def __init__(self, loop: EventLoop, epoch: int) -> None:
+        self._loop = loop
+        self._epoch = epoch
+        self._held_connections: list[LoopConnection] = []
+
+    def pause(self) -> None:
+        """Hand the loop over, because this thread is about to block."""
+        self._loop.hand_over(self._epoch)
+
+    def resume(self) -> None:
+        """Do nothing: another thread leads now, and this one ends after its call."""
+        return
+
+    def begin_backpressure(self) -> None:
+        """Hand the loop over, and stop reading the connection whose frame is handled here."""
+        connection = self._loop.begin_backpressure(self._epoch)
+        if connection is not None:
+            self._held_connections.append(connection)
+
+    def end_backpressure(self) -> None:
+        """Undo the last `begin_backpressure`: read the connection again."""
+        if self._held_connections:
+            self._loop.end_backpressure(self._held_connections.pop())
+
+    def has_pending_messages(self) -> bool:
+        """Return whether this thread will handle another frame at once."""
+        return self._loop.has_more_input(self._epoch)
+
+    def run_when_drained(self, key: Hashable, job: Job) -> None:
+        """Run `job` when no more frames are here; at once if this thread no longer leads."""
+        if not self._loop.run_when_idle(self._epoch, key, job):
+            job()
+
+    def run_at(self, key: Hashable, when: float, job: Job) -> bool:
+        """Run `job` at time `when`. Return False if this thread no longer leads."""
+        return self._loop.run_at(self._epoch, key, when, job)
+
+
+def default_loop_count() -> int:
+    """Return how many loops an agent has: several only if threads run in parallel.
+
+    Half of the cores are left to other threads. On two cores, which callers on the same machine use
+    as well, a second loop gained nothing.
+    """
+    return 1 if has_gil() else max(min(CORES // 2, _MAX_LOOPS), 1)
+
+
+class EventLoops:
+    """The loops of an agent, at most `count`.
+
+    The connections of each group are distributed round-robin. Loops after the first are created
+    when they are first needed.
+    """
+
+    def __init__(self, threads: ThreadPool, clock: Clock, count: int | None) -> None:
+        self._create_loop = functools.partial(EventLoop, threads, clock)
+        self._count = count if count is not None else default_loop_count()
+        self._loops = [self._create_loop()]
+        self._added_per_group: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<EventLoops {self._loops}>"
+
+    def __iter__(self) -> Iterator[EventLoop]:
+        return iter(list(self._loops))
+
+    def add(self, connection: LoopConnection) -> None:
+        """Let one of the loops read a connection. Raise `ChannelClosed` if the loops are closed."""
+        self._next_loop(connection.group).add(connection)
+
+    def is_reading(self, connection: LoopConnection) -> bool:
+        """Return whether a loop reads this connection, so that the loop will close it."""
+        return any(loop.is_reading(connection) for loop in self)
+
+    def close(self) -> None:
+        """Let each loop end after its last connection. All connections must be ending."""
+        with self._lock:
+            self._count = len(self._loops)  # create no more loops
+        for loop in self:
+            loop.close()
+
+    def close_after_fork(self) -> None:
+        """Close the descriptors in the child of a fork. The connections belong to the parent."""
+        for loop in self._loops:
+            loop.close_after_fork()
+
+    def _next_loop(self, group: str) -> EventLoop:
+        with self._lock:
+            index = self._added_per_group[group] % self._count
+            self._added_per_group[group] += 1
+            if index >= len(self._loops):
+                try:
+                    self._loops.append(self._create_loop())
+                except OSError as error:
+                    _log.warning(
+                        "cannot create another event loop (%s); continuing with %d",
+                        error,
+                        len(self._loops),
+                    )
+                    self._count = len(self._loops)
+            return self._loops[index % self._count]

@@ -1,15 +1,24 @@
-"""`ConnectionPoller`: the connections of one event loop, and what epoll watches of them.
+"""The connections of an event loop: `LoopConnection`, and `ConnectionPoller`, which watches them.
 
-A connection becomes *ready* when epoll reports it or when it is posted (`post`). A connection is
-not read, and so never becomes ready, while
+A `LoopConnection` is a connection that an event loop reads. Subclasses say how the frames are
+handled: `server.connection` for the calls that peers send, `client.connections` for replies.
+
+`ConnectionPoller` knows the connections of one loop and what epoll watches of them. A connection
+becomes *ready* when epoll reports it or when it is posted (`post`). A connection is not read, and
+so never becomes ready, while
 
 - its peer does not receive what was sent to it (`_watch_until_writable`),
 - a thread holds it for back-pressure (`hold_count`), or
 - another thread receives a large frame from it (`receives_large_frame`).
 
-State: `_connections` (all of them), `_by_fd` (those that epoll watches) and the registrations with
-epoll are changed under `_lock`. `_ready` belongs to the leader. Any thread appends to `_posted` and
-adds to `_deferred`.
+State of a `LoopConnection`: `hold_count`, `watched_events` and `fd` are changed under the lock of
+the loop; `queued` and `readable` belong to the leader of the loop; `received` and
+`receives_large_frame` are set by the leader and by the thread that receives a large frame, one
+after the other.
+
+State of a `ConnectionPoller`: `_connections` (all of them), `_by_fd` (those that epoll watches) and
+the registrations with epoll are changed under `_lock`. `_ready` belongs to the leader. Any thread
+appends to `_posted` and adds to `_deferred`.
 """
 
 from __future__ import annotations
@@ -19,13 +28,78 @@ import logging
 import os
 import select
 import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
-from telegrad.scheduling.loop_connection import LoopConnection
-from telegrad.transport.channel import ChannelClosed
+from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.wire.frames import Frame, Kind
+
+if TYPE_CHECKING:
+    from telegrad.scheduling.event_loop import EventLoop
+
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
-
 _log = logging.getLogger(__name__)
+
+
+class LoopConnection(ABC):
+    """A channel, and what is done with the frames that arrive through it."""
+
+    channel: Channel
+    loop: EventLoop  # the loop that reads this connection
+    group = ""  # connections of one group have similar traffic; see `EventLoops`
+    pauses_reading_when_blocked = (
+        True  # do not read while the peer does not receive what was sent to it
+    )
+    # The following attributes are set by the event loop only.
+    queued = False  # in the loop's queue of connections that are ready
+    readable = False  # epoll has reported bytes that were not received yet
+    receives_large_frame = False  # another thread receives the rest of a large frame
+    hold_count = 0  # threads that asked the loop not to read this connection
+    watched_events = 0  # the events that epoll watches; 0: not registered
+    fd = -1  # the descriptor that is registered with epoll
+    _silent_seconds = 0.0
+
+    def __init__(self) -> None:
+        # frames, or the error, that another thread received; handled before those of the channel
+        self.received: collections.deque[Frame | BaseException] = collections.deque()
+
+    def take_received(self) -> Frame:
+        """Return the next frame that another thread received, or raise its error."""
+        frame = self.received.popleft()
+        if isinstance(frame, BaseException):
+            raise frame
+        return frame
+
+    @abstractmethod
+    def handle(self, frame: Frame) -> None:
+        """Handle one frame. `ChannelClosed` and `ProtocolError` end the connection."""
+
+    @abstractmethod
+    def on_ended(self, error: BaseException) -> None:
+        """Clean up after the connection has ended because of `error`. Called once."""
+
+    def on_blocked(self) -> None:
+        """Take note that the current `handle` blocks or runs long. Called while it still runs."""
+        return
+
+    def send_heartbeat(self, interval: float, timeout: float) -> bool:
+        """Send a heartbeat. Return False if the peer has sent nothing for `timeout` seconds.
+
+        Called every `interval` seconds. A connection that is held is not read, so its silence does
+        not count.
+        """
+        channel = self.channel
+        try:
+            channel.try_send(Kind.HEARTBEAT)
+        except ChannelClosed:
+            return True  # the loop will end the connection
+        if channel.received_since_heartbeat or self.hold_count:
+            self._silent_seconds = 0.0
+        else:
+            self._silent_seconds += interval
+        channel.received_since_heartbeat = False
+        return self._silent_seconds < timeout
 
 
 class ConnectionPoller:

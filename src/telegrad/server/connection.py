@@ -39,8 +39,7 @@ from telegrad.messages.packing import (
     unpack,
 )
 from telegrad.messages.remote_functions import DeferredReply
-from telegrad.scheduling.event_loop import EventLoop
-from telegrad.scheduling.event_loops import EventLoops
+from telegrad.scheduling.event_loop import EventLoop, EventLoops
 from telegrad.scheduling.executor import SLOW_SECONDS, Executor
 from telegrad.server.future_replies import FutureReplies
 from telegrad.server.replies import ReplyingConnection, ReplyRuntime, prepare_replies

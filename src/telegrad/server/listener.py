@@ -33,7 +33,7 @@ from telegrad.group.failure_detector import FailureDetector
 from telegrad.group.membership import Member
 from telegrad.messages.device_routes import is_device_map
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.thread_pool import ThreadPool
+from telegrad.scheduling.executor import ThreadPool
 from telegrad.server.connection import ServerConnection, ServerRuntime
 from telegrad.transport import segment_transfer, sockets
 from telegrad.transport.channel import (

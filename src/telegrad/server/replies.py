@@ -23,8 +23,8 @@ from telegrad.messages.device_routes import ANY_DEVICE
 from telegrad.messages.packing import MessageContext, ReceivedResource, SharedReply, pack
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoop
-from telegrad.scheduling.loop_connection import LoopConnection
-from telegrad.scheduling.thread_pool import ThreadPool
+from telegrad.scheduling.executor import ThreadPool
+from telegrad.scheduling.poller import LoopConnection
 from telegrad.server.served_functions import ServedFunction, UndecodableFunction
 from telegrad.transport.channel import Channel, ChannelClosed
 from telegrad.wire.failures import encode_failure, encode_failure_name, remote_traceback
