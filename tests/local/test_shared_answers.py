@@ -19,7 +19,7 @@ from telegrad.futures import Future
 from telegrad.refs import RRef
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import LocalCluster
-from telegrad.transport.segment_mappings import MappedSegment
+from telegrad.transport.segments import MappedSegment
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Shared, until
 

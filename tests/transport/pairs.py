@@ -11,8 +11,7 @@ from typing import Any
 from telegrad.transport import in_process
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel
-from telegrad.transport.segment_mappings import SegmentMappings
-from telegrad.transport.segments import SegmentAllocator, SharedSegment
+from telegrad.transport.segments import SegmentAllocator, SegmentMappings, SharedSegment
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.transport.stream import StreamChannel
 from telegrad.wire.frames import Kind, encode_header

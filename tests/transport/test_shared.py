@@ -20,12 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad.errors import ProtocolError
-from telegrad.transport import memfd, segments
+from telegrad.transport import segments
 from telegrad.transport.channel import SendTimeout
-from telegrad.transport.segment_mappings import SegmentMappings, SegmentUnknown
-from telegrad.transport.segments import SLOTS, SegmentAllocator, SharedSegment
-from telegrad.transport.shared_copies import SharedCopies
-from telegrad.transport.shared_memory import SharedMemoryTransfer
+from telegrad.transport.segments import (
+    SLOTS,
+    SegmentAllocator,
+    SegmentMappings,
+    SegmentUnknown,
+    SharedSegment,
+)
+from telegrad.transport.shared_memory import SharedCopies, SharedMemoryTransfer
 from telegrad.wire import codec
 from telegrad.wire.frames import BufferLocation, Kind, encode_header
 from tests.transport.pairs import FLOOR, Background, End, Pair, fill_with_frames
@@ -643,14 +647,14 @@ def test_nobody_waits_for_the_allocator_while_pages_are_faulted_in(
     dead.
     """
     begun, go_on = threading.Event(), threading.Event()
-    populate = memfd.populate
+    populate = segments.populate_pages
 
     def populate_slowly(*args: Any) -> bool:
         begun.set()
         assert go_on.wait(LATE)
         return populate(*args)
 
-    monkeypatch.setattr(memfd, "populate", populate_slowly)
+    monkeypatch.setattr(segments, "populate_pages", populate_slowly)
     taken = background(allocator.allocate, MEGABYTE, "peer", None)
     try:
         assert begun.wait(LATE)
@@ -667,14 +671,14 @@ def test_nobody_waits_for_the_allocator_while_pages_are_faulted_in(
 
 def test_many_pages_are_faulted_in_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step holds the interpreter's lock."""
-    monkeypatch.setattr(memfd, "_POPULATE_STEP", 16 * PAGE)
+    monkeypatch.setattr(segments, "_POPULATE_STEP", 16 * PAGE)
     steps: list[tuple[int, int]] = []
 
     class Recorder:
         def madvise(self, option: int, start: int, length: int) -> None:
             steps.append((start, length))
 
-    assert memfd.populate(Recorder(), PAGE, 40 * PAGE)  # type: ignore[arg-type]
+    assert segments.populate_pages(Recorder(), PAGE, 40 * PAGE)  # type: ignore[arg-type]
     assert steps == [(PAGE, 16 * PAGE), (17 * PAGE, 16 * PAGE), (33 * PAGE, 8 * PAGE)]
 
 
@@ -682,7 +686,7 @@ def test_a_block_without_memory_is_given_back(
     allocator: SegmentAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(memfd, "populate", lambda *args: False)
+        patch.setattr(segments, "populate_pages", lambda *args: False)
         assert allocator.allocate(FLOOR, "peer", None) is None
     segment, place = allocator.allocate(FLOOR, "peer", None) or pytest.fail("there is no room")
     assert (place.offset, len(segment.blocks)) == (PAGE, 1)

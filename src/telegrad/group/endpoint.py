@@ -30,10 +30,8 @@ from telegrad.group.membership import Member
 from telegrad.transport import sockets
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel
-from telegrad.transport.segment_mappings import SegmentMappings
-from telegrad.transport.segment_transfer import SegmentSender
-from telegrad.transport.segments import SegmentAllocator, SharedSegment
-from telegrad.transport.shared_memory import SharedMemoryTransfer
+from telegrad.transport.segments import SegmentAllocator, SegmentMappings, SharedSegment
+from telegrad.transport.shared_memory import SegmentSender, SharedMemoryTransfer
 from telegrad.transport.stream import StreamChannel
 from telegrad.wire import handshake
 from telegrad.wire.handshake import Introduction

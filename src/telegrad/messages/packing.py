@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from telegrad.messages.device_routes import DeviceRoute
 from telegrad.transport.channel import Channel
-from telegrad.transport.shared_copies import SharedCopies
+from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire import codec
 
 

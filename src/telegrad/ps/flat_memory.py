@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from telegrad.config import Config
-from telegrad.transport import memfd
-from telegrad.transport.memfd import PAGE
+from telegrad.transport.segments import PAGE, create_memfd, is_sealed
 
 _TOKEN = 32
 
@@ -75,7 +74,7 @@ class SharedMemory(MappedMemory):
     """A segment that this worker owns."""
 
     def __init__(self, nbytes: int) -> None:
-        descriptor = memfd.create("telegrad-ps", PAGE + nbytes, self)
+        descriptor = create_memfd("telegrad-ps", PAGE + nbytes, self)
         super().__init__(descriptor, nbytes)
         self._map[:_TOKEN] = secrets.token_bytes(_TOKEN)
         self.handle = SegmentHandle(os.getpid(), descriptor, self.token, nbytes)
@@ -107,8 +106,8 @@ def open_shared(handle: SegmentHandle) -> MappedMemory | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             # without the seal, the owner could shrink the file while it is mapped here
-            is_sealed = memfd.is_sealed(descriptor)
-            if is_sealed and os.fstat(descriptor).st_size == PAGE + handle.nbytes:
+            size = os.fstat(descriptor).st_size
+            if is_sealed(descriptor) and size == PAGE + handle.nbytes:
                 mapped = MappedMemory(descriptor, handle.nbytes)
                 return mapped if mapped.token == handle.token else None
         finally:

@@ -50,7 +50,7 @@ from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import Job, ThreadPool
 from telegrad.scheduling.poller import READ, ConnectionPoller, LoopConnection
 from telegrad.transport.channel import ChannelClosed
-from telegrad.transport.spinning import CONTENDED_SECONDS, CORES, SPIN_SECONDS, spin_permit
+from telegrad.transport.stream import CONTENDED_SECONDS, CORES, SPIN_SECONDS, spin_permit
 
 _FRAMES_PER_READ = 32  # frames of one connection that are handled before others are checked
 _LARGE_FRAME = 1 << 20  # missing bytes of a frame from which on another thread receives it

@@ -35,7 +35,7 @@ from telegrad.messages.device_routes import is_device_map
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import ThreadPool
 from telegrad.server.connection import ServerConnection, ServerRuntime
-from telegrad.transport import segment_transfer, sockets
+from telegrad.transport import sockets
 from telegrad.transport.channel import (
     Channel,
     ChannelClosed,
@@ -43,6 +43,7 @@ from telegrad.transport.channel import (
     close_with_reason,
     send_leave,
 )
+from telegrad.transport.shared_memory import receive_segment
 from telegrad.wire import handshake
 from telegrad.wire.handshake import Introduction
 
@@ -173,7 +174,7 @@ class Listener:
             peer = sockets.run_handshake(sock, self.handshake(), self._config.connect_timeout)
             incarnation = peer["incarnation"]
             if peer["purpose"] == SEGMENT:
-                segment_transfer.receive_segment(sock, incarnation, self._endpoint.mappings)
+                receive_segment(sock, incarnation, self._endpoint.mappings)
                 return
             if peer["purpose"] == PROBE:
                 sock.close()

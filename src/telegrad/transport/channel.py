@@ -19,7 +19,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from telegrad.transport.shared_copies import SharedCopies
+from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire.frames import Frame, Kind
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel, ChannelClosed
-from telegrad.transport.shared_copies import SharedCopies
+from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire.frames import Frame
 
 Inbox = queue.SimpleQueue[Frame | None]

@@ -1,28 +1,50 @@
-"""The sender's side of shared memory: segments, the blocks in them, and their allocator.
+"""Segments of shared memory: those that this agent sends from, and those of others mapped here.
 
-`shared_memory` describes the protocol between sender and receiver.
+A segment is a sealed memfd, an anonymous file that processes share by mapping it. It is sealed when
+it is created: its size never changes, so a mapping of it never becomes invalid. The kernel frees
+the memory with the last descriptor and the last mapping. `SegmentAllocator` is the sender's side:
+segments, the blocks in them, and which blocks are free. `SegmentMappings` is the receiver's side.
+`shared_memory` describes the protocol between the two.
 
-State: the segments with their blocks and free lists, under `SegmentAllocator._lock`. The clock's
-thread takes this lock, too. So no thread holds it while pages are faulted in, which takes seconds
-for gigabytes.
+State of the sender: the segments with their blocks and free lists, under `SegmentAllocator._lock`.
+The clock's thread takes this lock, too. So no thread holds it while pages are faulted in, which
+takes seconds for gigabytes.
+
+State of the receiver: `_segments` and `_in_use`, under `SegmentMappings._lock`. A block is released
+when the array on it is freed. That happens inside the garbage collector, which must not wait for
+the lock: if the lock is taken, the entry in `_in_use` is removed later (`release_dead`).
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import logging
 import mmap
+import os
 import threading
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from telegrad.transport import memfd
-from telegrad.transport.memfd import PAGE, round_to_pages
+from telegrad.errors import ProtocolError
 from telegrad.wire.frames import BufferLocation
 
+PAGE = 4096
+POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_POPULATE_STEP = 32 << 20  # bytes that are populated by one system call
+_HWPOISON = 133  # EHWPOISON on Linux
+_SEALS = (
+    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    if hasattr(fcntl, "F_SEAL_SHRINK")
+    else 0
+)
 # The first page of a segment: one byte for each slot, then the byte at `CLOSED_AT`.
 FREE, SENT, IN_USE = 0, 1, 2
 SLOTS = PAGE - 1
@@ -30,9 +52,49 @@ CLOSED_AT = SLOTS  # 1 when the sender no longer uses the segment, so that recei
 # A flag in `BufferLocation.slot`: other receivers may have the block, so it is mapped privately.
 PRIVATE = 1 << 31
 _MIN_SEGMENT = 64 << 20  # bytes
-
 Bytes = npt.NDArray[np.uint8]
+_popleft = deque.popleft
+_discard: deque[None] = deque(maxlen=0)  # `extend` runs an iterator in one C call
 _log = logging.getLogger(__name__)
+
+
+def create_memfd(name: str, size: int, owner: object) -> int:
+    """Return the descriptor of a new memfd of `size` bytes, sealed. It is closed with `owner`.
+
+    Raise `OSError` if memory or descriptors are exhausted, `AttributeError` on systems without
+    memfds.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    weakref.finalize(owner, os.close, fd).atexit = False
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd
+
+
+def is_sealed(fd: int) -> bool:
+    """Return whether the file cannot shrink. Access to a mapping beyond its end is fatal."""
+    return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+
+
+def round_to_pages(nbytes: int) -> int:
+    """Return `nbytes` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def populate_pages(mapping: mmap.mmap, offset: int, nbytes: int, how: int = POPULATE_WRITE) -> bool:
+    """Fault pages in. Return False if there is no memory for them: using them would be fatal.
+
+    `madvise` holds the interpreter lock, so no other thread of the process runs meanwhile, not even
+    the one that sends heartbeats. So many pages are faulted in step by step.
+    """
+    end = offset + nbytes
+    for start in range(offset, end, _POPULATE_STEP):
+        try:
+            mapping.madvise(how, start, min(_POPULATE_STEP, end - start))
+        except OSError as error:
+            # other errors mean that the kernel is too old: pages are then faulted in by their use
+            return error.errno not in (errno.ENOMEM, errno.EFAULT, _HWPOISON)
+    return True
 
 
 @dataclass(eq=False)
@@ -53,7 +115,7 @@ class SharedSegment:
         self.size = size
         # The descriptor is closed when this object is freed, not before: another thread that refers
         # to the segment may be passing it to a peer, and the number may be reused after a close.
-        self.fd = memfd.create(f"telegrad-{segment_id}", size, self)
+        self.fd = create_memfd(f"telegrad-{segment_id}", size, self)
         self._mapping = mmap.mmap(self.fd, size)
         self.bytes: Bytes = np.frombuffer(self._mapping, np.uint8)
         self.blocks: dict[int, SharedBlock] = {}  # by slot
@@ -165,7 +227,7 @@ class SharedSegment:
         """
         start, end = self._populated_end, round_to_pages(place.offset + place.nbytes)
         if end > start:
-            if not memfd.populate(self._mapping, start, end - start):
+            if not populate_pages(self._mapping, start, end - start):
                 return False
             self._populated_end = max(self._populated_end, end)
         return True
@@ -295,3 +357,163 @@ class SegmentAllocator:
 
     def _close_drained(self) -> None:
         self._draining = [segment for segment in self._draining if not segment.close_if_drained()]
+
+
+class SegmentUnknown(Exception):
+    """A frame names a segment that is not mapped here."""
+
+
+class MappedSegment:
+    """A segment of another agent, mapped here."""
+
+    def __init__(self, fd: int) -> None:
+        self.memory = mmap.mmap(fd, os.fstat(fd).st_size)
+        self.private: mmap.mmap | None = None  # for blocks that other receivers have, too
+        self._fd = os.dup(fd)
+        weakref.finalize(self, os.close, self._fd).atexit = False
+        self._populated_end = PAGE  # pages up to here were faulted in
+
+    def view(self, place: BufferLocation) -> Bytes:
+        """Return the memory of a block that no other receiver has."""
+        end = place.offset + place.nbytes
+        if end > self._populated_end:
+            if not populate_pages(self.memory, self._populated_end, end - self._populated_end):
+                raise MemoryError(f"no memory to map {place.nbytes} bytes of a shared segment")
+            self._populated_end = round_to_pages(end)
+        return np.frombuffer(self.memory, np.uint8, place.nbytes, place.offset)
+
+    def private_view(self, place: BufferLocation) -> Bytes:
+        """Return the memory of a block that other receivers have, too (copy on write)."""
+        if self.private is None:
+            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+            self.private = mmap.mmap(self._fd, len(self.memory), flags=flags)
+        # pages that were written to during an earlier use would hide the bytes of this one
+        self.discard_private_pages(place)
+        populate_pages(self.private, place.offset, place.nbytes, POPULATE_READ)
+        return np.frombuffer(self.private, np.uint8, place.nbytes, place.offset)
+
+    def discard_private_pages(self, place: BufferLocation) -> None:
+        """Free the pages of a block that this process copied by writing to them."""
+        assert self.private is not None
+        size = round_to_pages(place.nbytes)
+        self.private.madvise(mmap.MADV_DONTNEED, place.offset, size)
+
+
+class SegmentMappings:
+    """The segments of other agents that this agent has mapped."""
+
+    def __init__(self) -> None:
+        self._segments: dict[tuple[str, int], MappedSegment] = {}  # by peer and segment
+        # by peer, segment and slot: the mapping, the array on the block, the slot for `_free_slot`
+        self._in_use: dict[
+            tuple[str, int, int], tuple[mmap.mmap, weakref.ref[Bytes], deque[int]]
+        ] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        segments, blocks = len(self._segments), len(self._in_use)
+        return f"<SegmentMappings {segments} segments, {blocks} blocks in use>"
+
+    @property
+    def blocks_in_use(self) -> int:
+        """Return the number of blocks of other agents that tensors of this agent use."""
+        self.release_dead()
+        return len(self._in_use)
+
+    def release_dead(self) -> None:
+        """Remove the entries of arrays that were freed.
+
+        Also release their blocks, in case a signal handler interrupted the callback that does so.
+        """
+        with self._lock:
+            for key, (memory, array, slot) in list(self._in_use.items()):
+                if array() is None:
+                    _free_slot(memory, slot)
+                    del self._in_use[key]
+
+    def add(self, peer: str, segment_id: int, fd: int) -> None:
+        """Map a segment that `peer` passed. Raise `ProtocolError` if that is not possible.
+
+        A file that could shrink is refused: access to a page beyond its end would be fatal.
+        """
+        try:
+            if not is_sealed(fd) or os.fstat(fd).st_size < PAGE:
+                raise ProtocolError(
+                    f"shared-memory segment {segment_id} is not sealed or has no first page"
+                )
+            mapped = MappedSegment(fd)
+        except (OSError, ValueError) as error:
+            raise ProtocolError(
+                f"shared-memory segment {segment_id} cannot be mapped: {error}"
+            ) from None
+        with self._lock:
+            self._segments[peer, segment_id] = mapped
+
+    def locate(self, peer: str, place: BufferLocation) -> memoryview:
+        """Return the memory of a received block.
+
+        The block returns to its sender when nothing refers to this memory any more.
+        """
+        mapped = self._segments.get((peer, place.segment))
+        if mapped is None:
+            raise SegmentUnknown(
+                f"a buffer is in shared-memory segment {place.segment}, which is unknown here"
+            )
+        memory, slot = mapped.memory, place.slot & ~PRIVATE
+        key = peer, place.segment, slot
+        fits = place.offset >= PAGE and place.offset + place.nbytes <= len(memory) and slot < SLOTS
+        if not fits or memory[slot] != SENT:
+            raise ProtocolError(f"a buffer in shared memory does not exist: {place}")
+        array = mapped.private_view(place) if place.slot & PRIVATE else mapped.view(place)
+        process_id, lock, in_use = os.getpid(), self._lock, self._in_use
+        to_free = deque((slot,))
+
+        # runs inside the garbage collector: it must not wait for a lock
+        def on_array_freed(freed: weakref.ref[Bytes]) -> None:
+            # the child of a fork may free its copy of the array; the block belongs to the parent
+            if os.getpid() != process_id:
+                return
+            _free_slot(memory, to_free)
+            acquired: list[bool] = []
+            try:
+                # one C call: no signal handler runs between acquiring the lock and recording it
+                acquired.extend(map(lock.acquire, (False,)))
+                if acquired[0] and key in in_use and in_use[key][1] is freed:
+                    del in_use[key]
+            finally:
+                if acquired and acquired[0]:
+                    lock.release()
+
+        with lock:
+            in_use[key] = memory, weakref.ref(array, on_array_freed), to_free
+            memory[slot] = IN_USE
+        return memoryview(array)
+
+    def unmap(self, peer: str | None = None) -> None:
+        """Unmap the segments of a lost `peer`; None: those that their senders have closed.
+
+        A segment stays mapped while tensors use it.
+        """
+        self.release_dead()
+        with self._lock:
+            for key, mapped in list(self._segments.items()):
+                if key[0] == peer or (peer is None and mapped.memory[CLOSED_AT]):
+                    del self._segments[key]
+
+    def close(self) -> None:
+        """Unmap all segments that no tensor uses."""
+        self.release_dead()
+        with self._lock:
+            self._segments.clear()
+
+
+def _free_slot(memory: mmap.mmap, slot: deque[int]) -> None:
+    """Free a slot once only: the sender may have allocated it again since.
+
+    Whichever thread takes the slot from the deque frees it, in the same C call, so that no signal
+    handler runs in between.
+    """
+    try:
+        _discard.extend(map(memory.__setitem__, map(_popleft, (slot,)), (FREE,)))
+    except IndexError:
+        return  # another thread has freed it

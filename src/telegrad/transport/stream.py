@@ -12,6 +12,10 @@ before the next frame; a frame that has not begun is discarded. For that, a send
 call that sends them (`sent_counts.extend(map(send, ...))`). Signal handlers run between two calls
 of Python code, so the number is never lost.
 
+Waking a core that sleeps takes longer than a short call. So a thread whose last message arrived
+soon polls for the next one for `SPIN_SECONDS` before it sleeps in the kernel. At most one thread of
+a process does so at a time: it holds `spin_permit`.
+
 State: `_send_lock` guards the sending side: `_unsent`, `_pending`, `_frame_begun`, and removing
 from `_corked`. Any thread appends to `_corked` and `_deferred`. A thread that finds the lock taken
 leaves its corked frames to the thread that has it, which checks `_corked` again after releasing it.
@@ -35,24 +39,70 @@ from telegrad.errors import ProtocolError, SerializationError
 from telegrad.free_threading import snapshot
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
-from telegrad.transport.pending_send import PendingSend
-from telegrad.transport.shared_copies import SharedCopies
-from telegrad.transport.shared_memory import SharedMemoryTransfer
-from telegrad.transport.spinning import CONTENDED_SECONDS, CORES, SPIN_SECONDS, spin_permit
+from telegrad.transport.shared_memory import SharedCopies, SharedMemoryTransfer
 from telegrad.wire.frames import HEADER, BufferLocation, Frame, FrameDecoder, encode_header
 
+CORES = len(os.sched_getaffinity(0))
+SPIN_SECONDS = 0.0002 if CORES >= 8 else 0.0003
+CONTENDED_SECONDS = 0.0001  # if a few polls take longer, other threads need this core: stop
+spin_permit = threading.Lock()
 _IOV_MAX = 1000  # buffers per `sendmsg`; the kernel permits 1024
 # Smaller frames are joined into one buffer: a system call with several buffers costs more.
 _JOIN_BELOW = 1 << 15
 _POLLS_PER_CLOCK_READ = 8  # polls of the socket between two readings of the clock
 _SEND_TIMEOUT = 0.25  # seconds after which a blocked `send` compares the time with its deadline
-
 _pack = HEADER.pack
 _popleft = collections.deque.popleft
 _yield = os.sched_yield
 _thread_id = threading.get_ident
 _main_thread = threading.main_thread().ident  # signal handlers run on this thread only
 _DONTWAIT = int(socket.MSG_DONTWAIT)
+
+
+class PendingSend:
+    """Bytes to send: the rest of earlier frames, then corked frames, then one frame of the caller.
+
+    Used under the send lock of its channel.
+    """
+
+    __slots__ = ("bytes_before_frame", "corked_count", "popped_frames", "sent_counts", "views")
+
+    def __init__(
+        self, views: list[memoryview], bytes_before_frame: int = 0, corked_count: int = 0
+    ) -> None:
+        self.views = views  # not sent yet, as far as `sent_counts` was processed
+        # unsent bytes before the caller's frame; negative once that frame has begun
+        self.bytes_before_frame = bytes_before_frame
+        self.corked_count = corked_count  # frames of the channel's queue that are included
+        self.popped_frames: list[bytes] = []  # those that were removed from the queue
+        self.sent_counts: list[int] = []  # bytes sent since the last `advance`
+
+    def advance(self) -> None:
+        """Remove the bytes that `sent_counts` records from `views`."""
+        sent = sum(self.sent_counts)
+        views = self.views
+        bytes_before_frame = self.bytes_before_frame - sent
+        index = 0
+        while index < len(views) and sent >= views[index].nbytes:
+            sent -= views[index].nbytes
+            index += 1
+        views = views[index:]
+        if sent:
+            views[0] = views[0][sent:]
+        # no call between these stores, so no signal handler runs between them
+        self.views, self.bytes_before_frame, self.sent_counts = views, bytes_before_frame, []
+
+    def unsent_bytes(self) -> bytes:
+        """Return the bytes that must be sent later: the caller's frame only if it has begun."""
+        if self.bytes_before_frame < 0:
+            return b"".join(self.views)
+        parts, left = [], self.bytes_before_frame
+        for view in self.views:
+            if left <= 0:
+                break
+            parts.append(view[:left])
+            left -= view.nbytes
+        return b"".join(parts)
 
 
 class StreamChannel(Channel):
@@ -334,7 +384,7 @@ class StreamChannel(Channel):
     def _spin(self, started: float) -> bool:
         """Poll for bytes for a moment without sleeping. Return True if some arrived.
 
-        Return at once if another thread of this process does so already; see `spinning`.
+        Return at once if another thread of this process does so already.
         """
         acquired: list[bool] = []
         try:
