@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from telegrad.wire import codec
+from telegrad.wire.codec import MANY
 from telegrad.wire.frames import MAX_BUFFERS
-from telegrad.wire.small_tensors import MANY
 from tests.wire.travel import assert_same, trip, weight
 
 COUNT = 3 * MANY

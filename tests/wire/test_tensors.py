@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from telegrad.wire import codec, dtypes
+from telegrad.wire import codec, tensors
 from telegrad.wire.frames import MAX_BUFFERS
 from tests.wire.travel import assert_same, trip, weight
 
-DTYPES = [dtype for dtype in dtypes.DTYPES if dtype is not None]
+DTYPES = [dtype for dtype in tensors.DTYPES if dtype is not None]
 OVERHEAD = 300  # bytes that a message may have beyond those of its tensor
 
 complex_half = pytest.mark.filterwarnings(

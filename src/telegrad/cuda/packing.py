@@ -29,7 +29,7 @@ from telegrad.cuda.sole_reference import MIN_LEASE_BYTES
 from telegrad.errors import UsageError
 from telegrad.messages.packing import MessageContext, current_message, message_resource
 from telegrad.wire import tensors
-from telegrad.wire.tensor_builders import Reduced, build_empty
+from telegrad.wire.tensors import Reduced, build_empty
 
 # Seconds to wait for a small copy: two switches of the GPU between processes.
 _SMALL_COPY_TIMEOUT = 0.0003

@@ -21,7 +21,7 @@ from telegrad.cuda import driver, ipc
 from telegrad.cuda.send import CudaSend
 from telegrad.cuda.small_copies import small_copies
 from telegrad.messages.packing import MessageContext, message_resource
-from telegrad.wire.tensor_builders import EXTENSION_CODE, build_empty
+from telegrad.wire.tensors import EXTENSION_CODE, build_empty
 
 
 class ReceiveListener(Protocol):

@@ -24,7 +24,7 @@ from telegrad.messages.packing import (
     current_message,
     keep_until_answered,
 )
-from telegrad.wire.tensor_builders import EXTENSION_CODE
+from telegrad.wire.tensors import EXTENSION_CODE
 
 
 class LeaseLedger(Protocol):

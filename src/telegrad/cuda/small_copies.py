@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from telegrad.cuda import driver
-from telegrad.wire.dtypes import code_of
-from telegrad.wire.tensor_builders import build_empty, build_shaped
+from telegrad.wire.tensors import build_empty, build_shaped, code_of
 
 MAX_SMALL_COPY_BYTES = 1 << 16  # larger copies are faster from device to device, even with a switch
 _BUFFERS = 32

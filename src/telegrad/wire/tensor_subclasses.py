@@ -25,7 +25,7 @@ from telegrad.wire.gradient_tracking import (
     restore_gradient,
     tensor_id_for,
 )
-from telegrad.wire.tensor_builders import Reduced
+from telegrad.wire.tensors import Reduced
 
 _NESTED_MODULE = "torch.nested._internal.nested_tensor"
 _PICKLING_METHODS = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")

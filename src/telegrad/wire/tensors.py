@@ -1,4 +1,8 @@
-"""Reducers for tensors: each becomes a small description and its bytes as a `PickleBuffer`.
+"""Tensors in messages: reducers for the sender and constructors for the receiver.
+
+A reducer turns a tensor into a small description and its bytes as a `PickleBuffer`. Pickle calls
+the constructors (`build_*`) with the arguments that the reducers returned. `data` is memory of the
+message: bytes on the CPU, or a tensor of bytes on another device.
 
 How a tensor is sent:
 - Only the bytes that it uses are sent, not the whole storage of a view.
@@ -7,13 +11,17 @@ How a tensor is sent:
   contiguous.
 - An expanded tensor is sent unexpanded.
 - The receiver builds the tensor on the memory that the bytes arrived in, without a copy. It owns
-  this memory, and it is not a view. See `wire/tensor_builders.py`.
+  this memory. It is never a view (`detach`, `resize_` and `as_strided_` make none), because
+  autograd refuses some in-place operations on views.
 - A tensor that requires a gradient is sent with an id. See `wire/gradient_tracking.py`.
-- Sparse and quantized tensors are in `wire/tensor_layouts.py`, subclasses of `Tensor` in
-  `wire/tensor_subclasses.py`.
+- Sparse and quantized tensors are sent as the dense tensors that they consist of. Subclasses of
+  `Tensor` are in `wire/tensor_subclasses.py`.
 - Memory of another device than the CPU is sent as the `DeviceTensorReducer` decides.
 
 The codec's pickler uses `REDUCERS` for `Tensor` and `nn.Parameter`.
+
+A dtype is sent as a code, its position in `DTYPES`. A dtype that this version of torch does not
+have is None there, so codes are the same in all versions.
 
 State: `_Hooks`, one for each process. `device_reducer` is set once, when `telegrad.cuda.transfers`
 is imported. `maps_cpu` is set when a device map sends CPU tensors to another device, and is never
@@ -23,7 +31,8 @@ reducer finds the route of the current message by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copyreg
+from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import Any, Protocol
 
@@ -31,32 +40,194 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from telegrad.wire.dtypes import CODES, NUMPY_CODES
 from telegrad.wire.gradient_tracking import (
     build_parameter,
     refuse_tangent,
+    restore_gradient,
     tensor_id_for,
 )
-from telegrad.wire.tensor_builders import (
-    Reduced,
-    build_expanded,
-    build_flat,
-    build_meta,
-    build_moved,
-    build_reinterpreted,
-    build_restrided,
-    build_shaped,
-    build_tracked,
-    build_with_attributes,
-    build_with_gaps,
-)
-from telegrad.wire.tensor_layouts import SPARSE_LAYOUTS, reduce_quantized, reduce_sparse
 
+# Positions are part of the wire format: add new names only at the end.
+_DTYPE_NAMES = """
+    float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128
+    complex32 uint16 uint32 uint64
+    float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
+    uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7
+    bcomplex32 bits1x8 bits2x4 bits4x2 bits8 bits16
+""".split()  # noqa: SIM905  # one row per family reads better than a list
+_NUMPY_NAMES = [name for name in _DTYPE_NAMES[:12] if name != "bfloat16"]
+DTYPES: list[Any] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
+CODES = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None}
+NUMPY_CODES = frozenset(CODES[getattr(torch, name)] for name in _NUMPY_NAMES)
+# What a reducer returns: a constructor and its arguments.
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+_frombuffer = torch.frombuffer
+SPARSE_LAYOUTS = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
+_PER_TENSOR_SCHEMES = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 # A view keeps its strides if its memory with the gaps is at most this many times what it uses.
 _MAX_SPAN_RATIO = 4
 # Copying so few bytes into the pickle is cheaper than a buffer and its callback in the codec.
 _MAX_COPIED_BYTES = 1024
 _strided = torch.strided
+
+
+def code_of(dtype: torch.dtype) -> int:
+    """Return the code of a dtype. Raise `KeyError` for quantized dtypes, which have none."""
+    return CODES[dtype]
+
+
+def stackable_code(dtype: torch.dtype) -> int | None:
+    """Return the code of a dtype whose tensors can be stacked and split; None for other dtypes."""
+    code = CODES.get(dtype)
+    return code if code in NUMPY_CODES or dtype is torch.bfloat16 else None
+
+
+def dtype_of(code: int) -> torch.dtype:
+    """Return the dtype that has this code."""
+    dtype: torch.dtype = DTYPES[code]
+    return dtype
+
+
+def build_flat(code: int, data: Any) -> Tensor:
+    """Build a CPU tensor with one dimension. There must be at least one element."""
+    return _frombuffer(data, dtype=DTYPES[code])
+
+
+def build_empty(code: int, shape: Sequence[int], device: str | torch.device) -> Tensor:
+    """Build a tensor whose values are not set. A device transfer writes them later."""
+    return torch.empty(shape, dtype=DTYPES[code], device=device)
+
+
+def build_shaped(code: int, shape: Sequence[int], data: Any) -> Tensor:
+    """Build a contiguous tensor."""
+    dtype = DTYPES[code]
+    if not len(data):
+        device = data.device if isinstance(data, Tensor) else "cpu"
+        return torch.empty(shape, dtype=dtype, device=device)
+    if isinstance(data, Tensor):
+        return data.view(dtype).view(shape).detach()
+    return _frombuffer(data, dtype=dtype).resize_(shape)
+
+
+def build_restrided(code: int, shape: Sequence[int], stride: Sequence[int], data: Any) -> Tensor:
+    """Build a tensor with these strides from all the memory that it spans."""
+    dtype = DTYPES[code]
+    flat = data.view(dtype).detach() if isinstance(data, Tensor) else _frombuffer(data, dtype=dtype)
+    return flat.as_strided_(shape, stride)
+
+
+def build_reinterpreted(code: int, tensor: Tensor) -> Tensor:
+    """Build a tensor of another dtype of the same size from the same bytes."""
+    return tensor.view(DTYPES[code]).detach()
+
+
+def build_expanded(unexpanded: Tensor, shape: Sequence[int]) -> Tensor:
+    """Build an expanded tensor: dimensions of size 1 get the sizes in `shape`."""
+    return unexpanded.expand(shape).detach()
+
+
+def build_with_gaps(packed: Tensor, stride: Sequence[int]) -> Tensor:
+    """Build a tensor whose strides leave gaps, from a contiguous one."""
+    tensor = torch.empty_strided(packed.shape, stride, dtype=packed.dtype, device=packed.device)
+    return tensor.copy_(packed)
+
+
+def build_tracked(
+    code: int, shape: Sequence[int], data: Any, tensor_id: int, is_parameter: bool
+) -> Tensor:
+    """Build a contiguous CPU tensor or parameter that requires a gradient."""
+    tensor = (
+        build_flat(code, data) if len(shape) == 1 and len(data) else build_shaped(code, shape, data)
+    )
+    if is_parameter:
+        return build_parameter(tensor, tensor_id, None)
+    return restore_gradient(tensor, tensor_id)
+
+
+def build_with_attributes(
+    data: Tensor, tensor_id: int | None, state: dict[str, Any] | None
+) -> Tensor:
+    """Build a tensor that may require a gradient and may have attributes of the user."""
+    tensor = restore_gradient(data, tensor_id)
+    if state:
+        tensor.__dict__.update(state)
+    return tensor
+
+
+def build_meta(code: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Build a tensor of the meta device."""
+    return torch.empty_strided(shape, stride, dtype=DTYPES[code], device="meta")
+
+
+def build_moved(build: Callable[..., Tensor], parts: tuple[Any, ...], device: str) -> Tensor:
+    """Build a tensor and move it to another device."""
+    return build(*parts).to(device)
+
+
+# With a registered extension code, pickle finds a constructor in a table and does not import its
+# module for each tensor. The codes are part of the wire format. The first 16 are for the
+# constructors below, the next 16 for those of device transfers.
+EXTENSION_CODE = 0x54474400
+for _offset, _constructor in enumerate(
+    (build_flat, build_shaped, build_with_attributes, build_parameter, build_tracked)
+):
+    copyreg.add_extension(_constructor.__module__, _constructor.__name__, EXTENSION_CODE + _offset)
+
+
+def reduce_sparse(tensor: Tensor) -> Reduced:
+    """Reduce a tensor of one of the `SPARSE_LAYOUTS`."""
+    shape = tuple(tensor.shape)
+    if tensor.layout is torch.sparse_coo:
+        return _build_coo, (tensor._indices(), tensor._values(), shape, tensor.is_coalesced())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        compressed, plain = tensor.crow_indices(), tensor.col_indices()
+    else:
+        compressed, plain = tensor.ccol_indices(), tensor.row_indices()
+    return _build_compressed, (compressed, plain, tensor.values(), shape, str(tensor.layout))
+
+
+def reduce_quantized(tensor: Tensor) -> Reduced:
+    """Reduce a tensor of a dtype that has no code."""
+    if tensor.is_quantized and tensor.dtype in (torch.quint8, torch.qint8, torch.qint32):
+        integers = tensor.int_repr()
+        if tensor.qscheme() in _PER_TENSOR_SCHEMES:
+            return _build_quantized, (integers, tensor.q_scale(), tensor.q_zero_point())
+        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        axis = tensor.q_per_channel_axis()
+        return _build_quantized_by_channel, (integers, scales, zero_points, axis)
+    reduced = tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+    return reduced[0], reduced[1]
+
+
+def _build_coo(indices: Tensor, values: Tensor, shape: tuple[int, ...], coalesced: bool) -> Tensor:
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=coalesced, check_invariants=False
+    )
+
+
+def _build_compressed(
+    compressed: Tensor, plain: Tensor, values: Tensor, shape: tuple[int, ...], layout_name: str
+) -> Tensor:
+    layout = getattr(torch, layout_name.removeprefix("torch."))
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=layout, check_invariants=False
+    )
+
+
+def _build_quantized(integers: Tensor, scale: float, zero_point: int) -> Tensor:
+    return torch._make_per_tensor_quantized_tensor(integers, scale, zero_point)
+
+
+def _build_quantized_by_channel(
+    integers: Tensor, scales: Tensor, zero_points: Tensor, axis: int
+) -> Tensor:
+    return torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
 
 
 class DeviceTensorReducer(Protocol):
