@@ -30,9 +30,9 @@ if _typing.TYPE_CHECKING:
     from telegrad.deadline import Deadline as Deadline
     from telegrad.futures import Future as Future
     from telegrad.group.membership import WorkerInfo as WorkerInfo
+    from telegrad.messages.remote_functions import expose as expose
     from telegrad.refs import RRef as RRef
     from telegrad.refs import remote as remote
-    from telegrad.server.served_functions import expose as expose
 
 __version__ = "0.1.0"
 
@@ -48,7 +48,7 @@ _DEFINED_IN = {
     "current_agent": "telegrad.agent",
     "current_caller": "telegrad.current",
     "current_deadline": "telegrad.current",
-    "expose": "telegrad.server.served_functions",
+    "expose": "telegrad.messages.remote_functions",
     "remote": "telegrad.refs",
 }
 

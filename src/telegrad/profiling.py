@@ -37,8 +37,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from telegrad.current import thread_state
 from telegrad.errors import UsageError, as_exception
 from telegrad.futures import Future
-from telegrad.messages.remote_functions import ASYNC_MARK, DeferredReply, trusted
-from telegrad.wire.function_table import describe
+from telegrad.messages.remote_functions import ASYNC_MARK, DeferredReply, describe, trusted
 
 if TYPE_CHECKING:
     from telegrad.client.peers import WorkerAddress

@@ -39,13 +39,12 @@ from telegrad.group.membership import Directory, Member, Store, WorkerInfo, chec
 from telegrad.group.secret import group_secret
 from telegrad.messages.device_routes import DeviceRoute
 from telegrad.messages.packing import MessageContext
+from telegrad.messages.remote_functions import Function, FunctionRegistry, FunctionTable, describe
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoops
 from telegrad.scheduling.executor import Executor, ThreadPool
 from telegrad.server.connection import ServerConnection
 from telegrad.server.listener import Listener
-from telegrad.server.served_functions import FunctionRegistry
-from telegrad.wire.function_table import Function, FunctionTable, describe
 
 S = TypeVar("S")
 

@@ -26,9 +26,14 @@ from telegrad.batching.policy import BatchOptions
 from telegrad.batching.queue import NOT_ALONE, BatchQueue
 from telegrad.current import thread_state
 from telegrad.errors import UsageError
-from telegrad.messages.remote_functions import ASYNC_MARK, DeferredReply, serve_as
+from telegrad.messages.remote_functions import (
+    ASYNC_MARK,
+    DeferredReply,
+    Function,
+    describe,
+    serve_as,
+)
 from telegrad.runtime import active_runtime
-from telegrad.wire.function_table import Function, describe
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime

@@ -27,7 +27,7 @@ from telegrad.batching.stacking import signature_of, split, stack
 from telegrad.current import thread_state
 from telegrad.deadline import Deadline
 from telegrad.errors import InternalError, UsageError
-from telegrad.wire.function_table import Function, describe
+from telegrad.messages.remote_functions import Function, describe
 
 Finish = Callable[[list[Any]], None]
 

@@ -47,6 +47,7 @@ from telegrad.messages import call_scope as scopes
 from telegrad.messages.call_scope import CallScope, current_scope
 from telegrad.messages.device_routes import ANY_DEVICE, ANY_DEVICE_MARK
 from telegrad.messages.packing import MessageContext, pack, unpack
+from telegrad.messages.remote_functions import Function, FunctionTable, defined_in_main, describe
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoops
 from telegrad.scheduling.executor import Executor, SlowCallbacks, ThreadPool
@@ -67,7 +68,6 @@ from telegrad.wire.frames import (
     Frame,
     Kind,
 )
-from telegrad.wire.function_table import Function, FunctionTable, defined_in_main, describe
 
 Args = tuple[Any, ...]
 Request = tuple[int, int, bytes, list[memoryview]]  # function id, flags, body, buffers

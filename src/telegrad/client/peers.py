@@ -60,10 +60,10 @@ from telegrad.group.membership import Directory, Member, WorkerInfo
 from telegrad.messages.call_scope import current_scope
 from telegrad.messages.device_routes import DeviceRoute, request_route
 from telegrad.messages.packing import MessageContext, return_resources
+from telegrad.messages.remote_functions import Function, FunctionTable, describe
 from telegrad.transport.channel import ChannelClosed, close_with_reason, text_of_frame
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import Frame, Kind
-from telegrad.wire.function_table import Function, FunctionTable, describe
 
 _REPLY, _FAILURE = int(Kind.REPLY), int(Kind.FAILURE)
 # seconds to wait for the LEAVE frame of a peer when another connection to it broke

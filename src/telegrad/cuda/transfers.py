@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from telegrad.config import Config
     from telegrad.futures import Future
     from telegrad.group.membership import Directory, Member
+    from telegrad.messages.remote_functions import Function
     from telegrad.scheduling.clock import Clock
     from telegrad.scheduling.executor import ThreadPool
-    from telegrad.wire.function_table import Function
 
 # Completed copies of more bytes are reported at once instead of on the next tick of the clock.
 _REPORT_AT_BYTES = 256 << 20

@@ -1,29 +1,99 @@
-"""Marks on a function that control how calls from peers are served.
+"""Functions that run on other workers: their ids on the wire, their marks, and what a server knows.
 
-The marks are attributes of the function, so they are known wherever the function is.
-`DeferredReply` is what a function returns whose result is not available yet.
+The caller's side: a function that is pickled by reference is sent once per connection, with an id
+that the sender chooses. Later calls on this connection send only the id. What is pickled by value
+(lambdas, closures, bound methods) may change between two calls, so it never gets an id.
 
-State: `_trusted` grows while modules are imported.
+Marks on a function control how calls from peers are served. They are attributes of the function,
+so they are known wherever the function is. `DeferredReply` is what a function returns whose result
+is not available yet.
+
+The callee's side: `FunctionRegistry` says which functions peers may call, and a `ServedFunction`
+how long each takes.
+
+State: one `FunctionTable` for each sending agent. It only grows, up to `MAX_FUNCTIONS`. It needs no
+lock, because `dict.setdefault` and `next` of an `itertools.count` are atomic: if two threads add a
+function at the same time, both get the entry of the first, and one id stays unused. Which ids a
+connection has already sent is state of that connection. `FunctionRegistry._served` grows in the
+same way. `_trusted` and `_exposed` grow while modules are imported. The durations in
+`ServedFunction` are statistics; a race loses a sample.
 """
 
 from __future__ import annotations
 
+import itertools
+import pickle
 from collections.abc import Callable
-from types import MethodType
-from typing import Any, Protocol, TypeVar
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch.futures
 
+from telegrad.errors import SerializationError, error_text
 from telegrad.futures import Future
-from telegrad.wire.function_table import Function
+from telegrad.messages.device_routes import ANY_DEVICE_MARK
 
+MAX_FUNCTIONS = 1 << 14
+# A class with this attribute has instances that are callable, hashable and never change.
+BY_REFERENCE = "pickles_by_reference"
+Function = Callable[..., Any]
 F = TypeVar("F", bound=Callable[..., Any])
-
 ASYNC_MARK = "_wrapped_async_rpc_function"
 _SERVED_MARK = "_runs_for_peers"
 _INTERNAL_MARK = "_internal_to_telegrad"
-
 _trusted: set[Any] = set()
+P = ParamSpec("P")
+T = TypeVar("T")
+_exposed: set[Function] = set()
+
+
+class FunctionTable:
+    """The functions of a sender: function -> (function id, pickled function)."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Function, tuple[int, bytes]] = {}
+        self._ids = itertools.count(1)
+
+    def __repr__(self) -> str:
+        return f"<FunctionTable {len(self._entries)} functions>"
+
+    def find(self, function: Function) -> tuple[int, bytes] | None:
+        """Return the id and the pickle of a function; None if it cannot have an id."""
+        try:
+            return self._entries[function]
+        except KeyError:
+            return self._add(function) if _is_pickled_by_reference(function) else None
+        except TypeError:
+            return None  # not hashable
+
+    def _add(self, function: Function) -> tuple[int, bytes] | None:
+        try:
+            definition = pickle.dumps(function, 5)
+        except Exception:
+            return None  # it cannot be imported by its name: the codec sends it by value
+        function_id = next(self._ids)
+        if function_id > MAX_FUNCTIONS:
+            return None
+        return self._entries.setdefault(function, (function_id, definition))
+
+
+def _is_pickled_by_reference(function: Function) -> bool:
+    if isinstance(function, BuiltinFunctionType):
+        return isinstance(function.__self__, ModuleType | type | None)
+    return isinstance(function, FunctionType | MethodDescriptorType | type) or hasattr(
+        type(function), BY_REFERENCE
+    )
+
+
+def defined_in_main(function: Function) -> bool:
+    """Return whether a function is defined in `__main__`, which other processes cannot import."""
+    return getattr(function, "__module__", None) == "__main__"
+
+
+def describe(function: Function) -> str:
+    """Return the name of a function for messages and logs."""
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    return str(name) if name else repr(function)
 
 
 class Promise(Protocol):
@@ -111,3 +181,94 @@ def internal(function: F) -> F:
 def is_internal(function: Function) -> bool:
     """Return whether `function` is marked with `internal`."""
     return hasattr(function, _INTERNAL_MARK)
+
+
+def expose(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function that workers with ``Config(only_registered=True)`` may be asked to run."""
+    _exposed.add(function)
+    return function
+
+
+class ServedFunction:
+    """A function that peers call here, and how long it takes."""
+
+    __slots__ = (
+        "any_device",
+        "function",
+        "internal",
+        "is_deferred",
+        "must_run",
+        "name",
+        "reply_may_wait",
+        "run",
+        "seconds",
+    )
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.run = served_form(function)
+        self.name = describe(function)
+        self.is_deferred = getattr(self.run, ASYNC_MARK, None) is not None
+        self.internal = is_internal(function)
+        self.any_device = hasattr(function, ANY_DEVICE_MARK)
+        # even if its caller no longer waits
+        self.must_run = bool(getattr(function, "must_run", False))
+        # a moment, until the worker has less to do
+        self.reply_may_wait = bool(getattr(function, "answer_may_wait", False))
+        self.seconds = -1.0  # a moving average; negative: never run
+
+    def __repr__(self) -> str:
+        return f"<ServedFunction {self.name} {self.seconds * 1e6:.0f} us>"
+
+    def add_duration(self, seconds: float) -> None:
+        """Update the moving average of the seconds that a call takes."""
+        average = self.seconds
+        self.seconds = seconds if average < 0 else average + (seconds - average) * 0.25
+
+
+class FunctionRegistry:
+    """The functions that peers have called on one agent."""
+
+    def __init__(self, only_registered: bool) -> None:
+        self._only_registered = only_registered
+        self._served: dict[Function, ServedFunction] = {}
+
+    def __repr__(self) -> str:
+        return f"<FunctionRegistry of {len(self._served)} functions>"
+
+    def find(self, function: Function) -> ServedFunction:
+        """Return the `ServedFunction` of `function`, which all connections share."""
+        served = self._served.get(function)
+        if served is None:
+            served = ServedFunction(function)
+            if len(self._served) < MAX_FUNCTIONS:
+                served = self._served.setdefault(function, served)
+        return served
+
+    def is_allowed(self, function: Function | None) -> bool:
+        """Return whether peers may call `function`; None: a function that is sent by value."""
+        if not self._only_registered:
+            return True
+        try:
+            return function in _exposed or is_trusted(function)
+        except TypeError:  # not hashable, so it was never exposed
+            return False
+
+
+class UndecodableFunction:
+    """Stand for a function whose definition could not be received or unpickled. Calling it raises.
+
+    It keeps the reason as text, because the exception would keep the message alive that it was
+    raised for.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._reason = f"{type(error).__name__}: {error_text(error)}"
+        self.__qualname__ = "a function that this worker does not have"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise SerializationError(
+            f"this worker cannot find the function: {self._reason}. "
+            "The RPC pickler does not serialize functions that are importable on the caller: "
+            "the same module must be importable here and hold the function under the same name"
+        )

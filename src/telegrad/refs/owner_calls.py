@@ -21,10 +21,16 @@ from typing import Any
 
 from telegrad.errors import UsageError, as_exception
 from telegrad.futures import Future
-from telegrad.messages.remote_functions import ASYNC_MARK, DeferredReply, served_form, trusted
+from telegrad.messages.remote_functions import (
+    ASYNC_MARK,
+    MAX_FUNCTIONS,
+    DeferredReply,
+    describe,
+    served_form,
+    trusted,
+)
 from telegrad.refs.manager import ReferenceManager, owner_manager
 from telegrad.refs.owned_objects import ObjectKey, OwnedObject
-from telegrad.wire.function_table import MAX_FUNCTIONS, describe
 
 _create_calls: dict[Callable[..., Any], CreateObject] = {}
 _create_calls_lock = threading.Lock()

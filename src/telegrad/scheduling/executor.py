@@ -40,8 +40,8 @@ from collections.abc import Callable, Hashable, Iterable
 
 from telegrad import thread_roles
 from telegrad.errors import InternalError
+from telegrad.messages.remote_functions import MAX_FUNCTIONS
 from telegrad.scheduling.clock import Clock
-from telegrad.wire.function_table import MAX_FUNCTIONS
 
 Job = Callable[[], None]
 _IDLE_SECONDS = 10.0  # after which an idle thread ends

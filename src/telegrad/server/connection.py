@@ -38,12 +38,16 @@ from telegrad.messages.packing import (
     shared_reply_for,
     unpack,
 )
-from telegrad.messages.remote_functions import DeferredReply
+from telegrad.messages.remote_functions import (
+    MAX_FUNCTIONS,
+    DeferredReply,
+    FunctionRegistry,
+    ServedFunction,
+    UndecodableFunction,
+)
 from telegrad.scheduling.event_loop import EventLoop, EventLoops
 from telegrad.scheduling.executor import SLOW_SECONDS, Executor
-from telegrad.server.future_replies import FutureReplies
-from telegrad.server.replies import ReplyingConnection, ReplyRuntime, prepare_replies
-from telegrad.server.served_functions import FunctionRegistry, ServedFunction, UndecodableFunction
+from telegrad.server.replies import FutureReplies, ReplyingConnection, ReplyRuntime, prepare_replies
 from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, close_with_reason
 from telegrad.wire import codec
 from telegrad.wire.frames import (
@@ -54,7 +58,6 @@ from telegrad.wire.frames import (
     Frame,
     Kind,
 )
-from telegrad.wire.function_table import MAX_FUNCTIONS
 
 _FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
 _CALL = int(Kind.CALL)

@@ -1,4 +1,4 @@
-"""`ReplyingConnection`: send the replies to the calls of one connection.
+"""Replies: `ReplyingConnection` sends those of one connection, `FutureReplies` those of one future.
 
 Every call is answered exactly once, whatever is raised on the way: unpickling, the function,
 pickling, `str()` of an exception and callbacks run code of the user, and memory or threads may run
@@ -7,25 +7,30 @@ exception, else with its name alone. If not even that can be sent, the connectio
 caller notices that. Calls whose callers no longer wait are answered too, because the callers keep
 what the calls use until then.
 
+`FutureReplies` has the calls that one future answers. They are replied to together when it
+completes: the value is packed once and its buffers are copied once for all of them.
+
 State: `_unanswered` (calls by id; True for those of users) and `_cancelled` (ids of calls whose
-callers no longer wait) are changed by atomic operations of dict and set.
+callers no longer wait) are changed by atomic operations of dict and set. `FutureReplies._replies`
+is changed under `_lock` of this module, and None once the future is complete.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from telegrad import thread_roles
 from telegrad.errors import TelegradError
 from telegrad.messages.device_routes import ANY_DEVICE
 from telegrad.messages.packing import MessageContext, ReceivedResource, SharedReply, pack
+from telegrad.messages.remote_functions import ServedFunction, UndecodableFunction
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.executor import ThreadPool
 from telegrad.scheduling.poller import LoopConnection
-from telegrad.server.served_functions import ServedFunction, UndecodableFunction
 from telegrad.transport.channel import Channel, ChannelClosed
 from telegrad.wire.failures import encode_failure, encode_failure_name, remote_traceback
 from telegrad.wire.frames import Kind
@@ -33,7 +38,9 @@ from telegrad.wire.frames import Kind
 _LARGE_BODY = 1 << 14  # bytes; smaller replies to one peer are sent together
 _LONG_COPY = 1 << 20  # bytes of a reply that takes long enough to let other calls run meanwhile
 _REPLY, _FAILURE = int(Kind.REPLY), int(Kind.FAILURE)
-
+Reply = Callable[[Any, SharedReply | None], None]
+_ATTRIBUTE = "_telegrad_waiters"
+_lock = threading.Lock()
 _log = logging.getLogger(__name__)
 
 
@@ -214,3 +221,42 @@ def prepare_replies(received: Sequence[ReceivedResource]) -> None:
     """Let the senders of the resources of a call reuse them."""
     for resource in received:
         resource.prepare_reply()
+
+
+class FutureReplies:
+    """The calls that one future answers. They get the value that it has when it completes."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._replies: list[Reply] | None = [reply]
+
+    @classmethod
+    def add(cls, future: Any, reply: Reply) -> None:
+        """Call `reply(future, shared)` when the future completes, or at once if it is complete."""
+        with _lock:
+            others = getattr(future, _ATTRIBUTE, None)
+            if others is not None and others._replies is not None:
+                others._replies.append(reply)
+                return
+            replies = cls(reply)
+            try:
+                setattr(future, _ATTRIBUTE, replies)
+            except AttributeError:
+                # a future of torch without attributes: each of its calls is answered by itself
+                pass
+        future.add_done_callback(replies._complete)
+
+    def _complete(self, done: Any) -> None:
+        with _lock:
+            replies, self._replies = self._replies or [], None
+        shared = None
+        if len(replies) > 1:
+            try:
+                shared = SharedReply(done.value())
+            except BaseException as error:  # each of the calls fails with it
+                _log.debug("%d calls fail together: %s", len(replies), type(error))
+        try:
+            for reply in replies:
+                reply(done, shared)
+        finally:
+            if shared is not None:
+                shared.close()

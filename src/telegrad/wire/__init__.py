@@ -1,4 +1,4 @@
-"""Messages as bytes: frames, the pickle codec, tensors, exceptions, function ids, the handshake.
+"""Messages as bytes: frames, the pickle codec, tensors, exceptions, the handshake.
 
 Nothing here does I/O, starts threads, takes locks or reads a clock. Nothing here imports from the
 packages above (`transport`, `messages`, `client`, `server`, `autograd`, `cuda`, ...). Where

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.wire import function_table
-from telegrad.wire.function_table import FunctionTable, defined_in_main, describe
+from telegrad.messages import remote_functions
+from telegrad.messages.remote_functions import FunctionTable, defined_in_main, describe
 
 
 def plain(value: int) -> int:
@@ -202,7 +202,7 @@ def test_threads_that_add_a_function_at_once_get_one_entry() -> None:
 def test_a_full_table_still_knows_what_it_has_and_takes_nothing_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(function_table, "MAX_FUNCTIONS", 2)
+    monkeypatch.setattr(remote_functions, "MAX_FUNCTIONS", 2)
     numbers = FunctionTable()
     assert numbers.find(abs) is not None
     assert numbers.find(plain) is not None
