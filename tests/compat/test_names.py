@@ -41,7 +41,7 @@ MODULES = {
 MODULES_LEFT_OUT = {
     "torch.distributed.rpc._testing": "faults for torch's engine",
     "torch.distributed.rpc._utils": "of torch's engine; Telegrad has group/membership.py",
-    "torch.distributed.rpc.rref_proxy": "of torch's engine; Telegrad has refs/proxy.py",
+    "torch.distributed.rpc.rref_proxy": "of torch's engine; Telegrad has refs/rref.py",
     "torch.distributed.rpc.server_process_global_profiler": PROFILER,
 }
 

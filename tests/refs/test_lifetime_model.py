@@ -25,8 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from telegrad.agent import Agent
 from telegrad.futures import Future
 from telegrad.refs import RRef, remote
-from telegrad.refs.manager import ReferenceManager
-from telegrad.refs.messages import MessageOutbox, ReferenceMessage
+from telegrad.refs.manager import MessageOutbox, ReferenceManager, ReferenceMessage
 from telegrad.server.connection import ServerConnection
 from telegrad.testing import LocalCluster
 from telegrad.wire.frames import Frame, Kind

@@ -2,11 +2,31 @@
 
 It sends and applies messages between users and owners, sweeps dropped references and audits counts
 on the clock, and removes the references of lost workers. The functions at the end of this module
-are called by other workers.
+are called by other workers. The owner's counts are in `owned_objects`.
 
-State: the outboxes, under `_lock`; what `audit` remembers, replaced as a whole. `OwnedObjects` and
-`HeldReferences` share one reentrant lock: the garbage collector may run a destructor while one of
-them holds it, and that destructor may use the other.
+`HeldReferences` has the references that are alive on this worker, to its own objects and to those
+of others. For every object of another worker, `UserCount` holds how many references have arrived
+here and how many are still alive. When none is alive, *sweep* returns the number received, which
+the owner then subtracts from its count. References die inside the garbage collector, at any moment
+and in any thread. A weak reference (`ReferenceWatch`) notices that, and its callback only appends
+to a queue, without a lock. `sweep` processes the queue later.
+
+Messages from users to owners are delivered in order and applied once (`MessageOutbox`,
+`MessageInbox`). There are three kinds: *lend* (a reference is about to be sent to another user),
+*release* (a user gives references up) and *void* (an object will never be created). A batch of
+messages is an ordinary call whose reply is its acknowledgement; no thread waits for it. Each pair
+of workers has one sequence of batches. The sender repeats a batch until it is acknowledged or the
+owner is lost. The receiver applies batches in order, holds back those that arrive early and ignores
+repeats.
+
+State:
+- `ReferenceManager`: the outboxes, under `_lock`; what `audit` remembers, replaced as a whole.
+  `OwnedObjects` and `HeldReferences` share one reentrant lock: the garbage collector may run a
+  destructor while one of them holds it, and that destructor may use the other.
+- `HeldReferences`: counts and sequence numbers, under the lock that is passed in. `_dropped` and
+  `_watches` are changed by single operations that are atomic in CPython, without a lock.
+- `MessageOutbox`: its sequence, under its lock, which is held while a batch is sent so that batches
+  leave in order. `MessageInbox`: its sequences, under its lock.
 """
 
 from __future__ import annotations
@@ -14,24 +34,252 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from telegrad.errors import InternalError, StaleReference, TelegradError, error_text
+from telegrad.errors import (
+    CallTimeout,
+    InternalError,
+    PeerLost,
+    StaleReference,
+    TelegradError,
+    error_text,
+)
+from telegrad.free_threading import snapshot
 from telegrad.messages.remote_functions import internal
-from telegrad.refs.held_references import HeldReferences
-from telegrad.refs.messages import MessageInbox, MessageOutbox, ReferenceMessage
 from telegrad.refs.owned_objects import ObjectKey, OwnedObjects
 from telegrad.runtime import active_runtime
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
+
+# ("lend", key, user) | ("release", key, user, count) | ("void", key, reason)
+ReferenceMessage = tuple[Any, ...]
+_RETRY_AFTER = 30.0  # seconds without an acknowledgement
 _SWEEP_EVERY = 0.05  # seconds
 _SWEEP_THRESHOLD = 1000  # dead references
 _AUDIT_EVERY = 5.0  # seconds
 _AUDIT_TIMEOUT = 30.0  # seconds
-
 _log = logging.getLogger(__name__)
+
+
+class ReferenceWatch(weakref.ref[Any]):
+    """A weak reference that notices when an `RRef` dies.
+
+    Its callback is a C function, so no signal handler can interrupt it.
+    """
+
+    __slots__ = ("key", "owner")
+
+    owner: str
+    key: ObjectKey
+
+
+@dataclass(eq=False)
+class UserCount:
+    """The number of references of this worker to one object of another worker."""
+
+    received: int = 0
+    alive: int = 0
+
+
+class HeldReferences:
+    """All references that are alive on one agent.
+
+    `lock` is shared with `OwnedObjects` (see `ReferenceManager`).
+    """
+
+    def __init__(self, local_incarnation: str, lock: threading.RLock) -> None:
+        self._local_incarnation = local_incarnation
+        self._lock = lock
+        self._counts: dict[tuple[str, ObjectKey], UserCount] = {}
+        # the `ReferenceWatch` of each reference that died since the last sweep
+        self._dropped: deque[weakref.ref[Any]] = deque()
+        # keeps each `ReferenceWatch` alive, by its id
+        self._watches: dict[int, ReferenceWatch] = {}
+        # of the objects that this worker has created elsewhere, by owner
+        self._last_sequence_number: defaultdict[str, int] = defaultdict(int)
+
+    def __repr__(self) -> str:
+        return f"<HeldReferences: {len(self._counts)}, {len(self._dropped)} to sweep>"
+
+    def next_key(self, owner: str) -> ObjectKey:
+        """Return the key for an object that this worker is about to create at `owner`."""
+        with self._lock:
+            self._last_sequence_number[owner] += 1
+            return ObjectKey(self._local_incarnation, self._last_sequence_number[owner])
+
+    def receive(self, owner: str, key: ObjectKey) -> None:
+        """Count a reference that has arrived here, or that `remote` has made."""
+        with self._lock:
+            count = self._counts.setdefault((owner, key), UserCount())
+            count.received += 1
+            count.alive += 1
+
+    def cancel(self, owner: str, key: ObjectKey) -> None:
+        """Remove the count of an object whose creation `remote` could not send."""
+        with self._lock:
+            self._counts.pop((owner, key), None)
+
+    def watch(self, rref: Any, owner: str, key: ObjectKey) -> None:
+        """Put a reference into the queue of `sweep` when it dies."""
+        reference_watch = ReferenceWatch(rref, self._dropped.append)
+        reference_watch.owner = owner
+        reference_watch.key = key
+        self._watches[id(reference_watch)] = reference_watch
+
+    @property
+    def dropped(self) -> int:
+        """The number of references that have died since the last sweep."""
+        return len(self._dropped)
+
+    def sweep(self) -> tuple[list[tuple[str, ObjectKey, int]], list[ObjectKey]]:
+        """Process the references that have died since the last sweep.
+
+        Return what to release, as (owner, key, number of references), and the key of each dead
+        reference to an object of this worker.
+        """
+        released: list[tuple[str, ObjectKey, int]] = []
+        own_keys: list[ObjectKey] = []
+        with self._lock:
+            for _ in range(len(self._dropped)):
+                reference_watch = self._dropped.popleft()
+                assert isinstance(reference_watch, ReferenceWatch)
+                self._watches.pop(id(reference_watch), None)
+                owner, key = reference_watch.owner, reference_watch.key
+                if owner == self._local_incarnation:
+                    own_keys.append(key)
+                    continue
+                count = self._counts.get((owner, key))
+                if count is None:
+                    continue  # the owner was lost
+                count.alive -= 1
+                if count.alive <= 0:  # negative if a signal interrupted `receive`
+                    del self._counts[owner, key]
+                    released.append((owner, key, count.received))
+        return released, own_keys
+
+    def holds(self, owner: str, keys: list[ObjectKey]) -> list[bool]:
+        """Return, for each key of `owner`, whether this worker still has to release it."""
+        with self._lock:
+            dropped = {
+                (reference_watch.owner, reference_watch.key)
+                for reference_watch in snapshot(self._dropped)
+                if isinstance(reference_watch, ReferenceWatch)
+            }
+            return [(owner, key) in self._counts or (owner, key) in dropped for key in keys]
+
+    def remove_owner(self, owner: str) -> None:
+        """Forget all objects of a lost worker."""
+        with self._lock:
+            for count_owner, key in list(self._counts):
+                if count_owner == owner:
+                    del self._counts[count_owner, key]
+
+    def statistics(self) -> dict[str, int]:
+        """Return counters for `Agent.statistics`."""
+        with self._lock:
+            return {"held_objects": len(self._counts)}
+
+
+class MessageOutbox:
+    """Messages from this agent to one owner."""
+
+    def __init__(
+        self, runtime: AgentRuntime, owner_name: str, owner: str, deliver: Callable[..., None]
+    ) -> None:
+        self._runtime = runtime
+        self._owner_name = owner_name
+        self._owner = owner
+        self._deliver = deliver  # the function that the owner runs for each batch
+        self._last_sequence_number = 0
+        self._lock = threading.Lock()
+        self._unacknowledged: set[int] = set()
+
+    def __repr__(self) -> str:
+        return (
+            f"<MessageOutbox to {self._owner_name}: {self._last_sequence_number} sent, "
+            f"{len(self._unacknowledged)} not acknowledged>"
+        )
+
+    @property
+    def unacknowledged(self) -> int:
+        """The number of batches that the owner has not acknowledged."""
+        return len(self._unacknowledged)
+
+    def send(self, messages: list[ReferenceMessage]) -> None:
+        """Send a batch of messages after all earlier batches."""
+        with self._lock:
+            self._last_sequence_number += 1
+            self._unacknowledged.add(self._last_sequence_number)
+            self._transmit(self._last_sequence_number, messages)
+
+    def _transmit(self, sequence_number: int, messages: list[ReferenceMessage]) -> None:
+        runtime = self._runtime
+        args = (self._owner, runtime.local_member.incarnation, sequence_number, messages)
+        try:
+            future = runtime.start(
+                self._owner_name, self._deliver, args, None, _RETRY_AFTER, internal=True
+            )
+        except TelegradError as error:
+            # this agent is closing, or the owner has left: the counts no longer matter
+            self._finished(sequence_number, error)
+            return
+        future.add_done_callback(lambda done: self._acknowledged(sequence_number, messages, done))
+
+    def _acknowledged(
+        self, sequence_number: int, messages: list[ReferenceMessage], done: Any
+    ) -> None:
+        try:
+            done.value()
+        except CallTimeout:
+            self._transmit(sequence_number, messages)
+        except Exception as error:
+            self._finished(sequence_number, error)
+        else:
+            self._finished(sequence_number, None)
+
+    def _finished(self, sequence_number: int, error: Exception | None) -> None:
+        self._unacknowledged.discard(sequence_number)
+        if error is not None and not isinstance(error, PeerLost):
+            _log.debug("reference messages to %s were not delivered: %s", self._owner_name, error)
+
+
+class MessageInbox:
+    """Messages from all users of this agent's objects, applied in order and once."""
+
+    def __init__(self, apply: Callable[[ReferenceMessage], None]) -> None:
+        self._apply = apply
+        # the last sequence number that was applied, by sender
+        self._applied: defaultdict[str, int] = defaultdict(int)
+        self._held_back: defaultdict[str, dict[int, list[ReferenceMessage]]] = defaultdict(dict)
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        held_back = sum(map(len, self._held_back.values()))
+        return f"<MessageInbox: {len(self._applied)} senders, {held_back} batches held back>"
+
+    def receive(self, sender: str, sequence_number: int, messages: list[ReferenceMessage]) -> None:
+        """Apply a batch and those that it was missing for; ignore one that was applied before."""
+        with self._lock:
+            if sequence_number <= self._applied[sender]:
+                return  # sent again because the acknowledgement was late
+            held_back = self._held_back[sender]
+            held_back[sequence_number] = messages
+            while self._applied[sender] + 1 in held_back:
+                self._applied[sender] += 1
+                for message in held_back.pop(self._applied[sender]):
+                    self._apply(message)
+
+    def forget(self, sender: str) -> None:
+        """Forget the batches of a lost worker."""
+        with self._lock:
+            self._applied.pop(sender, None)
+            self._held_back.pop(sender, None)
 
 
 class ReferenceManager:

@@ -10,13 +10,13 @@ The counts change as follows:
 
 - The owner adds one when it packs a reference for a peer.
 - A user that passes a reference on tells the owner first (*lend*). Messages from a user to an
-  owner are numbered and applied in order (see `messages`), so the owner counts the new user before
+  owner are numbered and applied in order (see `manager`), so the owner counts the new user before
   it can learn that the old one has released its reference.
 - A reference that is sent to its owner as an argument of a call needs no message: the caller's
   own reference lives until the call has ended.
 - A user that has dropped its last reference gives back all that it has received of it (*release*).
   References die inside the garbage collector, so their end is only appended to a queue, which
-  *sweep* processes (see `held_references`).
+  *sweep* processes (see `manager`).
 - All counts of a worker that is lost are removed at once.
 - A message that carries a reference and never arrives leaves a count that no user will release. The
   owner asks users about counts that have not changed for a while (*audit*, see `manager`) and

@@ -1,17 +1,26 @@
 """`RRef`: a reference to an object that lives on one worker, its owner, and can be used from any.
 
 A reference belongs to the agent that holds it. It can be sent only inside calls; packing it tells
-the owner which worker receives it (see `owned_objects`). When it dies, `held_references` is
+the owner which worker receives it (see `owned_objects`). When it dies, `HeldReferences` is
 notified through a queue, not from inside the garbage collector.
 
 A call that uses a reference keeps it alive until the reply arrives (`keep` of `AgentRuntime.start`;
 a synchronous caller has it anyway). Therefore a temporary such as ``remote(...).rpc_async().f()``
 lives while its call waits at the owner.
+
+A proxy calls the methods of the object. A call is one round trip, whatever the type of the object:
+the proxy sends the name of the method (`owner_calls.method`) and does not ask for the type first.
+
+`Creation` is the state of a `remote` call at the worker that made it. It has the attributes and
+methods of `Future` that the connection uses to complete a call (`_device_copies`, `_on_cancel`,
+`_callback_codes`, `_try_complete`), so that `remote` does not make a future for every object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from torch import Tensor
@@ -19,7 +28,7 @@ from torch import Tensor
 from telegrad import autograd
 from telegrad.agent import Agent, runtime_of
 from telegrad.current import thread_state
-from telegrad.errors import CallTimeout, SerializationError, UsageError
+from telegrad.errors import CallCancelled, CallTimeout, SerializationError, UsageError
 from telegrad.futures import Future
 from telegrad.group.membership import WorkerInfo
 from telegrad.messages.packing import (
@@ -29,11 +38,9 @@ from telegrad.messages.packing import (
     keep_until_answered,
 )
 from telegrad.messages.remote_functions import trusted
-from telegrad.refs import proxy
-from telegrad.refs.creation import Creation
 from telegrad.refs.manager import ReferenceManager
 from telegrad.refs.owned_objects import ObjectKey, OwnedObject
-from telegrad.refs.owner_calls import create_call, fetch, with_object
+from telegrad.refs.owner_calls import create_call, fetch, method, pull, with_object
 from telegrad.runtime import DEFAULT
 from telegrad.wire import codec
 
@@ -41,7 +48,180 @@ if TYPE_CHECKING:
     from telegrad.client.peers import WorkerAddress
     from telegrad.runtime import AgentRuntime
 
+
+_completion_lock = threading.Lock()
+Send = Callable[[Any, float, tuple[Any, ...], dict[str, Any]], Any]
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class Creation:
+    """A `remote` call that is under way or has ended. Its future is made on demand.
+
+    State: `_done` and `error`, under `_completion_lock`, set once.
+    """
+
+    __slots__ = (
+        "_device_copies",
+        "_done",
+        "_future",
+        "_key",
+        "_manager",
+        "_on_cancel",
+        "_owner",
+        "_owner_name",
+        "error",
+    )
+
+    def __init__(
+        self, manager: ReferenceManager, owner_name: str, owner: str, key: ObjectKey
+    ) -> None:
+        self._manager = manager
+        self._owner_name = owner_name
+        self._owner = owner
+        self._key = key
+        self._device_copies: Sequence[Any] = ()
+        self._on_cancel: Callable[[], None] | None = None
+        self._future: Future[Any] | None = None
+        self._done = False
+        self.error: Exception | None = None
+
+    def done(self) -> bool:
+        """Return True if the owner has replied or the call has failed."""
+        return self._done
+
+    @property
+    def future(self) -> Future[Any]:
+        """Return a future that completes when the owner has the object or the creation fails."""
+        new_future: Future[Any] = Future()
+        with _completion_lock:
+            future = self._future = self._future or new_future
+        if future is new_future:
+            future._on_cancel = self._on_cancel
+            future.add_done_callback(self._ended)
+        if self._done:
+            future._try_complete(None, self.error)
+        return future
+
+    @property
+    def _callback_codes(self) -> tuple[Hashable, ...]:
+        return () if self._future is None else self._future._callback_codes
+
+    def follow(self, future: Future[Any]) -> None:
+        """End as `future` does."""
+        self._future = future
+        future.add_done_callback(self._ended)
+
+    def _ended(self, future: Any) -> None:
+        self._try_complete(None, future._error)
+
+    def _try_complete(self, value: Any, error: Exception | None) -> bool:
+        """End the creation; return False if it had ended before.
+
+        If it failed before the owner knew the object (the call was not sent, or its arguments could
+        not be unpickled), tell the owner not to wait for it. If the owner knows the object, that
+        message has no effect.
+        """
+        first = False
+        try:
+            with _completion_lock:
+                if not self._done:
+                    self.error, self._done, first = error, True, True
+            self._manager.pending_creations.discard(self._key)
+            may_be_created = (
+                error is None or isinstance(error, CallCancelled) or getattr(error, "sent", False)
+            )
+            if first and not may_be_created:
+                self._manager.void_creation(self._owner_name, self._owner, self._key, error)
+        except Exception:
+            _log.exception(
+                "could not tell worker %r that an object will not be created", self._owner_name
+            )
+        finally:  # wake waiting threads even if a signal handler raised
+            if self._done and self._future is not None:
+                self._future._try_complete(None, self.error)
+        return first
+
+
+class Proxy:
+    """Base of the proxies: sends each method call to the owner."""
+
+    def __init__(self, send: Send, timeout: float) -> None:
+        self._send = send
+        self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {getattr(self._send, '__self__', None)!r}>"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        send, timeout, method_call = self._send, self._timeout, method(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return send(method_call, timeout, args, kwargs)
+
+        return call
+
+
+class SyncProxy(Proxy):
+    """A proxy whose methods return their results."""
+
+
+class AsyncProxy(Proxy):
+    """A proxy whose methods return futures."""
+
+
+class RemoteProxy(Proxy):
+    """A proxy whose methods return references to their results."""
+
+
+class StreamProxy(Proxy):
+    """A proxy whose methods are generators and return streams of their items."""
+
+    def __init__(self, send: Send, timeout: float, chunk: int) -> None:
+        if chunk < 1:
+            raise UsageError(f"the chunk of a stream must be at least 1 item, not {chunk}")
+        super().__init__(send, timeout)
+        self._chunk = chunk
+
+    def __getattr__(self, name: str) -> Callable[..., RemoteStream]:
+        create = super().__getattr__(name)
+
+        def call(*args: Any, **kwargs: Any) -> RemoteStream:
+            return RemoteStream(create(*args, **kwargs), self._timeout, self._chunk)
+
+        return call
+
+
+class RemoteStream:
+    """The items of a generator on another worker.
+
+    While one chunk is used, the next one is requested, and no more than that.
+    """
+
+    def __init__(self, generator: RRef[Any], timeout: float, chunk: int) -> None:
+        self._generator = generator
+        self._timeout = timeout
+        self._chunk = chunk
+        self._next: Future[tuple[list[Any], bool]] | None = self._pull()
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._next is not None:
+            items, ended = self._next.wait()
+            self._next = None if ended else self._pull()
+            yield from items
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while self._next is not None:
+            items, ended = await self._next
+            self._next = None if ended else self._pull()
+            for item in items:
+                yield item
+
+    def _pull(self) -> Future[tuple[list[Any], bool]]:
+        future: Future[tuple[list[Any], bool]] = self._generator._start(
+            pull, self._timeout, (self._chunk,), {}
+        )
+        return future
 
 
 class RRef(Generic[T]):
@@ -149,22 +329,22 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float = -1.0) -> Any:
         """Return a proxy: `rref.rpc_sync().method(...)` returns the result of the method."""
-        return proxy.SyncProxy(self._call, timeout)
+        return SyncProxy(self._call, timeout)
 
     def rpc_async(self, timeout: float = -1.0) -> Any:
         """Return a proxy: `rref.rpc_async().method(...)` returns an awaitable future."""
-        return proxy.AsyncProxy(self._start, timeout)
+        return AsyncProxy(self._start, timeout)
 
     def remote(self, timeout: float = -1.0) -> Any:
         """Return a proxy: `rref.remote().method(...)` returns a reference to the result."""
-        return proxy.RemoteProxy(self._create, timeout)
+        return RemoteProxy(self._create, timeout)
 
     def stream(self, timeout: float = -1.0, chunk: int = 1) -> Any:
         """Return a proxy: `rref.stream().method(...)` iterates over a generator on the owner.
 
         Items are fetched as they are used, `chunk` at a time, with `for` or `async for`.
         """
-        return proxy.StreamProxy(self._create, timeout, chunk)
+        return StreamProxy(self._create, timeout, chunk)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run the backward pass from the tensor that this refers to.
