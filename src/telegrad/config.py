@@ -39,6 +39,19 @@ class Config:
     advertise: str | None = None
     """Address that peers use to connect to this worker by TCP. None: the address in `listen`, or
     the name of this host."""
+    tls: str = "on"
+    """Encryption of TCP connections: ``on``, or ``off`` for trusted networks. With ``off``,
+    messages are not encrypted but still authenticated. It is the same for all workers."""
+    tls_ca: str | None = None
+    """File with the certificates of the authorities that sign the workers' certificates. None: no
+    certificates are needed, the secret is enough."""
+    tls_cert: str | None = None
+    """File with this worker's certificate, the first of it, and the intermediate ones."""
+    tls_key: str | None = None
+    """File with the private key of this worker's certificate."""
+    resume_timeout: float = 180.0
+    """Seconds for which the connection to another host may be interrupted. After them, a worker of
+    which nothing was heard is considered lost."""
     transports: tuple[str, ...] = TRANSPORTS
     """Transports in order of preference. The first that works with a peer is used."""
     threads: int = 16
@@ -79,7 +92,13 @@ class Config:
             self.timeout is None or 0 < self.timeout < math.inf,
             f"timeout must be positive or None, not {self.timeout!r}",
         )
-        for name in ("join_timeout", "connect_timeout", "heartbeat_interval", "heartbeat_timeout"):
+        for name in (
+            "join_timeout",
+            "connect_timeout",
+            "heartbeat_interval",
+            "heartbeat_timeout",
+            "resume_timeout",
+        ):
             require(
                 0 < getattr(self, name) < math.inf,
                 f"{name} must be positive, not {getattr(self, name)!r}",
@@ -94,6 +113,16 @@ class Config:
             self.heartbeat_timeout > self.heartbeat_interval,
             f"heartbeat_timeout ({self.heartbeat_timeout}) must exceed heartbeat_interval "
             f"({self.heartbeat_interval})",
+        )
+        require(self.tls in ("on", "off"), f"tls must be 'on' or 'off', not {self.tls!r}")
+        certificates = (self.tls_ca, self.tls_cert, self.tls_key)
+        require(
+            all(certificates) or not any(certificates),
+            "tls_ca, tls_cert and tls_key belong together: give all three, or none",
+        )
+        require(
+            self.tls == "on" or not any(certificates),
+            "tls_ca, tls_cert and tls_key have no effect with tls='off'",
         )
         unknown = set(self.transports) - set(TRANSPORTS)
         require(not unknown, f"unknown transports {sorted(unknown)}; choose from {TRANSPORTS}")

@@ -36,7 +36,7 @@ from telegrad.group.endpoint import LocalEndpoint
 from telegrad.group.failure_detector import FailureDetector, LossListener, lost_notice
 from telegrad.group.main_module import main_module_identity
 from telegrad.group.membership import Directory, Member, Store, WorkerInfo, check_name
-from telegrad.group.secret import group_secret
+from telegrad.group.secret import group_key
 from telegrad.messages.device_routes import DeviceRoute
 from telegrad.messages.packing import MessageContext
 from telegrad.messages.remote_functions import Function, FunctionRegistry, FunctionTable, describe
@@ -131,12 +131,12 @@ class AgentRuntime:
         _runtimes.add(self)
 
     def _set_up(self) -> None:
-        secret = group_secret(self.config.secret)
+        key = group_key(self.config.secret)
         self.threads = ThreadPool(f"telegrad-{self.name}", self._enter_thread)
         self.executor = Executor(self.threads, self.config.threads, self.config.max_threads)
         self.clock = Clock(f"telegrad-{self.name}")
         self.event_loops = EventLoops(self.threads, self.clock, self.config.event_loops)
-        self.endpoint = LocalEndpoint(self, self.config, secret)
+        self.endpoint = LocalEndpoint(self, self.config, key)
         self.dialer = Dialer(self, self.endpoint, self.config)
         self.listener = Listener(self, self.endpoint, self.config)
         self.collectives = Collectives(self)

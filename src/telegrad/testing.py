@@ -13,7 +13,7 @@ from telegrad.config import Config
 
 __all__ = ["LocalCluster"]
 
-_SECRET = "only for tests in this process"
+_SECRET = "7e57" * 16  # a key of 64 hexadecimal digits, which is not stretched
 
 
 class LocalCluster:

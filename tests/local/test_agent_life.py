@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from telegrad import Agent, Config
 from telegrad.errors import TelegradError, UsageError
-from telegrad.group.secret import group_secret, key_file
+from telegrad.group.secret import group_key, key_file
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.conftest import Background
@@ -155,7 +155,7 @@ def test_an_agent_that_cannot_open_is_closed_and_can_be_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    group_secret(None)
+    group_key(None)
     key_file().chmod(0o644)
     agent = Agent("unlucky", store=dist.HashStore(), config=Config())
     with pytest.raises(UsageError, match="readable by you alone"):

@@ -23,7 +23,11 @@ from tests.conftest import Clusters
 from tests.local.conftest import Background
 from tests.local.gates import PATIENCE, Gate, Log, hold_at, until
 
-QUICK: dict[str, Any] = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.4}
+QUICK: dict[str, Any] = {
+    "heartbeat_interval": 0.05,
+    "heartbeat_timeout": 0.4,
+    "resume_timeout": 0.3,
+}
 
 
 def here() -> Agent:

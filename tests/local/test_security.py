@@ -10,6 +10,7 @@ import stat
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from telegrad import Agent, Config, expose
 from telegrad.errors import ProtocolError, TelegradError, UsageError
-from telegrad.group.secret import group_secret, key_file
+from telegrad.group.secret import group_key, key_file
 from telegrad.testing import LocalCluster
 from telegrad.transport import sockets
 from telegrad.transport.buffer_pool import BufferPool
@@ -31,6 +32,7 @@ from telegrad.wire.frames import BUFFER_ENTRY, DEFINES_FUNCTION, HEADER, INLINE_
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Log, until
 from tests.local.raw_sockets import (
+    MemberSocket,
     Recorder,
     introduction,
     is_closed,
@@ -68,7 +70,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def pair(cluster: Clusters) -> LocalCluster:
-    return cluster(2)
+    return cluster(2, tls="off")
 
 
 @pytest.fixture
@@ -171,8 +173,9 @@ def test_a_truncated_handshake_is_closed_and_counted(
 def test_a_recorded_handshake_cannot_be_replayed(agent: Agent, transport: str) -> None:
     with unauthenticated_socket(agent, transport) as sock:
         recorder = Recorder(sock)
-        steps = handshake.client(group_secret(agent.config.secret), introduction(agent))
-        sockets.run_handshake(recorder, steps, PATIENCE)  # type: ignore[arg-type]
+        key = group_key(agent.config.secret)
+        steps = handshake.client(key, introduction(agent, transport))
+        sockets._run(recorder, steps, time.monotonic() + PATIENCE)  # type: ignore[arg-type]
     with unauthenticated_socket(agent, transport) as sock:
         for data in recorder.sent:
             sock.sendall(data)
@@ -206,7 +209,7 @@ def test_nothing_is_unpickled_before_the_handshake(agent: Agent, transport: str,
 
 
 def test_a_silent_stranger_is_closed_in_time(cluster: Clusters, transport: str) -> None:
-    agent = cluster(1, connect_timeout=0.1)["w0"]
+    agent = cluster(1, connect_timeout=0.1, tls="off")["w0"]
     with unauthenticated_socket(agent, transport) as sock:
         assert is_closed(sock)
     until(lambda: turned_away(agent) == 1)
@@ -216,7 +219,7 @@ def test_a_stranger_that_trickles_is_closed_in_time(cluster: Clusters, transport
     """The limit is for the whole handshake, or a few patient strangers could keep everybody else
     out.
     """
-    agent = cluster(1, connect_timeout=0.2)["w0"]
+    agent = cluster(1, connect_timeout=0.2, tls="off")["w0"]
     with unauthenticated_socket(agent, transport) as sock:
         assert trickle(sock, HELLO, pause=0.05) < len(HELLO) / 2
 
@@ -278,16 +281,16 @@ def test_a_member_that_breaks_the_protocol_is_closed_and_counted(
     agent: Agent, transport: str, frame: bytes, purpose: str
 ) -> None:
     with unauthenticated_socket(agent, transport) as sock:
-        shake_hands(sock, agent, purpose=purpose)
-        sock.sendall(frame)
+        member = shake_hands(sock, agent, purpose=purpose)
+        member.sendall(frame)
         assert is_closed(sock)
     until(lambda: agent.statistics().get("closed_protocol_error") == 1)
 
 
 def test_a_reply_to_a_callee_is_closed_and_counted(agent: Agent, transport: str) -> None:
     with unauthenticated_socket(agent, transport) as sock:
-        shake_hands(sock, agent)
-        sock.sendall(HEADER.pack(0, 1, 1, 0, 0, Kind.REPLY, 0, 0))
+        member = shake_hands(sock, agent)
+        member.sendall(HEADER.pack(0, 1, 1, 0, 0, Kind.REPLY, 0, 0))
         assert is_closed(sock)
     until(lambda: agent.statistics().get("closed_protocol_error") == 1)
 
@@ -301,20 +304,25 @@ def test_a_message_for_which_there_is_no_memory_is_skipped_and_answered(
 
     monkeypatch.setattr(BufferPool, "reserve", exhausted)
     with unauthenticated_socket(agent, transport) as sock:
-        shake_hands(sock, agent, purpose=purpose)
+        member = shake_hands(sock, agent, purpose=purpose)
         for call, flags in (
             (1, DEFINES_FUNCTION),
             (2, 0),
             (3, DEFINES_FUNCTION),
         ):  # the connection goes on
-            sock.sendall(HEADER.pack(1 << 20, call, 1, 0, 0, Kind.CALL, flags, 0) + bytes(1 << 20))
-            length, answered, function, _, _, kind, _, _ = HEADER.unpack(_read(sock, HEADER.size))
+            member.sendall(
+                HEADER.pack(1 << 20, call, 1, 0, 0, Kind.CALL, flags, 0) + bytes(1 << 20)
+            )
+            kind = Kind.HEARTBEAT  # acknowledges the bytes
+            while kind == Kind.HEARTBEAT:
+                fields = HEADER.unpack(_read(member, HEADER.size))
+                length, answered, function, _, _, kind, _, _ = fields
             # the definition of function 1 was lost
             assert (answered, kind, function) == (call, Kind.FAILURE, 1)
-            assert b"no room" in _read(sock, length)
+            assert b"no room" in _read(member, length)
 
 
-def _read(sock: socket.socket, count: int) -> bytes:
+def _read(sock: MemberSocket, count: int) -> bytes:
     data = b""
     while len(data) < count:
         part = sock.recv(count - len(data))
@@ -330,8 +338,8 @@ def test_a_member_that_claims_much_and_sends_little_costs_little(
     with ExitStack() as stack:
         for _ in range(8):
             sock = stack.enter_context(unauthenticated_socket(agent, transport))
-            shake_hands(sock, agent)
-            sock.sendall(HEADER.pack(1 << 30, 1, 1, 0, 0, Kind.CALL, 0, 0) + b"x" * 100)
+            member = shake_hands(sock, agent)
+            member.sendall(HEADER.pack(1 << 30, 1, 1, 0, 0, Kind.CALL, 0, 0) + b"x" * 100)
         until(lambda: repr(agent._runtime.listener.connections).count("inside a frame") == 8)
         assert _resident() - before < 1 << 29
 
@@ -450,8 +458,8 @@ def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_key_is_made_once_and_for_its_user_alone(key: Path, tmp_path: Path) -> None:
     assert key == tmp_path / "state" / "telegrad" / "secret"
-    made = group_secret(None)
-    assert group_secret(None) == made
+    made = group_key(None)
+    assert group_key(None) == made
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     assert stat.S_IMODE(key.parent.stat().st_mode) == 0o700
     assert len(key.read_text()) == 64
@@ -460,37 +468,37 @@ def test_a_key_is_made_once_and_for_its_user_alone(key: Path, tmp_path: Path) ->
 
 def test_many_who_make_the_key_at_once_agree(key: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(lambda _: group_secret(None), range(32)))) == 1
+        assert len(set(pool.map(lambda _: group_key(None), range(32)))) == 1
 
 
 def test_another_key_is_another_secret(key: Path) -> None:
-    first = group_secret(None)
+    first = group_key(None)
     key.unlink()
-    assert group_secret(None) != first
+    assert group_key(None) != first
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
 def test_a_key_that_others_can_read_is_refused(key: Path, mode: int) -> None:
-    group_secret(None)
+    group_key(None)
     key.chmod(mode)
     with pytest.raises(UsageError, match="readable by you alone"):
-        group_secret(None)
+        group_key(None)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 def test_a_key_of_another_user_is_refused(key: Path) -> None:
-    group_secret(None)
+    group_key(None)
     os.chown(key, 65534, -1)
     with pytest.raises(UsageError, match="belong to you"):
-        group_secret(None)
+        group_key(None)
 
 
 @pytest.mark.parametrize("text", ["", " \n", "short"])
 def test_a_key_that_anybody_can_guess_is_refused(key: Path, text: str) -> None:
-    group_secret(None)
+    group_key(None)
     key.write_text(text)
     with pytest.raises(UsageError, match=str(key)):
-        group_secret(None)
+        group_key(None)
 
 
 def test_a_place_where_no_key_can_be_written_is_said_so(
@@ -499,14 +507,14 @@ def test_a_place_where_no_key_can_be_written_is_said_so(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with pytest.raises(UsageError, match=r"TELEGRAD_SECRET or Config.secret"):
-        group_secret(None)
+        group_key(None)
 
 
 def test_a_given_secret_needs_no_file(key: Path) -> None:
     assert (
-        group_secret("a secret of our own")
-        == group_secret("a secret of our own")
-        != group_secret("another secret")
+        group_key("a secret of our own")
+        == group_key("a secret of our own")
+        != group_key("another secret")
     )
     assert not key.exists()
 

@@ -176,6 +176,7 @@ def in_namespace(
         listen=addresses[rank],
         heartbeat_interval=0.2,
         heartbeat_timeout=1.5,
+        resume_timeout=1.5,
     )
     options = rpc.RpcBackendOptions(init_method=f"tcp://{addresses[0]}:{port}", config=config)
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)

@@ -46,7 +46,7 @@ def test_workflows_run_only_targets_of_the_makefile(workflow: Path) -> None:
 def test_the_matrix_has_the_supported_versions() -> None:
     matrix = load(ROOT / ".github/workflows/ci.yml")["jobs"]["test"]["strategy"]["matrix"]
     assert matrix["python"] == re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
-    oldest = re.search(r'dependencies = \["torch>=([\d.]+)"', PROJECT)
+    oldest = re.search(r'dependencies = \[\s*"torch>=([\d.]+)"', PROJECT)
     assert oldest is not None
     assert matrix["torch"] == [f"torch=={oldest[1]}.*", "torch"]
 

@@ -7,14 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad.transport import stream
-from tests.transport.pairs import STREAMS, Background, Pair, connected
+from telegrad.transport import stream, tcp
+from tests.transport.pairs import STREAMS, TCP, Background, Pair, connected
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A blocked sender looks at its deadline soon."""
     monkeypatch.setattr(stream, "_SEND_TIMEOUT", 0.02)
+    monkeypatch.setattr(tcp, "_WAIT", 0.02)
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def background() -> Iterator[Background]:
         yield executor.submit
 
 
-@pytest.fixture(params=["memory", *STREAMS])
+@pytest.fixture(params=["memory", *STREAMS, *TCP])
 def pair(request: pytest.FixtureRequest, background: Background) -> Iterator[Pair]:
     """Every transport in turn. It ends before the threads of `background`, so that they do."""
     yield from connected(request.param)
@@ -32,7 +33,7 @@ def pair(request: pytest.FixtureRequest, background: Background) -> Iterator[Pai
 
 @pytest.fixture(params=STREAMS)
 def streams(request: pytest.FixtureRequest, background: Background) -> Iterator[Pair]:
-    """Every transport that goes through a socket."""
+    """Unix sockets, whose bytes are those of the frames."""
     yield from connected(request.param)
 
 

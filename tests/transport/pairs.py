@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from telegrad.config import Config
 from telegrad.transport import in_process
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel
+from telegrad.transport.records import MacRecords, Records, TlsRecords
 from telegrad.transport.segments import SegmentAllocator, SegmentMappings, SharedSegment
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.transport.stream import StreamChannel
+from telegrad.transport.tcp import TcpChannel
+from telegrad.transport.tls import TlsContexts
 from telegrad.wire.frames import Kind, encode_header
 
-STREAMS = ["unix", "unix+shared", "tcp"]
+STREAMS = ["unix", "unix+shared"]
+TCP = ["tcp", "tcp+tls"]
 MAX_FRAME = 64 << 20
 FLOOR = 8192  # smallest buffer that goes through shared memory here
 KERNEL_BUFFER = 64 << 10  # small, so that a socket is soon full
@@ -90,6 +97,56 @@ def fill_with_frames(sock: socket.socket) -> None:
             return
 
 
+def records_pair(
+    near_socket: socket.socket, far_socket: socket.socket, with_tls: bool
+) -> tuple[Records, Records]:
+    """The records of both ends of a connection."""
+    key = b"k" * 32
+    if not with_tls:
+        return MacRecords(key, server_side=False), MacRecords(key, server_side=True)
+    contexts = TlsContexts(Config(), key)
+    near = TlsRecords(near_socket, contexts.context(False), server_side=False)
+    far = TlsRecords(far_socket, contexts.context(True), server_side=True)
+    accepting = threading.Thread(target=far.shake_hands, args=(time.monotonic() + 20,))
+    accepting.start()
+    near.shake_hands(time.monotonic() + 20)
+    accepting.join()
+    return near, far
+
+
+def tcp_channels(
+    near_socket: socket.socket,
+    far_socket: socket.socket,
+    with_tls: bool,
+    on_interrupted: Callable[[TcpChannel, BaseException], None] | None = None,
+) -> tuple[TcpChannel, TcpChannel]:
+    """The channels of both ends of a connection. By default, an interruption ends them."""
+
+    def end(channel: TcpChannel, error: BaseException) -> None:
+        channel.fail(str(error))
+
+    pool = BufferPool()
+    near, far = (
+        TcpChannel(
+            sock,
+            records,
+            "5e551",
+            "1",
+            pool,
+            MAX_FRAME,
+            MAX_FRAME,
+            60.0,
+            on_interrupted or end,
+        )
+        for sock, records in zip(
+            (near_socket, far_socket),
+            records_pair(near_socket, far_socket, with_tls),
+            strict=True,
+        )
+    )
+    return near, far
+
+
 def connected(kind: str) -> Iterator[Pair]:
     near_end, far_end = End("near"), End("far")
     family, _, shares = kind.partition("+")
@@ -102,6 +159,9 @@ def connected(kind: str) -> Iterator[Pair]:
         for sock in (near_socket, far_socket):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BUFFER)
         pool = BufferPool()
+    if family == "tcp":
+        near, far = tcp_channels(near_socket, far_socket, with_tls=bool(shares))
+    elif family == "unix":
         near = StreamChannel(
             near_socket, pool, MAX_FRAME, near_end.sharing_with(far_end) if shares else None
         )

@@ -425,8 +425,8 @@ def test_corked_frames_go_first_and_in_order(pair: Pair) -> None:
     pair.near.flush_nowait()
     pair.near.cork(Kind.REPLY, 7, b"seven")
     pair.near.try_send(Kind.HEARTBEAT)
-    frames = [pair.far.recv(LATE) for _ in range(8)]
-    assert [frame.call_id for frame in frames] == [1, 2, 3, 4, 5, 6, 7, 0]
+    frames = [pair.far.recv(LATE) for _ in range(7)]
+    assert [frame.call_id for frame in frames] == [1, 2, 3, 4, 5, 6, 7]
     assert [bytes(frame.body) for frame in frames] == [
         b"one",
         b"",
@@ -435,10 +435,8 @@ def test_corked_frames_go_first_and_in_order(pair: Pair) -> None:
         b"",
         b"six",
         b"seven",
-        b"",
     ]
     assert is_filled(frames[4].buffers[0], 20_000, 5)
-    assert frames[7].kind == Kind.HEARTBEAT
 
 
 def test_corked_frames_wait_for_a_flush(pair: Pair) -> None:
@@ -466,9 +464,9 @@ def test_has_frame_says_whether_another_one_is_here(pair: Pair) -> None:
     assert not pair.far.has_frame()
 
 
-def test_a_sign_of_life_is_an_empty_frame(pair: Pair) -> None:
-    pair.near.try_send(Kind.HEARTBEAT)
-    frame = pair.far.recv(LATE)
+def test_a_heartbeat_is_an_empty_frame(streams: Pair) -> None:
+    streams.near.try_send(Kind.HEARTBEAT)
+    frame = streams.far.recv(LATE)
     assert (frame.kind, frame.call_id, bytes(frame.body), list(frame.buffers)) == (
         Kind.HEARTBEAT,
         0,
@@ -617,9 +615,8 @@ def test_a_buffer_in_shared_memory_that_nobody_announced_damages_its_frame_alone
     assert (whole.call_id, bytes(whole.body), whole.receive_error) == (2, b"next", None)
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_shared_memory_on_a_connection_that_has_none_breaks_the_protocol(kind: str) -> None:
-    for pair in connected(kind):
+def test_shared_memory_on_a_connection_that_has_none_breaks_the_protocol() -> None:
+    for pair in connected("unix"):
         pair.near_socket.sendall(
             encode_header(Kind.CALL, 1, b"", places=[BufferLocation(100_000, 4096, 1, 0)])
         )

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from telegrad.config import Config
 from telegrad.errors import AuthenticationError, ProtocolError, UsageError
 from telegrad.transport import sockets
+from telegrad.transport.tls import TlsContexts
 from telegrad.wire import handshake
 from telegrad.wire.handshake import Introduction, Steps
 from tests.transport.pairs import Background, connected_sockets
@@ -38,7 +40,18 @@ def client(secret: bytes = SECRET) -> Steps:
 
 
 def server(secret: bytes = SECRET, reason: str | None = None) -> Steps:
-    return handshake.server(secret, {"name": "far"}, lambda peer: reason)
+    return handshake.server(secret, lambda peer: {"name": "far"}, lambda peer: reason)
+
+
+def shake_hands(sock: socket.socket, steps: Steps, timeout: float) -> Introduction:
+    """Run a handshake without TLS."""
+    return sockets.authenticate(
+        sock,
+        TlsContexts(Config(tls="off"), SECRET),
+        lambda binding: steps,
+        server_side=steps.__name__ == "server",  # type: ignore[attr-defined]
+        timeout=timeout,
+    ).peer
 
 
 # Listening and connecting
@@ -170,8 +183,8 @@ def test_only_this_user_and_root_may_come_in(
 
 def test_both_sides_learn_who_the_other_is(ends: Sockets, background: Background) -> None:
     near, far = ends
-    accepting = background(sockets.run_handshake, far, server(), LATE)
-    assert sockets.run_handshake(near, client(), LATE) == {"name": "far"}
+    accepting = background(shake_hands, far, server(), LATE)
+    assert shake_hands(near, client(), LATE) == {"name": "far"}
     assert accepting.result(LATE) == {"name": "near"}
 
 
@@ -181,12 +194,12 @@ def test_what_follows_the_handshake_is_not_swallowed_by_it(
     near, far = ends
 
     def call() -> Introduction:
-        introduction = sockets.run_handshake(near, client(), LATE)
+        introduction = shake_hands(near, client(), LATE)
         near.sendall(b"first frame")
         return introduction
 
     calling = background(call)
-    sockets.run_handshake(far, server(), LATE)
+    shake_hands(far, server(), LATE)
     far.sendall(b"first reply")
     calling.result(LATE)
     assert near.recv(100) == b"first reply"
@@ -195,9 +208,9 @@ def test_what_follows_the_handshake_is_not_swallowed_by_it(
 
 def test_a_wrong_secret_ends_it_for_both(ends: Sockets, background: Background) -> None:
     near, far = ends
-    accepting = background(sockets.run_handshake, far, server(), LATE)
+    accepting = background(shake_hands, far, server(), LATE)
     with pytest.raises(AuthenticationError):
-        sockets.run_handshake(near, client(b"another"), LATE)
+        shake_hands(near, client(b"another"), LATE)
     near.close()
     with pytest.raises(ProtocolError, match="closed the connection during the handshake"):
         accepting.result(LATE)
@@ -205,9 +218,9 @@ def test_a_wrong_secret_ends_it_for_both(ends: Sockets, background: Background) 
 
 def test_a_refusal_arrives_with_its_reason(ends: Sockets, background: Background) -> None:
     near, far = ends
-    accepting = background(sockets.run_handshake, far, server(reason="this group is full"), LATE)
+    accepting = background(shake_hands, far, server(reason="this group is full"), LATE)
     with pytest.raises(ProtocolError, match="refused: this group is full"):
-        sockets.run_handshake(near, client(), LATE)
+        shake_hands(near, client(), LATE)
     with pytest.raises(ProtocolError, match="refused 'near'"):
         accepting.result(LATE)
 
@@ -215,14 +228,14 @@ def test_a_refusal_arrives_with_its_reason(ends: Sockets, background: Background
 @pytest.mark.parametrize("steps", [client, server])
 def test_a_peer_that_says_nothing_is_given_up(ends: Sockets, steps: type) -> None:
     with pytest.raises(ProtocolError, match="did not finish its handshake within"):
-        sockets.run_handshake(ends[1], steps(), timeout=0.05)
+        shake_hands(ends[1], steps(), timeout=0.05)
 
 
 def test_a_peer_that_stops_in_the_middle_is_given_up(ends: Sockets) -> None:
     near, far = ends
     near.sendall(handshake.MAGIC + struct.pack("<H", handshake.VERSION) + bytes(32) + b"\x10")
     with pytest.raises(ProtocolError, match="did not finish its handshake within"):
-        sockets.run_handshake(far, server(), timeout=0.05)
+        shake_hands(far, server(), timeout=0.05)
 
 
 def test_a_peer_that_sends_drop_by_drop_is_given_up_in_time(
@@ -244,7 +257,7 @@ def test_a_peer_that_sends_drop_by_drop_is_given_up_in_time(
     near.sendall(hello)
     dripping = background(drip)
     with pytest.raises(ProtocolError, match="did not finish its handshake within"):
-        sockets.run_handshake(far, server(), timeout=0.1)
+        shake_hands(far, server(), timeout=0.1)
     assert not dripping.done()
     stop.set()
     dripping.result(LATE)
@@ -255,7 +268,7 @@ def test_a_peer_that_hangs_up_is_noticed(ends: Sockets) -> None:
     near.sendall(b"TLGD")
     near.close()
     with pytest.raises(ProtocolError, match="closed the connection during the handshake"):
-        sockets.run_handshake(far, server(), LATE)
+        shake_hands(far, server(), LATE)
 
 
 @pytest.mark.parametrize(
@@ -264,5 +277,5 @@ def test_a_peer_that_hangs_up_is_noticed(ends: Sockets) -> None:
 def test_noise_is_refused(ends: Sockets, noise: bytes) -> None:
     near, far = ends
     near.sendall(noise)
-    with pytest.raises(ProtocolError, match="not a Telegrad connection"):
-        sockets.run_handshake(far, server(), LATE)
+    with pytest.raises(ProtocolError, match=r"not a Telegrad connection|is no worker"):
+        shake_hands(far, server(), LATE)

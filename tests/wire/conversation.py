@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from telegrad.wire.handshake import Introduction, Steps
+from telegrad.wire.handshake import HandshakeResult, Steps
 
 Alter = Callable[[int, bytes], bytes]  # (position in the stream, bytes) -> bytes
 
@@ -25,7 +25,7 @@ class Side:
     wanted: int = 0
     _inbox: bytes = b""
     _started: bool = False
-    _end: Introduction | Exception | None = None
+    _end: HandshakeResult | Exception | None = None
 
     def hear(self, data: bytes) -> bytes:
         """Give it bytes; what it says to them."""
@@ -44,7 +44,7 @@ class Side:
         self.said += answer
         return answer
 
-    def outcome(self) -> Introduction:
+    def outcome(self) -> HandshakeResult:
         """What the peer said about itself; raises what ended the handshake."""
         if self._end is None:
             raise Stalled(f"waits for {self.wanted} bytes and has {len(self._inbox)}")

@@ -5,7 +5,10 @@ State: none of its own; the handshakes in progress are those of the `LocalEndpoi
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
+import secrets
 import time
 from typing import NamedTuple, Protocol
 
@@ -19,11 +22,20 @@ from telegrad.group.endpoint import (
     unix_address,
     verify_peer,
 )
-from telegrad.group.failure_detector import FailureDetector
+from telegrad.group.failure_detector import REFUSED_TIMEOUT, FailureDetector
 from telegrad.group.membership import Member
+from telegrad.scheduling.clock import Clock
+from telegrad.scheduling.executor import ThreadPool
 from telegrad.transport import in_process
-from telegrad.transport.channel import Channel
+from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.transport.tcp import TcpChannel
 from telegrad.wire import handshake
+from telegrad.wire.handshake import ConnectionRefused
+
+_RESUME_PAUSES = (0.01, 1.0)  # seconds between two attempts to resume a channel: first, longest
+_RESUME_ATTEMPT = 3.0  # seconds for one attempt
+
+_log = logging.getLogger(__name__)
 
 
 class DialedConnection(NamedTuple):
@@ -38,6 +50,8 @@ class DialerRuntime(Protocol):
 
     name: str
     closing: bool
+    clock: Clock
+    threads: ThreadPool
     failures: FailureDetector
 
 
@@ -98,7 +112,7 @@ class Dialer:
             if address.startswith("memory:"):
                 continue
             try:
-                self._endpoint.connect(address, member, PROBE)[0].close()
+                self._endpoint.connect(address, member, PROBE).sock.close()
             except ConnectionRefusedError:
                 continue  # no process listens there any more
             except WrongWorker:
@@ -125,7 +139,8 @@ class Dialer:
             raise ProtocolError("another process")
         endpoint = self._endpoint
         introduction = endpoint.introduction(purpose, member.name)
-        client_steps = handshake.client(endpoint.secret, introduction)
+        introduction["address"] = address
+        client_steps = handshake.client(endpoint.key, introduction)
         server, client = handshake.run_in_memory(client_steps, listener.handshake())
         verify_peer(server, member)
         local_channel, remote_channel = in_process.create_pair(endpoint.pool)
@@ -135,14 +150,67 @@ class Dialer:
     def _dial_socket(
         self, address: str, member: Member, purpose: str, until: float
     ) -> DialedConnection:
-        sock, peer = self._endpoint.connect(address, member, purpose, until)
+        session = secrets.token_hex(16)
+        connection = self._endpoint.connect(address, member, purpose, until, {"session": session})
+
+        def reconnect(channel: TcpChannel, error: BaseException) -> None:
+            _log.info("the connection to worker %r was interrupted: %s", member.name, error)
+            resume = functools.partial(self._resume, channel, address, member, purpose)
+            self._runtime.threads.start_with_retry(resume, self._runtime.clock)
+
         try:
-            unix = unix_address(member.addresses)
-            channel = self._endpoint.make_channel(sock, peer, member.incarnation, unix)
-            return DialedConnection(channel, float(peer["heartbeat"]))
+            channel = self._endpoint.make_channel(
+                connection, member.incarnation, unix_address(member.addresses), session, reconnect
+            )
+            return DialedConnection(channel, float(connection.peer["heartbeat"]))
         except BaseException:
-            sock.close()
+            connection.sock.close()
             raise
+
+    def _resume(self, channel: TcpChannel, address: str, member: Member, purpose: str) -> None:
+        """Connect an interrupted channel again, or end it if that is not possible in time."""
+        started = time.monotonic()
+        until = started + self._config.resume_timeout
+        refused_since: float | None = None
+        pause = _RESUME_PAUSES[0]
+        while channel.is_interrupted and not self._runtime.closing:
+            session = {"session": channel.session, "received": channel.prepare_resume()}
+            now = time.monotonic()
+            try:
+                limit = min(until, now + _RESUME_ATTEMPT)
+                connection = self._endpoint.connect(address, member, purpose, limit, session)
+                assert connection.records is not None
+                channel.resume(
+                    connection.sock, connection.records, int(connection.peer["received"])
+                )
+            except ConnectionRefusedError as error:
+                reason = str(error)
+                refused_since = refused_since or now
+                if member.is_local or now - refused_since > REFUSED_TIMEOUT:
+                    channel.fail(f"no process listens at {address} any more")
+                    return
+            except (WrongWorker, ConnectionRefused, AuthenticationError, ChannelClosed) as error:
+                # a peer that has just accepted the channel may not know it yet
+                if not isinstance(error, ConnectionRefused) or now - started > _RESUME_PAUSES[1]:
+                    channel.fail(f"it cannot be resumed: {error}")
+                    return
+                reason = str(error)
+            except (OSError, ProtocolError) as error:
+                reason, refused_since = str(error), None
+            else:
+                _log.info(
+                    "the connection to worker %r was resumed after %.1f s",
+                    member.name,
+                    time.monotonic() - started,
+                )
+                return
+            if time.monotonic() > until:
+                limit = self._config.resume_timeout
+                channel.fail(f"it could not be resumed within {limit} s: {reason}")
+                return
+            if channel.wait_until_closed(pause):
+                return
+            pause = min(pause * 2, _RESUME_PAUSES[1])
 
 
 def _describe_failures(failures: list[str]) -> str:

@@ -328,6 +328,11 @@ class Peer:
 
     # Losing and closing
 
+    @property
+    def silence_limit(self) -> float:
+        """The seconds of silence that are no reason to consider this peer lost."""
+        return self.multiplexed.channel.silence_limit if self.multiplexed.attached else 0.0
+
     def send_heartbeat(self, interval: float, timeout: float) -> bool:
         """Send a heartbeat; return False if the peer has sent none for `timeout` seconds."""
         if not self.multiplexed.attached or self.lost:

@@ -5,9 +5,9 @@ memory that connections receive into or share with peers on this host. It also o
 sockets: the dialer needs them for calls, and both sides need them to pass shared-memory segments.
 
 A connection has a purpose: ``exclusive`` (one call at a time), ``multiplexed`` (many calls at a
-time), ``segment`` (it passes one shared-memory segment and ends) or ``probe`` (it checks that the
-worker is alive and ends). Nothing that a peer sends is unpickled before its handshake has
-succeeded.
+time), ``segment`` (it passes one shared-memory segment and ends), ``probe`` (it checks that the
+worker is alive and ends) or ``bulk`` (it carries the contents of large buffers). Nothing that a
+peer sends is unpickled before its handshake has succeeded.
 
 State: `addresses` is set once, by the listener. `_connecting` (sockets whose handshake is in
 progress, by the incarnation of the peer) is changed under `_lock`. `_closed` is set once.
@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from telegrad.config import Config
@@ -32,15 +32,19 @@ from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel
 from telegrad.transport.segments import SegmentAllocator, SegmentMappings, SharedSegment
 from telegrad.transport.shared_memory import SegmentSender, SharedMemoryTransfer
+from telegrad.transport.sockets import AuthenticatedSocket
 from telegrad.transport.stream import StreamChannel
+from telegrad.transport.tcp import TcpChannel
+from telegrad.transport.tls import TlsContexts
 from telegrad.wire import handshake
 from telegrad.wire.handshake import Introduction
 
-EXCLUSIVE, MULTIPLEXED, SEGMENT, PROBE = PURPOSES = (
+EXCLUSIVE, MULTIPLEXED, SEGMENT, PROBE, BULK = PURPOSES = (
     "exclusive",
     "multiplexed",
     "segment",
     "probe",
+    "bulk",
 )
 
 _log = logging.getLogger(__name__)
@@ -75,10 +79,13 @@ class EndpointRuntime(Protocol):
 class LocalEndpoint:
     """The local end of all connections of one agent."""
 
-    def __init__(self, runtime: EndpointRuntime, config: Config, secret: bytes) -> None:
+    def __init__(self, runtime: EndpointRuntime, config: Config, key: bytes) -> None:
         self._runtime = runtime
         self._config = config
-        self.secret = secret
+        self.key = key
+        self.tls = TlsContexts(config, key)
+        # the channels of connections that were accepted, by session id
+        self.sessions: weakref.WeakValueDictionary[str, TcpChannel] = weakref.WeakValueDictionary()
         self.pool = BufferPool()
         self.allocator = SegmentAllocator(config.shared_memory_floor, config.shared_memory_limit)
         self.mappings = SegmentMappings()
@@ -104,14 +111,23 @@ class LocalEndpoint:
             "max_frame": self._config.max_frame,
             "unix": unix_address(self.addresses),
             "devices": dict(self._config.device_maps.get(to, {})),
+            "address": "",
+            "session": "",
+            "received": -1,  # frames of an interrupted channel; -1: it is a new one
         }
 
     def connect(
-        self, address: str, member: Member | None, purpose: str, until: float = math.inf
-    ) -> tuple[socket.socket, Introduction]:
+        self,
+        address: str,
+        member: Member | None,
+        purpose: str,
+        until: float = math.inf,
+        session: Introduction | None = None,
+    ) -> AuthenticatedSocket:
         """Open a socket to `address` and authenticate both sides before `until`.
 
-        Raise `WrongWorker` if `member` is given and another worker answers.
+        Raise `WrongWorker` if `member` is given and another worker answers. `session` is added to
+        the introduction of this worker.
         """
         timeout = max(min(self._config.connect_timeout, until - time.monotonic()), 0.001)
         sock = sockets.connect(address, timeout)
@@ -123,9 +139,22 @@ class LocalEndpoint:
             if self._closed.is_set():
                 raise OSError("this worker is shutting down")
             introduction = self.introduction(purpose, "" if member is None else member.name)
-            peer = sockets.run_handshake(sock, handshake.client(self.secret, introduction), timeout)
-            if member is not None:
-                verify_peer(peer, member)
+            introduction |= {"address": address, **(session or {})}
+            connection = sockets.authenticate(
+                sock,
+                self.tls,
+                lambda binding: handshake.client(self.key, introduction, binding),
+                server_side=False,
+                timeout=timeout,
+                bulk=purpose == BULK,
+            )
+            try:
+                if member is not None:
+                    verify_peer(connection.peer, member)
+            except BaseException:
+                connection.sock.close()
+                raise
+            return connection
         except BaseException:
             sock.close()
             raise
@@ -134,22 +163,40 @@ class LocalEndpoint:
                 self._connecting[incarnation].discard(sock)
                 if not self._connecting[incarnation]:
                     del self._connecting[incarnation]
-        return sock, peer
 
     def make_channel(
-        self, sock: socket.socket, peer: Introduction, incarnation: str, unix: str
-    ) -> StreamChannel:
+        self,
+        connection: AuthenticatedSocket,
+        incarnation: str,
+        unix: str,
+        session: str,
+        on_interrupted: Callable[[TcpChannel, BaseException], None],
+    ) -> Channel:
         """Return a channel over an authenticated socket.
 
         Large buffers use shared memory if the peer is on this host: `unix` is its unix address.
+        `session` and `on_interrupted` are those of a TCP channel.
         """
-        transfer = None
-        if sock.family == socket.AF_UNIX and unix:
-            transfer = self._shared_memory_transfer(incarnation, unix)
+        sock, peer, records = connection
         peer_limit = peer.get("max_frame")
         if not isinstance(peer_limit, int):
             peer_limit = self._config.max_frame
-        return StreamChannel(sock, self.pool, self._config.max_frame, transfer, peer_limit)
+        limit = self._config.max_frame
+        if records is None:
+            transfer = self._shared_memory_transfer(incarnation, unix) if unix else None
+            return StreamChannel(sock, self.pool, limit, transfer, peer_limit)
+        channel = TcpChannel(
+            sock,
+            records,
+            session,
+            incarnation,
+            self.pool,
+            limit,
+            peer_limit,
+            self._config.resume_timeout,
+            on_interrupted,
+        )
+        return channel
 
     def _shared_memory_transfer(self, incarnation: str, unix: str) -> SharedMemoryTransfer:
         def announce(segment: SharedSegment, until: float) -> bool:

@@ -17,13 +17,15 @@ from collections.abc import Callable
 from typing import Protocol
 
 from telegrad.config import Config
-from telegrad.errors import JoinError, TelegradError
+from telegrad.errors import JoinError, TelegradError, UsageError
 from telegrad.group.membership import Directory, Member
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import ThreadPool
 
 LossListener = Callable[[str, str], None]
 
+# Seconds after which a worker of another host is lost if no process listens at its address.
+REFUSED_TIMEOUT = 5.0
 _RETRY = 1.0  # seconds between two attempts to reach a worker that is watched
 
 _log = logging.getLogger(__name__)
@@ -128,9 +130,11 @@ class FailureDetector:
     def watch(self, incarnation: str) -> None:
         """Make sure that the loss of a worker is noticed: connect to it, and retry on failure."""
         runtime = self._runtime
-        until = time.monotonic() + runtime.config.heartbeat_timeout
+        started = time.monotonic()
+        refused_since: float | None = None
 
         def check() -> None:
+            nonlocal refused_since
             if runtime.closing or self.is_lost(incarnation):
                 return
             name = runtime.directory.name_of(incarnation)
@@ -138,11 +142,23 @@ class FailureDetector:
                 alive: bool | None = runtime.peers.reach(name).member.incarnation == incarnation
             except TelegradError as error:
                 # A failure to connect does not prove that the worker has ended. It may be stopped,
-                # or out of descriptors. It gets as much time as a worker that sends no heartbeats.
-                alive = None if time.monotonic() < until else False
-                reason = str(error)
-                if alive is None:
-                    alive = self._probe(name, incarnation)
+                # or out of descriptors, or its network is cut. It gets as much time as a worker
+                # that sends no heartbeats.
+                reason, now = str(error), time.monotonic()
+                member = self._registered(name)
+                if (
+                    member is None
+                    or member.left
+                    or member.incarnation != incarnation
+                    or now > started + self._silence_limit(member)
+                ):
+                    alive = False
+                elif runtime.dialer.probe(member) is False:  # no process listens there
+                    refused_since = refused_since or now
+                    ended = member.is_local or now - refused_since > REFUSED_TIMEOUT
+                    alive = False if ended else None
+                else:
+                    refused_since, alive = None, None
             else:
                 reason = "another worker has taken its name"
             if alive is False:
@@ -152,19 +168,23 @@ class FailureDetector:
 
         self._run_soon(check)
 
-    def _probe(self, name: str, incarnation: str) -> bool | None:
-        """Return False if this incarnation has ended, and None if that is not known.
-
-        A worker that answers although `reach` has failed counts as not known, so it is tried again.
-        """
+    def _registered(self, name: str) -> Member | None:
+        """Return the directory's present entry of a worker; None: it has none."""
         directory = self._runtime.directory
         try:
-            member = directory.find(name, refresh=True)
-        except JoinError:  # the store is gone; use what was read last
-            member = directory.find(name)
-        if member.left or member.incarnation != incarnation:
-            return False
-        return None if self._runtime.dialer.probe(member) is not False else False
+            try:
+                return directory.find(name, refresh=True)
+            except JoinError:  # the store is gone; use what was read last
+                return directory.find(name)
+        except UsageError:
+            return None
+
+    def _silence_limit(self, member: Member) -> float:
+        """Return for how many seconds a worker may be out of reach before it is lost."""
+        config = self._runtime.config
+        if member.is_local:
+            return config.heartbeat_timeout
+        return max(config.heartbeat_timeout, config.resume_timeout)
 
     def _run_soon(self, job: Callable[[], None]) -> None:
         self._runtime.threads.start_with_retry(job, self._runtime.clock)

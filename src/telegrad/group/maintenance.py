@@ -13,6 +13,7 @@ from telegrad.group.endpoint import LocalEndpoint
 from telegrad.group.failure_detector import lost_notice
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import ThreadPool
+from telegrad.transport.channel import Channel
 
 _TIDY_INTERVAL = 5.0
 _CLOSE_IDLE_AFTER = 30.0
@@ -25,12 +26,16 @@ _log = logging.getLogger(__name__)
 class _Peer(Protocol):
     @property
     def heartbeat(self) -> float: ...
+    @property
+    def silence_limit(self) -> float: ...
     def send_heartbeat(self, interval: float, timeout: float) -> bool: ...
     def mark_lost(self, reason: str) -> None: ...
     def close_idle_connections(self, older_than: float) -> None: ...
 
 
 class _ServerConnection(Protocol):
+    channel: Channel
+
     @property
     def peer_name(self) -> str: ...
     @property
@@ -81,12 +86,13 @@ def send_heartbeats(runtime: MaintenanceRuntime) -> None:
     """Send a heartbeat to every peer, and declare those lost that have sent none for too long."""
     interval, timeout = runtime.config.heartbeat_interval, runtime.config.heartbeat_timeout
     for peer in runtime.peers.all():
-        limit = max(timeout, _MISSED_HEARTBEATS * peer.heartbeat)
+        limit = max(timeout, _MISSED_HEARTBEATS * peer.heartbeat, peer.silence_limit)
         if not peer.send_heartbeat(interval, limit):
             mark_lost = functools.partial(peer.mark_lost, f"it was silent for {limit} s")
             runtime.threads.start_with_retry(mark_lost, runtime.clock)
     for connection in runtime.listener.connections:
-        limit = max(timeout, _MISSED_HEARTBEATS * connection.heartbeat)
+        silence_limit = connection.channel.silence_limit
+        limit = max(timeout, _MISSED_HEARTBEATS * connection.heartbeat, silence_limit)
         if connection.is_multiplexed and not connection.send_heartbeat(interval, limit):
             _log.warning(
                 "worker %r has heard nothing from %r for %s s",

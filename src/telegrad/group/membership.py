@@ -89,6 +89,12 @@ class Member:
     main: str = ""  # identifies the program that it runs; see `main_module_identity`
 
     @property
+    def is_local(self) -> bool:
+        """Whether only processes of its own host can connect to this worker."""
+        local = ("unix:", "memory:", "tcp:127.", "tcp:localhost:", "tcp:::1:")
+        return all(address.startswith(local) for address in self.addresses)
+
+    @property
     def info(self) -> WorkerInfo:
         """The public description of this worker."""
         return WorkerInfo(self.name, self.rank)

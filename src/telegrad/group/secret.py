@@ -3,12 +3,20 @@
 It comes from the config or ``TELEGRAD_SECRET``. Otherwise it is read from a key file that is made
 on first use and that only this user can read, so workers of one user on one machine need no
 setting. Between machines that do not share a home directory, a secret must be given.
+
+A secret that a person has chosen could be guessed: whoever records a handshake can try guesses
+without asking a worker. So the key of the group is derived from it by scrypt, which makes every
+guess cost about 0.1 s and 32 MB. A secret of at least 64 hexadecimal digits is taken as a random
+key, which nobody can guess, and is not stretched. (A PAKE would prevent guessing altogether, but
+neither Python nor OpenSSL has one.)
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
@@ -16,12 +24,26 @@ from pathlib import Path
 from telegrad.errors import UsageError
 
 _MIN_LENGTH = 16
+_RANDOM_KEY = re.compile(r"[0-9a-fA-F]{64,}")
+_SCRYPT = {"n": 1 << 15, "r": 8, "p": 1, "maxmem": 1 << 26, "dklen": 32}
 
 
-def group_secret(given: str | None) -> bytes:
+def group_key(given: str | None) -> bytes:
     """Return the key that handshakes use, derived from the given secret or the key file."""
-    text = given if given is not None else _read_key_file(key_file())
-    return hashlib.sha256(b"telegrad secret\0" + text.encode()).digest()
+    return _derive_key(given if given is not None else _read_key_file(key_file()))
+
+
+def is_random_key(secret: str) -> bool:
+    """Return whether a secret is a random key, which needs no stretching."""
+    return _RANDOM_KEY.fullmatch(secret) is not None
+
+
+@functools.lru_cache(maxsize=16)  # a process may open many agents
+def _derive_key(secret: str) -> bytes:
+    data = secret.encode()
+    if is_random_key(secret):
+        return hashlib.sha256(b"telegrad secret\0" + data).digest()
+    return hashlib.scrypt(data, salt=b"telegrad secret", **_SCRYPT)
 
 
 def key_file() -> Path:

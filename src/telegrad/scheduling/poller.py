@@ -209,9 +209,24 @@ class ConnectionPoller:
         events = WRITE if connection.pauses_reading_when_blocked else READ | WRITE
         self._watch(connection, events, only_if_watched=True)
 
+    def _watch_new_descriptor(self, connection: LoopConnection) -> None:
+        """Watch the present descriptor of a channel in place of an earlier one, if there is one."""
+        with self._lock:
+            if connection in self._connections:
+                self._unregister(connection)
+                fd = connection.channel.fileno()
+                held = connection.hold_count or connection.receives_large_frame
+                if fd is not None and fd >= 0 and not held:
+                    self._update_epoll(connection, fd, READ)
+        self.post(connection)
+
     def _remove(self, connection: LoopConnection) -> None:
         """Under the lock: forget a connection that has ended."""
         self._connections.discard(connection)
+        self._unregister(connection)
+
+    def _unregister(self, connection: LoopConnection) -> None:
+        """Under the lock: let epoll not watch a connection, whose descriptor may be closed."""
         if connection.watched_events:
             self._by_fd.pop(connection.fd, None)
             try:

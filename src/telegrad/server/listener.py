@@ -44,6 +44,8 @@ from telegrad.transport.channel import (
     send_leave,
 )
 from telegrad.transport.shared_memory import receive_segment
+from telegrad.transport.sockets import AuthenticatedSocket
+from telegrad.transport.tcp import TcpChannel
 from telegrad.wire import handshake
 from telegrad.wire.handshake import Introduction
 
@@ -52,6 +54,9 @@ _INTRODUCTION: dict[str, type | tuple[type, ...]] = {
     "incarnation": str,
     "unix": str,
     "heartbeat": (int, float),
+    "address": str,
+    "session": str,
+    "received": int,
 }
 _RETRY = 0.05  # seconds to wait after a connection could not be accepted or served
 _MAX_UNAUTHENTICATED = 256
@@ -171,7 +176,14 @@ class Listener:
         """
         try:
             sockets.check_same_user(sock)
-            peer = sockets.run_handshake(sock, self.handshake(), self._config.connect_timeout)
+            connection = sockets.authenticate(
+                sock,
+                self._endpoint.tls,
+                self.handshake,
+                server_side=True,
+                timeout=self._config.connect_timeout,
+            )
+            peer = connection.peer
             incarnation = peer["incarnation"]
             if peer["purpose"] == SEGMENT:
                 receive_segment(sock, incarnation, self._endpoint.mappings)
@@ -179,7 +191,15 @@ class Listener:
             if peer["purpose"] == PROBE:
                 sock.close()
                 return
-            channel = self._endpoint.make_channel(sock, peer, incarnation, peer["unix"])
+            if _resumes(peer):
+                self._resume(connection)
+                return
+            on_interrupted = functools.partial(self._interrupted, peer["name"])
+            channel = self._endpoint.make_channel(
+                connection, incarnation, peer["unix"], peer["session"], on_interrupted
+            )
+            if isinstance(channel, TcpChannel):
+                self._endpoint.sessions[channel.session] = channel
         except AuthenticationError as error:
             self._refuse_socket(sock, "refused_authentication", error)
         except ProtocolError as error:
@@ -202,10 +222,51 @@ class Listener:
         _log.warning("worker %r closed a connection: %s", self._runtime.name, error)
         sock.close()
 
-    def handshake(self) -> handshake.Steps:
+    # Channels that were interrupted
+
+    def _resume(self, connection: AuthenticatedSocket) -> None:
+        """Let an interrupted channel go on over a new connection."""
+        channel = self._interrupted_channel(connection.peer)
+        try:
+            if channel is None or connection.records is None:
+                raise ChannelClosed("the channel has ended meanwhile")
+            channel.resume(connection.sock, connection.records, connection.peer["received"])
+        except ChannelClosed:
+            connection.sock.close()
+
+    def _interrupted_channel(self, peer: Introduction) -> TcpChannel | None:
+        """Return the channel that a peer wants to resume."""
+        channel = self._endpoint.sessions.get(peer["session"])
+        if channel is not None and channel.incarnation == peer["incarnation"]:
+            return channel
+        return None
+
+    def _interrupted(self, name: str, channel: TcpChannel, error: BaseException) -> None:
+        """Wait until the peer resumes its channel, and end the channel if it does not."""
+        _log.info("the connection from worker %r was interrupted: %s", name, error)
+        limit = self._config.resume_timeout
+
+        def give_up() -> None:
+            if channel.is_interrupted and channel.interruptions == interruption:
+                channel.fail(f"it was not resumed within {limit} s")
+
+        interruption = channel.interruptions
+        self._runtime.clock.call_at(time.monotonic() + limit, give_up)
+        # The peer may have ended. If so, this worker cannot connect to it.
+        self._runtime.failures.check_silent_peer(name, channel.incarnation)
+
+    def handshake(self, binding: bytes = b"") -> handshake.Steps:
         """Return the server's side of a handshake."""
+        key = self._endpoint.key
+        return handshake.server(key, self._introduce, self._reason_to_refuse, binding)
+
+    def _introduce(self, peer: Introduction) -> Introduction:
+        """Return what this worker tells about itself to a peer that it accepts."""
         introduction = self._endpoint.introduction("serve")
-        return handshake.server(self._endpoint.secret, introduction, self._reason_to_refuse)
+        if _resumes(peer):
+            channel = self._interrupted_channel(peer)
+            introduction["received"] = 0 if channel is None else channel.prepare_resume()
+        return introduction
 
     def _reason_to_refuse(self, peer: Introduction) -> str | None:
         """Return why a peer that knows the secret is refused; None: it is accepted."""
@@ -215,6 +276,13 @@ class Listener:
             return "this worker belongs to another group"
         if not all(isinstance(peer.get(name), kind) for name, kind in _INTRODUCTION.items()):
             return "the introduction is not valid"
+        if peer["address"] not in self._endpoint.addresses:
+            return (
+                f"the connection was meant for {peer['address']!r}, "
+                f"but this worker listens at {', '.join(self._endpoint.addresses)}"
+            )
+        if _resumes(peer) and self._interrupted_channel(peer) is None:
+            return "the channel that was interrupted has ended here"
         if not is_device_map(peer.get("devices", {})):
             return "the device map is not valid"
         if peer.get("purpose") not in PURPOSES:
@@ -318,6 +386,12 @@ class Listener:
             sock.close()
         for connection in self._connections:
             connection.channel.close_after_fork()
+
+
+def _resumes(peer: Introduction) -> bool:
+    """Return whether a peer connects to resume a channel. A new channel has received nothing."""
+    received: int = peer["received"]
+    return received >= 0
 
 
 def _flush(channel: Channel) -> None:

@@ -61,6 +61,10 @@ class Channel(ABC):
     on_frame: Callable[[], None] | None = None
     # called when the peer did not receive all of the corked frames
     on_send_blocked: Callable[[], None] | None = None
+    # called when `fileno` has changed, or when the channel has ended and none is left
+    on_descriptor_changed: Callable[[], None] | None = None
+    # seconds of silence that are no reason to give the peer up
+    silence_limit = 0.0
     # Set whenever bytes arrive, cleared by the heartbeat. So a long frame is a sign of life, too.
     received_since_heartbeat = False
 

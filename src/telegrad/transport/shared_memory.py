@@ -55,13 +55,13 @@ import numpy.typing as npt
 
 from telegrad.errors import ProtocolError
 from telegrad.transport.segments import PRIVATE, SegmentAllocator, SegmentMappings, SharedSegment
+from telegrad.transport.sockets import AuthenticatedSocket
 from telegrad.wire.frames import BufferLocation
-from telegrad.wire.handshake import Introduction
 
 _BYTES_PER_THREAD = 4 << 20  # the least that is worth another thread
 _MAX_THREADS = 8
 # address, (none), purpose of the connection, deadline -> an authenticated connection
-ConnectFunction = Callable[[str, None, str, float], tuple[socket.socket, Introduction]]
+ConnectFunction = Callable[[str, None, str, float], AuthenticatedSocket]
 _SEGMENT_ID = struct.Struct("<I")
 _ACKNOWLEDGED = b"\x01"
 _RETRY_SECONDS = 5.0  # after which a peer that could not be reached is tried again
@@ -286,7 +286,7 @@ class SegmentSender:
         if now < self._retry_at.get(incarnation, 0.0):
             return False
         try:
-            sock, _ = self._connect(address, None, "segment", deadline)
+            sock = self._connect(address, None, "segment", deadline).sock
             with sock:
                 socket.send_fds(sock, [_SEGMENT_ID.pack(segment.segment_id)], [segment.fd])
                 if sock.recv(1) != _ACKNOWLEDGED:

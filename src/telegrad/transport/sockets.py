@@ -8,14 +8,34 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import ssl
 import struct
 import sys
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 from telegrad.errors import AuthenticationError, ProtocolError, UsageError
-from telegrad.wire.handshake import Introduction, Steps
+from telegrad.transport.records import (
+    MacRecords,
+    PlainStream,
+    Records,
+    TlsRecords,
+    explain_tls_error,
+    set_timeout,
+)
+from telegrad.transport.tls import TlsContexts
+from telegrad.wire.handshake import (
+    MAGIC,
+    HandshakeResult,
+    Introduction,
+    Steps,
+    refuse_without_tls,
+)
 
 _BACKLOG = 1024
+_PEEK_INTERVAL = 0.005  # seconds
+_BULK = b"TLGB"  # precedes TLS on a bulk connection
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
@@ -79,39 +99,106 @@ def check_same_user(sock: socket.socket) -> None:
         )
 
 
-def run_handshake(sock: socket.socket, steps: Steps, timeout: float) -> Introduction:
-    """Run one side of the handshake over a new connection. Return the peer's introduction."""
-    # one deadline for the whole handshake: a peer cannot extend it by sending single bytes
+class AuthenticatedSocket(NamedTuple):
+    """A connection after its handshake."""
+
+    sock: socket.socket  # with TLS, that of a bulk connection is an `ssl.SSLSocket`
+    peer: Introduction
+    records: Records | None  # of a TCP connection that carries frames
+
+
+def authenticate(
+    sock: socket.socket,
+    tls: TlsContexts,
+    make_steps: Callable[[bytes], Steps],
+    *,
+    server_side: bool,
+    timeout: float,
+    bulk: bool = False,
+) -> AuthenticatedSocket:
+    """Run the TLS handshake, if the connection needs one, and then that of Telegrad.
+
+    `make_steps(binding)` returns the steps of this side. `bulk`: the connection carries no frames;
+    the side that accepts finds that out. `sock` is closed if this raises. There is one deadline for
+    all of it: a peer cannot extend it by sending single bytes.
+    """
     deadline = time.monotonic() + timeout
+    try:
+        if sock.family == socket.AF_UNIX:
+            return AuthenticatedSocket(
+                sock, _run(PlainStream(sock), make_steps(b""), deadline)[0], None
+            )
+        if server_side:
+            bulk = _check_first_bytes(sock, tls.enabled, deadline)
+        if not tls.enabled:
+            peer, session_key = _run(PlainStream(sock), make_steps(b""), deadline)
+            records = None if bulk else MacRecords(session_key, server_side)
+            return AuthenticatedSocket(sock, peer, records)
+        context = tls.context(server_side)
+        if not bulk:
+            tls_records = TlsRecords(sock, context, server_side)
+            tls_records.shake_hands(deadline)
+            binding = tls.binding(tls_records.tls, server_side)
+            peer = _run(tls_records, make_steps(binding), deadline).peer
+            return AuthenticatedSocket(sock, peer, tls_records)
+        if not server_side:
+            sock.sendall(_BULK)
+        set_timeout(sock, deadline)
+        try:
+            sock = context.wrap_socket(sock, server_side=server_side)
+        except ssl.SSLError as error:
+            raise explain_tls_error(error) from None
+        assert isinstance(sock, ssl.SSLSocket)
+        binding = tls.binding(sock, server_side)
+        return AuthenticatedSocket(
+            sock, _run(PlainStream(sock), make_steps(binding), deadline).peer, None
+        )
+    except TimeoutError:
+        sock.close()
+        raise ProtocolError(f"the peer did not finish its handshake within {timeout} s") from None
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _run(stream: TlsRecords | PlainStream, steps: Steps, deadline: float) -> HandshakeResult:
+    """Run one side of the handshake over a new connection."""
     try:
         send, count = next(steps)
         while True:
             if send:
-                _set_timeout(sock, deadline)
-                sock.sendall(send)
-            send, count = steps.send(_read(sock, count, deadline))
+                stream.send(send, deadline)
+            send, count = steps.send(stream.read(count, deadline))
     except StopIteration as done:
-        introduction: Introduction = done.value
-        return introduction
-    except TimeoutError:
-        raise ProtocolError(f"the peer did not finish its handshake within {timeout} s") from None
+        result: HandshakeResult = done.value
+        return result
 
 
-def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
-    """Receive exactly `count` bytes."""
-    data = b""
-    while len(data) < count:
-        _set_timeout(sock, deadline)
-        part = sock.recv(count - len(data))
-        if not part:
+def _check_first_bytes(sock: socket.socket, with_tls: bool, deadline: float) -> bool:
+    """Return whether a peer opens a bulk connection. Raise `ProtocolError` if it uses TLS
+    differently than this worker.
+    """
+    first = _peek(sock, len(MAGIC), deadline)
+    if not with_tls:
+        if first != MAGIC:
+            raise ProtocolError("the peer uses TLS, which is off here, or is no worker")
+        return False
+    if first == MAGIC:
+        PlainStream(sock).send(refuse_without_tls(), deadline)
+        raise ProtocolError("the peer does not use TLS, which is required here")
+    if first == _BULK:
+        sock.recv(len(_BULK))
+        return True
+    return False
+
+
+def _peek(sock: socket.socket, count: int, deadline: float) -> bytes:
+    """Return the first bytes that a peer sends, without removing them."""
+    while True:
+        set_timeout(sock, deadline)
+        data = sock.recv(count, socket.MSG_PEEK)
+        if len(data) == count:
+            return data
+        if not data:
             raise ProtocolError("the peer closed the connection during the handshake")
-        data += part
-    return data
-
-
-def _set_timeout(sock: socket.socket, deadline: float) -> None:
-    """Let the next operation end at `deadline`. Raise `TimeoutError` if that has passed."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    sock.settimeout(left)
+        time.sleep(_PEEK_INTERVAL)

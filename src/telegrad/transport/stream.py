@@ -1,4 +1,4 @@
-"""`StreamChannel`: a channel over a stream socket, unix or TCP.
+"""`StreamChannel`: a channel over a unix socket.
 
 Large buffers may go through shared memory instead of the stream (`shared_memory`).
 
@@ -108,6 +108,8 @@ class PendingSend:
 class StreamChannel(Channel):
     """A channel over a connected stream socket."""
 
+    kind = "unix"
+
     def __init__(
         self,
         sock: socket.socket,
@@ -116,7 +118,6 @@ class StreamChannel(Channel):
         sharing: SharedMemoryTransfer | None = None,
         peer_max_frame: int | None = None,
     ) -> None:
-        self.kind = "unix" if sock.family == socket.AF_UNIX else "tcp"
         self._sock = sock
         self._sharing = sharing
         self._peer_max_frame = max_frame if peer_max_frame is None else peer_max_frame
@@ -135,9 +136,7 @@ class StreamChannel(Channel):
         self._is_shut = False
         self._should_spin = False  # the last frame arrived soon, so `recv` polls before it sleeps
         sock.settimeout(None)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_TIMEOUT))
-        if self.kind == "tcp":
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(_SEND_TIMEOUT))
 
     def __repr__(self) -> str:
         shut = " shut" if self._is_shut else ""
@@ -459,12 +458,12 @@ class StreamChannel(Channel):
     def _set_receive_timeout(self, seconds: float | None) -> None:
         self._receive_timeout = seconds
         try:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(seconds))
         except OSError as error:
             raise ChannelClosed(str(error)) from None
 
 
-def _timeval(seconds: float | None) -> bytes:
+def timeval(seconds: float | None) -> bytes:
     """Encode a timeout for `setsockopt`: at least 1 ms, because 0 means no timeout."""
     if seconds is None:
         return struct.pack("ll", 0, 0)

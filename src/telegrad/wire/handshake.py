@@ -6,13 +6,16 @@
     server -> client   1, length, introduction (JSON), proof over both nonces and the introduction
                    or  0, length, reason for the refusal
 
-A proof is the HMAC-SHA256 of a label, both nonces and the introduction, with the secret as its key,
-so a recorded handshake cannot be replayed. All data before a valid proof has a fixed or bounded
-size. An introduction is what a peer tells about itself: its name, its process and so on.
+A proof is the HMAC-SHA256 of a label, both nonces, the channel binding and the introductions so
+far, with the key of the group as its key, so a recorded handshake cannot be replayed. The channel
+binding identifies the encrypted connection below (see `transport.tls`): a handshake that is relayed
+from one TLS connection to another fails. All data before a valid proof has a fixed or bounded size.
+An introduction is what a peer tells about itself (its name, its incarnation, its purpose) and which
+worker it wants to talk to at which address.
 
 There is no I/O here. `client` and `server` are generators. They yield `(bytes to send, number of
-bytes to read next)`, are resumed with the bytes that were read, and return the introduction of the
-peer.
+bytes to read next)`, are resumed with the bytes that were read, and return a `HandshakeResult`: the
+introduction of the peer, and a key that only the two ends of this connection know.
 """
 
 from __future__ import annotations
@@ -23,14 +26,25 @@ import json
 import os
 import struct
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 from telegrad.errors import AuthenticationError, ProtocolError
 
 Introduction = dict[str, Any]
-Steps = Generator[tuple[bytes, int], bytes, Introduction]
 
-VERSION = 2
+
+class HandshakeResult(NamedTuple):
+    """What one side has after a handshake."""
+
+    peer: Introduction
+    session_key: bytes  # of this connection alone; authenticates its records without TLS
+
+
+Steps = Generator[tuple[bytes, int], bytes, HandshakeResult]
+
+VERSION = 3
+# Sent in place of a version by a worker that requires TLS to a client that does not use it.
+TLS_REQUIRED = 0xFFFF
 MAGIC = b"TLGD"
 MAX_INTRODUCTION = 8192
 
@@ -41,64 +55,84 @@ _PROOF_SIZE = hashlib.sha256().digest_size
 _SERVER = "the worker that was called"
 
 
-def client(secret: bytes, introduction: Introduction) -> Steps:
-    """Return the steps of the side that connects."""
+class ConnectionRefused(ProtocolError):
+    """The peer knows the secret and refuses the connection."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the connection was refused: {reason}")
+
+
+def client(key: bytes, introduction: Introduction, binding: bytes = b"") -> Steps:
+    """Return the steps of the side that connects. `binding` is the channel binding."""
     client_nonce = os.urandom(32)
     hello = yield _HELLO.pack(MAGIC, VERSION, client_nonce), _HELLO.size + _PROOF_SIZE
-    nonces = client_nonce + _parse_hello(hello[: _HELLO.size])
-    _verify(secret, b"server", nonces, hello[_HELLO.size :], _SERVER)
+    bound = client_nonce + _parse_hello(hello[: _HELLO.size]) + _digest(binding)
+    _verify(key, b"server", bound, hello[_HELLO.size :], _SERVER)
     text = _pack_json(introduction)
-    proof = _proof(secret, b"client", nonces + text)
+    bound += _digest(text)
+    proof = _proof(key, b"client", bound)
     reply = yield _LENGTH.pack(len(text)) + text + proof, _REPLY.size
     accepted, length = _REPLY.unpack(reply)
     if accepted > 1:
         raise ProtocolError(f"received {accepted} in a handshake where 0 or 1 was expected")
-    if not accepted:
-        reason = yield b"", min(length, MAX_INTRODUCTION)
-        raise ProtocolError(f"the connection was refused: {reason.decode('utf-8', 'replace')}")
     rest = yield b"", _checked_length(length) + _PROOF_SIZE
     text, proof = rest[:-_PROOF_SIZE], rest[-_PROOF_SIZE:]
-    _verify(secret, b"welcome", nonces + text, proof, _SERVER)
-    return _parse_json(text)
+    if not accepted:
+        _verify(key, b"refusal", bound + text, proof, _SERVER)
+        raise ConnectionRefused(text.decode("utf-8", "replace"))
+    bound += _digest(text)
+    _verify(key, b"welcome", bound, proof, _SERVER)
+    return HandshakeResult(_parse_json(text), _proof(key, b"session", bound))
 
 
 def server(
-    secret: bytes, introduction: Introduction, refuse: Callable[[Introduction], str | None]
+    key: bytes,
+    introduce: Callable[[Introduction], Introduction],
+    refuse: Callable[[Introduction], str | None],
+    binding: bytes = b"",
 ) -> Steps:
     """Return the steps of the side that accepts.
 
-    `refuse(introduction)` returns the reason why a peer that knows the secret is refused, or None.
+    `refuse(peer)` returns the reason why a peer that knows the secret is refused, or None.
+    `introduce(peer)` returns what this side tells about itself to a peer that is accepted.
     """
     hello = yield b"", _HELLO.size
     if hello[:4] != MAGIC:
         raise ProtocolError("not a Telegrad connection")
     server_nonce = os.urandom(32)
-    nonces = hello[6:] + server_nonce
-    proof = _proof(secret, b"server", nonces)
+    bound = hello[6:] + server_nonce + _digest(binding)
+    proof = _proof(key, b"server", bound)
     header = yield _HELLO.pack(MAGIC, VERSION, server_nonce) + proof, _LENGTH.size
     # Checked after the reply, so that a client of another version receives the version of this
     # worker and can name it in its error.
     _parse_hello(hello)
     rest = yield b"", _checked_length(*_LENGTH.unpack(header)) + _PROOF_SIZE
     text, proof = rest[:-_PROOF_SIZE], rest[-_PROOF_SIZE:]
-    _verify(secret, b"client", nonces + text, proof, "a peer that connected")
+    bound += _digest(text)
+    _verify(key, b"client", bound, proof, "a peer that connected")
     peer = _parse_json(text)
     reason = refuse(peer)
     if reason is not None:
         data = reason.encode()[:MAX_INTRODUCTION]
-        yield _REPLY.pack(0, len(data)) + data, 0
+        yield _REPLY.pack(0, len(data)) + data + _proof(key, b"refusal", bound + data), 0
         raise ProtocolError(f"refused {peer.get('name')!r}: {reason}")
-    text = _pack_json(introduction)
-    yield _REPLY.pack(1, len(text)) + text + _proof(secret, b"welcome", nonces + text), 0
-    return peer
+    text = _pack_json(introduce(peer))
+    bound += _digest(text)
+    yield _REPLY.pack(1, len(text)) + text + _proof(key, b"welcome", bound), 0
+    return HandshakeResult(peer, _proof(key, b"session", bound))
+
+
+def refuse_without_tls() -> bytes:
+    """Return the reply of a worker that requires TLS to a client that does not use it."""
+    return _HELLO.pack(MAGIC, TLS_REQUIRED, bytes(32)) + bytes(_PROOF_SIZE)
 
 
 def run_in_memory(near: Steps, far: Steps) -> tuple[Introduction, Introduction]:
     """Run both sides of a handshake in this thread.
 
-    Return what each of them returned: the introduction of the far side, then of the near side.
+    Return the introduction of the far side, then of the near side.
     """
-    results: dict[int, Introduction] = {}
+    results: dict[int, HandshakeResult] = {}
     received = {0: b"", 1: b""}
     wanted = {0: 0, 1: 0}
     sides = (near, far)
@@ -118,15 +152,19 @@ def run_in_memory(near: Steps, far: Steps) -> tuple[Introduction, Introduction]:
                 data = received[side][: wanted[side]]
                 received[side] = received[side][wanted[side] :]
                 step(side, lambda side=side, data=data: sides[side].send(data))  # type: ignore[misc]
-    return results[0], results[1]
+    return results[0].peer, results[1].peer
 
 
-def _proof(secret: bytes, label: bytes, data: bytes) -> bytes:
-    return hmac.new(secret, b"telegrad " + label + b"\0" + data, hashlib.sha256).digest()
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
-def _verify(secret: bytes, label: bytes, data: bytes, proof: bytes, who: str) -> None:
-    if not hmac.compare_digest(_proof(secret, label, data), proof):
+def _proof(key: bytes, label: bytes, data: bytes) -> bytes:
+    return hmac.digest(key, b"telegrad " + label + b"\0" + data, "sha256")
+
+
+def _verify(key: bytes, label: bytes, data: bytes, proof: bytes, who: str) -> None:
+    if not hmac.compare_digest(_proof(key, label, data), proof):
         raise AuthenticationError(
             f"{who} does not know this group's secret; set the same TELEGRAD_SECRET (or "
             "Config.secret) on every worker"
@@ -138,6 +176,10 @@ def _parse_hello(data: bytes) -> bytes:
     magic, version, nonce = _HELLO.unpack(data)
     if magic != MAGIC:
         raise ProtocolError("not a Telegrad connection")
+    if version == TLS_REQUIRED:
+        raise ProtocolError(
+            "the peer requires TLS, which is off here: give every worker the same TELEGRAD_TLS"
+        )
     if version != VERSION:
         raise ProtocolError(
             f"the peer uses version {version} of the protocol, this worker version {VERSION}: "

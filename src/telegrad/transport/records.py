@@ -1,0 +1,250 @@
+"""Records: the bytes of a TCP connection, encrypted by TLS or authenticated by a MAC.
+
+`TlsRecords` is the record layer of the standard library's `ssl`, without a socket: it turns the
+bytes of frames into encrypted bytes and back, so that the channel decides when to send and receive.
+`MacRecords` is used where TLS is switched off. Everything that is unpickled travels in records, so
+nobody without the key can make a worker run code: a record that was changed, repeated, left out or
+moved to another place fails.
+
+State: a `TlsRecords` is used by the sending and the receiving thread at the same time, which
+OpenSSL does not permit, so `_lock` guards it. The sending and the receiving state of `MacRecords`
+are separate.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+import ssl
+import struct
+import threading
+import time
+from abc import ABC, abstractmethod
+
+from telegrad.errors import AuthenticationError, ProtocolError
+
+MAX_RECORD = 1 << 16  # bytes of plaintext of one `MacRecords` record
+_LENGTH = struct.Struct("<I")
+_SEQUENCE = struct.Struct("<Q")
+_TAG = 16  # bytes of a MAC
+_CHUNK = 1 << 16
+
+_log = logging.getLogger(__name__)
+
+
+class RecordError(Exception):
+    """A received record is not what the peer sent, or the peer ended the connection."""
+
+
+class Records(ABC):
+    """One connection's encryption and authentication, in both directions."""
+
+    @abstractmethod
+    def encode(self, data: bytes | memoryview) -> bytes:
+        """Return the records that carry `data`, in the order of these calls."""
+
+    @abstractmethod
+    def feed(self, data: memoryview) -> None:
+        """Take received bytes; `read_into` returns what they carry."""
+
+    @abstractmethod
+    def read_into(self, space: memoryview) -> int:
+        """Write received data to the start of `space`. Return its size, 0 if there is none now.
+
+        Raise `RecordError` if the records were changed on their way.
+        """
+
+
+class MacRecords(Records):
+    """Records of plain data, each with a MAC over its number, its length and its data.
+
+    The MAC is the first 16 bytes of HMAC-SHA256 under a key of this connection and direction.
+    """
+
+    def __init__(self, session_key: bytes, server_side: bool) -> None:
+        keys = [
+            hmac.digest(session_key, label, "sha256")
+            for label in (b"client to server", b"server to client")
+        ]
+        self._send_key, self._receive_key = reversed(keys) if server_side else keys
+        self._sent = self._received = 0  # records
+        self._input = bytearray()
+        self._data = memoryview(b"")  # verified data that was not read yet
+
+    def encode(self, data: bytes | memoryview) -> bytes:
+        parts = []
+        for start in range(0, len(data), MAX_RECORD):
+            part = data[start : start + MAX_RECORD]
+            content = _LENGTH.pack(len(part)) + part
+            parts += [content, self._tag(self._send_key, self._sent, content)]
+            self._sent += 1
+        return b"".join(parts)
+
+    def feed(self, data: memoryview) -> None:
+        self._input += data
+
+    def read_into(self, space: memoryview) -> int:
+        if not self._data and not self._next_record():
+            return 0
+        count = min(len(space), len(self._data))
+        space[:count] = self._data[:count]
+        self._data = self._data[count:]
+        return count
+
+    def _next_record(self) -> bool:
+        """Verify the next record, if it is complete, and let `_data` be its content."""
+        received = self._input
+        if len(received) < _LENGTH.size:
+            return False
+        length = _LENGTH.unpack_from(received)[0]
+        if not 0 < length <= MAX_RECORD:
+            raise RecordError(f"a record of {length} bytes")
+        end = _LENGTH.size + length
+        if len(received) < end + _TAG:
+            return False
+        content, tag = bytes(received[:end]), received[end : end + _TAG]
+        if not hmac.compare_digest(self._tag(self._receive_key, self._received, content), tag):
+            raise RecordError("a record was changed on its way")
+        del received[: end + _TAG]
+        self._received += 1
+        self._data = memoryview(content)[_LENGTH.size :]
+        return True
+
+    @staticmethod
+    def _tag(key: bytes, number: int, content: bytes) -> bytes:
+        return hmac.digest(key, _SEQUENCE.pack(number) + content, "sha256")[:_TAG]
+
+
+class TlsRecords(Records):
+    """The records of a TLS connection, and its handshake over a blocking socket."""
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_side: bool) -> None:
+        self._sock = sock
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._lock = threading.Lock()
+
+    def encode(self, data: bytes | memoryview) -> bytes:
+        with self._lock:
+            written = 0
+            while written < len(data):
+                written += self.tls.write(memoryview(data)[written:])
+            return self._outgoing.read()
+
+    def feed(self, data: memoryview) -> None:
+        with self._lock:
+            self._incoming.write(data)
+
+    def read_into(self, space: memoryview) -> int:
+        with self._lock:
+            # without this check, every read would end with a costly exception
+            if not self._incoming.pending and not self.tls.pending():
+                return 0
+            try:
+                return self.tls.read(len(space), space)  # type: ignore[arg-type, return-value]
+            except ssl.SSLWantReadError:
+                return 0
+            except ssl.SSLError as error:
+                raise RecordError(str(error)) from None
+
+    # The handshakes, before there are frames
+
+    def shake_hands(self, deadline: float) -> None:
+        """Run the TLS handshake. Raise `AuthenticationError` if the keys do not fit."""
+        try:
+            while True:
+                try:
+                    self.tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    self._flush(deadline)
+                    self._fill(deadline)
+            self._flush(deadline)
+        except ssl.SSLError as error:
+            try:
+                self._flush(deadline)  # the alert tells the peer why
+            except OSError as closed:
+                _log.debug("the TLS alert was not sent: %s", closed)
+            raise explain_tls_error(error) from None
+
+    def send(self, data: bytes, deadline: float) -> None:
+        """Send data during the handshake above TLS."""
+        self._outgoing_write(self.encode(data), deadline)
+
+    def read(self, count: int, deadline: float) -> bytes:
+        """Receive exactly `count` bytes during the handshake above TLS."""
+        data = bytearray(count)
+        view, filled = memoryview(data), 0
+        while filled < count:
+            try:
+                size = self.read_into(view[filled:])
+            except RecordError as error:
+                raise ProtocolError(f"the TLS connection failed: {error}") from None
+            if not size:
+                self._fill(deadline)
+            filled += size
+        return bytes(data)
+
+    def _fill(self, deadline: float) -> None:
+        set_timeout(self._sock, deadline)
+        data = self._sock.recv(_CHUNK)
+        if not data:
+            raise ProtocolError("the peer closed the connection during the handshake")
+        self._incoming.write(data)
+
+    def _flush(self, deadline: float) -> None:
+        self._outgoing_write(self._outgoing.read(), deadline)
+
+    def _outgoing_write(self, data: bytes, deadline: float) -> None:
+        if data:
+            set_timeout(self._sock, deadline)
+            self._sock.sendall(data)
+
+
+class PlainStream:
+    """A socket during the handshake above it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def send(self, data: bytes, deadline: float) -> None:
+        """Send data."""
+        set_timeout(self._sock, deadline)
+        self._sock.sendall(data)
+
+    def read(self, count: int, deadline: float) -> bytes:
+        """Receive exactly `count` bytes."""
+        data = b""
+        while len(data) < count:
+            set_timeout(self._sock, deadline)
+            part = self._sock.recv(count - len(data))
+            if not part:
+                raise ProtocolError("the peer closed the connection during the handshake")
+            data += part
+        return data
+
+
+def set_timeout(sock: socket.socket, deadline: float) -> None:
+    """Let the next operation end at `deadline`. Raise `TimeoutError` if that has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    sock.settimeout(left)
+
+
+# What OpenSSL reports, at either side, if the two sides have different keys.
+_WRONG_KEY = ("BINDER", "ILLEGAL_PARAMETER", "DECRYPT_ERROR", "UNKNOWN_PSK", "CERTIFICATE")
+
+
+def explain_tls_error(error: ssl.SSLError) -> ProtocolError:
+    """Return the error of Telegrad for a TLS handshake that failed."""
+    reason = error.reason or str(error)
+    if any(word in reason for word in _WRONG_KEY):
+        return AuthenticationError(
+            f"the TLS handshake failed ({reason}): set the same TELEGRAD_SECRET (or Config.secret) "
+            "and the same TELEGRAD_TLS_* settings on every worker"
+        )
+    return ProtocolError(
+        f"the TLS handshake failed ({reason}): give every worker the same TELEGRAD_TLS settings"
+    )

@@ -1,0 +1,655 @@
+"""`TcpChannel`: a channel over TCP that survives the end of its connection.
+
+Frames travel in records (`records`), encrypted or authenticated. A connection may end although both
+workers live: a link was cut, a router forgot it, a record was changed on its way. Then the channel
+is *interrupted*. The side that opened it connects again and names the channel by its session id,
+both sides tell how many frames they have received, and each sends again what the other has not
+received. So every frame arrives once and in order, and no call notices. The channel ends if the
+peer closes it, if it cannot be resumed within `Config.resume_timeout`, or if the peer is declared
+lost.
+
+HEARTBEAT frames carry the number of frames that their sender has received, and whether it ends the
+channel. They are neither counted nor sent again.
+
+State: - `_condition` guards `_state`, `_socket`, `_records`, `_generation` (counts the
+interruptions and the
+  resumptions; bytes of an earlier generation are discarded) and `_error`.
+- `_send_lock` guards `_wire` (encoded bytes that the socket did not take yet), `_partial` (the rest
+  of a large frame) and taking frames from `_queue` (not sent yet). Any thread appends to `_queue`
+  and `_deferred`. A thread that finds the lock taken leaves its frames to the thread that has it,
+  which checks `_queue` again after releasing it.
+- `_receive_lock` guards the decoder, `_frames` (complete frames that were not taken), `_received`
+  (how many frames have arrived) and taking frames from `_unacknowledged` (sent, but perhaps not
+  received).
+- `_chunk` and `_should_spin` belong to the reading thread.
+If several locks are taken, then in the order send, receive, condition.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from telegrad import thread_roles
+from telegrad.errors import ProtocolError, SerializationError
+from telegrad.transport.buffer_pool import BufferPool
+from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
+from telegrad.transport.records import RecordError, Records
+from telegrad.transport.shared_memory import SharedCopies
+from telegrad.transport.stream import (
+    CONTENDED_SECONDS,
+    CORES,
+    SPIN_SECONDS,
+    spin_permit,
+    timeval,
+)
+from telegrad.wire.frames import HEADER, BufferLocation, Frame, FrameDecoder, Kind, encode_header
+
+_BATCH = 1 << 16  # bytes of frames that are encoded together
+_CHUNK = 1 << 17  # bytes that are received at a time
+_FRAMES_PER_ACKNOWLEDGEMENT = 64
+_BYTES_PER_ACKNOWLEDGEMENT = 1 << 20
+_MAX_QUEUED = 1 << 20  # bytes that the event loop sends later; with more, `send` waits
+_MAX_QUEUED_INTERRUPTED = 1 << 26
+_POLLS_PER_CLOCK_READ = 8
+_WAIT = 0.25  # seconds after which a blocked `send` compares the time with its deadline
+_KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 15),
+    (socket.TCP_KEEPINTVL, 5),
+    (socket.TCP_KEEPCNT, 6),
+    (socket.TCP_USER_TIMEOUT, 30_000),
+)
+
+_pack = HEADER.pack
+_HEARTBEAT, _LEAVE = int(Kind.HEARTBEAT), int(Kind.LEAVE)
+_DONTWAIT = int(socket.MSG_DONTWAIT)
+_ENDS = 1  # flag of a HEARTBEAT: its sender ends the channel and will not resume it
+
+
+class _State(enum.Enum):
+    OPEN = "open"
+    INTERRUPTED = "interrupted"
+    CLOSED = "shut"
+
+
+_OPEN, _INTERRUPTED, _CLOSED = _State
+
+
+class TcpChannel(Channel):
+    """A channel over TCP; see the module's docstring.
+
+    `on_interrupted(channel, error)` is called once per interruption, by any thread. It must arrange
+    that `resume` or `fail` is called.
+    """
+
+    kind = "tcp"
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        records: Records,
+        session: str,
+        incarnation: str,
+        pool: BufferPool,
+        max_frame: int,
+        peer_max_frame: int,
+        silence_limit: float,
+        on_interrupted: Callable[[TcpChannel, BaseException], None],
+    ) -> None:
+        self.session = session
+        self.incarnation = incarnation  # of the peer
+        self.silence_limit = silence_limit
+        self._on_interrupted = on_interrupted
+        self._pool = pool
+        self._max_frame = max_frame
+        self._peer_max_frame = peer_max_frame
+        self._condition = threading.Condition()
+        self._state = _OPEN
+        self._generation = 0
+        self._error = "the channel was shut"
+        self._socket = sock
+        self._records = records
+        self._send_lock = threading.Lock()
+        self._queue: collections.deque[bytes] = collections.deque()
+        self._deferred: collections.deque[bytes] = collections.deque()
+        self._unacknowledged: collections.deque[bytes] = collections.deque()
+        self._wire = memoryview(b"")
+        self._partial = memoryview(b"")
+        self._acknowledge = False  # send a HEARTBEAT with the next frames
+        self._receive_lock = threading.Lock()
+        self._decoder = self._new_decoder()
+        self._frames: collections.deque[Frame] = collections.deque()
+        self._received = 0
+        self._acknowledged = 0  # our frames that the peer has received
+        self._told = 0  # the value of `_received` that was sent last
+        self._untold_bytes = 0
+        self._peer_closed = False  # it will not resume the channel
+        self._chunk = memoryview(bytearray(_CHUNK))
+        self._should_spin = False
+        self._receive_timeout: float | None = None
+        _set_options(sock)
+        self._decode_buffered(0)
+
+    def __repr__(self) -> str:
+        return (
+            f"<TcpChannel {self._state.value}, {self._received} frames received, "
+            f"{len(self._unacknowledged)} unacknowledged, {len(self._queue)} queued, "
+            f"{self._decoder!r}>"
+        )
+
+    def _new_decoder(self) -> FrameDecoder:
+        return FrameDecoder(self._pool.reserve, _no_segments, self._max_frame)
+
+    # Sending
+
+    def send(
+        self,
+        kind: int,
+        call: int,
+        body: bytes,
+        buffers: Sequence[memoryview] = (),
+        function: int = 0,
+        timeout_ms: int = 0,
+        flags: int = 0,
+        timeout: float | None = None,
+        copies: SharedCopies | None = None,
+    ) -> None:
+        if not buffers:
+            data = _pack(len(body), call, function, timeout_ms, 0, kind, flags, 0) + body
+        else:
+            header = encode_header(
+                kind,
+                call,
+                body,
+                function=function,
+                timeout_ms=timeout_ms,
+                flags=flags,
+                places=[BufferLocation(buffer.nbytes) for buffer in buffers],
+            )
+            data = b"".join((header, body, *buffers))
+        if len(data) > self._peer_max_frame:
+            raise SerializationError(
+                f"a message of {len(data)} bytes exceeds the limit of {self._peer_max_frame} bytes "
+                "that its receiver accepts; raise Config.max_frame there"
+            )
+        if self._state is _CLOSED:
+            raise ChannelClosed(self._error)
+        self._queue.append(data)
+        with self._send_lock:
+            complete = self._transmit()
+        if complete:
+            if self._queue and self._state is _OPEN:  # queued by a thread that found the lock taken
+                self.flush_nowait()
+            if self._state is _OPEN:
+                return
+        self._wait_until_sent(timeout)
+
+    def _wait_until_sent(self, timeout: float | None) -> None:
+        """Wait until the socket has taken the frames, or the event loop may send the rest."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        role = None
+        try:
+            while True:
+                state = self._state
+                if state is _CLOSED:
+                    raise ChannelClosed(self._error)
+                queued = sum(map(len, list(self._queue))) + len(self._partial) + len(self._wire)
+                limit = _MAX_QUEUED if state is _OPEN else _MAX_QUEUED_INTERRUPTED
+                if queued <= limit and (state is not _OPEN or self.on_send_blocked is not None):
+                    if self.on_send_blocked is not None and state is _OPEN:
+                        self.on_send_blocked()
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise SendTimeout(begun=True)  # what is queued will be sent
+                role = role or thread_roles.pause()  # let another thread read meanwhile
+                self._wait_for_space(min(left, _WAIT))
+                with self._send_lock:
+                    complete = self._transmit()
+                if complete and self._state is _OPEN:
+                    return
+        finally:
+            thread_roles.resume(role)
+
+    def _wait_for_space(self, timeout: float) -> None:
+        """Wait until the socket may take bytes or the state has changed."""
+        with self._condition:
+            if self._state is _INTERRUPTED:
+                self._condition.wait(timeout)
+                return
+            fd = self._socket.fileno()
+        if fd >= 0:
+            poller = select.poll()
+            poller.register(fd, select.POLLOUT)
+            poller.poll(timeout * 1000)
+
+    def _transmit(self) -> bool:
+        """Under the send lock: send queued frames without blocking. Return False if some are left.
+
+        Nothing is left to do while the channel is interrupted: `resume` sends what is queued.
+        """
+        with self._condition:
+            if self._state is not _OPEN:
+                return True
+            sock, records, generation = self._socket, self._records, self._generation
+        try:
+            while True:
+                while self._wire:
+                    self._wire = self._wire[sock.send(self._wire, _DONTWAIT) :]
+                data = self._next_data()
+                if not data:
+                    return True
+                self._wire = memoryview(records.encode(data))
+        except BlockingIOError:
+            return False
+        except OSError as error:  # also errors of `ssl`
+            self.interrupt(error, generation)
+            return True
+        except BaseException as error:
+            # A signal handler raised. Bytes may be lost, so the frames are sent again.
+            self.interrupt(error, generation)
+            raise
+
+    def _next_data(self) -> bytes | memoryview:
+        """Under the send lock: take frames to encode together; empty if there are none."""
+        if self._partial:
+            data, self._partial = self._partial[:_BATCH], self._partial[_BATCH:]
+            return data
+        frames: list[bytes] = []
+        size = 0
+        if self._acknowledge:
+            self._acknowledge = False
+            self._told = self._received
+            frames.append(_pack(0, self._told, 0, 0, 0, _HEARTBEAT, 0, 0))
+        while size < _BATCH:
+            try:
+                frame = self._queue.popleft()
+            except IndexError:
+                break
+            self._unacknowledged.append(frame)
+            if len(frame) > _BATCH:
+                self._partial = memoryview(frame)
+                break
+            frames.append(frame)
+            size += len(frame)
+        if not frames and self._partial:
+            return self._next_data()
+        return frames[0] if len(frames) == 1 else b"".join(frames)
+
+    def try_send(self, kind: int) -> None:
+        if kind != _HEARTBEAT:
+            raise ValueError("only heartbeats may be omitted")
+        self._acknowledge = True
+        self.flush_nowait()
+
+    def cork(self, kind: int, call: int, body: bytes) -> None:
+        self._queue.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
+
+    def cork_deferred(self, kind: int, call: int, body: bytes) -> None:
+        self._deferred.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
+
+    def flush_deferred(self) -> None:
+        try:
+            while True:
+                self._queue.append(self._deferred.popleft())
+        except IndexError:  # empty; two threads may run this loop
+            self.flush_nowait()
+
+    def flush_nowait(self) -> bool:
+        while self._queue or self._wire or self._partial or self._acknowledge:
+            if self._state is _CLOSED:
+                raise ChannelClosed(self._error)
+            if self._state is _INTERRUPTED:
+                return True  # `resume` sends them
+            acquired: list[bool] = []
+            try:
+                # one C call: no signal handler runs between acquiring the lock and recording it
+                acquired.extend(map(self._send_lock.acquire, (False,)))
+                if not acquired[0]:
+                    return True  # the thread that has the lock sends the frames
+                complete = self._transmit()
+            finally:
+                if acquired and acquired[0]:
+                    self._send_lock.release()
+            if not complete:
+                if self.on_send_blocked is not None:
+                    self.on_send_blocked()
+                return False
+        return True
+
+    # Receiving
+
+    def recv(self, timeout: float | None = None) -> Frame:
+        frames = self._frames
+        if frames:
+            return frames.popleft()
+        started = time.monotonic()
+        deadline = math.inf if timeout is None else started + timeout
+        if self._should_spin and self._spin(started) and frames:
+            return frames.popleft()
+        left = timeout
+        while True:
+            sock, generation = self._wait_until_open(deadline)
+            if frames:
+                return frames.popleft()
+            try:
+                if left != self._receive_timeout:
+                    self._set_receive_timeout(sock, left)
+                count = sock.recv_into(self._chunk)
+            except BlockingIOError:
+                raise TimeoutError("nothing arrived in time") from None
+            except OSError as error:
+                self._connection_ended(error, generation)
+                continue
+            if not count:
+                self._connection_ended(None, generation)
+                continue
+            self._decode(count, generation)
+            if frames:
+                self._should_spin = CORES > 1 and time.monotonic() - started < SPIN_SECONDS
+                return frames.popleft()
+            left = self._time_left(deadline)
+
+    @staticmethod
+    def _time_left(deadline: float) -> float | None:
+        """Return the seconds until `deadline`; None: no limit. Raise `TimeoutError` after it."""
+        if deadline == math.inf:
+            return None
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("nothing arrived in time")
+        return left
+
+    def _wait_until_open(self, deadline: float) -> tuple[socket.socket, int]:
+        with self._condition:
+            while self._state is _INTERRUPTED:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError("the connection is interrupted")
+                self._condition.wait(min(left, threading.TIMEOUT_MAX))
+            if self._state is _CLOSED and not self._frames:
+                raise ChannelClosed(self._error)
+            return self._socket, self._generation
+
+    def _spin(self, started: float) -> bool:
+        """Poll for bytes for a moment without sleeping. Return True if some arrived."""
+        acquired: list[bool] = []
+        try:
+            # one C call: no signal handler runs between acquiring the lock and recording it
+            acquired.extend(map(spin_permit.acquire, (False,)))
+            if not acquired[0]:
+                return False
+            now = started
+            while not self.poll(_POLLS_PER_CLOCK_READ):
+                before, now = now, time.monotonic()
+                if (
+                    self._state is not _OPEN
+                    or now > started + SPIN_SECONDS
+                    or now > before + CONTENDED_SECONDS
+                ):
+                    self._should_spin = False
+                    return False
+            return True
+        finally:
+            if acquired and acquired[0]:
+                spin_permit.release()
+
+    def receive(self) -> bool:
+        return self.poll(1)
+
+    def poll(self, attempts: int) -> bool:
+        with self._condition:
+            if self._state is _CLOSED:
+                raise ChannelClosed(self._error)
+            if self._state is _INTERRUPTED:
+                return False
+            sock, generation = self._socket, self._generation
+        while True:
+            try:
+                count = sock.recv_into(self._chunk, 0, _DONTWAIT)
+                break
+            except BlockingIOError:
+                attempts -= 1
+                if not attempts:
+                    return False
+                os.sched_yield()
+            except OSError as error:
+                self._connection_ended(error, generation)
+                return False
+        if not count:
+            self._connection_ended(None, generation)
+            return False
+        self._decode(count, generation)
+        return True
+
+    def _connection_ended(self, error: OSError | None, generation: int) -> None:
+        """Interrupt the channel, or end it if the peer has closed it. The latter raises."""
+        if self._peer_closed:
+            self.fail("the peer closed the connection")
+            raise ChannelClosed("the peer closed the connection")
+        self.interrupt(error or ChannelClosed("the connection was closed"), generation)
+
+    def _decode(self, count: int, generation: int) -> None:
+        """Decode received bytes to frames. `ProtocolError` ends the channel."""
+        self.received_since_heartbeat = True
+        with self._receive_lock:
+            if generation != self._generation:
+                return  # they will be sent again
+            self._records.feed(self._chunk[:count])
+        self._decode_buffered(generation)
+
+    def _decode_buffered(self, generation: int) -> None:
+        try:
+            with self._receive_lock:
+                if generation != self._generation:
+                    return
+                records, decoder = self._records, self._decoder
+                while size := records.read_into(decoder.get_buffer()):
+                    decoder.buffer_updated(size)
+                    self._untold_bytes += size
+                    while (frame := decoder.next_frame()) is not None:
+                        self._accept(frame)
+                untold = self._received - self._told
+                acknowledge = untold >= _FRAMES_PER_ACKNOWLEDGEMENT or (
+                    untold and self._untold_bytes >= _BYTES_PER_ACKNOWLEDGEMENT
+                )
+        except RecordError as error:
+            self.interrupt(error, generation)
+            return
+        except ProtocolError:
+            raise
+        except BaseException as error:
+            # A signal handler raised. Bytes may be lost, so the peer must send them again.
+            self.interrupt(error, generation)
+            raise
+        if acknowledge:
+            self._untold_bytes = 0
+            self._acknowledge = True
+            self.flush_nowait()
+
+    def _accept(self, frame: Frame) -> None:
+        """Under the receive lock: take a frame that has arrived completely."""
+        if frame.kind == _HEARTBEAT:
+            self._forget_acknowledged(frame.call_id)
+            self._peer_closed |= bool(frame.flags & _ENDS)
+            return
+        self._peer_closed |= frame.kind == _LEAVE
+        self._received += 1
+        self._frames.append(frame)
+
+    def _forget_acknowledged(self, received: int) -> None:
+        """Under the receive lock: forget the frames that the peer has received."""
+        if not self._acknowledged <= received <= self._acknowledged + len(self._unacknowledged):
+            raise ProtocolError(
+                f"the peer says that it has received {received} frames, "
+                f"{self._acknowledged + len(self._unacknowledged)} were sent"
+            )
+        while self._acknowledged < received:
+            self._unacknowledged.popleft()
+            self._acknowledged += 1
+
+    def next_frame(self) -> Frame | None:
+        if self._frames:
+            return self._frames.popleft()
+        if self._state is _CLOSED:
+            raise ChannelClosed(self._error)
+        return None
+
+    @property
+    def missing_bytes(self) -> int:
+        return self._decoder.missing_bytes
+
+    def has_frame(self) -> bool:
+        return bool(self._frames)
+
+    def fileno(self) -> int | None:
+        return self._socket.fileno() if self._state is _OPEN else None
+
+    # Interruption and resumption
+
+    @property
+    def interruptions(self) -> int:
+        """A number that differs for each interruption."""
+        return self._generation
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the channel waits for a new connection."""
+        return self._state is _INTERRUPTED
+
+    def interrupt(self, error: BaseException, generation: int | None = None) -> None:
+        """Give the present connection up; the channel waits for another one.
+
+        Nothing happens if `generation` is not that of the present connection.
+        """
+        with self._condition:
+            if self._state is not _OPEN or generation not in (None, self._generation):
+                return
+            self._state = _INTERRUPTED
+            self._generation += 1
+            sock = self._socket
+        _shut(sock)
+        self._notify_loop()
+        self._on_interrupted(self, error)
+
+    def prepare_resume(self) -> int:
+        """Return how many frames have arrived. None arrives from now on until `resume`."""
+        self.interrupt(ChannelClosed("the peer opened another connection"))
+        with self._receive_lock:
+            return self._received
+
+    def resume(self, sock: socket.socket, records: Records, peer_received: int) -> None:
+        """Go on over a new connection. The peer has received `peer_received` frames.
+
+        Raise `ChannelClosed` if the channel was closed meanwhile.
+        """
+        _set_options(sock)
+        with self._send_lock:
+            with self._receive_lock:
+                self._forget_acknowledged(peer_received)
+                with self._condition:
+                    if self._state is not _INTERRUPTED:
+                        raise ChannelClosed(self._error)
+                    old = self._socket
+                    self._queue.extendleft(reversed(self._unacknowledged))
+                    self._unacknowledged.clear()
+                    self._wire = self._partial = memoryview(b"")
+                    self._decoder = self._new_decoder()
+                    self._told = self._received
+                    self._socket, self._records = sock, records
+                    self._receive_timeout = None
+                    self._state = _OPEN
+                    self._generation += 1
+                    generation = self._generation
+                    self._condition.notify_all()
+            complete = self._transmit()
+        old.close()
+        self.received_since_heartbeat = True
+        self._decode_buffered(generation)
+        self._notify_loop()
+        if not complete and self.on_send_blocked is not None:
+            self.on_send_blocked()
+
+    def fail(self, reason: str) -> None:
+        """End the channel, because it cannot be resumed."""
+        with self._condition:
+            if self._state is _CLOSED:
+                return
+            self._error = reason
+            self._state = _CLOSED
+            self._generation += 1
+            sock = self._socket
+            self._condition.notify_all()
+        _shut(sock)
+        self._notify_loop()
+
+    def wait_until_closed(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds while the channel is interrupted. True: it was closed."""
+        with self._condition:
+            if self._state is _INTERRUPTED:
+                self._condition.wait(timeout)
+            return self._state is _CLOSED
+
+    def _notify_loop(self) -> None:
+        if self.on_descriptor_changed is not None:
+            self.on_descriptor_changed()
+
+    # Closing
+
+    def shutdown(self) -> None:
+        if self._state is _OPEN:
+            self._send_close()
+        self.fail("the channel was shut")
+
+    def _send_close(self) -> None:
+        """Tell the peer that this side will not resume the channel, if that is possible at once."""
+        if self._send_lock.acquire(blocking=False):
+            try:
+                # Frames that are queued are lost. The last record must be complete.
+                if not self._wire and not self._partial:
+                    end = _pack(0, self._received, 0, 0, 0, _HEARTBEAT, _ENDS, 0)
+                    self._socket.send(self._records.encode(end), _DONTWAIT)
+            except OSError:
+                return  # the peer finds out when it tries to resume
+            finally:
+                self._send_lock.release()
+
+    def close(self) -> None:
+        try:
+            self.shutdown()
+        finally:
+            self._socket.close()
+
+    def close_after_fork(self) -> None:
+        self._socket.close()
+
+    def _set_receive_timeout(self, sock: socket.socket, seconds: float | None) -> None:
+        self._receive_timeout = seconds
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(seconds))
+
+
+def _set_options(sock: socket.socket) -> None:
+    """Prepare a connected socket. The kernel ends a connection that is dead for half a minute."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _shut(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # already disconnected
+
+
+def _no_segments(place: BufferLocation) -> memoryview:
+    raise ProtocolError("a buffer is in shared memory, but this connection does not use any")

@@ -1,0 +1,270 @@
+"""`TcpChannel`: interruption, resumption, and records that somebody changed on their way."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from telegrad.config import Config
+from telegrad.errors import AuthenticationError, ProtocolError
+from telegrad.transport.channel import ChannelClosed
+from telegrad.transport.records import MacRecords, RecordError, TlsRecords
+from telegrad.transport.tcp import TcpChannel
+from telegrad.transport.tls import TlsContexts
+from telegrad.wire.frames import Kind
+from tests.transport.pairs import Background, connected_sockets, records_pair, tcp_channels
+
+LATE = 20.0
+
+
+class Link:
+    """Two TCP channels that are connected again whenever they are interrupted."""
+
+    def __init__(self, with_tls: bool) -> None:
+        self._with_tls = with_tls
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self.resumptions = 0
+        self.closed = False
+        self.near, self.far = tcp_channels(
+            *connected_sockets("tcp"), with_tls, on_interrupted=self._interrupted
+        )
+
+    def _interrupted(self, channel: TcpChannel, error: BaseException) -> None:
+        thread = threading.Thread(target=self._resume)
+        self._threads.append(thread)
+        thread.start()
+
+    def _resume(self) -> None:
+        """Do what the dialer and the listener do."""
+        with self._lock:
+            if self.closed or not (self.near.is_interrupted or self.far.is_interrupted):
+                return
+            received = self.near.prepare_resume(), self.far.prepare_resume()
+            near, far = connected_sockets("tcp")
+            near_records, far_records = records_pair(near, far, self._with_tls)
+            self.far.resume(far, far_records, received[0])
+            self.near.resume(near, near_records, received[1])
+            self.resumptions += 1
+
+    def cut(self) -> None:
+        """End the present connection."""
+        self.near.interrupt(ConnectionResetError("cut"))
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed = True
+        self.near.close()
+        self.far.close()
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.fixture(params=[False, True], ids=["mac", "tls"])
+def link(request: pytest.FixtureRequest, background: Background) -> Iterator[Link]:
+    link = Link(request.param)
+    yield link
+    link.close()
+
+
+def test_frames_that_were_queued_during_an_interruption_arrive(link: Link) -> None:
+    for number in range(5):
+        link.near.send(Kind.CALL, number, b"before")
+    link.cut()
+    for number in range(5, 10):
+        link.near.send(Kind.CALL, number, b"after")
+    assert [link.far.recv(LATE).call_id for _ in range(10)] == list(range(10))
+    link.far.send(Kind.REPLY, 1, b"answer")
+    assert bytes(link.near.recv(LATE).body) == b"answer"
+
+
+def test_every_frame_arrives_once_and_in_order_whatever_is_cut(link: Link) -> None:
+    """Two senders in each direction, cuts at random moments, frames of all sizes."""
+    generator = random.Random(7)
+    sizes = [generator.choice([0, 10, 3_000, 100_000, 400_000]) for _ in range(300)]
+    stop = threading.Event()
+
+    def send(channel: TcpChannel) -> None:
+        for number, size in enumerate(sizes):
+            buffers = [memoryview(bytes([number % 251]) * size)] if size > 50 else []
+            channel.send(Kind.CALL, number, b"x" * min(size, 50), buffers)
+
+    def receive(channel: TcpChannel) -> list[int]:
+        numbers = []
+        for _ in sizes:
+            frame = channel.recv(LATE)
+            for buffer in frame.buffers:
+                assert bytes(buffer) == bytes([frame.call_id % 251]) * len(buffer)
+            numbers.append(frame.call_id)
+        return numbers
+
+    def cut() -> None:
+        while not stop.wait(generator.random() * 0.02):
+            generator.choice([link.near, link.far]).interrupt(ConnectionResetError("cut"))
+
+    tasks: list[Future[object]] = []
+
+    def start(function: Callable[..., object], *args: object) -> Future[object]:
+        future: Future[object] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        tasks.append(future)
+        return future
+
+    start(send, link.near)
+    start(send, link.far)
+    received = [start(receive, link.near), start(receive, link.far)]
+    cutting = start(cut)
+    try:
+        for each in received:
+            assert each.result(LATE * 3) == list(range(len(sizes)))
+    finally:
+        stop.set()
+    cutting.result(LATE)
+    for task in tasks:
+        task.result(LATE)
+    assert link.resumptions > 3
+
+
+def test_frames_that_the_peer_has_are_forgotten(link: Link) -> None:
+    for number in range(200):
+        link.near.send(Kind.CALL, number, b"")
+        link.far.recv(LATE)
+    link.far.try_send(Kind.HEARTBEAT)
+    link.far.send(Kind.REPLY, 1, b"")
+    link.near.recv(LATE)
+    assert not link.near._unacknowledged
+
+
+def test_a_peer_that_acknowledges_what_was_never_sent_breaks_the_protocol(link: Link) -> None:
+    link.far._received = 5
+    link.far.try_send(Kind.HEARTBEAT)
+    with pytest.raises(ProtocolError, match="has received 5 frames, 0 were sent"):
+        link.near.recv(LATE)
+
+
+def test_a_reader_waits_while_the_channel_is_interrupted(background: Background) -> None:
+    near, far = tcp_channels(
+        *connected_sockets("tcp"), with_tls=False, on_interrupted=lambda channel, error: None
+    )
+    receiving = background(near.recv)
+    far.interrupt(ConnectionResetError("cut"))
+    near.interrupt(ConnectionResetError("cut"))
+    with pytest.raises(TimeoutError):
+        far.recv(timeout=0.05)
+    assert not receiving.done()
+    near.fail("it could not be resumed")
+    with pytest.raises(ChannelClosed, match="could not be resumed"):
+        receiving.result(LATE)
+    with pytest.raises(ChannelClosed, match="could not be resumed"):
+        near.next_frame()
+    near.close()
+    far.close()
+
+
+def test_an_orderly_end_is_no_interruption(link: Link) -> None:
+    link.near.send(Kind.CALL, 1, b"last")
+    link.near.close()
+    assert link.far.recv(LATE).call_id == 1
+    with pytest.raises(ChannelClosed, match="the peer closed the connection"):
+        link.far.recv(LATE)
+    assert link.resumptions == 0
+
+
+# Records
+
+
+def read_all(records: MacRecords) -> bytes:
+    space, data = memoryview(bytearray(1 << 17)), b""
+    while size := records.read_into(space):
+        data += bytes(space[:size])
+    return data
+
+
+def mac_pair() -> tuple[MacRecords, MacRecords]:
+    return MacRecords(b"key", server_side=False), MacRecords(b"key", server_side=True)
+
+
+def test_mac_records_carry_data_of_any_size_in_any_pieces() -> None:
+    near, far = mac_pair()
+    data = random.Random(1).randbytes(300_000)
+    encoded = near.encode(data) + near.encode(b"next")
+    received = b""
+    for start in range(0, len(encoded), 1000):
+        far.feed(memoryview(encoded)[start : start + 1000])
+        received += read_all(far)
+    assert received == data + b"next"
+
+
+@pytest.mark.parametrize("kind", ["flip", "replay", "reorder", "drop", "other key", "reflect"])
+def test_a_record_that_was_tampered_with_fails(kind: str) -> None:
+    near, far = mac_pair()
+    first, second = near.encode(b"first"), near.encode(b"second")
+    sent = {
+        "flip": first[:6] + bytes([first[6] ^ 1]) + first[7:],
+        "replay": first + first,
+        "reorder": second + first,
+        "drop": second,
+        "other key": MacRecords(b"other", server_side=False).encode(b"first"),
+        "reflect": far.encode(b"first"),
+    }[kind]
+    far.feed(memoryview(sent))
+    with pytest.raises(RecordError, match="changed on its way"):
+        read_all(far)
+
+
+def test_a_record_of_an_impossible_size_fails_at_once() -> None:
+    far = mac_pair()[1]
+    far.feed(memoryview(b"\xff\xff\xff\xff"))
+    with pytest.raises(RecordError, match="4294967295 bytes"):
+        read_all(far)
+
+
+# TLS
+
+
+def test_another_key_cannot_finish_the_tls_connection(background: Background) -> None:
+    """With a pre-shared key TLS fails; with ephemeral certificates the proofs differ."""
+    near, far = connected_sockets("tcp")
+    ours, theirs = TlsContexts(Config(), b"ours"), TlsContexts(Config(), b"theirs")
+    client = TlsRecords(near, ours.context(False), server_side=False)
+    server = TlsRecords(far, theirs.context(True), server_side=True)
+    deadline = time.monotonic() + LATE
+    accepting = background(server.shake_hands, deadline)
+    if ours.uses_psk:
+        with pytest.raises(AuthenticationError):
+            client.shake_hands(deadline)
+        with pytest.raises(AuthenticationError):
+            accepting.result(LATE)
+    else:
+        client.shake_hands(deadline)
+        accepting.result(LATE)
+        assert client.tls.version() == "TLSv1.3"
+        assert ours.binding(client.tls, False) == theirs.binding(server.tls, True)
+        assert ours.context(True) is not theirs.context(True)
+        assert ours.binding(server.tls, True) != theirs.binding(server.tls, True)
+    near.close()
+    far.close()
+
+
+def test_a_peer_that_does_not_speak_tls_fails_the_handshake(background: Background) -> None:
+    near, far = connected_sockets("tcp")
+    server = TlsRecords(far, TlsContexts(Config(), b"key").context(True), server_side=True)
+    near.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(ProtocolError, match="the TLS handshake failed"):
+        server.shake_hands(time.monotonic() + LATE)
+    near.shutdown(socket.SHUT_RDWR)
+    near.close()
+    far.close()
