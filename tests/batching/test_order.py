@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from telegrad import Deadline
 from telegrad.batching.calls import BatchedCall
-from telegrad.batching.policy import (
+from telegrad.batching.scheduler import (
     AdaptivePolicy,
     AllCallersPolicy,
     BatchOptions,
     BatchPolicy,
+    FairQueue,
     MinimumSizePolicy,
     policy_for,
 )
-from telegrad.batching.scheduler import FairQueue
 
 
 def make_call(

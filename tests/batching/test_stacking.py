@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from telegrad import batched
-from telegrad.batching.stacking import signature_of, split, stack
+from telegrad.batching.calls import signature_of, split, stack
 from telegrad.errors import UsageError
 
 

@@ -1,8 +1,8 @@
 """Batched calls: run concurrent calls of one function as one call with stacked arguments.
 
 `decorator` is the public entry point. A call that cannot run at once goes to a `queue`, whose
-`scheduler` and `policy` decide which calls run together and when; `execution` stacks their
-arguments, runs the function and splits its result. Code here runs only on the worker that serves
+`scheduler` decides which calls run together and when; `execution` stacks their arguments (`calls`),
+runs the function and splits its result. Code here runs only on the worker that serves
 the function: nothing may depend on how the call was sent.
 """
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from telegrad.batching.stacking import Signature, signature_of
+from telegrad.batching.calls import Signature, signature_of
 from telegrad.messages.call_scope import current_scope
 
 Call = Callable[..., Any]

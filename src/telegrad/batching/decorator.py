@@ -22,8 +22,8 @@ from telegrad.agent import Agent
 from telegrad.batching.calls import BatchedCall
 from telegrad.batching.execution import BatchExecutor
 from telegrad.batching.metrics import QueueMetrics, Statistics
-from telegrad.batching.policy import BatchOptions
 from telegrad.batching.queue import NOT_ALONE, BatchQueue
+from telegrad.batching.scheduler import BatchOptions
 from telegrad.current import thread_state
 from telegrad.errors import UsageError
 from telegrad.messages.remote_functions import (

@@ -20,10 +20,9 @@ from typing import Any, Protocol
 import torch
 
 from telegrad import thread_roles
-from telegrad.batching.calls import BatchedCall, CallerState
+from telegrad.batching.calls import BatchedCall, CallerState, signature_of, split, stack
 from telegrad.batching.cuda_graphs import CudaGraphs
-from telegrad.batching.policy import BatchOptions
-from telegrad.batching.stacking import signature_of, split, stack
+from telegrad.batching.scheduler import BatchOptions
 from telegrad.current import thread_state
 from telegrad.deadline import Deadline
 from telegrad.errors import InternalError, UsageError

@@ -25,8 +25,7 @@ from telegrad import thread_roles
 from telegrad.batching.calls import BatchedCall
 from telegrad.batching.execution import BatchExecutor, BatchRole, running_batch
 from telegrad.batching.metrics import QueueMetrics, QueueRegistry
-from telegrad.batching.policy import BatchOptions
-from telegrad.batching.scheduler import BatchScheduler
+from telegrad.batching.scheduler import BatchOptions, BatchScheduler
 from telegrad.errors import CallTimeout, PeerLost, QueueFull
 from telegrad.messages.packing import sharing_replies
 from telegrad.messages.remote_functions import DeferredReply
