@@ -25,9 +25,9 @@ if _typing.TYPE_CHECKING:
     from telegrad.agent import current_agent as current_agent
     from telegrad.batching import batched as batched
     from telegrad.config import Config as Config
+    from telegrad.current import Deadline as Deadline
     from telegrad.current import current_caller as current_caller
     from telegrad.current import current_deadline as current_deadline
-    from telegrad.deadline import Deadline as Deadline
     from telegrad.futures import Future as Future
     from telegrad.group.membership import WorkerInfo as WorkerInfo
     from telegrad.messages.remote_functions import expose as expose
@@ -40,7 +40,7 @@ _PACKAGES = frozenset({"autograd", "errors", "nn", "optim", "ps", "rpc"})
 _DEFINED_IN = {
     "Agent": "telegrad.agent",
     "Config": "telegrad.config",
-    "Deadline": "telegrad.deadline",
+    "Deadline": "telegrad.current",
     "Future": "telegrad.futures",
     "RRef": "telegrad.refs",
     "WorkerInfo": "telegrad.group.membership",

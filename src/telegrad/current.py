@@ -1,5 +1,9 @@
 """State of the current thread and process: its agent, the call that it runs, its call interceptor.
 
+A `Deadline` is the absolute time at which a call must be over. A timeout that the user gives
+becomes one where it enters Telegrad, so it covers all steps of a call. Clocks of two processes
+differ, so a message carries the time that is left instead.
+
 The runtime of an agent has no type here, because every package below the runtime may read this
 module. `telegrad.runtime.active_runtime` and `telegrad.agent.current_agent` are typed.
 
@@ -10,11 +14,30 @@ State: `thread_state` is changed by its own thread only; `process_state.runtime`
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from telegrad.deadline import Deadline
 from telegrad.futures import Future
+
+
+class Deadline(NamedTuple):
+    """A time of the monotonic clock of this process (`time.monotonic`)."""
+
+    at: float
+
+    @classmethod
+    def after(cls, seconds: float | None) -> Deadline | None:
+        """Return the deadline `seconds` from now; None if `seconds` is None."""
+        return None if seconds is None else cls(time.monotonic() + seconds)
+
+    def left(self) -> float:
+        """Return the seconds until the deadline, negative once it has passed."""
+        return self.at - time.monotonic()
+
+    def passed(self) -> bool:
+        """Return whether the deadline has passed."""
+        return self.left() <= 0
 
 
 class CallInterceptor(Protocol):

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad import deadline
-from telegrad.deadline import Deadline, to_wire
+from telegrad import current
+from telegrad.current import Deadline
+from telegrad.wire.frames import encode_timeout
 
 
 class Clock:
@@ -23,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(deadline, "time", clock)
+    monkeypatch.setattr(current, "time", clock)
     return clock
 
 
@@ -71,22 +72,11 @@ def test_the_earlier_deadline_is_the_smaller() -> None:
 def test_what_travels_is_whole_milliseconds_and_zero_means_none(
     timeout: float | None, milliseconds: int
 ) -> None:
-    assert to_wire(timeout) == milliseconds
-
-
-def test_zero_on_the_wire_is_no_deadline() -> None:
-    assert Deadline.from_wire(to_wire(None)) is None
-
-
-def test_a_deadline_is_counted_from_its_arrival(clock: Clock) -> None:
-    until = Deadline.from_wire(to_wire(1.5))
-    assert until is not None
-    clock.now += 1.0
-    assert until.left() == 0.5
+    assert encode_timeout(timeout) == milliseconds
 
 
 @given(st.floats(min_value=0.001, max_value=4_000_000, allow_nan=False))
 def test_the_wire_keeps_a_timeout_to_the_millisecond_and_never_lengthens_it(timeout: float) -> None:
-    milliseconds = to_wire(timeout)
+    milliseconds = encode_timeout(timeout)
     assert 0 < milliseconds <= 0xFFFFFFFF
     assert timeout - 0.001 <= milliseconds / 1000 <= timeout + 1e-9

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from telegrad.deadline import Deadline
+from telegrad.current import Deadline
 from telegrad.errors import TelegradError, UsageError
 from telegrad.messages.call_scope import current_scope
 

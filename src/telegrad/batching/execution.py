@@ -23,8 +23,7 @@ from telegrad import thread_roles
 from telegrad.batching.calls import BatchedCall, CallerState, signature_of, split, stack
 from telegrad.batching.cuda_graphs import CudaGraphs
 from telegrad.batching.scheduler import BatchOptions
-from telegrad.current import thread_state
-from telegrad.deadline import Deadline
+from telegrad.current import Deadline, thread_state
 from telegrad.errors import InternalError, UsageError
 from telegrad.messages.remote_functions import Function, describe
 

@@ -39,7 +39,6 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
 from telegrad import thread_roles
-from telegrad.deadline import to_wire
 from telegrad.errors import CallTimeout, ProtocolError, SerializationError, as_exception, error_text
 from telegrad.futures import CompletionListener
 from telegrad.group.membership import Member
@@ -67,6 +66,7 @@ from telegrad.wire.frames import (
     INLINE_FUNCTION,
     Frame,
     Kind,
+    encode_timeout,
 )
 
 Args = tuple[Any, ...]
@@ -251,7 +251,7 @@ class ExclusiveConnection:
         function_id, flags, body, buffers = request
         channel = self.channel
         left = time_left(timeout, until)
-        channel.send(_CALL, call_id, body, buffers, function_id, to_wire(left), flags, left)
+        channel.send(_CALL, call_id, body, buffers, function_id, encode_timeout(left), flags, left)
         if flags & DEFINES_FUNCTION:
             self.known_functions.add(function_id)
         del request, body, buffers
@@ -409,7 +409,7 @@ class MultiplexedConnection(LoopConnection):
         pending.sent = True
         try:
             self.channel.send(
-                _CALL, call_id, body, buffers, function_id, to_wire(left), flags, left
+                _CALL, call_id, body, buffers, function_id, encode_timeout(left), flags, left
             )
         except SendTimeout as error:
             late = timeout_error(

@@ -36,8 +36,7 @@ import torch
 from telegrad import thread_roles
 from telegrad.config import Config
 from telegrad.cuda.sole_reference import is_exclusive
-from telegrad.current import thread_state
-from telegrad.deadline import Deadline
+from telegrad.current import Deadline, thread_state
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError, error_text
 from telegrad.futures import Future
 from telegrad.group.endpoint import MULTIPLEXED
@@ -386,7 +385,7 @@ class ServerConnection(ReplyingConnection):
         self._runtime.connection_ended(self, error)
 
     def _submit_to_executor(self, frame: Frame, function: ServedFunction) -> None:
-        deadline = Deadline.from_wire(frame.timeout_ms)
+        deadline = _deadline_of(frame)
 
         def job() -> None:
             expired = deadline is not None and deadline.passed()
@@ -470,7 +469,7 @@ class ServerConnection(ReplyingConnection):
         self._unanswered[frame.call_id] = function is None or not function.internal
         try:
             thread_state.caller = self.peer_name
-            thread_state.deadline = Deadline.from_wire(frame.timeout_ms)
+            thread_state.deadline = _deadline_of(frame)
             if not frame.flags & HAS_SCOPE or not len(frame.body):
                 self._run(frame, function, loop)
             else:
@@ -599,3 +598,10 @@ class ServerConnection(ReplyingConnection):
             value.listen(reply)
         else:
             FutureReplies.add(value, reply)
+
+
+def _deadline_of(frame: Frame) -> Deadline | None:
+    """Return the deadline of a call: a frame has the time that was left when it was sent."""
+    if not frame.timeout_ms:
+        return None
+    return Deadline(time.monotonic() + frame.timeout_ms / 1000)

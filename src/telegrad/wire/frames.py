@@ -40,6 +40,7 @@ _pack = HEADER.pack
 _unpack_from = HEADER.unpack_from
 _SIZE = HEADER.size
 _new = tuple.__new__
+_NO_TIMEOUT = 0
 
 
 class Kind(enum.IntEnum):
@@ -84,6 +85,14 @@ class Frame(NamedTuple):
     buffers: Sequence[Any]
     # Why the buffers could not be received. If the body is empty, it was not received either.
     receive_error: BaseException | None = None
+
+
+def encode_timeout(timeout: float | None) -> int:
+    """Return a timeout as whole milliseconds for a frame header.
+
+    0 stands for no timeout, so a very short one becomes 1.
+    """
+    return _NO_TIMEOUT if timeout is None else int(min(max(timeout * 1000, 1), 0xFFFFFFFF))
 
 
 def encode_header(
