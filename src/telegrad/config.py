@@ -64,7 +64,7 @@ class Config:
     the number of cores, up to four."""
     max_frame: int = 1 << 40
     """Largest message in bytes that is accepted from a peer."""
-    shared_memory_floor: int = 256 * 1024
+    shared_memory_min_bytes: int = 256 * 1024
     """Smallest buffer in bytes that is sent through shared memory on one host."""
     shared_memory_limit: int = 8 << 30
     """Bytes of shared memory that an agent may use. Further buffers are sent through the socket."""
@@ -104,7 +104,7 @@ class Config:
                 f"{name} must be positive, not {getattr(self, name)!r}",
             )
         require(self.max_frame > 0, f"max_frame must be positive, not {self.max_frame}")
-        for name in ("shared_memory_floor", "shared_memory_limit", "max_idle_connections"):
+        for name in ("shared_memory_min_bytes", "shared_memory_limit", "max_idle_connections"):
             require(
                 getattr(self, name) >= 0,
                 f"{name} must not be negative, not {getattr(self, name)!r}",

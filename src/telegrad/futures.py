@@ -106,7 +106,7 @@ class Future(torch.futures.Future[T]):
         if self._error is not None:
             raise self._error
         for device_copy in self._device_copies:
-            device_copy.join()
+            device_copy.wait_on_current_stream()
         return super().value()
 
     def result(self, timeout: float | None = None) -> T:

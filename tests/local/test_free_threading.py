@@ -125,7 +125,7 @@ def test_threads_that_call_a_new_peer_at_once_share_one_link(cluster: Clusters) 
 
 
 def test_memory_of_the_pool_has_one_user_at_a_time() -> None:
-    pool = BufferPool(floor=64, limit=1 << 20)
+    pool = BufferPool(min_bytes=64, max_bytes=1 << 20)
 
     def use(mark: int) -> Callable[[], bool]:
         def run() -> bool:

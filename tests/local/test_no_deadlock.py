@@ -231,7 +231,7 @@ def test_a_full_socket_waits_and_loses_nothing(cluster: Clusters, gate: Gate) ->
     """The callee reads no more, the connection fills, the caller waits inside `submit`; then all
     goes on.
     """
-    w0 = cluster(2, threads=1, max_threads=1, shared_memory_floor=1 << 40)["w0"]
+    w0 = cluster(2, threads=1, max_threads=1, shared_memory_min_bytes=1 << 40)["w0"]
     payload = torch.ones(250_000)
 
     def submit_all() -> list[Future[float]]:

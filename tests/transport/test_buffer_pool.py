@@ -18,7 +18,7 @@ def address(memory: memoryview) -> int:
 
 @pytest.fixture
 def pool() -> BufferPool:
-    return BufferPool(floor=FLOOR, limit=10 * FLOOR)
+    return BufferPool(min_bytes=FLOOR, max_bytes=10 * FLOOR)
 
 
 def test_memory_is_writable_and_of_the_size_that_was_asked_for(pool: BufferPool) -> None:
@@ -75,7 +75,7 @@ def test_whatever_sits_on_the_memory_holds_it(pool: BufferPool, kind: str) -> No
 
 
 def test_a_decoded_tensor_holds_its_memory_until_it_dies() -> None:
-    pool = BufferPool(FLOOR, limit=1 << 20)
+    pool = BufferPool(FLOOR, max_bytes=1 << 20)
     body, [buffer] = codec.encode(torch.arange(codec.OUT_OF_BAND))
     memory = pool.reserve(buffer.nbytes)
     memory[:] = buffer

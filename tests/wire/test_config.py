@@ -57,7 +57,7 @@ def test_the_secret_is_not_shown() -> None:
         ({"threads": 0}, "threads must be from 1 to max_threads (2048), not 0"),
         ({"threads": 9, "max_threads": 8}, "threads must be from 1 to max_threads (8), not 9"),
         ({"max_frame": 0}, "max_frame must be"),
-        ({"shared_memory_floor": -1}, "shared_memory_floor must"),
+        ({"shared_memory_min_bytes": -1}, "shared_memory_min_bytes must"),
         ({"shared_memory_limit": -1}, "shared_memory_limit must"),
         ({"max_idle_connections": -1}, "max_idle_connections must"),
     ],

@@ -89,7 +89,7 @@ class CudaReceive:
         ipc.mappings.release(self._bases)
 
     def forget(self) -> None:
-        """Drop the tensors that are kept for `join`, which will not be called."""
+        """Drop the tensors that are kept for `wait_on_current_stream`, which will not be called."""
         self._tensors.clear()
 
     def prepare_reply(self, reply_resources: Collection[object] = ()) -> None:
@@ -107,7 +107,7 @@ class CudaReceive:
             if not any(each.orders_after(stream, self._sender_device) for each in sends):
                 event.synchronize()
 
-    def join(self) -> None:
+    def wait_on_current_stream(self) -> None:
         """Make the streams of this thread wait for the copies, if others enqueued them."""
         for (index, stream), event in zip(self._streams.items(), self._events or (), strict=True):
             current = torch.cuda.current_stream(index)
@@ -137,10 +137,10 @@ class InlineReceive:
         """Do nothing: there is no lease."""
 
     def forget(self) -> None:
-        """Drop the tensors that are kept for `join`, which will not be called."""
+        """Drop the tensors that are kept for `wait_on_current_stream`, which will not be called."""
         self._tensors.clear()
 
-    def join(self) -> None:
+    def wait_on_current_stream(self) -> None:
         """Make the current stream wait for the copies, if another stream has them."""
         if driver.current_raw_stream(self._index) != self._stream:
             current = torch.cuda.current_stream(self._index)

@@ -99,7 +99,7 @@ class CudaSend(LentResource):
         if self._exclusive:
             keep_until_answered(self)
 
-    def returned(self, answered: bool) -> None:
+    def on_call_ended(self, answered: bool) -> None:
         """End the lease when the call is over; if it failed here, tell the callee not to copy."""
         if answered:
             self._transfers.end_leases([self._lease_id])

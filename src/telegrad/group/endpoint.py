@@ -87,7 +87,9 @@ class LocalEndpoint:
         # the channels of connections that were accepted, by session id
         self.sessions: weakref.WeakValueDictionary[str, TcpChannel] = weakref.WeakValueDictionary()
         self.pool = BufferPool()
-        self.allocator = SegmentAllocator(config.shared_memory_floor, config.shared_memory_limit)
+        self.allocator = SegmentAllocator(
+            config.shared_memory_min_bytes, config.shared_memory_limit
+        )
         self.mappings = SegmentMappings()
         self.addresses: tuple[str, ...] = ()
         self._segments = SegmentSender(self.connect)

@@ -25,19 +25,19 @@ class DeviceRoute(NamedTuple):
     A reply uses the map of the caller in the other direction.
     """
 
-    known: Mapping[torch.device, torch.device]
+    device_map: Mapping[torch.device, torch.device]
     unmapped: str
     is_reply: bool = False
 
     def target(self, device: torch.device) -> torch.device | None:
         """Return where a tensor on `device` arrives; None: it must not be sent."""
-        if device in self.known:
-            return self.known[device]
+        if device in self.device_map:
+            return self.device_map[device]
         return None if self.unmapped == REFUSE and device.type != "cpu" else device
 
     def falls_back_to_cpu(self, device: torch.device) -> bool:
         """Return whether a tensor may arrive on the CPU if the peer has no such device."""
-        return self.unmapped == CPU and device not in self.known
+        return self.unmapped == CPU and device not in self.device_map
 
 
 ANY_DEVICE = DeviceRoute({}, CPU)  # for tensors that their receiver moves to another device
@@ -52,19 +52,19 @@ def allow_any_device(function: F) -> F:
 
 def request_route(maps: Mapping[str, Mapping[str, str]], peer: str, unmapped: str) -> DeviceRoute:
     """Return the route of calls to a peer."""
-    device_map = maps.get(peer, {})
-    if len(set(device_map.values())) != len(device_map):
+    names = maps.get(peer, {})
+    if len(set(names.values())) != len(names):
         raise UsageError(
             f"the device map for {peer!r} sends two devices to one, so results could not find back"
         )
-    known = {parse_device(local): parse_device(remote) for local, remote in device_map.items()}
-    return _route(known, unmapped)
+    device_map = {parse_device(local): parse_device(remote) for local, remote in names.items()}
+    return _route(device_map, unmapped)
 
 
 def reply_route(devices: Mapping[str, str], unmapped: str) -> DeviceRoute:
     """Return the route of replies to a peer that calls with this device map."""
-    known = {parse_device(local): parse_device(remote) for remote, local in devices.items()}
-    return _route(known, unmapped)._replace(is_reply=True)
+    device_map = {parse_device(local): parse_device(remote) for remote, local in devices.items()}
+    return _route(device_map, unmapped)._replace(is_reply=True)
 
 
 def parse_device(device: str | int | torch.device) -> torch.device:
@@ -83,7 +83,7 @@ def is_device_map(devices: object) -> bool:
         return False
 
 
-def _route(known: dict[torch.device, torch.device], unmapped: str) -> DeviceRoute:
-    if known.get(_CPU, _CPU) != _CPU:
+def _route(device_map: dict[torch.device, torch.device], unmapped: str) -> DeviceRoute:
+    if device_map.get(_CPU, _CPU) != _CPU:
         tensors.map_cpu_tensors()
-    return DeviceRoute(known, unmapped)
+    return DeviceRoute(device_map, unmapped)

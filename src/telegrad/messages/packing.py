@@ -50,18 +50,18 @@ class LentResource(ABC):
     """Something that the callee may use until it has answered. See `keep_until_answered`."""
 
     @abstractmethod
-    def returned(self, answered: bool) -> None:
+    def on_call_ended(self, answered: bool) -> None:
         """The call is over. If it was not `answered`, the callee may still use the resource."""
 
 
 class ReceivedResource(MessageResource, Protocol):
     """A resource that a message contained, where the message is unpacked."""
 
-    def join(self) -> None:
+    def wait_on_current_stream(self) -> None:
         """Called by a thread that uses the result but did not unpack it."""
 
     def forget(self) -> None:
-        """Called if no thread will call `join`."""
+        """Called if no thread will call `wait_on_current_stream`."""
 
     def prepare_reply(self, reply_resources: Collection[Any] = ()) -> None:
         """Called before the reply is sent, with its resources: the sender may reuse this then."""
@@ -233,7 +233,7 @@ def return_resources(retained: list[Any], answered: bool) -> None:
     """Tell the lent resources of a call that it is over."""
     for each in retained:
         if isinstance(each, LentResource):
-            each.returned(answered)
+            each.on_call_ended(answered)
 
 
 # Replies that are equal for several calls
@@ -284,7 +284,7 @@ class SharedReply:
             ]
         return self._snapshot
 
-    def join(self) -> None:
+    def add_user(self) -> None:
         """Let one more thread use the copies until it calls `close`."""
         with self._lock:
             self._users += 1

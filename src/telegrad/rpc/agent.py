@@ -89,7 +89,7 @@ class RpcAgent(Agent):
         """Return the device map of calls to a worker."""
         name = dst if isinstance(dst, str) else dst.name
         route = request_route(self.config.device_maps, name, self.config.unmapped_devices)
-        return dict(route.known)
+        return dict(route.device_map)
 
     def _get_backend_options(self) -> RpcBackendOptions:
         """Return the options that `init_rpc` was called with."""

@@ -193,7 +193,7 @@ class ReplyingConnection(LoopConnection):
             self._mark_answered(call_id)
             shared.close()
 
-        shared.join()
+        shared.add_user()
         runtime = self._runtime
         runtime.threads.start_with_retry(send, runtime.clock)
 

@@ -43,21 +43,21 @@ class _PooledBuffer:
 
 
 class BufferPool:
-    """Reusable buffers of at least `floor` bytes, with at most `limit` bytes in total."""
+    """Reusable buffers of at least `min_bytes`, with at most `max_bytes` in total."""
 
-    def __init__(self, floor: int = 1 << 18, limit: int = 1 << 29) -> None:
-        self._floor = floor
-        self._limit = limit
+    def __init__(self, min_bytes: int = 1 << 18, max_bytes: int = 1 << 29) -> None:
+        self._min_bytes = min_bytes
+        self._max_bytes = max_bytes
         self._buffers: dict[int, list[_PooledBuffer]] = {}
         self._lock = threading.Lock()
         self.nbytes = 0
 
     def __repr__(self) -> str:
-        return f"<BufferPool {self.nbytes} of {self._limit} bytes kept>"
+        return f"<BufferPool {self.nbytes} of {self._max_bytes} bytes kept>"
 
     def reserve(self, nbytes: int) -> memoryview:
         """Return writable memory. It belongs to the caller until the last reference is gone."""
-        if nbytes < self._floor:
+        if nbytes < self._min_bytes:
             return memoryview(np.empty(nbytes, np.uint8))
         with self._lock:
             for buffer in self._buffers.get(nbytes, ()):
@@ -68,9 +68,9 @@ class BufferPool:
             return buffer.lend()
 
     def _add(self, buffer: _PooledBuffer) -> None:
-        if buffer.nbytes > self._limit:
+        if buffer.nbytes > self._max_bytes:
             return
-        while self.nbytes + buffer.nbytes > self._limit:
+        while self.nbytes + buffer.nbytes > self._max_bytes:
             self._remove_one()
         self._buffers.setdefault(buffer.nbytes, []).append(buffer)
         self.nbytes += buffer.nbytes
