@@ -17,6 +17,7 @@ from telegrad.refs import RRef, remote
 from telegrad.refs.manager import ReferenceManager
 from telegrad.refs.owned_objects import ObjectKey
 from telegrad.refs.owner_calls import with_object
+from telegrad.wire.handshake import Incarnation
 
 __all__ = ["RemoteModule"]
 
@@ -255,7 +256,7 @@ def _make(
 
 
 @trusted
-def _forward(owner: str, key: ObjectKey, device: str, /, *args: Any, **kwargs: Any) -> Any:
+def _forward(owner: Incarnation, key: ObjectKey, device: str, /, *args: Any, **kwargs: Any) -> Any:
     def run(_: ReferenceManager, module: nn.Module) -> Any:
         if device == "cpu":
             return module(*args, **kwargs)
@@ -283,14 +284,14 @@ def _to(value: Any, device: str) -> Any:
 
 
 @trusted
-def _parameters(owner: str, key: ObjectKey, recurse: bool) -> Any:
+def _parameters(owner: Incarnation, key: ObjectKey, recurse: bool) -> Any:
     return with_object(
         owner, key, lambda _, module: [RRef(parameter) for parameter in module.parameters(recurse)]
     )
 
 
 @trusted
-def _convert(owner: str, key: ObjectKey, /, *args: Any, **kwargs: Any) -> Any:
+def _convert(owner: Incarnation, key: ObjectKey, /, *args: Any, **kwargs: Any) -> Any:
     def run(_: ReferenceManager, module: nn.Module) -> str:
         module.to(*args, **kwargs)
         first = next(iter([*module.parameters(), *module.buffers()]), None)
@@ -300,7 +301,9 @@ def _convert(owner: str, key: ObjectKey, /, *args: Any, **kwargs: Any) -> Any:
 
 
 @trusted
-def _load(owner: str, key: ObjectKey, state: dict[str, Any], strict: bool, assign: bool) -> Any:
+def _load(
+    owner: Incarnation, key: ObjectKey, state: dict[str, Any], strict: bool, assign: bool
+) -> Any:
     return with_object(
         owner, key, lambda _, module: tuple(module.load_state_dict(state, strict, assign))
     )

@@ -45,6 +45,7 @@ from telegrad.scheduling.event_loop import EventLoops
 from telegrad.scheduling.executor import Executor, ThreadPool
 from telegrad.server.connection import ServerConnection
 from telegrad.server.listener import Listener
+from telegrad.wire.handshake import Incarnation
 
 S = TypeVar("S")
 
@@ -98,7 +99,7 @@ class AgentRuntime:
         self.cuda_transfers = CudaTransfers(self)
         self.peers = PeerTable(self)
         self.group = ""
-        self.local_member: Member = Member(name, -1 if rank is None else rank, "", ())
+        self.local_member: Member = Member(name, -1 if rank is None else rank, Incarnation(""), ())
 
     def __repr__(self) -> str:
         if not self._opened or self.closing:
@@ -144,7 +145,7 @@ class AgentRuntime:
         self.group = self.directory.group
         # the introduction of this worker while it has no incarnation
         self.local_member = Member(
-            self.name, -1 if self._rank is None else self._rank, "newcomer", ()
+            self.name, -1 if self._rank is None else self._rank, Incarnation("newcomer"), ()
         )
         rank = self.directory.free_rank(self.name, self._rank, self.dialer.probe)
         self.listener.listen()
@@ -386,15 +387,15 @@ class AgentRuntime:
         """Call `listener(name, incarnation)` when a worker is lost. It must not block."""
         self.failures.add_listener(listener)
 
-    def is_lost(self, incarnation: str) -> bool:
+    def is_lost(self, incarnation: Incarnation) -> bool:
         """Return whether a worker was lost. True before the listeners of `on_loss` are called."""
         return self.failures.is_lost(incarnation)
 
-    def watch(self, incarnation: str) -> None:
+    def watch(self, incarnation: Incarnation) -> None:
         """Make sure that the loss of a worker is noticed even if it never calls this one."""
         self.failures.watch(incarnation)
 
-    def close_lost_peer(self, name: str, incarnation: str, reason: str) -> None:
+    def close_lost_peer(self, name: str, incarnation: Incarnation, reason: str) -> None:
         """Free what belongs to a lost peer, on the server's side and in collectives."""
         self.listener.close_peer(incarnation, lost_notice(self.name, reason))
         self.endpoint.forget_peer(incarnation)
@@ -447,7 +448,9 @@ class AgentRuntime:
 
     # For peers, connections and the listener; see their protocols
 
-    def message_context(self, peer: str, incarnation: str, route: DeviceRoute) -> MessageContext:
+    def message_context(
+        self, peer: str, incarnation: Incarnation, route: DeviceRoute
+    ) -> MessageContext:
         """Return the context of messages between this agent and an incarnation of a peer."""
         return MessageContext(self, peer, incarnation, route)
 

@@ -19,6 +19,7 @@ from telegrad.runtime import AgentRuntime
 from telegrad.server.connection import ServerConnection
 from telegrad.testing import LocalCluster
 from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.handshake import Incarnation
 from tests.conftest import Clusters
 from tests.local.conftest import Background
 from tests.local.gates import PATIENCE, Gate, Log, hold_at, note_in, until
@@ -50,7 +51,7 @@ def w0(pair: LocalCluster, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Agent
 
 
 @pytest.fixture
-def silent(cluster: Clusters) -> Iterator[tuple[Agent, str]]:
+def silent(cluster: Clusters) -> Iterator[tuple[Agent, Incarnation]]:
     """A worker, and the incarnation of a member `silent` that accepts connections and never
     answers.
     """
@@ -159,7 +160,9 @@ def test_the_next_call_connects_again(
     assert w0.submit("w1", abs, -1).result(PATIENCE) == 1
 
 
-def test_calls_that_wait_fail_when_the_worker_is_given_up(silent: tuple[Agent, str]) -> None:
+def test_calls_that_wait_fail_when_the_worker_is_given_up(
+    silent: tuple[Agent, Incarnation],
+) -> None:
     w0, incarnation = silent
     future = w0.submit("silent", abs, -1)
     until(lambda: bool(w0._runtime.endpoint._connecting))
@@ -172,7 +175,7 @@ def test_calls_that_wait_fail_when_the_worker_is_given_up(silent: tuple[Agent, s
 
 @pytest.mark.parametrize("end", [AgentRuntime.close, AgentRuntime.abort])
 def test_calls_that_wait_fail_when_their_worker_closes(
-    silent: tuple[Agent, str], end: Callable[[AgentRuntime], None]
+    silent: tuple[Agent, Incarnation], end: Callable[[AgentRuntime], None]
 ) -> None:
     w0, _ = silent
     future = w0.submit("silent", abs, -1)

@@ -19,6 +19,7 @@ from telegrad.group import maintenance
 from telegrad.group.membership import Member
 from telegrad.runtime import AgentRuntime
 from telegrad.testing import LocalCluster
+from telegrad.wire.handshake import Incarnation
 from tests.conftest import Clusters
 from tests.local.conftest import Background
 from tests.local.gates import PATIENCE, Gate, Log, hold_at, until
@@ -607,7 +608,7 @@ def test_a_lost_worker_is_known_as_lost(cluster: Clusters) -> None:
     known: list[bool] = []
 
     def note_loss(_: str, which: str) -> None:
-        known.append(workers["w0"]._runtime.is_lost(which))
+        known.append(workers["w0"]._runtime.is_lost(Incarnation(which)))
         lost.set()
 
     workers["w0"].on_loss(note_loss)
@@ -626,11 +627,11 @@ def test_who_connects_to_a_worker_that_is_given_up_does_not_wait(
         name = f"telegrad-test-{secrets.token_hex(8)}"
         silent.bind("\0" + name)
         silent.listen()
-        member = Member("gone", 1, "its incarnation", (f"unix:@{name}",))
+        member = Member("gone", 1, Incarnation("its incarnation"), (f"unix:@{name}",))
         transports = replace(w0.config, transports=("unix",))
         w0._runtime.dialer._config = transports
         dialling = in_background(w0._runtime.dialer.dial, member, "exclusive")
         until(lambda: bool(w0._runtime.endpoint._connecting))
-        w0._runtime.failures.declare_lost("gone", "its incarnation", reason="it was silent")
+        w0._runtime.failures.declare_lost("gone", member.incarnation, reason="it was silent")
         assert isinstance(dialling.exception(PATIENCE), PeerLost)
         assert not w0._runtime.endpoint._connecting

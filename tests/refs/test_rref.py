@@ -26,6 +26,7 @@ from telegrad.refs import RRef, remote
 from telegrad.refs.manager import ReferenceManager
 from telegrad.refs.owned_objects import ObjectKey
 from telegrad.testing import LocalCluster
+from telegrad.wire.handshake import Incarnation
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE
 from tests.refs import objects
@@ -376,6 +377,7 @@ def test_an_object_that_is_asked_for_after_its_owner_has_left_never_comes(
     agent = cluster(2)["w0"]
     owned_objects = ReferenceManager.of(agent._runtime).owned
     agent.close()
-    owned_object = owned_objects.find(ObjectKey("an incarnation that has created nothing yet", 1))
+    creator = Incarnation("one that has created nothing yet")
+    owned_object = owned_objects.find(ObjectKey(creator, 1))
     with pytest.raises(PeerLost, match="left the group"):
         owned_object.value(PATIENCE)

@@ -21,6 +21,7 @@ from telegrad.transport.stream import StreamChannel
 from telegrad.transport.tcp import TcpChannel
 from telegrad.transport.tls import TlsContexts
 from telegrad.wire.frames import Kind, encode_header
+from telegrad.wire.handshake import Incarnation
 
 STREAMS = ["unix", "unix+shared"]
 TCP = ["tcp", "tcp+tls"]
@@ -131,7 +132,7 @@ def tcp_channels(
             sock,
             records,
             "5e551",
-            "1",
+            Incarnation("1"),
             pool,
             MAX_FRAME,
             MAX_FRAME,

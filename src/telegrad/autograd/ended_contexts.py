@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from telegrad.wire.handshake import Incarnation
+
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
@@ -28,7 +30,9 @@ class EndedContexts:
     peer and a list of ids.
     """
 
-    def __init__(self, agent: AgentRuntime, release: Callable[[str, list[int]], None]) -> None:
+    def __init__(
+        self, agent: AgentRuntime, release: Callable[[Incarnation, list[int]], None]
+    ) -> None:
         self._agent = agent
         self._release = release
         # By the incarnation of a peer: its name, and the ids that it has to release.
@@ -55,7 +59,7 @@ class EndedContexts:
             self._timer_is_set = True
         self._agent.clock.call_at(time.monotonic() + _ANNOUNCE_DELAY, self._on_timer)
 
-    def take(self, incarnation: str) -> list[int]:
+    def take(self, incarnation: Incarnation) -> list[int]:
         """Remove and return ids for a call that is about to be sent to a peer."""
         with self._lock:
             _, pending = self._pending.get(incarnation, ("", []))

@@ -28,6 +28,7 @@ from telegrad.group.membership import Member
 from telegrad.messages.packing import MessageContext
 from telegrad.messages.remote_functions import internal
 from telegrad.runtime import active_runtime
+from telegrad.wire.handshake import Incarnation
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
@@ -169,7 +170,7 @@ class ContextRegistry:
         if self._contexts and not self.agent.closing:
             self.agent.threads.start(self.audit)
 
-    def _on_worker_lost(self, name: str, incarnation: str) -> None:
+    def _on_worker_lost(self, name: str, incarnation: Incarnation) -> None:
         for context in list(self._contexts.values()):
             context.on_worker_lost(name, incarnation)
         self._start_audit()
@@ -200,7 +201,7 @@ def find_context(context_id: int) -> Context:
 
 
 @internal
-def _release(incarnation: str, context_ids: list[int]) -> None:
+def _release(incarnation: Incarnation, context_ids: list[int]) -> None:
     """End contexts on this worker, if it has not restarted since."""
     agent = active_runtime()
     if agent is not None and agent.local_member.incarnation == incarnation:

@@ -34,6 +34,7 @@ from telegrad.autograd.shared_parameters import SharedParameters
 from telegrad.errors import PeerLost
 from telegrad.messages.call_scope import current_scope
 from telegrad.messages.packing import MessageContext
+from telegrad.wire.handshake import Incarnation
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
@@ -105,7 +106,7 @@ class Context:
 
     # Tensors and gradients
 
-    def add_callee(self, name: str, incarnation: str) -> bool:
+    def add_callee(self, name: str, incarnation: Incarnation) -> bool:
         """Record a worker that has a part of this context. Return False if it has ended."""
         if not self.released:
             self.callees[incarnation] = name
@@ -163,7 +164,7 @@ class Context:
                 str(self.broken), peer=self.broken.peer, leave_reason=self.broken.leave_reason
             )
 
-    def on_worker_lost(self, name: str, incarnation: str) -> None:
+    def on_worker_lost(self, name: str, incarnation: Incarnation) -> None:
         """Mark the context as broken if it exchanged tensors with a lost worker."""
         if incarnation in self.peers and self.broken is None:
             self.broken = PeerLost(

@@ -64,6 +64,7 @@ from telegrad.messages.remote_functions import Function, FunctionTable, describe
 from telegrad.transport.channel import ChannelClosed, close_with_reason, text_of_frame
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import Frame, Kind
+from telegrad.wire.handshake import Incarnation
 
 _REPLY, _FAILURE = int(Kind.REPLY), int(Kind.FAILURE)
 # seconds to wait for the LEAVE frame of a peer when another connection to it broke
@@ -82,7 +83,7 @@ class PeerRuntime(MultiplexedRuntime, Protocol):
     local_member: Member
 
     def message_context(
-        self, peer: str, incarnation: str, route: DeviceRoute
+        self, peer: str, incarnation: Incarnation, route: DeviceRoute
     ) -> MessageContext: ...
     def dial(
         self, member: Member, purpose: str, timeout: float | None = None

@@ -28,6 +28,7 @@ from telegrad.errors import InternalError, SerializationError, TelegradError
 from telegrad.messages.packing import MessageContext, message_resource
 from telegrad.messages.remote_functions import internal
 from telegrad.wire import tensors
+from telegrad.wire.handshake import Incarnation
 
 if TYPE_CHECKING:
     from telegrad.config import Config
@@ -56,10 +57,10 @@ class TransferRuntime(Protocol):
     directory: Directory
     local_member: Member
 
-    def on_loss(self, listener: Callable[[str, str], None]) -> None: ...
+    def on_loss(self, listener: Callable[[str, Incarnation], None]) -> None: ...
     def on_close(self, listener: Callable[[], None]) -> None: ...
     def add_statistics(self, counters: Callable[[], dict[str, int]]) -> None: ...
-    def is_lost(self, incarnation: str) -> bool: ...
+    def is_lost(self, incarnation: Incarnation) -> bool: ...
     def start(
         self,
         to: str,
@@ -74,7 +75,7 @@ class TransferRuntime(Protocol):
 class _Lease(NamedTuple):
     """Memory that the worker with this incarnation may copy."""
 
-    incarnation: str
+    incarnation: Incarnation
     memory: list[object]
     granted_at: float
 
@@ -86,10 +87,10 @@ class CudaTransfers:
         self.lease_ids: Iterator[int] = itertools.count(1)
         self._runtime = runtime
         self._lock = threading.Lock()
-        self.peers: dict[str, PeerDevices] = {}
+        self.peers: dict[Incarnation, PeerDevices] = {}
         self._leases: dict[int, _Lease] = {}
         self._receives: list[CudaReceive] = []
-        self._revoked: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._revoked: OrderedDict[tuple[Incarnation, int], None] = OrderedDict()
         self._last_query = 0.0
         self._is_watching = False
         runtime.on_loss(self._peer_lost)
@@ -111,7 +112,7 @@ class CudaTransfers:
 
     # Leases of this worker's memory
 
-    def add_lease(self, lease_id: int, incarnation: str, memory: list[object]) -> None:
+    def add_lease(self, lease_id: int, incarnation: Incarnation, memory: list[object]) -> None:
         """Keep memory until the worker with this incarnation has copied it."""
         with self._lock:
             self._leases[lease_id] = _Lease(incarnation, memory, time.monotonic())
@@ -125,11 +126,11 @@ class CudaTransfers:
             for lease_id in lease_ids:
                 self._leases.pop(lease_id, None)
 
-    def cancel_leases(self, incarnation: str, lease_ids: list[int]) -> None:
+    def cancel_leases(self, incarnation: Incarnation, lease_ids: list[int]) -> None:
         """Revoke the leases of a call that failed here, unless the callee has begun to copy."""
         self._runtime.threads.start(lambda: self._request_revocation({incarnation: lease_ids}))
 
-    def completed_leases(self, incarnation: str) -> list[int]:
+    def completed_leases(self, incarnation: Incarnation) -> list[int]:
         """Return the leases of a peer whose copies have completed, each of them once."""
         if not self._receives:
             return []
@@ -182,7 +183,7 @@ class CudaTransfers:
         if sum(each.size for each in self._receives if each.is_copied()) > _REPORT_AT_BYTES:
             self._runtime.threads.start(self._report_completed)
 
-    def revoke_leases(self, incarnation: str, lease_ids: list[int]) -> list[int]:
+    def revoke_leases(self, incarnation: Incarnation, lease_ids: list[int]) -> list[int]:
         """Refuse leases of a peer from now on and return them, except those being copied."""
         with self._lock:
             busy = {each.lease_id for each in self._receives if each.incarnation == incarnation}
@@ -251,14 +252,14 @@ class CudaTransfers:
 
     def _query_old_leases(self) -> None:
         """Revoke old leases. Their message may be lost, as when its caller timed out."""
-        old: dict[str, list[int]] = {}
+        old: dict[Incarnation, list[int]] = {}
         with self._lock:
             for lease_id, lease in self._leases.items():
                 if time.monotonic() - lease.granted_at > _OLD_LEASE:
                     old.setdefault(lease.incarnation, []).append(lease_id)
         self._request_revocation(old)
 
-    def _request_revocation(self, leases: dict[str, list[int]]) -> None:
+    def _request_revocation(self, leases: dict[Incarnation, list[int]]) -> None:
         """Ask receivers to revoke leases, given by incarnation, and end those that they revoked."""
         for incarnation, lease_ids in leases.items():
             if self._runtime.closing or self._runtime.is_lost(incarnation):
@@ -296,10 +297,10 @@ class CudaTransfers:
         peer = self.peers[context.incarnation] = PeerDevices(*reply.wait())
         return peer
 
-    def _name_of(self, incarnation: str) -> str:
+    def _name_of(self, incarnation: Incarnation) -> str:
         return self._runtime.directory.name_of(incarnation)
 
-    def _peer_lost(self, name: str, incarnation: str) -> None:
+    def _peer_lost(self, name: str, incarnation: Incarnation) -> None:
         """End the leases of a lost peer."""
         with self._lock:
             for lease_id, lease in list(self._leases.items()):
@@ -331,5 +332,5 @@ def _end_leases(lease_ids: list[int]) -> None:
 
 
 @internal
-def _revoke_leases(incarnation: str, lease_ids: list[int]) -> list[int]:
+def _revoke_leases(incarnation: Incarnation, lease_ids: list[int]) -> list[int]:
     return _current_transfers().revoke_leases(incarnation, lease_ids)

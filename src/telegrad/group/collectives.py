@@ -33,6 +33,7 @@ from telegrad.group.membership import Directory, Member
 from telegrad.messages.remote_functions import DeferredReply, internal
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import ThreadPool
+from telegrad.wire.handshake import Incarnation
 
 # Seconds that a participant waits longer than its leader, so that the leader names the late
 # workers.
@@ -66,7 +67,7 @@ class Report(NamedTuple):
     """Identify a participant of a gather: its name, its incarnation and its count of gathers."""
 
     name: str
-    incarnation: str
+    incarnation: Incarnation
     number: int
 
 
@@ -77,7 +78,7 @@ class GatherResult(NamedTuple):
     lost: tuple[str, ...]
     late: tuple[str, ...]
     reports: tuple[Report, ...] = ()
-    late_incarnations: tuple[str, ...] = ()
+    late_incarnations: tuple[Incarnation, ...] = ()
 
     def answers(self, report: Report) -> bool:
         """Return whether this is the result of the gather that a report belongs to."""
@@ -100,7 +101,7 @@ class _Gather:
             name for name in self.expected if name not in self.reports and name not in self.lost
         ]
 
-    def result(self, incarnations: dict[str, str]) -> GatherResult:
+    def result(self, incarnations: dict[str, Incarnation]) -> GatherResult:
         """Return the result if the gather ends now; `incarnations` are those of all members."""
         late = tuple(self.missing)
         late_incarnations = tuple(incarnations[name] for name in late if name in incarnations)

@@ -37,7 +37,7 @@ from telegrad.transport.stream import StreamChannel
 from telegrad.transport.tcp import TcpChannel
 from telegrad.transport.tls import TlsContexts
 from telegrad.wire import handshake
-from telegrad.wire.handshake import Introduction
+from telegrad.wire.handshake import Incarnation, Introduction
 
 EXCLUSIVE, MULTIPLEXED, SEGMENT, PROBE, BULK = PURPOSES = (
     "exclusive",
@@ -169,7 +169,7 @@ class LocalEndpoint:
     def make_channel(
         self,
         connection: AuthenticatedSocket,
-        incarnation: str,
+        incarnation: Incarnation,
         unix: str,
         session: str,
         on_interrupted: Callable[[TcpChannel, BaseException], None],
@@ -200,13 +200,13 @@ class LocalEndpoint:
         )
         return channel
 
-    def _shared_memory_transfer(self, incarnation: str, unix: str) -> SharedMemoryTransfer:
+    def _shared_memory_transfer(self, incarnation: Incarnation, unix: str) -> SharedMemoryTransfer:
         def announce(segment: SharedSegment, until: float) -> bool:
             return self._segments.announce(segment, incarnation, unix, until)
 
         return SharedMemoryTransfer(self.allocator, self.mappings, incarnation, announce)
 
-    def forget_peer(self, incarnation: str) -> None:
+    def forget_peer(self, incarnation: Incarnation) -> None:
         """Free what is shared with a lost peer, and end the handshakes with it."""
         with self._lock:
             shut_sockets(self._connecting.get(incarnation, ()))

@@ -21,8 +21,9 @@ from telegrad.errors import JoinError, TelegradError, UsageError
 from telegrad.group.membership import Directory, Member
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import ThreadPool
+from telegrad.wire.handshake import Incarnation
 
-LossListener = Callable[[str, str], None]
+LossListener = Callable[[str, Incarnation], None]
 
 # Seconds after which a worker of another host is lost if no process listens at its address.
 REFUSED_TIMEOUT = 5.0
@@ -66,7 +67,7 @@ class DetectorRuntime(Protocol):
     def peers(self) -> MonitoredPeers: ...
     @property
     def dialer(self) -> Prober: ...
-    def close_lost_peer(self, name: str, incarnation: str, reason: str) -> None: ...
+    def close_lost_peer(self, name: str, incarnation: Incarnation, reason: str) -> None: ...
 
 
 class FailureDetector:
@@ -85,14 +86,14 @@ class FailureDetector:
         """Call `listener(name, incarnation)` when a worker is declared lost."""
         self._listeners.append(listener)
 
-    def is_lost(self, incarnation: str) -> bool:
+    def is_lost(self, incarnation: Incarnation) -> bool:
         """Return whether a worker was declared lost. True before the listeners are called."""
         return incarnation in self._lost
 
     def declare_lost(
         self,
         name: str,
-        incarnation: str,
+        incarnation: Incarnation,
         leave_reason: str = "",
         reason: str = "it closed its connections",
     ) -> None:
@@ -116,7 +117,7 @@ class FailureDetector:
             except Exception:
                 _log.exception("a listener failed when worker %r was lost", name)
 
-    def check_silent_peer(self, name: str, incarnation: str) -> None:
+    def check_silent_peer(self, name: str, incarnation: Incarnation) -> None:
         """Find out whether a peer has ended that closed its last connection without a LEAVE frame.
 
         It may also have been interrupted while it connected. If this worker has a connection to the
@@ -127,7 +128,7 @@ class FailureDetector:
         if not self._runtime.closing and not is_connected:
             self.watch(incarnation)
 
-    def watch(self, incarnation: str) -> None:
+    def watch(self, incarnation: Incarnation) -> None:
         """Make sure that the loss of a worker is noticed: connect to it, and retry on failure."""
         runtime = self._runtime
         started = time.monotonic()

@@ -14,6 +14,7 @@ from telegrad.group.failure_detector import lost_notice
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import ThreadPool
 from telegrad.transport.channel import Channel
+from telegrad.wire.handshake import Incarnation
 
 _TIDY_INTERVAL = 5.0
 _CLOSE_IDLE_AFTER = 30.0
@@ -39,7 +40,7 @@ class _ServerConnection(Protocol):
     @property
     def peer_name(self) -> str: ...
     @property
-    def incarnation(self) -> str: ...
+    def incarnation(self) -> Incarnation: ...
     @property
     def heartbeat(self) -> float: ...
     @property
@@ -50,7 +51,7 @@ class _ServerConnection(Protocol):
 class _Listener(Protocol):
     @property
     def connections(self) -> Sequence[_ServerConnection]: ...
-    def close_peer(self, incarnation: str, reason: str) -> None: ...
+    def close_peer(self, incarnation: Incarnation, reason: str) -> None: ...
 
 
 class _Peers(Protocol):

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from telegrad.errors import JoinError, UsageError
+from telegrad.wire.handshake import Incarnation
 
 Store = Any  # torch.distributed.Store; that name is missing in builds of torch without distributed
 
@@ -82,7 +83,7 @@ class Member:
 
     name: str
     rank: int
-    incarnation: str
+    incarnation: Incarnation
     addresses: tuple[str, ...]
     left: bool = False
     maps_devices: bool = False
@@ -108,7 +109,7 @@ class Directory:
         self._fixed_size = fixed_size
         self._lock = threading.Lock()
         self._members: dict[int, Member] = {}
-        self._names: dict[str, str] = {}  # of every incarnation ever seen
+        self._names: dict[Incarnation, str] = {}  # of every incarnation ever seen
         self.group = self._agree_on_group(fixed_size)
 
     def __repr__(self) -> str:
@@ -154,7 +155,12 @@ class Directory:
         while rank is None or (assigned and self._get(f"rank/{rank}") is not None):
             rank, assigned = int(self._store.add("next_rank", 1)) - 1, True
         member = Member(
-            name, rank, secrets.token_hex(8), addresses, maps_devices=maps_devices, main=main
+            name,
+            rank,
+            Incarnation(secrets.token_hex(8)),
+            addresses,
+            maps_devices=maps_devices,
+            main=main,
         )
         self._write(member)
         self._store.set(f"name/{name}", str(rank))
@@ -221,12 +227,12 @@ class Directory:
         present = [member for member in list(self._members.values()) if not member.left]
         return sorted(present, key=lambda member: member.rank)
 
-    def is_current(self, name: str, incarnation: str) -> bool:
+    def is_current(self, name: str, incarnation: Incarnation) -> bool:
         """Return whether this incarnation is the last that was read under this name."""
         member = self._known(name)
         return member is not None and member.incarnation == incarnation
 
-    def name_of(self, incarnation: str) -> str:
+    def name_of(self, incarnation: Incarnation) -> str:
         """Return the name of a worker by its incarnation, alive or not."""
         if incarnation not in self._names:
             self.members(refresh=True)
@@ -269,7 +275,7 @@ class Directory:
         member = Member(
             str(fields["name"]),
             int(fields["rank"]),
-            str(fields["incarnation"]),
+            Incarnation(str(fields["incarnation"])),
             tuple(map(str, fields["addresses"])),
             bool(fields["left"]),
             bool(fields.get("maps_devices")),

@@ -25,6 +25,7 @@ from telegrad.messages.device_routes import DeviceRoute
 from telegrad.transport.channel import Channel
 from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire import codec
+from telegrad.wire.handshake import Incarnation
 
 
 class MessageContext(NamedTuple):
@@ -33,7 +34,7 @@ class MessageContext(NamedTuple):
     # The `AgentRuntime`. It has no type here, because packages of every layer above read it.
     runtime: Any
     peer: str
-    incarnation: str
+    incarnation: Incarnation
     route: DeviceRoute
     # no thread writes to the tensors of this message before the peer has copied them
     exclusive: bool = False

@@ -13,6 +13,7 @@ from telegrad.ps.checkpoints import Checkpoint
 from telegrad.ps.consistency import Consistency
 from telegrad.ps.flat_memory import SegmentHandle
 from telegrad.ps.layout import ServerRange
+from telegrad.wire.handshake import Incarnation
 
 # The gradients of a server's range: all of them as bytes; compressed, one tensor for each dtype
 # range; or, by index, the buckets that the server does not have yet.
@@ -21,14 +22,14 @@ Gradients = Tensor | list[Tensor] | dict[int, Tensor]
 Steps = dict[str, int]  # a step of each trainer
 
 
-def make_trainer_id(incarnation: str, count: int) -> str:
+def make_trainer_id(incarnation: Incarnation, count: int) -> str:
     """Return the id of the `count`-th trainer of a worker, given the worker's incarnation."""
     return f"{incarnation}/{count}"
 
 
-def worker_of(trainer: str) -> str:
+def worker_of(trainer: str) -> Incarnation:
     """Return the incarnation of the worker of a trainer."""
-    return trainer.partition("/")[0]
+    return Incarnation(trainer.partition("/")[0])
 
 
 @dataclass(frozen=True)

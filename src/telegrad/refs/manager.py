@@ -52,6 +52,7 @@ from telegrad.free_threading import snapshot
 from telegrad.messages.remote_functions import internal
 from telegrad.refs.owned_objects import ObjectKey, OwnedObjects
 from telegrad.runtime import active_runtime
+from telegrad.wire.handshake import Incarnation
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
@@ -75,7 +76,7 @@ class ReferenceWatch(weakref.ref[Any]):
 
     __slots__ = ("key", "owner")
 
-    owner: str
+    owner: Incarnation
     key: ObjectKey
 
 
@@ -93,39 +94,39 @@ class HeldReferences:
     `lock` is shared with `OwnedObjects` (see `ReferenceManager`).
     """
 
-    def __init__(self, local_incarnation: str, lock: threading.RLock) -> None:
+    def __init__(self, local_incarnation: Incarnation, lock: threading.RLock) -> None:
         self._local_incarnation = local_incarnation
         self._lock = lock
-        self._counts: dict[tuple[str, ObjectKey], UserCount] = {}
+        self._counts: dict[tuple[Incarnation, ObjectKey], UserCount] = {}
         # the `ReferenceWatch` of each reference that died since the last sweep
         self._dropped: deque[weakref.ref[Any]] = deque()
         # keeps each `ReferenceWatch` alive, by its id
         self._watches: dict[int, ReferenceWatch] = {}
         # of the objects that this worker has created elsewhere, by owner
-        self._last_sequence_number: defaultdict[str, int] = defaultdict(int)
+        self._last_sequence_number: defaultdict[Incarnation, int] = defaultdict(int)
 
     def __repr__(self) -> str:
         return f"<HeldReferences: {len(self._counts)}, {len(self._dropped)} to sweep>"
 
-    def next_key(self, owner: str) -> ObjectKey:
+    def next_key(self, owner: Incarnation) -> ObjectKey:
         """Return the key for an object that this worker is about to create at `owner`."""
         with self._lock:
             self._last_sequence_number[owner] += 1
             return ObjectKey(self._local_incarnation, self._last_sequence_number[owner])
 
-    def receive(self, owner: str, key: ObjectKey) -> None:
+    def receive(self, owner: Incarnation, key: ObjectKey) -> None:
         """Count a reference that has arrived here, or that `remote` has made."""
         with self._lock:
             count = self._counts.setdefault((owner, key), UserCount())
             count.received += 1
             count.alive += 1
 
-    def cancel(self, owner: str, key: ObjectKey) -> None:
+    def cancel(self, owner: Incarnation, key: ObjectKey) -> None:
         """Remove the count of an object whose creation `remote` could not send."""
         with self._lock:
             self._counts.pop((owner, key), None)
 
-    def watch(self, rref: Any, owner: str, key: ObjectKey) -> None:
+    def watch(self, rref: Any, owner: Incarnation, key: ObjectKey) -> None:
         """Put a reference into the queue of `sweep` when it dies."""
         reference_watch = ReferenceWatch(rref, self._dropped.append)
         reference_watch.owner = owner
@@ -137,13 +138,13 @@ class HeldReferences:
         """The number of references that have died since the last sweep."""
         return len(self._dropped)
 
-    def sweep(self) -> tuple[list[tuple[str, ObjectKey, int]], list[ObjectKey]]:
+    def sweep(self) -> tuple[list[tuple[Incarnation, ObjectKey, int]], list[ObjectKey]]:
         """Process the references that have died since the last sweep.
 
         Return what to release, as (owner, key, number of references), and the key of each dead
         reference to an object of this worker.
         """
-        released: list[tuple[str, ObjectKey, int]] = []
+        released: list[tuple[Incarnation, ObjectKey, int]] = []
         own_keys: list[ObjectKey] = []
         with self._lock:
             for _ in range(len(self._dropped)):
@@ -163,7 +164,7 @@ class HeldReferences:
                     released.append((owner, key, count.received))
         return released, own_keys
 
-    def holds(self, owner: str, keys: list[ObjectKey]) -> list[bool]:
+    def holds(self, owner: Incarnation, keys: list[ObjectKey]) -> list[bool]:
         """Return, for each key of `owner`, whether this worker still has to release it."""
         with self._lock:
             dropped = {
@@ -173,7 +174,7 @@ class HeldReferences:
             }
             return [(owner, key) in self._counts or (owner, key) in dropped for key in keys]
 
-    def remove_owner(self, owner: str) -> None:
+    def remove_owner(self, owner: Incarnation) -> None:
         """Forget all objects of a lost worker."""
         with self._lock:
             for count_owner, key in list(self._counts):
@@ -190,7 +191,11 @@ class MessageOutbox:
     """Messages from this agent to one owner."""
 
     def __init__(
-        self, runtime: AgentRuntime, owner_name: str, owner: str, deliver: Callable[..., None]
+        self,
+        runtime: AgentRuntime,
+        owner_name: str,
+        owner: Incarnation,
+        deliver: Callable[..., None],
     ) -> None:
         self._runtime = runtime
         self._owner_name = owner_name
@@ -255,15 +260,19 @@ class MessageInbox:
     def __init__(self, apply: Callable[[ReferenceMessage], None]) -> None:
         self._apply = apply
         # the last sequence number that was applied, by sender
-        self._applied: defaultdict[str, int] = defaultdict(int)
-        self._held_back: defaultdict[str, dict[int, list[ReferenceMessage]]] = defaultdict(dict)
+        self._applied: defaultdict[Incarnation, int] = defaultdict(int)
+        self._held_back: defaultdict[Incarnation, dict[int, list[ReferenceMessage]]] = defaultdict(
+            dict
+        )
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         held_back = sum(map(len, self._held_back.values()))
         return f"<MessageInbox: {len(self._applied)} senders, {held_back} batches held back>"
 
-    def receive(self, sender: str, sequence_number: int, messages: list[ReferenceMessage]) -> None:
+    def receive(
+        self, sender: Incarnation, sequence_number: int, messages: list[ReferenceMessage]
+    ) -> None:
         """Apply a batch and those that it was missing for; ignore one that was applied before."""
         with self._lock:
             if sequence_number <= self._applied[sender]:
@@ -275,7 +284,7 @@ class MessageInbox:
                 for message in held_back.pop(self._applied[sender]):
                     self._apply(message)
 
-    def forget(self, sender: str) -> None:
+    def forget(self, sender: Incarnation) -> None:
         """Forget the batches of a lost worker."""
         with self._lock:
             self._applied.pop(sender, None)
@@ -295,7 +304,7 @@ class ReferenceManager:
         self._outboxes: dict[str, MessageOutbox] = {}
         self._lock = threading.Lock()
         # counts whose user did not know the object: (user, key) -> time of the last change
-        self._missing_at_last_audit: dict[tuple[str, ObjectKey], float] = {}
+        self._missing_at_last_audit: dict[tuple[Incarnation, ObjectKey], float] = {}
         self._watched_workers: set[str] = set()
         # objects that `remote` has created and whose owners have not confirmed that
         self.pending_creations: set[ObjectKey] = set()
@@ -320,7 +329,9 @@ class ReferenceManager:
             f"{self.inbox!r}, {list(self._outboxes.values())}>"
         )
 
-    def send_messages(self, owner_name: str, owner: str, *messages: ReferenceMessage) -> None:
+    def send_messages(
+        self, owner_name: str, owner: Incarnation, *messages: ReferenceMessage
+    ) -> None:
         """Send messages to an owner; apply them directly if this worker is the owner."""
         if owner == self.runtime.local_member.incarnation:
             for message in messages:
@@ -334,14 +345,14 @@ class ReferenceManager:
                 )
         outbox.send(list(messages))
 
-    def lend(self, owner_name: str, owner: str, key: ObjectKey, user: str) -> None:
+    def lend(self, owner_name: str, owner: Incarnation, key: ObjectKey, user: Incarnation) -> None:
         """Tell an owner that a reference is about to be sent to `user`."""
         self.send_messages(owner_name, owner, ("lend", key, user))
 
     def sweep(self) -> None:
         """Release the references that have died since the last sweep."""
         local_incarnation = self.runtime.local_member.incarnation
-        by_owner: dict[str, list[ReferenceMessage]] = {}
+        by_owner: dict[Incarnation, list[ReferenceMessage]] = {}
         released, own_keys = self.held.sweep()
         self.owned.drop_local_references(own_keys)
         for owner, key, count in released:
@@ -365,7 +376,7 @@ class ReferenceManager:
             self._sweeping = False
 
     def void_creation(
-        self, owner_name: str, owner: str, key: ObjectKey, error: BaseException | None
+        self, owner_name: str, owner: Incarnation, key: ObjectKey, error: BaseException | None
     ) -> None:
         """Tell an owner that an object will never be created, because its creation failed here."""
         self.send_messages(
@@ -382,7 +393,7 @@ class ReferenceManager:
         """
         if self.runtime.closing:
             return
-        missing: dict[tuple[str, ObjectKey], float] = {}
+        missing: dict[tuple[Incarnation, ObjectKey], float] = {}
         for user, keys in self.owned.unchanged_counts(time.monotonic()).items():
             holds = self._ask_user(user, [key for key, _ in keys])
             for (key, changed_at), is_held in zip(keys, holds, strict=True):
@@ -411,7 +422,7 @@ class ReferenceManager:
         if left:
             _log.info("worker %r leaves while references are alive: %s", self.runtime.name, left)
 
-    def _ask_user(self, user: str, keys: list[ObjectKey]) -> list[bool]:
+    def _ask_user(self, user: Incarnation, keys: list[ObjectKey]) -> list[bool]:
         """Return, for each key, whether a user has references to that object."""
         local_incarnation = self.runtime.local_member.incarnation
         if user == local_incarnation:  # a message to this worker itself that never arrived
@@ -431,20 +442,20 @@ class ReferenceManager:
             return [True] * len(keys)
         return held
 
-    def _name_of(self, incarnation: str) -> str:
+    def _name_of(self, incarnation: Incarnation) -> str:
         return self.runtime.directory.name_of(incarnation)
 
     def _start_sweep(self) -> None:
         if self.held.dropped:
             self.runtime.threads.start(self.sweep)
 
-    def _on_worker_lost(self, name: str, incarnation: str) -> None:
+    def _on_worker_lost(self, name: str, incarnation: Incarnation) -> None:
         self._outboxes.pop(incarnation, None)
         self.inbox.forget(incarnation)
         self.owned.remove_worker(incarnation)
         self.held.remove_owner(incarnation)
 
-    def _watch_worker(self, user: str) -> None:
+    def _watch_worker(self, user: Incarnation) -> None:
         """Watch a worker that got a reference from another worker than this owner.
 
         This worker may have no connection to it and would not notice its loss.
@@ -467,7 +478,7 @@ class ReferenceManager:
             raise InternalError(f"unknown reference message {message}")
 
 
-def owner_manager(owner: str) -> ReferenceManager:
+def owner_manager(owner: Incarnation) -> ReferenceManager:
     """Return the manager of the agent that runs this call.
 
     Raise `StaleReference` if that agent is not the incarnation `owner`: the worker was restarted.
@@ -483,13 +494,13 @@ def owner_manager(owner: str) -> ReferenceManager:
 
 @internal
 def _deliver(
-    owner: str, sender: str, sequence_number: int, messages: list[ReferenceMessage]
+    owner: Incarnation, sender: Incarnation, sequence_number: int, messages: list[ReferenceMessage]
 ) -> None:
     """Receive messages of a user."""
     owner_manager(owner).inbox.receive(sender, sequence_number, messages)
 
 
 @internal
-def _which_are_held(owner: str, keys: list[ObjectKey]) -> list[bool]:
+def _which_are_held(owner: Incarnation, keys: list[ObjectKey]) -> list[bool]:
     """Answer an audit of `owner`."""
     return ReferenceManager.of(active_runtime()).held.holds(owner, keys)

@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 
 from telegrad.errors import PeerLost, StaleReference
 from telegrad.futures import Future
+from telegrad.wire.handshake import Incarnation
 
 AUDIT_AFTER = 10.0  # seconds without a change after which a count is audited
 _settle_lock = threading.Lock()
@@ -51,7 +52,7 @@ _LEFT_GROUP = "this worker has left the group while the object was being created
 class ObjectKey(NamedTuple):
     """The name of an object at its owner: the incarnation of its creator and a sequence number."""
 
-    creator: str
+    creator: Incarnation
     sequence_number: int
 
 
@@ -111,7 +112,7 @@ class OwnedObject:
         self.key = key
         self.created = created
         self.local_count = local_count
-        self.user_counts: dict[str, int] = {}
+        self.user_counts: dict[Incarnation, int] = {}
         self.changed_at = time.monotonic()
         self.done = False
         self._value: Any = None
@@ -146,7 +147,7 @@ class OwnedObject:
             raise self._error
         return self._value
 
-    def add_to_count(self, user: str, change: int) -> None:
+    def add_to_count(self, user: Incarnation, change: int) -> None:
         """Change the number of references that a user has.
 
         It may be negative for a moment: a release can overtake the message that was counted.
@@ -174,13 +175,13 @@ class OwnedObjects:
     `lock` is shared with `HeldReferences` (see `ReferenceManager`).
     """
 
-    def __init__(self, local_incarnation: str, lock: threading.RLock) -> None:
+    def __init__(self, local_incarnation: Incarnation, lock: threading.RLock) -> None:
         self._local_incarnation = local_incarnation
         self._lock = lock
         self._objects: dict[ObjectKey, OwnedObject] = {}
         self._closed = False  # no more creations will arrive
         # sequence numbers that were created or voided, by creator
-        self._arrived: defaultdict[str, SequenceSet] = defaultdict(SequenceSet)
+        self._arrived: defaultdict[Incarnation, SequenceSet] = defaultdict(SequenceSet)
         self._lost_workers: set[str] = set()
         self._last_sequence_number = 0
 
@@ -293,7 +294,7 @@ class OwnedObjects:
                     owned_object.local_count -= 1
                     self._remove_if_unreferenced(owned_object)
 
-    def lend(self, key: ObjectKey, user: str) -> None:
+    def lend(self, key: ObjectKey, user: Incarnation) -> None:
         """Count a reference that is about to be sent to `user`."""
         with self._lock:
             owned_object = self._find_or_expect(key)
@@ -301,7 +302,7 @@ class OwnedObjects:
                 owned_object.add_to_count(user, +1)
                 self._remove_if_unreferenced(owned_object)
 
-    def release(self, key: ObjectKey, user: str, count: int) -> None:
+    def release(self, key: ObjectKey, user: Incarnation, count: int) -> None:
         """Subtract `count` references that a user has given up."""
         with self._lock:
             owned_object = self._find_or_expect(key)
@@ -309,7 +310,7 @@ class OwnedObjects:
                 owned_object.add_to_count(user, -count)
                 self._remove_if_unreferenced(owned_object)
 
-    def remove_worker(self, user: str) -> None:
+    def remove_worker(self, user: Incarnation) -> None:
         """Remove the references of a lost worker, and fail the creations that it had begun."""
         never_created = []
         with self._lock:
@@ -333,12 +334,12 @@ class OwnedObjects:
         for owned_object in without_value:
             owned_object.complete(None, PeerLost(_LEFT_GROUP))
 
-    def unchanged_counts(self, now: float) -> dict[str, list[tuple[ObjectKey, float]]]:
+    def unchanged_counts(self, now: float) -> dict[Incarnation, list[tuple[ObjectKey, float]]]:
         """Return the objects whose counts have not changed for a while, by user.
 
         Each comes with the time of its last change, for `clear_count`.
         """
-        found: defaultdict[str, list[tuple[ObjectKey, float]]] = defaultdict(list)
+        found: defaultdict[Incarnation, list[tuple[ObjectKey, float]]] = defaultdict(list)
         with self._lock:
             for owned_object in self._objects.values():
                 if now - owned_object.changed_at > AUDIT_AFTER:
@@ -347,7 +348,7 @@ class OwnedObjects:
                             found[user].append((owned_object.key, owned_object.changed_at))
         return found
 
-    def clear_count(self, key: ObjectKey, user: str, changed_at: float) -> None:
+    def clear_count(self, key: ObjectKey, user: Incarnation, changed_at: float) -> None:
         """Remove the count of a user that does not know the object, unless it has changed."""
         with self._lock:
             owned_object = self._objects.get(key)

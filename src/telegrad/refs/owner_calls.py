@@ -31,6 +31,7 @@ from telegrad.messages.remote_functions import (
 )
 from telegrad.refs.manager import ReferenceManager, owner_manager
 from telegrad.refs.owned_objects import ObjectKey, OwnedObject
+from telegrad.wire.handshake import Incarnation
 
 _create_calls: dict[Callable[..., Any], CreateObject] = {}
 _create_calls_lock = threading.Lock()
@@ -50,7 +51,9 @@ class CreateObject:
         self.creating_function = function
         self.__qualname__ = f"remote {describe(function)}"
 
-    def __call__(self, owner: str, key: tuple[str, int], /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, owner: Incarnation, key: tuple[Incarnation, int], /, *args: Any, **kwargs: Any
+    ) -> Any:
         return create(self.creating_function, owner, ObjectKey(*key), args, kwargs)
 
     def __reduce__(self) -> tuple[type[CreateObject], tuple[Callable[..., Any]]]:
@@ -80,7 +83,7 @@ def create_call(function: Callable[..., Any]) -> CreateObject:
 
 def create(
     function: Callable[..., Any],
-    owner: str,
+    owner: Incarnation,
     key: ObjectKey,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -138,14 +141,14 @@ def _store_when_done(
 
 
 @trusted
-def fetch(owner: str, key: tuple[str, int]) -> Any:
+def fetch(owner: Incarnation, key: tuple[Incarnation, int]) -> Any:
     """Return the value of an object when it is there."""
     owned_object = owner_manager(owner).owned.find(ObjectKey(*key))
     return owned_object.value() if owned_object.done else DeferredReply(owned_object.future)
 
 
 def with_object(
-    owner: str, key: tuple[str, int], run: Callable[[ReferenceManager, Any], Any]
+    owner: Incarnation, key: tuple[Incarnation, int], run: Callable[[ReferenceManager, Any], Any]
 ) -> Any:
     """Return `run(manager, value)` for an object of this worker.
 
@@ -190,7 +193,9 @@ class MethodCall:
         self._name = name
         self.__qualname__ = f"method {name}"
 
-    def __call__(self, owner: str, key: tuple[str, int], /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, owner: Incarnation, key: tuple[Incarnation, int], /, *args: Any, **kwargs: Any
+    ) -> Any:
         return with_object(
             owner, key, lambda manager, target: self._invoke(manager, target, args, kwargs)
         )
@@ -222,7 +227,7 @@ def method(name: str) -> MethodCall:
 
 
 @trusted
-def pull(owner: str, key: tuple[str, int], count: int) -> Any:
+def pull(owner: Incarnation, key: tuple[Incarnation, int], count: int) -> Any:
     """Return the next items of a generator, and whether they are the last."""
     return with_object(owner, key, lambda _, generator: _next_items(generator, count))
 

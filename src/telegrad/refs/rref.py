@@ -43,6 +43,7 @@ from telegrad.refs.owned_objects import ObjectKey, OwnedObject
 from telegrad.refs.owner_calls import create_call, fetch, method, pull, with_object
 from telegrad.runtime import DEFAULT
 from telegrad.wire import codec
+from telegrad.wire.handshake import Incarnation
 
 if TYPE_CHECKING:
     from telegrad.client.peers import WorkerAddress
@@ -74,7 +75,7 @@ class Creation:
     )
 
     def __init__(
-        self, manager: ReferenceManager, owner_name: str, owner: str, key: ObjectKey
+        self, manager: ReferenceManager, owner_name: str, owner: Incarnation, key: ObjectKey
     ) -> None:
         self._manager = manager
         self._owner_name = owner_name
@@ -257,7 +258,7 @@ class RRef(Generic[T]):
         self,
         manager: ReferenceManager,
         owner_info: WorkerInfo,
-        owner: str,
+        owner: Incarnation,
         key: ObjectKey,
         creation: Creation | None,
     ) -> RRef[T]:
@@ -435,13 +436,13 @@ class RRef(Generic[T]):
 
 
 @trusted
-def _backward(owner: str, key: ObjectKey, context_id: int, retain_graph: bool) -> Any:
+def _backward(owner: Incarnation, key: ObjectKey, context_id: int, retain_graph: bool) -> Any:
     """Run the backward pass of `RRef.backward` at the owner of the tensor."""
     return with_object(owner, key, lambda _, value: _backward_from(value, context_id, retain_graph))
 
 
 @trusted
-def _rref_typeof_on_owner(owner: str, key: ObjectKey) -> Any:
+def _rref_typeof_on_owner(owner: Incarnation, key: ObjectKey) -> Any:
     """Return the type of an object at its owner, for `RRef._get_type`."""
     return with_object(owner, key, lambda _, value: type(value))
 
@@ -533,7 +534,9 @@ def _reduce(rref: RRef[Any]) -> tuple[Any, tuple[Any, ...]]:
     return _rebuild, (owner_info.name, owner_info.id, rref._owner, *rref._key)
 
 
-def _rebuild(name: str, rank: int, owner: str, creator: str, sequence_number: int) -> RRef[Any]:
+def _rebuild(
+    name: str, rank: int, owner: Incarnation, creator: Incarnation, sequence_number: int
+) -> RRef[Any]:
     """Unpack a reference."""
     message = current_message()
     if message is None:
@@ -548,7 +551,7 @@ def _rebuild(name: str, rank: int, owner: str, creator: str, sequence_number: in
     return rref
 
 
-def _rebuild_at_owner(creator: str, sequence_number: int) -> RRef[Any]:
+def _rebuild_at_owner(creator: Incarnation, sequence_number: int) -> RRef[Any]:
     """Unpack an argument at the owner; the caller keeps its own reference meanwhile."""
     message = current_message()
     if message is None:

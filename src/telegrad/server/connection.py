@@ -73,6 +73,7 @@ from telegrad.wire.frames import (
     Frame,
     Kind,
 )
+from telegrad.wire.handshake import Incarnation
 
 _LARGE_BODY = 1 << 14  # bytes; smaller replies to one peer are sent together
 _LONG_COPY = 1 << 20  # bytes of a reply that takes long enough to let other calls run meanwhile
@@ -315,7 +316,7 @@ class ServerRuntime(ReplyRuntime, Protocol):
     forked: bool
 
     def message_context(
-        self, peer: str, incarnation: str, route: DeviceRoute
+        self, peer: str, incarnation: Incarnation, route: DeviceRoute
     ) -> MessageContext: ...
     def connection_ended(self, connection: ServerConnection, error: BaseException) -> None: ...
 
@@ -330,7 +331,7 @@ class ServerConnection(ReplyingConnection):
         route = reply_route(peer.get("devices", {}), runtime.config.unmapped_devices)
         context = runtime.message_context(name, incarnation, route)
         super().__init__(runtime, channel, name, context)
-        self.incarnation: str = incarnation
+        self.incarnation: Incarnation = incarnation
         self.heartbeat: float = float(peer["heartbeat"])
         self.group: str = peer["purpose"]  # the event loops get equal numbers of each
         self.is_multiplexed = self.group == MULTIPLEXED  # it carries the heartbeats

@@ -47,7 +47,7 @@ from telegrad.transport.shared_memory import receive_segment
 from telegrad.transport.sockets import AuthenticatedSocket
 from telegrad.transport.tcp import TcpChannel
 from telegrad.wire import handshake
-from telegrad.wire.handshake import Introduction
+from telegrad.wire.handshake import Incarnation, Introduction
 
 _INTRODUCTION: dict[str, type | tuple[type, ...]] = {
     "name": str,
@@ -287,7 +287,7 @@ class Listener:
             return "the device map is not valid"
         if peer.get("purpose") not in PURPOSES:
             return f"unknown purpose {peer.get('purpose')!r}"
-        if self._runtime.failures.is_lost(str(peer.get("incarnation"))):
+        if self._runtime.failures.is_lost(Incarnation(str(peer.get("incarnation")))):
             return "this worker has declared you lost; join the group again"
         return None
 
@@ -351,7 +351,7 @@ class Listener:
 
     # Closing
 
-    def close_peer(self, incarnation: str, reason: str) -> None:
+    def close_peer(self, incarnation: Incarnation, reason: str) -> None:
         """Close the connections of a lost peer, and tell it why."""
         for connection in self.connections:
             if connection.incarnation == incarnation:

@@ -57,6 +57,7 @@ from telegrad.errors import ProtocolError
 from telegrad.transport.segments import PRIVATE, SegmentAllocator, SegmentMappings, SharedSegment
 from telegrad.transport.sockets import AuthenticatedSocket
 from telegrad.wire.frames import BufferLocation
+from telegrad.wire.handshake import Incarnation
 
 _BYTES_PER_THREAD = 4 << 20  # the least that is worth another thread
 _MAX_THREADS = 8
@@ -265,14 +266,14 @@ class SegmentSender:
 
     def __init__(self, connect: ConnectFunction) -> None:
         self._connect = connect
-        self._announced: defaultdict[str, set[int]] = defaultdict(set)  # by incarnation
-        self._retry_at: dict[str, float] = {}  # by incarnation of peers that could not be reached
+        self._announced: defaultdict[Incarnation, set[int]] = defaultdict(set)
+        self._retry_at: dict[Incarnation, float] = {}  # peers that could not be reached
 
     def __repr__(self) -> str:
         return f"<SegmentSender {dict(self._announced)}>"
 
     def announce(
-        self, segment: SharedSegment, incarnation: str, address: str, deadline: float
+        self, segment: SharedSegment, incarnation: Incarnation, address: str, deadline: float
     ) -> bool:
         """Ensure that a peer has mapped a segment. Return False if that is not possible.
 
@@ -302,13 +303,15 @@ class SegmentSender:
         announced.add(segment.segment_id)
         return True
 
-    def forget_peer(self, incarnation: str) -> None:
+    def forget_peer(self, incarnation: Incarnation) -> None:
         """Forget a peer that was lost."""
         self._announced.pop(incarnation, None)
         self._retry_at.pop(incarnation, None)
 
 
-def receive_segment(sock: socket.socket, incarnation: str, mappings: SegmentMappings) -> None:
+def receive_segment(
+    sock: socket.socket, incarnation: Incarnation, mappings: SegmentMappings
+) -> None:
     """Map the segment that an authenticated peer passes through `sock`, and acknowledge it."""
     with sock:
         data, fds, _, _ = socket.recv_fds(sock, _SEGMENT_ID.size, 1)

@@ -51,6 +51,7 @@ from telegrad.transport.stream import (
     timeval,
 )
 from telegrad.wire.frames import HEADER, BufferLocation, Frame, FrameDecoder, Kind, encode_header
+from telegrad.wire.handshake import Incarnation
 
 _BATCH = 1 << 16  # bytes of frames that are encoded together
 _CHUNK = 1 << 17  # bytes that are received at a time
@@ -96,7 +97,7 @@ class TcpChannel(Channel):
         sock: socket.socket,
         records: Records,
         session: str,
-        incarnation: str,
+        incarnation: Incarnation,
         pool: BufferPool,
         max_frame: int,
         peer_max_frame: int,

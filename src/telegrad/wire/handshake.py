@@ -26,11 +26,13 @@ import json
 import os
 import struct
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NewType
 
 from telegrad.errors import AuthenticationError, ProtocolError
 
 Introduction = dict[str, Any]
+# The id of one life of a worker. A worker that comes back under its name has another one.
+Incarnation = NewType("Incarnation", str)
 
 
 class HandshakeResult(NamedTuple):

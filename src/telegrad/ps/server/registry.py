@@ -22,6 +22,7 @@ from telegrad.ps.messages import worker_of
 from telegrad.ps.server.base_shard import BaseShard
 from telegrad.ps.trainer.service import still_trains
 from telegrad.runtime import active_runtime
+from telegrad.wire.handshake import Incarnation
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
@@ -120,7 +121,7 @@ class ShardRegistry:
             shard.close()
         self._shards.clear()
 
-    def _remove_lost_worker(self, name: str, incarnation: str) -> None:
+    def _remove_lost_worker(self, name: str, incarnation: Incarnation) -> None:
         for shard in list(self._shards.values()):
             self.runtime.threads.start(partial(shard.remove_worker, incarnation))
 
