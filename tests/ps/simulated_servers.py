@@ -12,7 +12,7 @@ from telegrad.futures import Future
 from telegrad.ps.messages import PushReply, SavedVersions, Steps
 from telegrad.ps.server.base_shard import BaseShard, ServerRole, run_actions
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
-from telegrad.ps.server.decisions import RoundVote, StepReport
+from telegrad.ps.server.coordinator import RoundVote, StepReport
 from tests.ps.simulated_processes import History, Model, Process
 
 if TYPE_CHECKING:

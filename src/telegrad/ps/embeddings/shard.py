@@ -19,7 +19,7 @@ from telegrad.ps.embeddings.row_storage import RowStorage
 from telegrad.ps.messages import PushReply
 from telegrad.ps.server.base_shard import SINGLE_SERVER, BaseShard, ServerRole, run_actions
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
-from telegrad.ps.server.decisions import StepReport
+from telegrad.ps.server.coordinator import StepReport
 
 _log = logging.getLogger(__name__)
 

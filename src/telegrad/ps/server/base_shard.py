@@ -36,11 +36,11 @@ from telegrad.futures import Future
 from telegrad.ps.consistency import Consistency, Sync
 from telegrad.ps.messages import PushReply, Steps
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
-from telegrad.ps.server.clock_coordinator import ClockCoordinator
-from telegrad.ps.server.coordinator import Coordinator
-from telegrad.ps.server.decisions import (
+from telegrad.ps.server.coordinator import (
     AdmitTrainer,
     AnswerVote,
+    ClockCoordinator,
+    Coordinator,
     Decision,
     FailReport,
     MakeStep,
@@ -51,9 +51,11 @@ from telegrad.ps.server.decisions import (
     StepReport,
     UndoStep,
 )
-from telegrad.ps.server.follower_coordinator import FollowerCoordinator
-from telegrad.ps.server.leader_coordinator import LeaderCoordinator
-from telegrad.ps.server.round_coordinator import RoundCoordinator
+from telegrad.ps.server.round_coordinator import (
+    FollowerCoordinator,
+    LeaderCoordinator,
+    RoundCoordinator,
+)
 
 _log = logging.getLogger(__name__)
 

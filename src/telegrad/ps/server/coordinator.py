@@ -17,8 +17,23 @@ checkpoint, fails.
 After `MakeStep`, the owner calls `step_applied` and `step_finished` before any other input. Between
 the two calls it publishes and saves the new version.
 
-`ClockCoordinator` implements `Async` and `Stale`; `LeaderCoordinator` and `FollowerCoordinator`
-implement `Sync`.
+Inputs and decisions are immutable records without behaviour. `StepReport`, `RoundVote` and
+`RoundVerdict` are inputs. A `Decision` is an output.
+
+`LeaderCoordinator` and `FollowerCoordinator` (`round_coordinator`) implement `Sync`.
+`ClockCoordinator` implements `Async` and `Stale`, without rounds: every report is a step of its
+own. The clock of a trainer is its start clock plus the number of its last step. The start clock is
+assigned when the trainer joins and is the same on all servers, so two servers never make trainers
+wait for each other.
+
+| input | transition |
+|---|---|
+| `report` of a new step | `MakeStep`; after it the report waits for its reply |
+| `report` of a step that is already applied | reply at once: the first reply was lost |
+| a step has been applied, a trainer leaves or joins | reply to every trainer that may continue |
+
+With `Async` every trainer may continue. With `Stale(k)` a trainer may continue while it is fewer
+than k steps ahead of the slowest trainer.
 """
 
 from __future__ import annotations
@@ -28,8 +43,97 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from telegrad.errors import StaleReference
+from telegrad.ps.consistency import Consistency, Stale
 from telegrad.ps.messages import Steps, worker_of
-from telegrad.ps.server.decisions import AdmitTrainer, Decision, FailReport, StepReport
+
+
+class StepReport(NamedTuple):
+    """A step that a trainer reports to a server, and the call that waits for the reply."""
+
+    trainer: str
+    step: int
+    version: int  # of the parameters that the gradients were computed with
+    payload: Any  # the gradients and what else belongs to the step; coordinators do not read it
+    future: Any
+    staleness: int = 0
+
+
+class RoundVote(NamedTuple):
+    """A follower's state in its current round, which it sends to the leader."""
+
+    server: str  # incarnation of the follower
+    sequence: int
+    round: int
+    # the reports that the follower has or, if `step_made`, those that its step was made of
+    reports: Steps
+    known: frozenset[str] = frozenset()  # trainers that it waits for or has reports of
+    step_made: bool = False
+    complete: bool = True  # False: a restarted follower only lists the reports that it has
+
+
+class RoundVerdict(NamedTuple):
+    """The leader's answer to a vote.
+
+    | kind | meaning | `steps` |
+    |---|---|---|
+    | "make" | make the step of these reports | the reports |
+    | "undo" | undo the step of this round | empty |
+    | "over" | the round is over; `round` is the leader's | the last applied step of each trainer |
+    | "outdated" | a newer vote of this follower has arrived | empty |
+    """
+
+    kind: str
+    round: int
+    steps: Steps
+
+
+class MakeStep(NamedTuple):
+    """Apply these reports, which may be none. Then call `step_applied` and `step_finished`."""
+
+    reports: list[StepReport]
+
+
+class UndoStep(NamedTuple):
+    """Go back to this version. Then call `step_undone`."""
+
+    version: int
+
+
+class ReplyToReport(NamedTuple):
+    """Reply to a report with the current version. `dropped`: its gradients were not used."""
+
+    report: StepReport
+    dropped: bool = False
+
+
+class FailReport(NamedTuple):
+    """Complete the call of a trainer with an error."""
+
+    future: Any
+    error: Exception
+
+
+class AdmitTrainer(NamedTuple):
+    """Reply to a trainer that joins: it may start."""
+
+    trainer: str
+    future: Any
+
+
+class SendVote(NamedTuple):
+    """Send a vote to the leader. Repeat until it is answered or no longer pending."""
+
+    vote: RoundVote
+
+
+class AnswerVote(NamedTuple):
+    """Answer the vote of a follower."""
+
+    future: Any
+    verdict: RoundVerdict
+
+
+Decision = MakeStep | UndoStep | ReplyToReport | FailReport | AdmitTrainer | SendVote | AnswerVote
 
 
 class _JoiningTrainer(NamedTuple):
@@ -160,3 +264,92 @@ class Coordinator(ABC):
     def _merge_applied(self, applied: Steps) -> None:
         for trainer, step in applied.items():
             self.applied[trainer] = max(self.applied.get(trainer, 0), step)
+
+
+class ClockCoordinator(Coordinator):
+    """Decide when each trainer may continue, by the clocks of all trainers."""
+
+    def __init__(self, consistency: Consistency, trainers: int) -> None:
+        super().__init__(trainers)
+        self._version = 0
+        self._max_ahead = consistency.ahead if isinstance(consistency, Stale) else None
+        self._start_clocks: Steps = {}
+        self._step_in_progress: StepReport | None = None
+
+    def __repr__(self) -> str:
+        clocks = {trainer: self._clock(trainer) for trainer in self._start_clocks}
+        return (
+            f"<ClockCoordinator: {len(self.members)} trainers, version {self.version}, "
+            f"clocks {clocks}>"
+        )
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def announce(self, trainer: str) -> int:
+        return min(map(self._clock, self._start_clocks), default=0)
+
+    def join(self, trainer: str, first: int, future: Any) -> list[Decision]:
+        self._add_member(trainer)
+        self._start_clocks[trainer] = first
+        return [*self._add_joining(trainer, first, future), *self.advance()]
+
+    def rejoin(
+        self, trainer: str, first: int, acknowledged: int, version: int, applied: Steps
+    ) -> list[Decision]:
+        self._add_member(trainer)
+        self._start_clocks[trainer] = first
+        self._merge_applied({**applied, trainer: acknowledged})
+        self._version = max(self._version, version)
+        return self.advance()
+
+    def leave(self, trainer: str) -> list[Decision]:
+        self._remove_member(trainer)
+        self._start_clocks.pop(trainer, None)
+        self._reports.pop(trainer, None)
+        return self.advance()
+
+    def report(self, report: StepReport) -> list[Decision]:
+        self.require_member(report.trainer)
+        # The trainer repeats the step because the first reply was lost.
+        if report.step <= self.applied.get(report.trainer, 0):
+            return [ReplyToReport(report)]
+        self._step_in_progress = report._replace(staleness=self.version - report.version)
+        return [MakeStep([report])]
+
+    def step_applied(self, error: Exception | None) -> None:
+        assert self._step_in_progress is not None
+        if error is None:
+            self._version += 1
+            self.applied[self._step_in_progress.trainer] = self._step_in_progress.step
+
+    def step_finished(self, error: Exception | None = None) -> list[Decision]:
+        report, self._step_in_progress = self._step_in_progress, None
+        assert report is not None
+        if error is not None:
+            return [FailReport(report.future, error)]
+        self._reports[report.trainer] = report
+        return self.advance()
+
+    def restore(
+        self, version: int, applied: Steps, expected: Iterable[str], unconfirmed: Steps | None
+    ) -> None:
+        self._version = version
+        self.applied = dict(applied)
+
+    def advance(self) -> list[Decision]:
+        ready = [report for report in self._reports.values() if self._may_continue(report.trainer)]
+        for report in ready:
+            del self._reports[report.trainer]
+        return [*self._admit(), *map(ReplyToReport, ready)]
+
+    def _clock(self, trainer: str) -> int:
+        return self._start_clocks[trainer] + self.applied.get(trainer, 0)
+
+    def _may_continue(self, trainer: str) -> bool:
+        """Return whether a trainer has left or is close enough to the slowest."""
+        clocks = self._start_clocks
+        if self._max_ahead is None or trainer not in clocks or len(clocks) == 1:
+            return True
+        return self._clock(trainer) - min(map(self._clock, clocks)) < self._max_ahead

@@ -21,7 +21,7 @@ from telegrad.errors import PeerLost, StaleReference
 from telegrad.messages.remote_functions import trusted
 from telegrad.ps.backoff import attempts
 from telegrad.ps.server.base_shard import BaseShard, ServerRole
-from telegrad.ps.server.decisions import RoundVote
+from telegrad.ps.server.coordinator import RoundVote
 from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from telegrad.ps.messages import Gradients, JoinReply, PushReply, ShardSpec, Ste
 from telegrad.ps.optimizer_types import State, works_by_element
 from telegrad.ps.server.base_shard import SINGLE_SERVER, BaseShard, ServerRole, run_actions
 from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
-from telegrad.ps.server.decisions import StepReport
+from telegrad.ps.server.coordinator import StepReport
 from telegrad.ps.server.gradient_buffer import GradientBuffer
 from telegrad.ps.server.shard_optimizer import ShardOptimizer
 

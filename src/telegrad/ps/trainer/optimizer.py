@@ -37,7 +37,7 @@ from telegrad.ps.layout import ParameterLayout
 from telegrad.ps.messages import PushReply, ShardSpec, make_trainer_id
 from telegrad.ps.optimizer_types import State, works_by_element
 from telegrad.ps.trainer.creation import find_or_create_shards
-from telegrad.ps.trainer.flat_parameters import FlatParameters
+from telegrad.ps.trainer.flat_parameters import FlatParameters, check_kind
 from telegrad.ps.trainer.joining import (
     close_on_shutdown,
     find_servers,
@@ -50,7 +50,6 @@ from telegrad.ps.trainer.model_structure import ModelStructure, trained_paramete
 from telegrad.ps.trainer.server_calls import ServerCall, gather_replies
 from telegrad.ps.trainer.server_client import LOSS_ERRORS
 from telegrad.ps.trainer.shard_client import PushRequest, ShardClient
-from telegrad.ps.trainer.tracked_parameter import check_kind
 from telegrad.ps.trainer.trainer_registry import TrainerRegistry
 
 if TYPE_CHECKING:
