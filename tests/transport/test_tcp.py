@@ -13,6 +13,7 @@ import pytest
 
 from telegrad.config import Config
 from telegrad.errors import AuthenticationError, ProtocolError
+from telegrad.transport import records
 from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.records import MacRecords, RecordError, TlsRecords
 from telegrad.transport.tcp import TcpChannel
@@ -138,6 +139,18 @@ def test_every_frame_arrives_once_and_in_order_whatever_is_cut(link: Link) -> No
     assert link.resumptions > 3
 
 
+def test_keys_are_changed_by_another_connection(
+    monkeypatch: pytest.MonkeyPatch, background: Background
+) -> None:
+    monkeypatch.setattr(records, "_RECORDS_PER_KEY", 50)
+    link = Link(with_tls=True)
+    for number in range(200):
+        link.near.send(Kind.CALL, number, b"")
+    assert [link.far.recv(LATE).call_id for _ in range(200)] == list(range(200))
+    assert link.resumptions >= 1
+    link.close()
+
+
 def test_frames_that_the_peer_has_are_forgotten(link: Link) -> None:
     for number in range(200):
         link.near.send(Kind.CALL, number, b"")
@@ -186,9 +199,9 @@ def test_an_orderly_end_is_no_interruption(link: Link) -> None:
 # Records
 
 
-def read_all(records: MacRecords) -> bytes:
+def read_all(received: MacRecords) -> bytes:
     space, data = memoryview(bytearray(1 << 17)), b""
-    while size := records.read_into(space):
+    while size := received.read_into(space):
         data += bytes(space[:size])
     return data
 

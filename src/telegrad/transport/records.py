@@ -21,6 +21,7 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
+from hashlib import blake2b
 
 from telegrad.errors import AuthenticationError, ProtocolError
 
@@ -29,6 +30,9 @@ _LENGTH = struct.Struct("<I")
 _SEQUENCE = struct.Struct("<Q")
 _TAG = 16  # bytes of a MAC
 _CHUNK = 1 << 16
+_TLS_RECORD = 1 << 14  # bytes
+# RFC 8446 permits 2 ** 24.5 records with one key of AES-GCM, and OpenSSL does not change keys itself.
+_RECORDS_PER_KEY = 1 << 23
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +43,11 @@ class RecordError(Exception):
 
 class Records(ABC):
     """One connection's encryption and authentication, in both directions."""
+
+    @property
+    def needs_new_keys(self) -> bool:
+        """Whether the keys have encrypted as much as they should: use another connection."""
+        return False
 
     @abstractmethod
     def encode(self, data: bytes | memoryview) -> bytes:
@@ -59,7 +68,8 @@ class Records(ABC):
 class MacRecords(Records):
     """Records of plain data, each with a MAC over its number, its length and its data.
 
-    The MAC is the first 16 bytes of HMAC-SHA256 under a key of this connection and direction.
+    The MAC is BLAKE2b with a key of this connection and direction. It takes a third of the time of
+    HMAC-SHA256 for the short messages that are sent here.
     """
 
     def __init__(self, session_key: bytes, server_side: bool) -> None:
@@ -113,7 +123,7 @@ class MacRecords(Records):
 
     @staticmethod
     def _tag(key: bytes, number: int, content: bytes) -> bytes:
-        return hmac.digest(key, _SEQUENCE.pack(number) + content, "sha256")[:_TAG]
+        return blake2b(_SEQUENCE.pack(number) + content, key=key, digest_size=_TAG).digest()
 
 
 class TlsRecords(Records):
@@ -124,9 +134,15 @@ class TlsRecords(Records):
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._lock = threading.Lock()
+        self._encoded = 0  # records
+
+    @property
+    def needs_new_keys(self) -> bool:
+        return self._encoded >= _RECORDS_PER_KEY
 
     def encode(self, data: bytes | memoryview) -> bytes:
         with self._lock:
+            self._encoded += 1 + len(data) // _TLS_RECORD
             written = 0
             while written < len(data):
                 written += self.tls.write(memoryview(data)[written:])

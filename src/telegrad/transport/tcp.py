@@ -246,7 +246,7 @@ class TcpChannel(Channel):
                     self._wire = self._wire[sock.send(self._wire, _DONTWAIT) :]
                 data = self._next_data()
                 if not data:
-                    return True
+                    break
                 self._wire = memoryview(records.encode(data))
         except BlockingIOError:
             return False
@@ -257,6 +257,9 @@ class TcpChannel(Channel):
             # A signal handler raised. Bytes may be lost, so the frames are sent again.
             self.interrupt(error, generation)
             raise
+        if records.needs_new_keys:
+            self.interrupt(ChannelClosed("the connection needs new keys"), generation)
+        return True
 
     def _next_data(self) -> bytes | memoryview:
         """Under the send lock: take frames to encode together; empty if there are none."""
