@@ -31,7 +31,7 @@ _SEQUENCE = struct.Struct("<Q")
 _TAG = 16  # bytes of a MAC
 _CHUNK = 1 << 16
 _TLS_RECORD = 1 << 14  # bytes
-# RFC 8446 permits 2 ** 24.5 records with one key of AES-GCM, and OpenSSL does not change keys itself.
+# RFC 8446 permits 2 ** 24.5 records with one key of AES-GCM. OpenSSL does not change keys itself.
 _RECORDS_PER_KEY = 1 << 23
 
 _log = logging.getLogger(__name__)
