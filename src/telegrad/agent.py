@@ -18,7 +18,8 @@ from telegrad.config import Config
 from telegrad.current import thread_state
 from telegrad.errors import UsageError
 from telegrad.futures import Future
-from telegrad.group.membership import Store, WorkerInfo
+from telegrad.group.membership import WorkerInfo
+from telegrad.group.signed_store import Store
 from telegrad.runtime import DEFAULT, AgentRuntime, active_runtime
 
 P = ParamSpec("P")

@@ -16,6 +16,7 @@
     ├── JoinError            a worker could not join its group
     ├── ProtocolError        a peer sent bytes that violate the protocol
     │   └── AuthenticationError   a peer does not know the secret
+    │       └── StoreTampered     an entry of the group's store is not one of its workers'
     ├── SerializationError   a value cannot be sent; `path` says which part of it
     ├── StaleReference       the object of a reference is gone, or its owner was restarted
     └── InternalError        a bug in Telegrad: please report it
@@ -174,6 +175,10 @@ class ProtocolError(TelegradError):
 
 class AuthenticationError(ProtocolError):
     """A peer did not prove that it knows the secret of the group."""
+
+
+class StoreTampered(AuthenticationError):
+    """An entry of the group's store was forged, put back or removed. It is not used."""
 
 
 class SerializationError(TelegradError, TypeError):

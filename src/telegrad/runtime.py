@@ -35,8 +35,9 @@ from telegrad.group.collectives import Collectives, group_broken
 from telegrad.group.endpoint import LocalEndpoint
 from telegrad.group.failure_detector import FailureDetector, LossListener, lost_notice
 from telegrad.group.main_module import main_module_identity
-from telegrad.group.membership import Directory, Member, Store, WorkerInfo, check_name
+from telegrad.group.membership import Directory, Member, WorkerInfo, check_name
 from telegrad.group.secret import group_key
+from telegrad.group.signed_store import Store
 from telegrad.messages.device_routes import DeviceRoute
 from telegrad.messages.packing import MessageContext
 from telegrad.messages.remote_functions import Function, FunctionRegistry, FunctionTable, describe
@@ -141,7 +142,9 @@ class AgentRuntime:
         self.dialer = Dialer(self, self.endpoint, self.config)
         self.listener = Listener(self, self.endpoint, self.config)
         self.collectives = Collectives(self)
-        self.directory = Directory(self._store, self.world_size is not None)
+        self.directory = Directory(
+            self._store, key, self.name, self._rank, self.world_size is not None
+        )
         self.group = self.directory.group
         # the introduction of this worker while it has no incarnation
         self.local_member = Member(
@@ -153,8 +156,8 @@ class AgentRuntime:
             self.name,
             rank,
             self.endpoint.addresses,
-            bool(self.config.device_maps),
-            main_module_identity(),
+            maps_devices=bool(self.config.device_maps),
+            main=main_module_identity(),
         )
 
     def wait_for_members(self) -> None:

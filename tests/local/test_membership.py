@@ -6,14 +6,14 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from telegrad import Agent, Config, WorkerInfo, current_agent
-from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
+from telegrad.errors import AuthenticationError, JoinError, PeerLost, UsageError
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, hold_at, until
@@ -316,13 +316,15 @@ def test_another_group_is_refused(cluster: Clusters, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["memory", "unix", "tcp"])
 def test_another_secret_is_refused(cluster: Clusters, transport: str) -> None:
     workers = cluster(1, fixed_size=False)
-    spy = Agent("spy", store=workers.store, rank=9, config=config(transports=(transport,)))
-    with spy:
-        for caller, callee in ((spy, "w0"), (workers["w0"], "spy")):
-            with pytest.raises(TelegradError, match="secret"):
-                caller.call(callee, abs, -1)
-            with pytest.raises(TelegradError, match="secret"):
-                caller.submit(callee, abs, -1).wait()
+    spies = LocalCluster(1, fixed_size=False, secret=SECRET, transports=(transport,))
+    with spies:
+        spies["w0"]._runtime.group = workers["w0"]._runtime.group
+        for caller, callee in ((spies, workers), (workers, spies)):
+            _smuggle(callee["w0"], into=caller, rank=9)
+            with pytest.raises(AuthenticationError, match="secret"):
+                caller["w0"].call(9, abs, -1)
+            with pytest.raises(AuthenticationError, match="secret"):
+                caller["w0"].submit(9, abs, -1).wait()
     assert workers["w0"].call("w0", abs, -1) == 1
 
 
@@ -346,16 +348,11 @@ def _other(workers: LocalCluster, **settings: Any) -> Agent:
 
 
 def _smuggle(agent: Agent, into: LocalCluster, rank: int) -> None:
-    """Write a worker of one group into the directory of another."""
-    entry = {
-        "name": "smuggled",
-        "rank": rank,
-        "incarnation": agent._runtime.local_member.incarnation,
-        "left": False,
-    }
-    into.store.set(
-        f"rank/{rank}", json.dumps({**entry, "addresses": agent._runtime.local_member.addresses})
-    )
+    """Write a worker of one group into the directory of another, as its worker w0 could."""
+    directory = into["w0"]._runtime.directory
+    smuggled = replace(agent._runtime.local_member, name="smuggled", rank=rank)
+    assert directory._store.write(f"rank/{rank}", json.dumps(asdict(smuggled)), None)
+    assert directory._store.write("name/smuggled", str(rank), None)
 
 
 # Stores

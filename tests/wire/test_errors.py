@@ -29,6 +29,7 @@ EXAMPLES: list[Exception] = [
     errors.JoinError("nobody there", peer="w1"),
     errors.ProtocolError("nonsense", peer="w1"),
     errors.AuthenticationError("wrong secret", peer="w1"),
+    errors.StoreTampered("forged", peer="w1"),
     errors.SerializationError("a lock", path="args[0].lock", peer="w1", call="f"),
     errors.StaleReference("gone", peer="w1", call="f"),
     errors.InternalError("impossible", peer="w1", call="f"),

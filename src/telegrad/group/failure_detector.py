@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from telegrad.config import Config
-from telegrad.errors import JoinError, TelegradError, UsageError
+from telegrad.errors import JoinError, StoreTampered, TelegradError, UsageError
 from telegrad.group.membership import Directory, Member
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import ThreadPool
@@ -175,7 +175,8 @@ class FailureDetector:
         try:
             try:
                 return directory.find(name, refresh=True)
-            except JoinError:  # the store is gone; use what was read last
+            # the store is gone or was tampered with; use what was read last
+            except (JoinError, StoreTampered):
                 return directory.find(name)
         except UsageError:
             return None

@@ -1,39 +1,43 @@
 """Membership: a directory of the workers of a group, in a `torch.distributed` store.
 
-The store may be of any kind: TCP, file, or in-process `HashStore`. Its keys:
+The store may be of any kind: TCP, file, or in-process `HashStore`. Its entries, signed with the
+group's secret (`SignedStore`):
 
-    group            whether the size is fixed, and a random id; other groups cannot connect
-    arrivals         how many workers have registered; slot/<i> holds the rank of the i-th
+    group            whether the size is fixed, a random id, and the worker that wrote this entry;
+                     other groups cannot connect
+    slot/<i>         the rank of the i-th worker that has registered
     rank/<r>         JSON of the member with that rank: the fields of `Member`
     name/<name>      the rank of the worker with that name
 
 An *incarnation* is the random id of one start of a worker. A worker that restarts keeps its name
-and replaces its entry with a new incarnation. Nothing that is read from the store is unpickled, and
-an address in it is not trusted: the worker that answers there must pass the handshake.
+and replaces its entry with a new incarnation. Nothing that is read from the store is unpickled.
+A worker that cannot join writes the reason under problem/<rank>, for the errors of the others. It
+may not know the secret, so that text is not signed, and nothing depends on it.
 
-State: `_members` (the entries read so far, by rank) and `_names` (by incarnation) are written by
-atomic operations of the dict. Entries are replaced, never changed. A store may be used from one
-thread at a time only while it waits, so it is never asked to wait: `wait_for_members` polls.
+State: `_members` (the entries read so far, by rank), `_names` (by incarnation) and `_slots` (ranks,
+by slot) are written by atomic operations of the dict. Entries are replaced, never changed.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from telegrad.errors import JoinError, UsageError
+from telegrad.errors import AuthenticationError, JoinError, StoreTampered, UsageError
+from telegrad.group.signed_store import Entry, SignedStore, Store
 from telegrad.wire.handshake import Incarnation
 
-Store = Any  # torch.distributed.Store; that name is missing in builds of torch without distributed
-
 _POLL = (0.002, 0.1)
+_LOOK_FOR_PROBLEMS = 1.0  # seconds between two looks for problems of missing workers
+_MAX_PROBLEM = 500  # characters
 
+_log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9\-_:.]+")
 _MAX_NAME = 128
@@ -102,15 +106,19 @@ class Member:
 
 
 class Directory:
-    """The members of one group."""
+    """The members of one group, as the worker `name` sees them; `rank` is the one it asks for."""
 
-    def __init__(self, store: Store, fixed_size: bool) -> None:
-        self._store = store
+    def __init__(
+        self, store: Store, key: bytes, name: str, rank: int | None, fixed_size: bool
+    ) -> None:
+        self._store = SignedStore(store, key)
         self._fixed_size = fixed_size
-        self._lock = threading.Lock()
+        self._name = name
+        self._rank = rank
         self._members: dict[int, Member] = {}
         self._names: dict[Incarnation, str] = {}  # of every incarnation ever seen
-        self.group = self._agree_on_group(fixed_size)
+        self._slots: dict[int, int] = {}
+        self._store.group = self.group = self._agree_on_group(fixed_size)
 
     def __repr__(self) -> str:
         names = sorted(member.name for member in list(self._members.values()))
@@ -134,51 +142,59 @@ class Directory:
             if member is None or member.left:
                 continue
             if is_alive(member):
-                raise JoinError(
-                    f"a worker named {member.name!r} is already in the group and alive "
-                    f"(rank {member.rank}); {name!r} needs a name and a rank of its own"
-                )
+                raise _taken(member, name)
             if rank is None:
                 rank = member.rank
         return rank
 
     def register(
-        self,
-        name: str,
-        rank: int | None,
-        addresses: tuple[str, ...],
-        maps_devices: bool = False,
-        main: str = "",
+        self, name: str, rank: int | None, addresses: tuple[str, ...], **details: Any
     ) -> Member:
-        """Write this worker into the directory. Without a rank, it gets the next free one."""
-        assigned = False
-        while rank is None or (assigned and self._get(f"rank/{rank}") is not None):
-            rank, assigned = int(self._store.add("next_rank", 1)) - 1, True
-        member = Member(
-            name,
-            rank,
-            Incarnation(secrets.token_hex(8)),
-            addresses,
-            maps_devices=maps_devices,
-            main=main,
-        )
-        self._write(member)
-        self._store.set(f"name/{name}", str(rank))
-        self._store.set(f"slot/{self._store.add('arrivals', 1)}", str(rank))
+        """Write this worker into the directory. Without a rank, it gets the next free one.
+
+        `details` are further fields of `Member`. Raise `JoinError` if another worker has taken the
+        rank since `free_rank`.
+        """
+        member = Member(name, -1, Incarnation(secrets.token_hex(8)), addresses, **details)
+        if rank is None:
+            rank = self._store.claim("rank", lambda free: _to_json(replace(member, rank=free)))
+            member = replace(member, rank=rank)
+        else:
+            member = replace(member, rank=rank)
+            key = f"rank/{rank}"
+            if not self._store.write(key, _to_json(member), self._store.last_seen(key)):
+                other = self._read(rank)
+                raise _taken(member if other is None else other, name)
+        self._remember(member)
+        self._write_name(member)
+        self._read_slots()
+        if rank not in self._slots.values():
+            self._store.claim("slot", lambda _: str(rank))
         return member
+
+    def _report_problem(self, reason: str) -> None:
+        """Let the workers that wait for this one know why it did not join."""
+        if self._rank is not None:
+            self._store.write_unsigned(f"problem/{self._rank}", reason)
 
     def wait_for_members(self, world_size: int, timeout: float) -> None:
         """Wait until every rank of a group of fixed size has registered. Names must differ."""
         until, pause = time.monotonic() + timeout, _POLL[0]
+        look_at = time.monotonic() + _LOOK_FOR_PROBLEMS
         missing = list(range(world_size))
+        problems: dict[int, str] = {}
         while missing:
             missing = [rank for rank in missing if self._read(rank) is None]
             if missing:
-                if time.monotonic() > until:
+                now = time.monotonic()
+                if now > min(until, look_at):
+                    self._look_for_problems(missing, problems)
+                    look_at = now + _LOOK_FOR_PROBLEMS
+                if now > until:
                     raise JoinError(
                         f"only {world_size - len(missing)} of {world_size} workers came within "
                         f"{timeout} s; missing ranks: {missing}. Start them, or raise "
-                        "Config.join_timeout"
+                        f"Config.join_timeout{_describe_problems(missing, problems)}"
                     )
                 time.sleep(pause)
                 pause = min(pause * 1.5, _POLL[1])
@@ -191,18 +207,31 @@ class Directory:
                 )
             ranks[member.name] = member.rank
 
+    def _look_for_problems(self, ranks: Sequence[int], problems: dict[int, str]) -> None:
+        """Add the problems that missing workers have reported. Log those that are new."""
+        for rank in ranks:
+            text = self._store.read_unsigned(f"problem/{rank}")
+            if text is not None and problems.get(rank) != text:
+                problems[rank] = text
+                _log.warning(
+                    "worker %r waits for rank %d, which could not join and left this message: %s",
+                    self._name,
+                    rank,
+                    ascii(text[:_MAX_PROBLEM]),
+                )
+
     def leave(self, member: Member) -> None:
         """Mark this worker as left, unless a newer incarnation has taken its place."""
         registered = self._read(member.rank)
         if registered is not None and registered.incarnation == member.incarnation:
-            try:
-                self._write(replace(member, left=True))
-            except RuntimeError as error:
-                raise JoinError(f"the group's store does not answer: {error}") from error
+            key = f"rank/{member.rank}"
+            left = replace(member, left=True)
+            if self._store.write(key, _to_json(left), self._store.last_seen(key)):
+                self._remember(left)
 
     def close(self) -> None:
         """Release the store."""
-        self._store = None
+        self._store.close()
 
     # Looking up
 
@@ -220,10 +249,9 @@ class Directory:
     def members(self, *, refresh: bool) -> list[Member]:
         """Return all members that have not left, by rank."""
         if refresh:
-            for slot in range(1, int(self._store.add("arrivals", 0)) + 1):
-                rank = self._get(f"slot/{slot}")
-                if rank is not None:
-                    self._read(int(rank))
+            self._read_slots()
+            for rank in sorted(set(self._slots.values())):
+                self._read(rank)
         present = [member for member in list(self._members.values()) if not member.left]
         return sorted(present, key=lambda member: member.rank)
 
@@ -245,17 +273,32 @@ class Directory:
         return next((each for each in list(self._members.values()) if each.name == key), None)
 
     def _member_with_name(self, name: str) -> Member | None:
-        rank = self._get(f"name/{name}")
-        return None if rank is None else self._read(int(rank))
+        entry = self._store.read(f"name/{name}", f"worker {name!r}")
+        member = None if entry is None else self._read(int(entry.value), f"worker {name!r}")
+        # otherwise another worker has taken the rank
+        return member if member is not None and member.name == name else None
 
     # The store
 
     def _agree_on_group(self, fixed_size: bool) -> str:
         kind = "fixed" if fixed_size else "open"
+        value = f"{kind} {secrets.token_hex(8)} {self._name}"
         # One operation: with two, a worker that dies in between would leave a group that no worker
         # can join.
-        found = self._store.compare_set("group", "", f"{kind} {secrets.token_hex(8)}")
-        found_kind, group = bytes(found).decode().split()
+        self._store.write("group", value, None)
+        try:
+            entry = self._store.read("group", "the group")
+        except StoreTampered as error:
+            reason = (
+                f"worker {self._name!r} has another secret than the worker that started this "
+                "group: set the same TELEGRAD_SECRET (or Config.secret) on every worker. If the "
+                f"secrets are equal: {error}"
+            )
+            self._report_problem(reason)
+            raise AuthenticationError(reason, peer=self._name) from None
+        if entry is None:
+            raise JoinError("the group's store lost the entry 'group' that was just written")
+        found_kind, group, _ = entry.value.split()
         if found_kind != kind:
             raise JoinError(
                 "RPC group mixes statically and dynamically initialized members which is not "
@@ -263,24 +306,29 @@ class Directory:
             )
         return group
 
-    def _write(self, member: Member) -> None:
-        self._store.set(f"rank/{member.rank}", json.dumps(asdict(member)))
-        self._remember(member)
+    def _write_name(self, member: Member) -> None:
+        """Let the name mean this worker; the last one counts if several take a name at once."""
+        key, previous = f"name/{member.name}", self._store.last_seen(f"name/{member.name}")
+        while not self._store.write(key, str(member.rank), previous):
+            previous = self._store.read(key, f"worker {member.name!r}")
 
-    def _read(self, rank: int) -> Member | None:
-        text = self._get(f"rank/{rank}")
-        if text is None:
+    def _read_slots(self) -> None:
+        slot = len(self._slots)
+        while True:
+            entry = self._store.read(f"slot/{slot}", f"the worker that registered as number {slot}")
+            if entry is None:
+                return
+            self._slots[slot] = int(entry.value)
+            slot += 1
+
+    def _read(self, rank: int, subject: str = "") -> Member | None:
+        if not subject:
+            known = self._members.get(rank)
+            subject = f"the worker with rank {rank}" if known is None else f"worker {known.name!r}"
+        entry = self._store.read(f"rank/{rank}", subject)
+        if entry is None:
             return None
-        fields = json.loads(text)
-        member = Member(
-            str(fields["name"]),
-            int(fields["rank"]),
-            Incarnation(str(fields["incarnation"])),
-            tuple(map(str, fields["addresses"])),
-            bool(fields["left"]),
-            bool(fields.get("maps_devices")),
-            str(fields.get("main", "")),
-        )
+        member = _from_json(entry)
         self._remember(member)
         return member
 
@@ -288,10 +336,30 @@ class Directory:
         self._members[member.rank] = member
         self._names[member.incarnation] = member.name
 
-    def _get(self, key: str) -> str | None:
-        try:
-            with self._lock:
-                return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
-        # the worker that hosted the store has ended, or this one has left
-        except (RuntimeError, AttributeError) as error:
-            raise JoinError(f"the group's store does not answer: {error}") from error
+
+def _to_json(member: Member) -> str:
+    return json.dumps(asdict(member))
+
+
+def _from_json(entry: Entry) -> Member:
+    """Return the member of an entry. Fields that this version does not have are ignored."""
+    values = json.loads(entry.value)
+    known = {field.name: values[field.name] for field in fields(Member) if field.name in values}
+    return Member(**{**known, "addresses": tuple(known["addresses"])})
+
+
+def _taken(member: Member, name: str) -> JoinError:
+    return JoinError(
+        f"a worker named {member.name!r} is already in the group and alive "
+        f"(rank {member.rank}); {name!r} needs a name and a rank of its own"
+    )
+
+
+def _describe_problems(missing: Sequence[int], problems: dict[int, str]) -> str:
+    """Return the end of an error message: why workers did not come, as far as they have said."""
+    texts = [
+        f"rank {rank}: {problems[rank][:_MAX_PROBLEM]!a}"
+        for rank in missing
+        if rank in problems
+    ]
+    return f". Messages from workers that could not join: {'; '.join(texts)}" if texts else ""

@@ -1,0 +1,184 @@
+"""`SignedStore`: entries of a store that only workers with the group's secret can write.
+
+The stores of `torch.distributed` have no authentication: whoever reaches one can write to it. So
+each entry carries an HMAC under a key that is derived from the secret. It covers the id of the
+group, the key of the entry, a number that grows with each change, and the value. An entry that was
+forged, copied from another key or group, put back after a later one, or removed after this worker
+has read it, is an error that names it. Nobody can hide from a worker that has just started that
+there was a later entry; but an address in an old entry leads nowhere, because the worker that
+listens there must prove in the handshake that it is this incarnation and knows the secret.
+
+A store may be used from one thread at a time only while it waits, so it is never asked to wait.
+
+State: `_seen` (the last entry read or written, by key) and all use of the store, under `_lock`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from telegrad.errors import JoinError, StoreTampered
+
+Store = Any  # torch.distributed.Store; that name is missing in builds of torch without distributed
+
+_SEPARATOR = "\0"
+
+
+class Entry(NamedTuple):
+    """A value in the store, its number, and both with the HMAC as they are stored."""
+
+    number: int
+    value: str
+    text: str
+
+
+class SignedStore:
+    """The signed entries of one group. `group` is "" until it is known."""
+
+    def __init__(self, store: Store, key: bytes) -> None:
+        self.group = ""
+        self._store = store
+        self._key = hmac.digest(key, b"telegrad directory", hashlib.sha256)
+        self._seen: dict[str, Entry] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<SignedStore of group {self.group!r}, {len(self._seen)} entries read>"
+
+    def read(self, key: str, subject: str) -> Entry | None:
+        """Return an entry; None if it does not exist.
+
+        Raise `StoreTampered`, which names `subject`, if it was not written by a worker of the
+        group, or is older than one that was read before.
+        """
+        with self._lock:
+            text = self._get(key)
+            seen = self._seen.get(key)
+            if text is None:
+                if seen is None:
+                    return None
+                raise _removed(key, subject)
+            if seen is not None and seen.text == text:
+                return seen
+            entry = self._parse(key, text)
+            if entry is None:
+                raise _tampered(
+                    key,
+                    subject,
+                    "was changed by someone without the group's secret (or by a worker with "
+                    "another TELEGRAD_SECRET)",
+                )
+            if seen is not None and entry.number <= seen.number:
+                raise _tampered(
+                    key,
+                    subject,
+                    f"was put back: it is number {entry.number}, and this worker has read number "
+                    f"{seen.number}",
+                )
+            self._seen[key] = entry
+            return entry
+
+    def last_seen(self, key: str) -> Entry | None:
+        """Return the entry that was read or written last, without reading the store."""
+        return self._seen.get(key)
+
+    def write(self, key: str, value: str, previous: Entry | None) -> bool:
+        """Replace the entry `previous`; None: there must be none.
+
+        Return False if the entry in the store is another one.
+        """
+        number = 1 if previous is None else previous.number + 1
+        # the random part tells this text from one that another worker writes at the same time
+        signed = f"{secrets.token_hex(8)} {number} {value}"
+        entry = Entry(number, value, f"{self._sign(key, signed)} {signed}")
+        with self._lock:
+            found = self._compare_set(key, "" if previous is None else previous.text, entry.text)
+            if found != entry.text:
+                return False
+            self._seen[key] = entry
+        return True
+
+    def claim(self, prefix: str, value: Callable[[int], str]) -> int:
+        """Write `value(number)` under the first free key ``<prefix>/<number>``. Return the number.
+
+        Keys are taken in this order, so a search by halves finds a free one.
+        """
+        taken, free = -1, 0
+        while self.exists(f"{prefix}/{free}"):
+            taken, free = free, 2 * free + 1
+        while free - taken > 1:
+            middle = (taken + free) // 2
+            if self.exists(f"{prefix}/{middle}"):
+                taken = middle
+            else:
+                free = middle
+        while not self.write(f"{prefix}/{free}", value(free), None):
+            free += 1
+        return free
+
+    def exists(self, key: str) -> bool:
+        """Return whether the store has a key, whoever wrote it."""
+        with self._lock:
+            return self._get(key) is not None
+
+    def read_unsigned(self, key: str) -> str | None:
+        """Return a text that anybody may have written: for messages to a person only."""
+        with self._lock:
+            return self._get(key)
+
+    def write_unsigned(self, key: str, text: str) -> None:
+        """Write a text for `read_unsigned`."""
+        with self._lock:
+            self._compare_set(key, self._get(key) or "", text)
+
+    def close(self) -> None:
+        """Release the store."""
+        self._store = None
+
+    def _get(self, key: str) -> str | None:
+        try:
+            if not self._store.check([key]):
+                return None
+            return bytes(self._store.get(key)).decode("utf-8", "replace")
+        # the worker that hosted the store has ended, or this one has left
+        except (RuntimeError, AttributeError) as error:
+            raise _no_answer(error) from error
+
+    def _compare_set(self, key: str, expected: str, text: str) -> str:
+        try:
+            found = self._store.compare_set(key, expected, text)
+        except (RuntimeError, AttributeError) as error:
+            raise _no_answer(error) from error
+        return bytes(found).decode("utf-8", "replace")
+
+    def _sign(self, key: str, signed: str) -> str:
+        message = _SEPARATOR.join((self.group, key, signed)).encode()
+        return hmac.digest(self._key, message, hashlib.sha256).hex()
+
+    def _parse(self, key: str, text: str) -> Entry | None:
+        """Return the entry that a text holds; None if its HMAC is wrong."""
+        signature, _, signed = text.partition(" ")
+        if not hmac.compare_digest(signature.encode(), self._sign(key, signed).encode()):
+            return None
+        _, number, value = signed.split(" ", 2)
+        return Entry(int(number), value, text)
+
+
+def _tampered(key: str, subject: str, what: str) -> StoreTampered:
+    return StoreTampered(
+        f"the store's entry for {subject} ({key}) {what}. It is not used. "
+        "Find out who can write to the store, then start the group again"
+    )
+
+
+def _removed(key: str, subject: str) -> StoreTampered:
+    return _tampered(key, subject, "was removed, which no worker of the group does")
+
+
+def _no_answer(error: BaseException) -> JoinError:
+    return JoinError(f"the group's store does not answer: {error}")
