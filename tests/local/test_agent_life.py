@@ -344,7 +344,7 @@ def test_a_fork_lets_go_of_every_socket(cluster: Clusters, transport: str, gate:
     busy = workers["w0"].submit("w1", hold_at, gate)
     gate.wait_for()
     with unauthenticated_socket(workers["w1"], transport):
-        until(lambda: len(workers["w1"]._runtime.listener._unauthenticated) == 1)
+        until(lambda: len(workers["w1"]._runtime.listener._admissions[0].strangers) == 1)
         outside = 1  # the stranger's own end
         assert len(open_sockets() - before) > 4
         assert in_child(lambda: len(open_sockets() - before)) == str(outside)

@@ -224,18 +224,6 @@ def test_a_stranger_that_trickles_is_closed_in_time(cluster: Clusters, transport
         assert trickle(sock, HELLO, pause=0.05) < len(HELLO) / 2
 
 
-def test_a_crowd_of_strangers_is_bounded_and_goes_by(cluster: Clusters, transport: str) -> None:
-    workers = cluster(2, connect_timeout=1.0)
-    agent = workers["w1"]
-    workers["w0"].call("w1", abs, -1)
-    with ExitStack() as stack:
-        crowd = [stack.enter_context(unauthenticated_socket(agent, transport)) for _ in range(300)]
-        until(lambda: agent.statistics().get("refused_too_many_unauthenticated", 0) > 0)
-        assert workers["w0"].call("w1", abs, -1) == 1  # who is in already is not disturbed
-        assert all(is_closed(sock) for sock in crowd)
-    until(lambda: turned_away(agent) == 300)
-
-
 def test_closing_an_agent_ends_its_strangers(cluster: Clusters, transport: str) -> None:
     for _ in range(10):  # at the door, just let in, or in the middle of the handshake
         agent = cluster(1)["w0"]

@@ -358,8 +358,6 @@ def _taken(member: Member, name: str) -> JoinError:
 def _describe_problems(missing: Sequence[int], problems: dict[int, str]) -> str:
     """Return the end of an error message: why workers did not come, as far as they have said."""
     texts = [
-        f"rank {rank}: {problems[rank][:_MAX_PROBLEM]!a}"
-        for rank in missing
-        if rank in problems
+        f"rank {rank}: {problems[rank][:_MAX_PROBLEM]!a}" for rank in missing if rank in problems
     ]
     return f". Messages from workers that could not join: {'; '.join(texts)}" if texts else ""

@@ -1,11 +1,11 @@
 """`Listener`: accept connections from other workers, authenticate them and serve them.
 
-Nothing that a peer sends is unpickled before its handshake has succeeded. Connections that have not
-finished their handshake are limited in number, and each handshake in time.
+Nothing that a peer sends is unpickled before its handshake has succeeded. `Admission` bounds the
+connections that have not finished their handshake, and each handshake is limited in time.
 
-State: `_connections` (the `ServerConnection`s that are open), `_unauthenticated` (accepted sockets
-whose handshake is in progress) and `_leave_reasons` (the reasons that peers gave when they left, by
-incarnation) are changed under `_lock`. `counters` are statistics.
+State: `_connections` (the `ServerConnection`s that are open) and `_leave_reasons` (the reasons that
+peers gave when they left, by incarnation) are changed under `_lock`. `_admissions` is complete when
+`listen` returns. `counters` are statistics.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from telegrad.group.endpoint import (
     SEGMENT,
     LocalEndpoint,
     in_process_listeners,
-    shut_sockets,
 )
 from telegrad.group.failure_detector import FailureDetector
 from telegrad.group.membership import Member
 from telegrad.messages.device_routes import is_device_map
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import ThreadPool
+from telegrad.server.admission import Admission, RefusalLog
 from telegrad.server.connection import ServerConnection, ServerRuntime
 from telegrad.transport import sockets
 from telegrad.transport.channel import (
@@ -58,8 +58,7 @@ _INTRODUCTION: dict[str, type | tuple[type, ...]] = {
     "session": str,
     "received": int,
 }
-_RETRY = 0.05  # seconds to wait after a connection could not be accepted or served
-_MAX_UNAUTHENTICATED = 256
+_RETRY = 0.05  # seconds to wait after a connection could not be served
 
 _log = logging.getLogger(__name__)
 
@@ -84,13 +83,12 @@ class Listener:
         self._endpoint = endpoint
         self._config = config
         self.counters: Counter[str] = Counter()
-        self._sockets: list[socket.socket] = []  # those that listen
-        self._unauthenticated: set[socket.socket] = set()
+        self._admissions: list[Admission] = []  # one for each socket that listens
+        self._refusals = RefusalLog()
         self._connections: set[ServerConnection] = set()
         self._leave_reasons: dict[str, str] = {}
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._closed = threading.Event()
 
     def __repr__(self) -> str:
         return (
@@ -113,7 +111,16 @@ class Listener:
                 in_process_listeners[address] = self
             else:
                 sock, address = sockets.listen(transport, self._config.listen)
-                self._sockets.append(sock)
+                self._admissions.append(
+                    Admission(
+                        self._runtime,
+                        sock,
+                        self._authenticate,
+                        self._config.connect_timeout,
+                        self.counters,
+                        self._refusals,
+                    )
+                )
                 if transport == "tcp":
                     address = self._advertised(address)
             addresses.append(address)
@@ -132,42 +139,8 @@ class Listener:
 
     def accept(self) -> None:
         """Start to accept connections, on one thread for each listening socket."""
-        for sock in self._sockets:
-            self._runtime.threads.start(functools.partial(self._accept_all, sock))
-
-    def _accept_all(self, listening: socket.socket) -> None:
-        """Accept connections until the agent closes.
-
-        Retry if descriptors, memory or threads run out.
-        """
-        while not self._runtime.closing:
-            try:
-                self._accept_one(listening)
-            except (OSError, RuntimeError, MemoryError) as error:
-                if self._runtime.closing or listening.fileno() < 0:
-                    return
-                self.counters["failed_accepts"] += 1
-                _log.warning("worker %r cannot accept a connection: %s", self._runtime.name, error)
-                self._closed.wait(_RETRY)
-
-    def _accept_one(self, listening: socket.socket) -> None:
-        sock, _ = listening.accept()
-        try:
-            with self._lock:
-                full = len(self._unauthenticated) >= _MAX_UNAUTHENTICATED
-                if not full and not self._runtime.closing:
-                    self._unauthenticated.add(sock)
-            if self._runtime.closing:  # `close` may have run before the socket was added
-                sock.close()
-            elif full:
-                self.counters["refused_too_many_unauthenticated"] += 1
-                sock.close()
-            else:
-                self._runtime.threads.start(lambda: self._authenticate(sock))
-        except BaseException:
-            self._forget_unauthenticated(sock)
-            sock.close()
-            raise
+        for admission in self._admissions:
+            self._runtime.threads.start(admission.run)
 
     def _authenticate(self, sock: socket.socket) -> None:
         """Run the handshake with an accepted socket, then serve it.
@@ -175,7 +148,6 @@ class Listener:
         Never raise, whatever the peer sends.
         """
         try:
-            sockets.check_same_user(sock)
             connection = sockets.authenticate(
                 sock,
                 self._endpoint.tls,
@@ -184,6 +156,8 @@ class Listener:
                 timeout=self._config.connect_timeout,
             )
             peer = connection.peer
+            for admission in self._admissions:
+                admission.trust(sock)
             incarnation = peer["incarnation"]
             if peer["purpose"] == SEGMENT:
                 receive_segment(sock, incarnation, self._endpoint.mappings)
@@ -214,12 +188,12 @@ class Listener:
             self._forget_unauthenticated(sock)
 
     def _forget_unauthenticated(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._unauthenticated.discard(sock)
+        for admission in self._admissions:
+            admission.forget(sock)
 
     def _refuse_socket(self, sock: socket.socket, counter: str, error: BaseException) -> None:
         self.counters[counter] += 1
-        _log.warning("worker %r closed a connection: %s", self._runtime.name, error)
+        self._refusals.refused(self._runtime.name, error)
         sock.close()
 
     # Channels that were interrupted
@@ -359,19 +333,11 @@ class Listener:
 
     def close(self, reason: str | None) -> None:
         """Close all sockets. Tell the peers the reason; None: tell them nothing."""
-        self._closed.set()
         for address in self._endpoint.addresses:
             in_process_listeners.pop(address, None)
-        for sock in self._sockets:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError as error:
-                _log.debug("a listening socket was closed already: %s", error)
-            sock.close()
-        with self._lock:
-            shut_sockets(self._unauthenticated)
-            connections = list(self._connections)
-        for connection in connections:
+        for admission in self._admissions:
+            admission.close()
+        for connection in self.connections:
             if reason is not None:
                 _flush(connection.channel)
             send_leave(connection.channel, reason)
@@ -382,8 +348,9 @@ class Listener:
 
         The connections stay open in the parent.
         """
-        for sock in (*self._sockets, *self._unauthenticated):
-            sock.close()
+        for admission in self._admissions:
+            for sock in (admission.listening, *admission._strangers):
+                sock.close()
         for connection in self._connections:
             connection.channel.close_after_fork()
 

@@ -1,0 +1,372 @@
+"""`Admission`: accept the connections of one listening socket, and bound those of strangers.
+
+A stranger is a connection that is not authenticated yet. It waits on the thread that accepts until
+it has sent something, so a silent one costs a descriptor, but no thread. Then one of a bounded
+number of threads runs its handshake; the sources (addresses of hosts) take turns. So strangers of
+one host cannot keep a member of another one waiting, and each transport has its own `Admission`.
+
+A new connection is never refused because of others. If there are too many strangers, or too few
+descriptors, the one that has been here longest makes room, first of all one of the same source. One
+that has just come is not removed: it may be a member. If all have just come, nothing is accepted
+for a moment, and connections wait in the backlog of the kernel.
+
+State: `_strangers` (by socket), `_ready` (those that wait for a thread, by source) and `_threads`
+are changed under `_lock`. `_poller` and `_waiting` (those that have sent nothing, by descriptor)
+belong to the thread that accepts.
+"""
+
+from __future__ import annotations
+
+import collections
+import errno
+import logging
+import math
+import select
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Protocol
+
+from telegrad.errors import AuthenticationError
+from telegrad.scheduling.executor import ThreadPool
+from telegrad.transport import sockets
+
+MAX_STRANGERS = 512  # of one listening socket
+MAX_PER_SOURCE = 256  # of one host
+MAX_HANDSHAKES = 32  # threads
+_MAY_STAY = 1.0  # seconds before a stranger may have to make room for others
+_MAX_ACCEPTS = 64  # connections that are accepted before the others are looked at
+_RETRY = 0.05  # seconds until what was not possible is tried again
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+_log = logging.getLogger(__name__)
+
+
+class AdmissionRuntime(Protocol):
+    """What accepting connections needs from its agent."""
+
+    name: str
+    closing: bool
+    threads: ThreadPool
+
+
+class _Stranger:
+    """A connection that is not authenticated yet."""
+
+    __slots__ = ("may_stay_until", "refused", "since", "sock", "source")
+
+    def __init__(self, sock: socket.socket, source: str) -> None:
+        self.sock = sock
+        self.source = source
+        self.since = time.monotonic()
+        self.may_stay_until = self.since + _MAY_STAY
+        self.refused = False
+
+
+class Admission:
+    """Accept the connections of one listening socket.
+
+    `authenticate(sock)` runs a handshake. It must not raise, and it owns the socket from then on.
+    If the socket is shut down meanwhile, it must end. It calls `trust` and `forget`.
+    """
+
+    def __init__(
+        self,
+        runtime: AdmissionRuntime,
+        listening: socket.socket,
+        authenticate: Callable[[socket.socket], None],
+        timeout: float,
+        counters: Counter[str],
+        log: RefusalLog,
+    ) -> None:
+        self.listening = listening
+        self._runtime = runtime
+        self._authenticate = authenticate
+        self._timeout = timeout
+        self._counters = counters
+        self._log = log
+        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._waiting: dict[int, _Stranger] = {}
+        self._ready: collections.OrderedDict[str, deque[_Stranger]] = collections.OrderedDict()
+        self._threads = 0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._poller = select.poll()
+
+    def __repr__(self) -> str:
+        return f"<Admission {len(self._strangers)} strangers, {self._threads} handshakes>"
+
+    @property
+    def strangers(self) -> list[socket.socket]:
+        """The connections that are not authenticated yet."""
+        with self._lock:
+            return list(self._strangers)
+
+    def trust(self, sock: socket.socket) -> None:
+        """The peer has proven that it knows the secret: it makes room for nobody."""
+        with self._lock:
+            if sock in self._strangers:
+                self._strangers[sock].may_stay_until = math.inf
+
+    def forget(self, sock: socket.socket) -> None:
+        """The connection is authenticated, or was closed."""
+        with self._lock:
+            self._strangers.pop(sock, None)
+
+    def close(self) -> None:
+        """Stop accepting, and end the handshakes."""
+        self._closed.set()
+        try:
+            self.listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        except OSError as error:
+            _log.debug("a listening socket was closed already: %s", error)
+        self.listening.close()
+        for sock in self.strangers:
+            _shut(sock)
+
+    # On the thread that accepts
+
+    def run(self) -> None:
+        """Accept connections until the agent closes, whatever strangers do."""
+        try:
+            self.listening.setblocking(False)
+            descriptor = self.listening.fileno()
+            self._poller.register(descriptor, select.POLLIN)
+            while not self._is_closing():
+                try:
+                    for found, _ in self._poller.poll(self._poll_milliseconds()):
+                        if found == descriptor:
+                            self._accept()
+                        else:
+                            self._add_ready(found)
+                    self._remove_expired()
+                    self._serve_ready()
+                except (OSError, RuntimeError, MemoryError) as error:
+                    if not self._is_closing():
+                        self._wait(error)
+        except (OSError, ValueError):
+            if not self._is_closing():  # else the socket was closed before it was polled
+                raise
+        finally:
+            for sock in self.strangers:
+                _shut(sock)
+            for stranger in (*self._waiting.values(), *self._take_ready()):
+                self.forget(stranger.sock)
+                stranger.sock.close()
+
+    def _is_closing(self) -> bool:
+        return self._runtime.closing or self._closed.is_set()
+
+    def _poll_milliseconds(self) -> float | None:
+        """Return how long to wait for events; None: until there is one."""
+        if self._ready:
+            return _RETRY * 1000
+        if not self._waiting:
+            return None
+        oldest = next(iter(self._waiting.values())).since  # they are in the order of their arrival
+        return max(oldest + self._timeout - time.monotonic(), 0) * 1000 + 1
+
+    def _wait(self, error: BaseException) -> None:
+        self._counters["failed_accepts"] += 1
+        self._log.warning("worker %r cannot accept a connection: %s", self._runtime.name, error)
+        self._closed.wait(_RETRY)
+
+    def _accept(self) -> None:
+        for _ in range(_MAX_ACCEPTS):
+            if not self._make_room():
+                self._closed.wait(_RETRY)  # in the backlog, connections wait
+                return
+            try:
+                sock, address = self.listening.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if self._is_closing() or error.errno not in _SHORTAGES:
+                    raise
+                if not self._evict(self._candidates()):
+                    self._wait(error)
+                return
+            try:
+                self._add(sock, address)
+            except BaseException:
+                self.forget(sock)
+                sock.close()
+                raise
+
+    def _add(self, sock: socket.socket, address: object) -> None:
+        try:
+            sockets.check_same_user(sock)
+        except AuthenticationError as error:
+            self._counters["refused_authentication"] += 1
+            self._log.refused(self._runtime.name, error)
+            sock.close()
+            return
+        source = str(address[0]) if isinstance(address, tuple) else ""
+        stranger = _Stranger(sock, source)
+        with self._lock:
+            self._strangers[sock] = stranger
+        self._waiting[sock.fileno()] = stranger
+        self._poller.register(sock.fileno(), select.POLLIN)
+
+    def _add_ready(self, descriptor: int) -> None:
+        """A stranger has sent something, or has closed its end."""
+        stranger = self._stop_waiting(descriptor)
+        with self._lock:
+            self._ready.setdefault(stranger.source, deque()).append(stranger)
+
+    def _stop_waiting(self, descriptor: int) -> _Stranger:
+        self._poller.unregister(descriptor)
+        return self._waiting.pop(descriptor)
+
+    def _remove_expired(self) -> None:
+        """Close the strangers that have sent nothing for too long."""
+        limit = time.monotonic() - self._timeout
+        while self._waiting:
+            stranger = next(iter(self._waiting.values()))
+            if stranger.since > limit:
+                return
+            self._refuse(stranger, "refused_silent", f"it has sent nothing for {self._timeout} s")
+
+    # Making room
+
+    def _make_room(self) -> bool:
+        """Make room for one more stranger. Return False if all have just come."""
+        if len(self._strangers) < MAX_PER_SOURCE:
+            return True
+        sources = Counter(stranger.source for stranger in self._snapshot())
+        largest = max(sources, key=sources.__getitem__, default="")
+        if sources[largest] >= (MAX_PER_SOURCE if largest else MAX_STRANGERS):
+            return self._evict(self._candidates(largest))
+        if sources.total() >= MAX_STRANGERS:
+            return self._evict(self._candidates())
+        return True
+
+    def _snapshot(self) -> list[_Stranger]:
+        with self._lock:
+            return list(self._strangers.values())
+
+    def _candidates(self, source: str | None = None) -> list[_Stranger]:
+        """Return those of a source that are not authenticated, the silent ones and oldest first."""
+        found = [
+            each
+            for each in self._snapshot()
+            if (source is None or each.source == source)
+            and each.may_stay_until < math.inf
+            and not each.refused
+        ]
+        silent = {id(each) for each in self._waiting.values()}
+        return sorted(found, key=lambda each: (id(each) not in silent, each.since))
+
+    def _evict(self, candidates: list[_Stranger]) -> bool:
+        """Close the first of the strangers that has been here long. Return whether there is one."""
+        now = time.monotonic()
+        for stranger in candidates:
+            if stranger.may_stay_until < now:
+                self._refuse(stranger, "refused_evicted", "it had to make room for others")
+                return True
+        return False
+
+    def _refuse(self, stranger: _Stranger, counter: str, reason: str) -> None:
+        with self._lock:
+            queue = self._ready.get(stranger.source)
+            is_ready = queue is not None and stranger in queue
+            if queue is not None and is_ready:
+                queue.remove(stranger)
+                if not queue:
+                    del self._ready[stranger.source]
+            stranger.refused = True
+        descriptor = stranger.sock.fileno()
+        if self._waiting.get(descriptor) is stranger:
+            self._stop_waiting(descriptor)
+        elif not is_ready:
+            _shut(stranger.sock)  # the thread that runs its handshake closes and counts it
+            return
+        self._counters[counter] += 1
+        self._log.refused(self._runtime.name, reason)
+        self.forget(stranger.sock)
+        stranger.sock.close()
+
+    # Handshakes
+
+    def _serve_ready(self) -> None:
+        """Let threads run the handshakes. If all threads are busy, end those that take long."""
+        with self._lock:
+            ready = [stranger for queue in self._ready.values() for stranger in queue]
+            wanted = min(len(ready), MAX_HANDSHAKES - self._threads)
+            self._threads += wanted
+        for started in range(wanted):
+            try:
+                self._runtime.threads.start(self._run_handshakes)
+            except BaseException:
+                with self._lock:
+                    self._threads -= wanted - started
+                raise
+        if len(ready) > wanted:
+            not_running = {*map(id, ready), *map(id, self._waiting.values())}
+            for stranger in self._candidates():
+                if id(stranger) not in not_running:
+                    self._evict([stranger])
+
+    def _run_handshakes(self) -> None:
+        while True:
+            with self._lock:
+                if not self._ready:
+                    self._threads -= 1
+                    return
+                source, queue = self._ready.popitem(last=False)
+                stranger = queue.popleft()
+                if queue:
+                    self._ready[source] = queue  # as the last: each source gets its turn
+                stranger.may_stay_until = max(stranger.may_stay_until, time.monotonic() + _MAY_STAY)
+            self._authenticate(stranger.sock)
+
+    def _take_ready(self) -> list[_Stranger]:
+        with self._lock:
+            taken = [stranger for queue in self._ready.values() for stranger in queue]
+            self._ready.clear()
+        return taken
+
+
+class RefusalLog:
+    """Log refused connections, but only the first of many: strangers must not fill the disk.
+
+    State: `_since`, `_logged` and `_left_out` describe the current period, under `_lock`.
+    """
+
+    PERIOD = 10.0  # seconds
+    LINES = 5  # in one period
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since = -math.inf
+        self._logged = 0
+        self._left_out = 0
+
+    def refused(self, worker: str, reason: object) -> None:
+        """Log that a worker has closed a connection."""
+        self.warning("worker %r closed a connection: %s", worker, reason)
+
+    def warning(self, message: str, *args: object) -> None:
+        """Log a warning, unless there were too many in this period."""
+        with self._lock:
+            now, left_out = time.monotonic(), 0
+            if now - self._since > self.PERIOD:
+                left_out, self._left_out = self._left_out, 0
+                self._since, self._logged = now, 0
+            self._logged += 1
+            if self._logged > self.LINES:
+                self._left_out += 1
+                return
+        if left_out:
+            _log.warning("%d further messages of this kind were left out", left_out)
+        _log.warning(message, *args)
+
+
+def _shut(sock: socket.socket) -> None:
+    """Shut a socket down, which ends the handshake that uses it."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        _log.debug("a connection was closed already: %s", error)

@@ -1,0 +1,214 @@
+"""Strangers come in crowds, say nothing or speak slowly; members get in meanwhile."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from telegrad import Agent
+from telegrad.group.secret import group_secret
+from telegrad.server import admission
+from telegrad.server.admission import Admission, RefusalLog
+from telegrad.testing import LocalCluster
+from tests.conftest import Clusters
+from tests.local.gates import PATIENCE, until
+from tests.local.raw_sockets import introduction, is_closed, unauthenticated_socket
+
+CROWD = 300
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def workers(cluster: Clusters) -> LocalCluster:
+    """An open group; w0 is connected to w1."""
+    workers = cluster(2, fixed_size=False)
+    assert workers["w0"].call("w1", abs, -1) == 1
+    return workers
+
+
+@pytest.fixture
+def crowd() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def admission_of(agent: Agent) -> Admission:
+    (only,) = agent._runtime.listener._admissions
+    return only
+
+
+def come(crowd: ExitStack, agent: Agent, transport: str, count: int) -> list[socket.socket]:
+    """Connect and say nothing; by TCP, from another address than that of the members."""
+    if transport == "unix":
+        return [crowd.enter_context(unauthenticated_socket(agent, "unix")) for _ in range(count)]
+    (address,) = agent._runtime.local_member.addresses
+    target = ("127.0.0.1", int(address.rpartition(":")[2]))
+    return [
+        crowd.enter_context(socket.create_connection(target, PATIENCE, ("127.0.0.2", 0)))
+        for _ in range(count)
+    ]
+
+
+def test_members_join_and_call_in_a_crowd_of_silent_strangers(
+    workers: LocalCluster, crowd: ExitStack, transport: str
+) -> None:
+    agent = workers["w1"]
+    come(crowd, agent, transport, CROWD)
+    until(lambda: len(admission_of(agent).strangers) >= admission.MAX_PER_SOURCE)
+    assert admission_of(agent)._threads == 0  # they cost no threads
+    assert workers["w0"].call("w1", abs, -1) == 1
+    for index in range(3):
+        member = workers.join(f"new{index}")
+        assert member.call("w1", abs, -1) == 1
+        assert workers["w1"].call(member.name, abs, -1) == 1
+
+
+def test_the_oldest_strangers_make_room_for_others(
+    workers: LocalCluster, crowd: ExitStack, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_STRANGERS", 10)
+    monkeypatch.setattr(admission, "MAX_PER_SOURCE", 10)
+    monkeypatch.setattr(admission, "_MAY_STAY", 0.01)
+    agent = workers["w1"]
+    strangers = come(crowd, agent, transport, 30)
+    until(lambda: agent.statistics().get("refused_evicted") == 20)
+    assert all(map(is_closed, strangers[:20]))
+    assert len(admission_of(agent).strangers) == 10
+    assert workers.join("new").call("w1", abs, -1) == 1
+
+
+@pytest.mark.parametrize("transport", ["tcp"])
+def test_the_strangers_of_the_largest_source_make_room(
+    workers: LocalCluster, crowd: ExitStack, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_PER_SOURCE", 10)
+    monkeypatch.setattr(admission, "_MAY_STAY", 0.01)
+    agent = workers["w1"]
+    quiet = crowd.enter_context(unauthenticated_socket(agent, "tcp"))
+    come(crowd, agent, transport, 30)
+    until(lambda: agent.statistics().get("refused_evicted") == 20)
+    assert quiet.getsockname()[0] == "127.0.0.1"
+    assert {stranger.source for stranger in admission_of(agent)._snapshot()} == {
+        "127.0.0.1",
+        "127.0.0.2",
+    }
+
+
+def test_strangers_that_speak_slowly_keep_nobody_out(
+    workers: LocalCluster, crowd: ExitStack, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_HANDSHAKES", 4)
+    monkeypatch.setattr(admission, "_MAY_STAY", 0.2)
+    agent = workers["w1"]
+    for sock in come(crowd, agent, transport, 40):
+        sock.send(b"T")
+    until(lambda: admission_of(agent)._threads == 4)
+    assert workers.join("new").call("w1", abs, -1) == 1
+    assert admission_of(agent)._threads <= 4
+    assert workers["w0"].call("w1", abs, -1) == 1
+
+
+def test_a_burst_of_members_is_not_refused(
+    cluster: Clusters, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come at the same time and are more than the limits allow: they wait in the backlog."""
+    workers = cluster(2)
+    monkeypatch.setattr(admission, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(admission, "MAX_PER_SOURCE", 4)
+    monkeypatch.setattr(admission, "MAX_HANDSHAKES", 2)
+    monkeypatch.setattr(admission, "_RETRY", 0.001)
+    dial = workers["w0"]._runtime.dial
+    member = workers["w1"]._runtime.local_member
+    with ThreadPoolExecutor(40) as pool:
+        connections = list(pool.map(lambda _: dial(member, "exclusive"), range(80)))
+    for connection in connections:
+        connection.channel.close()
+    assert "refused_evicted" not in workers["w1"].statistics()
+
+
+# Descriptors
+
+SHORTAGE = """
+import json, socket, sys
+from telegrad.transport import sockets
+from telegrad.wire import handshake
+
+address, secret, introduction, count = sys.argv[1:]
+strangers = [sockets.connect(address, 30) for _ in range(int(count))]
+print("the crowd is there", flush=True)
+sys.stdin.readline()
+member = sockets.connect(address, 30)
+steps = handshake.client(bytes.fromhex(secret), json.loads(introduction))
+print(sockets.run_handshake(member, steps, 30)["name"], flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("transport", ["unix"])
+def test_a_member_gets_in_although_strangers_have_used_up_all_descriptors(
+    workers: LocalCluster, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "_MAY_STAY", 0.1)
+    agent = workers["w1"]
+    arguments = [
+        agent._runtime.local_member.addresses[0],
+        group_secret(agent.config.secret).hex(),
+        json.dumps(introduction(agent, purpose="probe")),
+        "60",
+    ]
+    child = subprocess.Popen(
+        [sys.executable, "-c", SHORTAGE, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    with child:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
+            assert child.stdout.readline() == "the crowd is there\n"
+            until(lambda: len(admission_of(agent).strangers) >= 15)
+            assert workers["w0"].call("w1", abs, -1) == 1
+            child.stdin.write("\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == "w1\n"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            child.stdin.write("\n")
+            child.stdin.close()
+    assert workers.join("new").call("w1", abs, -1) == 1
+
+
+# The log
+
+
+def test_few_of_many_refusals_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    log = RefusalLog()
+    with caplog.at_level(logging.WARNING):
+        for number in range(1000):
+            log.refused("w0", f"number {number}")
+        assert len(caplog.messages) == RefusalLog.LINES
+        log._since -= 2 * RefusalLog.PERIOD
+        log.refused("w0", "the next")
+    assert (
+        caplog.messages[-2]
+        == f"{1000 - RefusalLog.LINES} further messages of this kind were left out"
+    )
+    assert caplog.messages[-1] == "worker 'w0' closed a connection: the next"
