@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import logging
 import os
+import platform
 import sys
 import threading
 import time
@@ -22,18 +23,21 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from telegrad.client.connections import timeout_error
 from telegrad.client.dialer import DialedConnection, Dialer
 from telegrad.client.peers import PeerTable, WorkerAddress, worker_key
 from telegrad.config import Config
 from telegrad.cuda.transfers import CudaTransfers
 from telegrad.current import find_runtime, thread_state
-from telegrad.errors import JoinError, PeerLost, UsageError
+from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
 from telegrad.futures import CompletionListener, Future
-from telegrad.group import maintenance, shutdown
+from telegrad.group import maintenance, network_check, shutdown
 from telegrad.group.collectives import Collectives, group_broken
 from telegrad.group.endpoint import LocalEndpoint
 from telegrad.group.failure_detector import FailureDetector, LossListener, lost_notice
+from telegrad.group.hosts import host_id
 from telegrad.group.main_module import main_module_identity
 from telegrad.group.membership import Directory, Member, WorkerInfo, check_name
 from telegrad.group.secret import group_key
@@ -46,6 +50,7 @@ from telegrad.scheduling.event_loop import EventLoops
 from telegrad.scheduling.executor import Executor, ThreadPool
 from telegrad.server.connection import ServerConnection
 from telegrad.server.listener import Listener
+from telegrad.wire import handshake
 from telegrad.wire.handshake import Incarnation
 
 S = TypeVar("S")
@@ -158,16 +163,27 @@ class AgentRuntime:
             self.endpoint.addresses,
             maps_devices=bool(self.config.device_maps),
             main=main_module_identity(),
+            host=host_id(),
+            protocol=handshake.VERSION,
+            python=platform.python_version(),
+            torch=str(torch.__version__),
         )
 
     def wait_for_members(self) -> None:
-        """Wait for the other workers of a group of fixed size."""
-        if self.world_size is not None:
-            try:
+        """Wait for the other workers of a group of fixed size, and check the network."""
+        until = time.monotonic() + self.config.join_timeout
+        try:
+            if self.world_size is None:
+                network_check.check_newcomer(self, until)
+            else:
                 self.directory.wait_for_members(self.world_size, self.config.join_timeout)
-            except BaseException:
-                self.close()
-                raise
+                network_check.check_fixed_group(self, until)
+        except BaseException:
+            if self.world_size is None:
+                with contextlib.suppress(TelegradError):
+                    self.directory.leave(self.local_member)
+            self.close()
+            raise
 
     def shutdown(self, timeout: float | None = None) -> tuple[str, ...]:
         """Finish the calls in progress, wait until the other workers do the same, then close.

@@ -8,6 +8,7 @@ group's secret (`SignedStore`):
     slot/<i>         the rank of the i-th worker that has registered
     rank/<r>         JSON of the member with that rank: the fields of `Member`
     name/<name>      the rank of the worker with that name
+    check/<r>        what the network check of that worker has found, as JSON
 
 An *incarnation* is the random id of one start of a worker. A worker that restarts keeps its name
 and replaces its entry with a new incarnation. Nothing that is read from the store is unpickled.
@@ -15,7 +16,8 @@ A worker that cannot join writes the reason under problem/<rank>, for the errors
 may not know the secret, so that text is not signed, and nothing depends on it.
 
 State: `_members` (the entries read so far, by rank), `_names` (by incarnation) and `_slots` (ranks,
-by slot) are written by atomic operations of the dict. Entries are replaced, never changed.
+by slot) are written by atomic operations of the dict. Entries are replaced, never changed. `_slot`
+is set once.
 """
 
 from __future__ import annotations
@@ -92,6 +94,11 @@ class Member:
     left: bool = False
     maps_devices: bool = False
     main: str = ""  # identifies the program that it runs; see `main_module_identity`
+    host: str = ""  # see `host_id`
+    protocol: int = 0  # the version of the handshake
+    python: str = ""
+    torch: str = ""
+    tls: str = ""
 
     @property
     def is_local(self) -> bool:
@@ -118,6 +125,7 @@ class Directory:
         self._members: dict[int, Member] = {}
         self._names: dict[Incarnation, str] = {}  # of every incarnation ever seen
         self._slots: dict[int, int] = {}
+        self._slot = 0  # that of this worker
         self._store.group = self.group = self._agree_on_group(fixed_size)
 
     def __repr__(self) -> str:
@@ -167,10 +175,46 @@ class Directory:
                 raise _taken(member if other is None else other, name)
         self._remember(member)
         self._write_name(member)
-        self._read_slots()
+        if self.has_come_back(member):
+            self._read_slots()
+            self._slot = len(self._slots)
         if rank not in self._slots.values():
-            self._store.claim("slot", lambda _: str(rank))
+            self._slot = self._store.claim("slot", lambda _: str(rank))
         return member
+
+    def has_come_back(self, member: Member) -> bool:
+        """Return whether an earlier worker has had the rank of this member."""
+        entry = self._store.last_seen(f"rank/{member.rank}")
+        return entry is not None and entry.number > 1
+
+    def write_check(self, member: Member, value: str) -> None:
+        """Write the result of this worker's network check."""
+        key = f"check/{member.rank}"
+        previous = self._store.read(key, f"worker {member.name!r}")
+        self._store.write(key, value, previous)
+
+    def wait_for_checks(self, members: Sequence[Member], until: float) -> list[str]:
+        """Wait for the results of the network checks of all members."""
+        results: dict[str, str] = {}
+
+        def read() -> list[str]:
+            for member in members:
+                if member.name not in results:
+                    entry = self._store.read(f"check/{member.rank}", f"worker {member.name!r}")
+                    if entry is not None:
+                        results[member.name] = entry.value
+            return [member.name for member in members if member.name not in results]
+
+        pause = _POLL[0]
+        while missing := read():
+            if time.monotonic() > until:
+                raise JoinError(
+                    f"these workers did not finish their network check within Config.join_timeout: "
+                    f"{', '.join(missing)}"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _POLL[1])
+        return list(results.values())
 
     def _report_problem(self, reason: str) -> None:
         """Let the workers that wait for this one know why it did not join."""
@@ -254,6 +298,18 @@ class Directory:
                 self._read(rank)
         present = [member for member in list(self._members.values()) if not member.left]
         return sorted(present, key=lambda member: member.rank)
+
+    def sample(self, count: int) -> list[Member]:
+        """Return up to `count` (at least 2) workers that came before this one and have not left."""
+        last = self._slot - 1
+        slots = sorted({index * last // (count - 1) for index in range(count)}) if last >= 0 else []
+        found: dict[int, Member] = {}
+        for slot in slots:
+            entry = self._store.read(f"slot/{slot}", f"the worker that registered as number {slot}")
+            member = None if entry is None else self._read(int(entry.value))
+            if member is not None and not member.left:
+                found[member.rank] = member
+        return list(found.values())
 
     def is_current(self, name: str, incarnation: Incarnation) -> bool:
         """Return whether this incarnation is the last that was read under this name."""
