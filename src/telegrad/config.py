@@ -71,7 +71,9 @@ class Config:
     max_idle_connections: int = 16
     """Largest number of idle connections to one peer that are kept open for further calls."""
     only_registered: bool = False
-    """Serve only functions that are registered with `telegrad.expose`."""
+    """Serve only functions that are registered with `telegrad.expose`. Calls of others are refused
+    before anything of them is unpickled. This is no protection from workers that know the secret:
+    the arguments of a call are pickles, and those can run any code."""
     device_maps: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """For each worker, the device there for tensors on a device here, as in
     ``{"ps": {"cuda:0": "cpu"}}``. For results, the map is reversed."""

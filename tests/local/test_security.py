@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import pickle
 import socket
@@ -24,6 +25,8 @@ import torch.distributed as dist
 from telegrad import Agent, Config, expose
 from telegrad.errors import ProtocolError, TelegradError, UsageError
 from telegrad.group.secret import group_key, key_file
+from telegrad.refs import remote
+from telegrad.refs.owner_calls import create_call
 from telegrad.testing import LocalCluster
 from telegrad.transport import sockets
 from telegrad.transport.buffer_pool import BufferPool
@@ -419,6 +422,66 @@ def test_the_arguments_of_a_refused_call_are_not_unpickled(strict: LocalCluster,
         with pytest.raises(UsageError, match="serves only registered functions"):
             attempt()
     assert log.entries == []
+
+
+def test_the_definition_of_a_refused_function_is_not_unpickled(
+    cluster: Clusters, transport: str, log: Log
+) -> None:
+    agent = cluster(1, only_registered=True)["w0"]
+    definitions = [
+        pickle.dumps(Bomb(log), 5),
+        pickle.dumps(operator.methodcaller("note", "called"), 5),
+        b"cno_such_module_of_tests\nfunction\n.",
+        b"garbage",
+        b"",
+        # an exposed function with other attributes
+        pickle.dumps(exposed, 5)[:-1] + b"}\x8c\x01a\x8c\x01bsb.",
+        # a function that is created remotely, but is not registered
+        pickle.dumps(create_call(hidden), 5),
+        pickle.dumps(create_call(exposed), 5).replace(b"exposed", b"hidden!"),
+    ]
+    for definition in definitions:
+        body = len(definition).to_bytes(4, "little") + definition + pickle.dumps(Bomb(log), 5)
+        frame = HEADER.pack(len(body), 1, 1, 0, 0, Kind.CALL, DEFINES_FUNCTION, 0) + body
+        with unauthenticated_socket(agent, transport) as sock:
+            shake_hands(sock, agent)
+            sock.sendall(frame)
+            length, *_, kind, _, _ = HEADER.unpack(_read(sock, HEADER.size))
+            assert kind == Kind.FAILURE
+            assert b"serves only registered functions" in _read(sock, length)
+    assert log.entries == []
+    assert not hasattr(exposed, "a")
+
+
+EXPOSED = [torch.add, torch.Tensor.add, operator.add, str.upper]
+for function in EXPOSED:
+    expose(function)
+
+
+@pytest.mark.parametrize("function", EXPOSED)
+def test_functions_of_any_kind_can_be_exposed(strict: LocalCluster, function: Any) -> None:
+    args = ("a",) if function is str.upper else (torch.ones(1), torch.ones(1))
+    assert strict["w0"].call("w1", function, *args) == function(*args)
+
+
+@expose
+class Counter:
+    @expose
+    def up(self) -> int:
+        return 1
+
+    def hidden(self) -> int:
+        return 2
+
+
+def test_references_to_exposed_classes_work(strict: LocalCluster) -> None:
+    w0 = strict["w0"]
+    with pytest.raises(UsageError, match=r"builtins\.list is not one"):
+        w0.call("w1", create_call(list), w0.name, ("key", 1))
+    counter = remote("w1", Counter, agent=strict["w0"])
+    assert counter.rpc_sync().up() == 1
+    with pytest.raises(UsageError, match="hidden is not one"):
+        counter.rpc_sync().hidden()
 
 
 def test_barriers_and_shutdown_still_work(strict: LocalCluster) -> None:

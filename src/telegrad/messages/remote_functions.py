@@ -15,7 +15,7 @@ State: one `FunctionTable` for each sending agent. It only grows, up to `MAX_FUN
 lock, because `dict.setdefault` and `next` of an `itertools.count` are atomic: if two threads add a
 function at the same time, both get the entry of the first, and one id stays unused. Which ids a
 connection has already sent is state of that connection. `FunctionRegistry._served` grows in the
-same way. `_trusted` and `_exposed` grow while modules are imported. The durations in
+same way. `_trusted`, `_definers` and `_exposed` grow while modules are imported. The durations in
 `ServedFunction` are statistics; a race loses a sample.
 """
 
@@ -23,15 +23,17 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import pickletools
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch.futures
 
-from telegrad.errors import SerializationError, error_text
+from telegrad.errors import InternalError, SerializationError, error_text
 from telegrad.futures import Future
 from telegrad.messages.device_routes import ANY_DEVICE_MARK
+from telegrad.wire import codec
 
 MAX_FUNCTIONS = 1 << 14
 # A class with this attribute has instances that are callable, hashable and never change.
@@ -42,6 +44,7 @@ ASYNC_MARK = "_wrapped_async_rpc_function"
 _SERVED_MARK = "_runs_for_peers"
 _INTERNAL_MARK = "_internal_to_telegrad"
 _trusted: set[Any] = set()
+_definers: dict[Any, str] = {}
 P = ParamSpec("P")
 T = TypeVar("T")
 _exposed: set[Function] = set()
@@ -167,6 +170,19 @@ def trusted(function: F) -> F:
     return function
 
 
+def definer(takes: str) -> Callable[[F], F]:
+    """Decorate what the pickle of a function of Telegrad may apply to one argument.
+
+    The argument is a ``name`` or a registered ``function``. The result is trusted.
+    """
+
+    def mark(function: F) -> F:
+        _definers[function] = takes
+        return function
+
+    return mark
+
+
 def is_trusted(function: Any) -> bool:
     """Return whether `function`, or its class, is marked with `trusted`."""
     return function in _trusted or type(function) in _trusted
@@ -245,6 +261,19 @@ class FunctionRegistry:
                 served = self._served.setdefault(function, served)
         return served
 
+    def decode(self, definition: bytes) -> ServedFunction:
+        """Return the function that a peer has sent: pickled by reference.
+
+        With `only_registered`, the pickle is not loaded, and no module is imported: what it names
+        is looked up among the registered functions.
+        """
+        if not self._only_registered:
+            return self.find(codec.decode(definition))
+        try:
+            return self.find(_registered.decode(definition))
+        except LookupError as error:
+            return ServedFunction(UnregisteredFunction(str(error.args[0])))
+
     def is_allowed(self, function: Function | None) -> bool:
         """Return whether peers may call `function`; None: a function that is sent by value."""
         if not self._only_registered:
@@ -253,6 +282,91 @@ class FunctionRegistry:
             return function in _exposed or is_trusted(function)
         except TypeError:  # not hashable, so it was never exposed
             return False
+
+
+class _RegisteredFunctions:
+    """The functions that are exposed or trusted, by name and by the pickle of their reference.
+
+    State: both tables are made again when functions were added; a race makes them twice.
+    """
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._by_name: dict[tuple[str, str], Any] = {}
+        self._by_pickle: dict[bytes, Any] = {}
+
+    def decode(self, definition: bytes) -> Any:
+        """Return the registered function that a pickle refers to.
+
+        The pickle may also apply one of `_definers` to a name or a registered function. Raise
+        `LookupError` with the name of the function otherwise.
+        """
+        self._update()
+        if definition in self._by_pickle:
+            return self._by_pickle[definition]
+        stack: list[Any] = []
+        memo: list[Any] = []
+        try:
+            for opcode, argument, _ in pickletools.genops(definition):
+                name = opcode.name
+                if name in ("SHORT_BINUNICODE", "BINUNICODE"):
+                    stack.append(argument)
+                elif name == "STACK_GLOBAL":
+                    function, module = stack.pop(), stack.pop()
+                    stack.append(self._find(module, function))
+                elif name == "MEMOIZE":
+                    memo.append(stack[-1])
+                elif name in ("BINGET", "LONG_BINGET"):
+                    stack.append(memo[argument])
+                elif name == "TUPLE1":
+                    stack.append((stack.pop(),))
+                elif name == "REDUCE":
+                    (part,), define = stack.pop(), stack.pop()
+                    takes = "name" if isinstance(part, str) else "function"
+                    if _definers.get(define) != takes:
+                        raise LookupError(describe(define))
+                    stack.append(define(part))
+                elif name not in ("PROTO", "FRAME", "STOP"):
+                    raise LookupError("a function that is not pickled by its name")
+            (found,) = stack
+        except (ValueError, IndexError, TypeError) as error:  # not a pickle, or a broken one
+            raise LookupError(f"a function with an invalid definition ({error})") from None
+        if found not in _exposed and not is_trusted(found):
+            raise LookupError(describe(found))
+        return found
+
+    def _find(self, module: str, name: str) -> Any:
+        try:
+            return self._by_name[module, name]
+        except KeyError:
+            raise LookupError(f"{module}.{name}") from None
+
+    def _update(self) -> None:
+        size = len(_exposed) + len(_trusted) + len(_definers)
+        if size == self._size:
+            return
+        for function in (*_exposed, *_trusted, *_definers):
+            module = getattr(function, "__module__", None)  # methods of builtin types have none
+            self._by_name[str(module), function.__qualname__] = function
+        for function in tuple(_exposed):
+            try:
+                self._by_pickle[pickle.dumps(function, 5)] = function
+            except Exception:
+                continue  # it cannot be sent by reference, so no definition can name it
+        self._size = size
+
+
+_registered = _RegisteredFunctions()
+
+
+class UnregisteredFunction:
+    """Stand for a function that is not registered, where only registered ones are served."""
+
+    def __init__(self, name: str) -> None:
+        self.__qualname__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise InternalError("a function that is not registered was called")
 
 
 class UndecodableFunction:

@@ -25,6 +25,7 @@ from telegrad.messages.remote_functions import (
     ASYNC_MARK,
     MAX_FUNCTIONS,
     DeferredReply,
+    definer,
     describe,
     served_form,
     trusted,
@@ -37,6 +38,7 @@ _create_calls: dict[Callable[..., Any], CreateObject] = {}
 _create_calls_lock = threading.Lock()
 
 
+@definer("function")
 @trusted
 class CreateObject:
     """A callable that runs a function at the owner of a new object and stores the result there."""
@@ -220,6 +222,7 @@ class MethodCall:
         return method, (self._name,)
 
 
+@definer("name")
 @functools.lru_cache(maxsize=4096)
 def method(name: str) -> MethodCall:
     """Return the `MethodCall` of this name."""

@@ -63,7 +63,6 @@ from telegrad.scheduling.event_loop import EventLoop, EventLoops
 from telegrad.scheduling.executor import SLOW_SECONDS, Executor, ThreadPool
 from telegrad.scheduling.poller import LoopConnection
 from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, close_with_reason
-from telegrad.wire import codec
 from telegrad.wire.failures import encode_failure, encode_failure_name, remote_traceback
 from telegrad.wire.frames import (
     DEFINES_FUNCTION,
@@ -445,8 +444,7 @@ class ServerConnection(ReplyingConnection):
         try:
             if frame.receive_error is not None and body_lost:
                 raise frame.receive_error
-            definition = codec.decode(bytes(frame.body[4 : 4 + size]))
-            function = self._runtime.functions.find(definition)
+            function = self._runtime.functions.decode(bytes(frame.body[4 : 4 + size]))
         except BaseException as error:
             function = ServedFunction(UndecodableFunction(error))
         self._functions[frame.function_id] = function
@@ -471,6 +469,8 @@ class ServerConnection(ReplyingConnection):
         try:
             thread_state.caller = self.peer_name
             thread_state.deadline = _deadline_of(frame)
+            if self._runtime.config.only_registered:
+                self._check_allowed(function)  # before anything of the call is unpickled
             if not frame.flags & HAS_SCOPE or not len(frame.body):
                 self._run(frame, function, loop)
             else:
@@ -495,12 +495,7 @@ class ServerConnection(ReplyingConnection):
         epoch = loop.own_epoch if loop is not None else 0
         received: list[ReceivedResource] = []
         try:
-            if (
-                frame.flags
-                or function is None
-                or frame.receive_error is not None
-                or self._runtime.config.only_registered
-            ):
+            if frame.flags or function is None or frame.receive_error is not None:
                 function, args, kwargs = self._decode_call(frame, function, received)
             else:
                 args, kwargs = self._unpack(frame.body, frame.buffers, received), {}
@@ -535,7 +530,6 @@ class ServerConnection(ReplyingConnection):
     ) -> tuple[ServedFunction, tuple[Any, ...], dict[str, Any]]:
         """Return the function and the arguments of a call of any kind."""
         flags, body = frame.flags, frame.body
-        self._check_allowed(function)  # before the arguments are unpickled
         if flags & DEFINES_FUNCTION:
             body = memoryview(body)[4 + int.from_bytes(body[:4], "little") :]
         if frame.receive_error is not None:
