@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import socket
 import ssl
 import struct
@@ -194,11 +195,14 @@ def _check_first_bytes(sock: socket.socket, with_tls: bool, deadline: float) -> 
 
 def _peek(sock: socket.socket, count: int, deadline: float) -> bytes:
     """Return the first bytes that a peer sends, without removing them."""
+    ends = select.poll()  # what was not removed hides the end of the connection from `recv`
+    ends.register(sock, select.POLLRDHUP)
     while True:
+        has_ended = bool(ends.poll(0))
         set_timeout(sock, deadline)
         data = sock.recv(count, socket.MSG_PEEK)
         if len(data) == count:
             return data
-        if not data:
+        if has_ended or not data:
             raise ProtocolError("the peer closed the connection during the handshake")
-        time.sleep(_PEEK_INTERVAL)
+        ends.poll(_PEEK_INTERVAL * 1000)
