@@ -167,6 +167,7 @@ class AgentRuntime:
             protocol=handshake.VERSION,
             python=platform.python_version(),
             torch=str(torch.__version__),
+            tls=self.endpoint.tls.describe(),
         )
 
     def wait_for_members(self) -> None:

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import pytest
 
 from telegrad import Agent
-from telegrad.group.secret import group_secret
+from telegrad.group.secret import group_key
 from telegrad.server import admission
 from telegrad.server.admission import Admission, RefusalLog
 from telegrad.testing import LocalCluster
@@ -92,6 +92,19 @@ def test_the_oldest_strangers_make_room_for_others(
 
 
 @pytest.mark.parametrize("transport", ["tcp"])
+def test_strangers_that_stop_within_tls_keep_nobody_out(
+    workers: LocalCluster, crowd: ExitStack, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_HANDSHAKES", 2)
+    monkeypatch.setattr(admission, "_MAY_STAY", 0.1)
+    agent = workers["w1"]
+    for sock in come(crowd, agent, transport, 6):
+        sock.send(b"TLGB" + b"\x16\x03\x01")  # of a bulk connection
+    until(lambda: admission_of(agent)._threads == 2)
+    assert workers.join("new").call("w1", abs, -1) == 1
+
+
+@pytest.mark.parametrize("transport", ["tcp"])
 def test_the_strangers_of_the_largest_source_make_room(
     workers: LocalCluster, crowd: ExitStack, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,16 +157,21 @@ def test_a_burst_of_members_is_not_refused(
 
 SHORTAGE = """
 import json, socket, sys
+from telegrad.config import Config
 from telegrad.transport import sockets
+from telegrad.transport.tls import TlsContexts
 from telegrad.wire import handshake
 
-address, secret, introduction, count = sys.argv[1:]
+address, key, introduction, count = sys.argv[1:]
+key, introduction = bytes.fromhex(key), json.loads(introduction)
 strangers = [sockets.connect(address, 30) for _ in range(int(count))]
 print("the crowd is there", flush=True)
 sys.stdin.readline()
 member = sockets.connect(address, 30)
-steps = handshake.client(bytes.fromhex(secret), json.loads(introduction))
-print(sockets.run_handshake(member, steps, 30)["name"], flush=True)
+steps = lambda binding: handshake.client(key, introduction, binding)
+tls = TlsContexts(Config(), key)
+connection = sockets.authenticate(member, tls, steps, server_side=False, timeout=30)
+print(connection.peer["name"], flush=True)
 sys.stdin.readline()
 """
 
@@ -166,7 +184,7 @@ def test_a_member_gets_in_although_strangers_have_used_up_all_descriptors(
     agent = workers["w1"]
     arguments = [
         agent._runtime.local_member.addresses[0],
-        group_secret(agent.config.secret).hex(),
+        group_key(agent.config.secret).hex(),
         json.dumps(introduction(agent, purpose="probe")),
         "60",
     ]

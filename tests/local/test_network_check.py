@@ -23,6 +23,7 @@ from telegrad.group.hosts import host_id, interfaces, is_loopback
 from telegrad.group.membership import Directory, Member
 from telegrad.group.network_check import compare_versions, targets
 from telegrad.testing import LocalCluster
+from telegrad.wire.handshake import Incarnation
 from tests.local.gates import PATIENCE
 
 SECRET = "sixteen characters or more"
@@ -203,7 +204,10 @@ def test_a_newcomer_does_not_mind_workers_that_have_ended(founder: tuple[Any, Ag
 
 def members(*details: dict[str, Any]) -> list[Member]:
     return [
-        replace(Member(f"w{rank}", rank, f"i{rank}", (), protocol=3, python="3.12.1"), **each)
+        replace(
+            Member(f"w{rank}", rank, Incarnation(f"i{rank}"), (), protocol=3, python="3.12.1"),
+            **each,
+        )
         for rank, each in enumerate(details)
     ]
 
@@ -216,9 +220,13 @@ def test_another_protocol_is_an_error(hosts: dict[str, Any]) -> None:
         assert "Install the same version of telegrad" in text
 
 
-def test_tls_on_some_workers_only_is_an_error() -> None:
+def test_tls_on_some_workers_only_is_an_error(hosts: dict[str, Any]) -> None:
+    for text in errors_of(open_all([config(), config(tls="off")])):
+        assert "off (w1)" in text
+
+    compare_versions(members({"tls": "psk"}, {"tls": "off"}))  # on one host, nobody needs TLS
     with pytest.raises(JoinError, match=r"TLS: psk \(w0\), off \(w1\).*TELEGRAD_TLS"):
-        compare_versions(members({"tls": "psk"}, {"tls": "off"}))
+        compare_versions(members({"tls": "psk"}, {"tls": "off", "host": "another"}))
 
 
 @pytest.mark.parametrize("field", ["python", "torch"])

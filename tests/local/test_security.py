@@ -427,7 +427,7 @@ def test_the_arguments_of_a_refused_call_are_not_unpickled(strict: LocalCluster,
 def test_the_definition_of_a_refused_function_is_not_unpickled(
     cluster: Clusters, transport: str, log: Log
 ) -> None:
-    agent = cluster(1, only_registered=True)["w0"]
+    agent = cluster(1, only_registered=True, tls="off")["w0"]
     definitions = [
         pickle.dumps(Bomb(log), 5),
         pickle.dumps(operator.methodcaller("note", "called"), 5),
@@ -444,11 +444,11 @@ def test_the_definition_of_a_refused_function_is_not_unpickled(
         body = len(definition).to_bytes(4, "little") + definition + pickle.dumps(Bomb(log), 5)
         frame = HEADER.pack(len(body), 1, 1, 0, 0, Kind.CALL, DEFINES_FUNCTION, 0) + body
         with unauthenticated_socket(agent, transport) as sock:
-            shake_hands(sock, agent)
-            sock.sendall(frame)
-            length, *_, kind, _, _ = HEADER.unpack(_read(sock, HEADER.size))
+            member = shake_hands(sock, agent)
+            member.sendall(frame)
+            length, *_, kind, _, _ = HEADER.unpack(_read(member, HEADER.size))
             assert kind == Kind.FAILURE
-            assert b"serves only registered functions" in _read(sock, length)
+            assert b"serves only registered functions" in _read(member, length)
     assert log.entries == []
     assert not hasattr(exposed, "a")
 

@@ -143,8 +143,11 @@ def compare_versions(members: Sequence[Member]) -> None:
     if protocols:
         raise JoinError(f"{protocols}. Install the same version of telegrad on all of them")
     tls = _differences(members, lambda each: each.tls, "settings of TLS")
-    if tls:
-        raise JoinError(f"{tls}. Set TELEGRAD_TLS to the same value for all of them")
+    if tls and len({member.host for member in members}) > 1:
+        raise JoinError(
+            f"{tls}. Set TELEGRAD_TLS and the certificates alike for all of them. Python before "
+            "3.13 has no pre-shared keys: use one version everywhere, or certificates of your own"
+        )
     for value, what, consequence in (
         (_minor("python"), "versions of Python", "functions sent by value may not run"),
         (_minor("torch"), "versions of torch", "some objects may not be unpickled"),
@@ -228,7 +231,7 @@ def _try(runtime: NetworkCheckRuntime, member: Member, until: float) -> Finding:
             )
             continue
         try:
-            runtime.endpoint.connect(address, member, PROBE, until)[0].close()
+            runtime.endpoint.connect(address, member, PROBE, until).sock.close()
         except (OSError, ProtocolError) as error:
             ended = isinstance(error, ConnectionRefusedError | WrongWorker)
             finding = Finding(_describe(error, local, member, address), ended)

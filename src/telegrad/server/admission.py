@@ -55,14 +55,23 @@ class AdmissionRuntime(Protocol):
 class _Stranger:
     """A connection that is not authenticated yet."""
 
-    __slots__ = ("may_stay_until", "refused", "since", "sock", "source")
+    __slots__ = ("handle", "may_stay_until", "refused", "since", "sock", "source")
 
     def __init__(self, sock: socket.socket, source: str) -> None:
         self.sock = sock
+        # a second handle while its handshake runs, because TLS may take the socket's descriptor
+        self.handle: socket.socket | None = None
         self.source = source
         self.since = time.monotonic()
         self.may_stay_until = self.since + _MAY_STAY
         self.refused = False
+
+    def shut(self) -> None:
+        """Shut the socket down, which ends the handshake that uses it."""
+        try:
+            (self.handle or self.sock).shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            _log.debug("a connection was closed already: %s", error)
 
 
 class Admission:
@@ -123,8 +132,8 @@ class Admission:
         except OSError as error:
             _log.debug("a listening socket was closed already: %s", error)
         self.listening.close()
-        for sock in self.strangers:
-            _shut(sock)
+        for stranger in self._snapshot():
+            stranger.shut()
 
     # On the thread that accepts
 
@@ -150,8 +159,8 @@ class Admission:
             if not self._is_closing():  # else the socket was closed before it was polled
                 raise
         finally:
-            for sock in self.strangers:
-                _shut(sock)
+            for stranger in self._snapshot():
+                stranger.shut()
             for stranger in (*self._waiting.values(), *self._take_ready()):
                 self.forget(stranger.sock)
                 stranger.sock.close()
@@ -281,7 +290,7 @@ class Admission:
         if self._waiting.get(descriptor) is stranger:
             self._stop_waiting(descriptor)
         elif not is_ready:
-            _shut(stranger.sock)  # the thread that runs its handshake closes and counts it
+            stranger.shut()  # the thread that runs its handshake closes and counts it
             return
         self._counters[counter] += 1
         self._log.refused(self._runtime.name, reason)
@@ -320,7 +329,15 @@ class Admission:
                 if queue:
                     self._ready[source] = queue  # as the last: each source gets its turn
                 stranger.may_stay_until = max(stranger.may_stay_until, time.monotonic() + _MAY_STAY)
-            self._authenticate(stranger.sock)
+            try:
+                stranger.handle = stranger.sock.dup()
+            except OSError as error:  # too few descriptors
+                _log.debug("a connection gets no second handle: %s", error)
+            try:
+                self._authenticate(stranger.sock)
+            finally:
+                if stranger.handle is not None:
+                    stranger.handle.close()
 
     def _take_ready(self) -> list[_Stranger]:
         with self._lock:
@@ -362,11 +379,3 @@ class RefusalLog:
         if left_out:
             _log.warning("%d further messages of this kind were left out", left_out)
         _log.warning(message, *args)
-
-
-def _shut(sock: socket.socket) -> None:
-    """Shut a socket down, which ends the handshake that uses it."""
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError as error:
-        _log.debug("a connection was closed already: %s", error)
