@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 import telegrad
-from telegrad.cli import bench, run, train
+from telegrad.cli import bench, doctor, run, train
 
 __all__ = ["main"]
 
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"telegrad {telegrad.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     bench.add(commands)
+    doctor.add(commands)
     run.add(commands)
     train.add(commands)
     options = parser.parse_args(arguments)

@@ -393,6 +393,21 @@ class Directory:
         self._names[member.incarnation] = member.name
 
 
+def read_members(store: Store, key: bytes) -> tuple[str, list[Member]]:
+    """Return the id and the members of a group without joining it; ("", []) if there is none."""
+    signed = SignedStore(store, key)
+    group = signed.read("group", "the group")
+    if group is None:
+        return "", []
+    signed.group = group.value.split()[1]
+    ranks: list[int] = []
+    while (slot := signed.read(f"slot/{len(ranks)}", f"worker number {len(ranks)}")) is not None:
+        ranks.append(int(slot.value))
+    entries = [signed.read(f"rank/{rank}", f"the worker with rank {rank}") for rank in set(ranks)]
+    members = [_from_json(entry) for entry in entries if entry is not None]
+    return signed.group, [member for member in members if not member.left]
+
+
 def _to_json(member: Member) -> str:
     return json.dumps(asdict(member))
 

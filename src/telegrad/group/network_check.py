@@ -139,15 +139,9 @@ def targets(members: Sequence[Member], local: Member) -> list[Member]:
 
 def compare_versions(members: Sequence[Member]) -> None:
     """Raise `JoinError` if workers cannot understand each other; log if they might not."""
-    protocols = _differences(members, lambda each: str(each.protocol), "versions of the protocol")
-    if protocols:
-        raise JoinError(f"{protocols}. Install the same version of telegrad on all of them")
-    tls = _differences(members, lambda each: each.tls, "settings of TLS")
-    if tls and len({member.host for member in members}) > 1:
-        raise JoinError(
-            f"{tls}. Set TELEGRAD_TLS and the certificates alike for all of them. Python before "
-            "3.13 has no pre-shared keys: use one version everywhere, or certificates of your own"
-        )
+    problems = version_problems(members)
+    if problems:
+        raise JoinError(" | ".join(problems))
     for value, what, consequence in (
         (_minor("python"), "versions of Python", "functions sent by value may not run"),
         (_minor("torch"), "versions of torch", "some objects may not be unpickled"),
@@ -155,6 +149,21 @@ def compare_versions(members: Sequence[Member]) -> None:
         text = _differences(members, value, what)
         if text:
             _log.warning("%s: %s. Install the same version everywhere", text, consequence)
+
+
+def version_problems(members: Sequence[Member]) -> list[str]:
+    """Return why workers cannot understand each other."""
+    problems = []
+    protocols = _differences(members, lambda each: str(each.protocol), "versions of the protocol")
+    if protocols:
+        problems.append(f"{protocols}. Install the same version of telegrad on all of them")
+    tls = _differences(members, lambda each: each.tls, "settings of TLS")
+    if tls and len({member.host for member in members}) > 1:
+        problems.append(
+            f"{tls}. Set TELEGRAD_TLS and the certificates alike for all of them. Python before "
+            "3.13 has no pre-shared keys: use one version everywhere, or certificates of your own"
+        )
+    return problems
 
 
 def _minor(field: str) -> Callable[[Member], str]:
@@ -178,7 +187,7 @@ def _differences(members: Sequence[Member], value: Callable[[Member], str], what
 
 def _raise_if(problems: Sequence[str], local: Member) -> None:
     if problems:
-        tcp = ", ".join(_tcp_addresses(local)) or "no TCP address"
+        tcp = ", ".join(tcp_addresses(local)) or "no TCP address"
         raise JoinError(
             f"the network between the workers does not work: {' | '.join(dict.fromkeys(problems))} "
             f"| This is worker {local.name!r}: it advertises {tcp}, and its interfaces are "
@@ -214,7 +223,7 @@ def _try_on_thread(runtime: NetworkCheckRuntime, member: Member, until: float) -
 def _try(runtime: NetworkCheckRuntime, member: Member, until: float) -> Finding:
     """Connect to a member of another host by TCP."""
     local = runtime.local_member
-    addresses = _tcp_addresses(member)
+    addresses = tcp_addresses(member)
     if "tcp" not in runtime.config.transports or not addresses:
         without = local.name if addresses else member.name
         return Finding(
@@ -234,13 +243,14 @@ def _try(runtime: NetworkCheckRuntime, member: Member, until: float) -> Finding:
             runtime.endpoint.connect(address, member, PROBE, until).sock.close()
         except (OSError, ProtocolError) as error:
             ended = isinstance(error, ConnectionRefusedError | WrongWorker)
-            finding = Finding(_describe(error, local, member, address), ended)
+            finding = Finding(describe_failure(error, local, member, address), ended)
         else:
             return Finding("")
     return finding
 
 
-def _describe(error: Exception, local: Member, member: Member, address: str) -> str:
+def describe_failure(error: Exception, local: Member, member: Member, address: str) -> str:
+    """Return a text that says why a worker cannot connect to another, and what to do."""
     name = member.name
     advertise = f"set TELEGRAD_ADVERTISE for {name!r} to an address that the other hosts can reach"
     if isinstance(error, AuthenticationError):
@@ -259,7 +269,8 @@ def _describe(error: Exception, local: Member, member: Member, address: str) -> 
     return f"worker {local.name!r} cannot reach worker {name!r} at {address} ({text}): {advice}"
 
 
-def _tcp_addresses(member: Member) -> list[str]:
+def tcp_addresses(member: Member) -> list[str]:
+    """Return the TCP addresses of a member."""
     return [address for address in member.addresses if address.startswith("tcp:")]
 
 
