@@ -44,7 +44,9 @@ test-slow: $(VENV)/.installed-dev  ## run the tests that take minutes: soak test
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-conformance  ## run the tests that need a GPU, with those of PyTorch
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	rm -rf build/coverage
+	$(BIN)/python -m coverage run -m pytest -m gpu $(ARGS)
+	$(BIN)/python scripts/coverage_report.py --gpu
 	$(BIN)/python tests/conformance/run.py -j 4 --limit 60 -k Cuda
 
 # These packages have many dependencies and get their own environment.

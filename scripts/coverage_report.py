@@ -1,8 +1,9 @@
 """Combine what all processes of a test run have measured, and print how much of the package was
-run: `make test`.
+run: `make test`, `make test-gpu`.
 
-The files with the lowest figures are listed, and build/coverage/html shows every line. Lines that
-only a CUDA device runs count as missed where there is none.
+The files with the lowest figures are listed, and build/coverage/html shows every line. The modules
+that only a CUDA device runs (`tool.coverage.report.omit`) have a line of their own; with --gpu,
+only they are reported.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ def main() -> int:
     parser.add_argument(
         "--minimum", type=float, default=0.0, help="percentage of lines and of branches; 1 if below"
     )
+    parser.add_argument(
+        "--gpu", action="store_true", help="report the modules that only a CUDA device runs"
+    )
     options = parser.parse_args()
     coverage = Coverage(config_file=str(ROOT / "pyproject.toml"), messages=False)
     try:
@@ -33,28 +37,35 @@ def main() -> int:
         print(f"coverage: {error}", file=sys.stderr)
         return 1
     coverage.save()
-    report = _measured(coverage)
-    coverage.html_report(directory=str(ROOT / "build/coverage/html"))
+    gpu_only: Any = coverage.get_option("report:omit")
+    of_gpu: dict[str, Any] = {"include": gpu_only, "omit": []}
+    selected = of_gpu if options.gpu else {}
+    totals_of_gpu = _measured(coverage, **of_gpu)["totals"]
+    report = _measured(coverage, **selected)
+    coverage.html_report(directory=str(ROOT / "build/coverage/html"), **selected)
 
     files = sorted(report["files"].items(), key=lambda file: file[1]["summary"]["percent_covered"])
     for path, measured in files[:LISTED]:
-        lines, branches = _percentages(measured["summary"])
-        print(f"{lines:6.1f} % of lines {branches:6.1f} % of branches  {path}")
-    lines, branches = _percentages(report["totals"])
-    print(
-        f"{lines:6.1f} % of lines {branches:6.1f} % of branches  in total; every line: build/coverage/html/index.html"
-    )
-    if min(lines, branches) < options.minimum:
+        _print(measured["summary"], path)
+    if not options.gpu:
+        _print(totals_of_gpu, "in modules that only a CUDA device runs")
+    _print(report["totals"], "in total; every line: build/coverage/html/index.html")
+    if min(_percentages(report["totals"])) < options.minimum:
         print(f"coverage: less than {options.minimum:g} %", file=sys.stderr)
         return 1
     return 0
 
 
-def _measured(coverage: Coverage) -> dict[str, Any]:
+def _measured(coverage: Coverage, **selected: Any) -> dict[str, Any]:
     path = ROOT / "build/coverage/report.json"
-    coverage.json_report(outfile=str(path))
+    coverage.json_report(outfile=str(path), **selected)
     measured: dict[str, Any] = json.loads(path.read_text())
     return measured
+
+
+def _print(summary: dict[str, Any], subject: str) -> None:
+    lines, branches = _percentages(summary)
+    print(f"{lines:6.1f} % of lines {branches:6.1f} % of branches  {subject}")
 
 
 def _percentages(summary: dict[str, Any]) -> tuple[float, float]:
