@@ -6,16 +6,19 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from telegrad import Deadline
 from telegrad.batching.calls import BatchedCall
+from telegrad.batching.metrics import QueueMetrics
 from telegrad.batching.scheduler import (
     AdaptivePolicy,
     AllCallersPolicy,
     BatchOptions,
     BatchPolicy,
+    BatchScheduler,
     FairQueue,
     MinimumSizePolicy,
     policy_for,
@@ -226,3 +229,49 @@ def test_who_leaves_is_not_here(settings: dict[str, Any]) -> None:
     policy.remove(leaves)
     assert leaves not in policy
     assert leaves not in policy.release(99.0)
+
+
+# The scheduler, which has a policy and fair queues
+
+
+def prepared(caller: str, value: Any) -> BatchedCall:
+    made = BatchedCall(None, caller, None, (), (value,), {})
+    made.prepare()
+    return made
+
+
+def scheduler(**settings: Any) -> BatchScheduler:
+    return BatchScheduler(BatchOptions(**settings), QueueMetrics())
+
+
+def test_released_calls_that_do_not_fit_together_run_one_after_the_other() -> None:
+    made = scheduler(min_size=4, max_size=4)
+    calls = [prepared("a", value) for value in (1, torch.ones(1), 2, torch.zeros(1))]
+    for call in calls:
+        made.add(call, False, 0.0)
+    assert made.pop_batch(0.0) == [calls[0], calls[2]]
+    assert len(made) == 2
+    assert made.pop_batch(0.0) == [calls[1], calls[3]]
+    assert made.pop_batch(0.0) == []
+
+
+def test_released_calls_of_a_lost_worker_leave_too() -> None:
+    made = scheduler(min_size=3, max_size=3)
+    calls = [
+        prepared(caller, value) for caller, value in zip("aab", (1, torch.ones(1), 2), strict=True)
+    ]
+    for call in calls:
+        made.add(call, False, 0.0)
+    assert made.pop_batch(0.0) == [calls[0], calls[2]]
+    assert made.caller_lost("a") == [calls[1]]
+    assert len(made) == 0
+
+
+def test_a_call_leaves_once() -> None:
+    made = scheduler(min_size=3)
+    calls = [prepared("a", value) for value in (1, 2)]
+    for call in calls:
+        made.add(call, False, 0.0)
+    assert [made.remove(calls[0]), made.remove(calls[0])] == [True, False]
+    assert len(made) == 1
+    assert made.caller_lost("a") == [calls[1]]

@@ -176,3 +176,11 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> No
 def test_only_a_function_can_be_batched() -> None:
     with pytest.raises(UsageError, match="decorates a function, not int"):
         batched(3)  # type: ignore[call-overload]
+
+
+def test_a_dataclass_is_split_inside() -> None:
+    stacked = stack([observation(1), observation(2)], signature_of(observation(1)))
+    first, second = split(stacked, 2, "f")
+    assert (type(first), first.name, second.name) == (Observation, "n1", "n2")
+    assert second.image.tolist() == [2, 2]
+    assert second.inner["a"].item() == 2
