@@ -86,7 +86,7 @@ class Future(torch.futures.Future[T]):
         streams of those who wait and of callbacks are synchronized with the result.
         """
         torch._C.Future.__init__(self, [torch.device(device) for device in devices or ()])
-        if devices:
+        if devices:  # pragma: gpu
             self._on_devices = True
 
     def wait(self) -> T:
@@ -96,7 +96,7 @@ class Future(torch.futures.Future[T]):
         """
         if not self.done():
             self._block(None)
-        if self._on_devices and self._error is None:
+        if self._on_devices and self._error is None:  # pragma: gpu
             result: T = torch._C.Future.wait(self)
             return result
         return self.value()
@@ -106,7 +106,7 @@ class Future(torch.futures.Future[T]):
         if self._error is not None:
             raise self._error
         for device_copy in self._device_copies:
-            device_copy.wait_on_current_stream()
+            device_copy.wait_on_current_stream()  # pragma: gpu
         return super().value()
 
     def result(self, timeout: float | None = None) -> T:

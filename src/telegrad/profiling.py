@@ -342,7 +342,7 @@ def _unpack(event: _RemoteEvent, origin: float) -> Any:
         start_us=event.start - origin, end_us=event.end - origin, **event.fields
     )  # type: ignore[no-untyped-call]
     for kernel in event.kernels:
-        function_event.append_kernel(*kernel)
+        function_event.append_kernel(*kernel)  # pragma: gpu
     return function_event
 
 

@@ -182,7 +182,7 @@ class GradientExchange:
                 unanswered.discard(tensor_id)
                 # A device map can have moved the tensor.
                 if gradient is not None and gradient.device != sends[tensor_id].device:
-                    answer = (tensor_id, gradient.to(sends[tensor_id].device))
+                    answer = tensor_id, gradient.to(sends[tensor_id].device)  # pragma: gpu
                 taken.append(answer)
         self._graph.resolve_all(taken, exclusive=peer != self._own_incarnation)
 
@@ -212,7 +212,7 @@ class GradientExchange:
                 self._add_outgoing(peer, forwarded[tensor_id], reached, total)
             return
         if gradient is not None and gradient.device != self._sends[tensor_id].device:
-            gradient = gradient.to(self._sends[tensor_id].device)
+            gradient = gradient.to(self._sends[tensor_id].device)  # pragma: gpu
         self._graph.resolve(
             tensor_id, gradient, reached=reached, exclusive=peer != self._own_incarnation
         )

@@ -186,7 +186,7 @@ def _pack(
             for resource in resources:
                 resource.finish()
             for each in received:
-                each.prepare_reply(resources)
+                each.prepare_reply(resources)  # pragma: gpu
         if message.actions:
             for _, action in message.actions.values():
                 action(message.context)
@@ -214,11 +214,11 @@ def unpack(
         return codec.decode(body, buffers)
     finally:
         _local.message = outer
-        if message.resources:
+        if message.resources:  # pragma: gpu
             _finish_unpacking(message.resources, received)
 
 
-def _finish_unpacking(
+def _finish_unpacking(  # pragma: gpu
     resources: dict[Hashable, Any], received: list[ReceivedResource] | None
 ) -> None:
     for resource in resources.values():
@@ -233,7 +233,7 @@ def _finish_unpacking(
 def return_resources(retained: list[Any], answered: bool) -> None:
     """Tell the lent resources of a call that it is over."""
     for each in retained:
-        if isinstance(each, LentResource):
+        if isinstance(each, LentResource):  # pragma: gpu
             each.on_call_ended(answered)
 
 

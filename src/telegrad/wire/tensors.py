@@ -101,7 +101,7 @@ def build_flat(code: int, data: Any) -> Tensor:
 
 def build_empty(code: int, shape: Sequence[int], device: str | torch.device) -> Tensor:
     """Build a tensor whose values are not set. A device transfer writes them later."""
-    return torch.empty(shape, dtype=DTYPES[code], device=device)
+    return torch.empty(shape, dtype=DTYPES[code], device=device)  # pragma: gpu
 
 
 def build_shaped(code: int, shape: Sequence[int], data: Any) -> Tensor:
@@ -110,7 +110,7 @@ def build_shaped(code: int, shape: Sequence[int], data: Any) -> Tensor:
     if not len(data):
         device = data.device if isinstance(data, Tensor) else "cpu"
         return torch.empty(shape, dtype=dtype, device=device)
-    if isinstance(data, Tensor):
+    if isinstance(data, Tensor):  # pragma: gpu
         return data.view(dtype).view(shape).detach()
     return _frombuffer(data, dtype=dtype).resize_(shape)
 
@@ -325,7 +325,7 @@ def reduce_on_same_device(tensor: Tensor) -> Reduced:
             return reduce_sparse(tensor)
         # mkldnn and other private layouts are sent as dense tensors.
         return _reduce_dense(tensor.to_dense(), code)
-    if (
+    if (  # pragma: gpu
         not tensor.is_cpu
         and tensor.is_contiguous()
         and not tensor.is_neg()
