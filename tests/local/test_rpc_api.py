@@ -17,6 +17,11 @@ from telegrad import Agent, Config
 from telegrad.errors import CallTimeout, GroupBroken, JoinError, PeerLost, UsageError
 from telegrad.rpc import api, backend_registry, constants, device_maps
 from telegrad.rpc.device_maps import DeclaredDevices
+from telegrad.rpc.internal import (
+    RPCExecMode,
+    _build_rpc_profiling_key,
+    _internal_rpc_pickler,
+)
 from tests.local.conftest import Background
 from tests.local.gates import PATIENCE, Gate, hold_at
 
@@ -115,6 +120,42 @@ def test_rank_and_size_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     rpc.shutdown()
 
 
+def test_the_rank_alone_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UsageError, match="rank -1 is outside a group of 1 workers"):
+        rpc.init_rpc("w0", world_size=1, rpc_backend_options=options("env://"))
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(UsageError, match="RANK must be a number, not 'first'"):
+        rpc.init_rpc("w0", world_size=1, rpc_backend_options=options("env://"))
+    monkeypatch.setenv("RANK", "0")
+    rpc.init_rpc("w0", world_size=1, rpc_backend_options=options("env://"))
+    assert rpc.get_worker_info() == rpc.WorkerInfo("w0", 0)
+    rpc.shutdown()
+
+
+def test_a_rank_that_nobody_gave_is_torchs_error(url: str) -> None:
+    with pytest.raises(ValueError, match="rank parameter missing"):
+        rpc.init_rpc("w0", rpc_backend_options=options(url))
+    assert not api._is_current_rpc_agent_set()
+
+
+def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    hasty = Config(secret=SECRET, join_timeout=0.2)
+    nowhere = options(f"tcp://127.0.0.1:{free_port()}", config=hasty)
+    with pytest.raises(JoinError, match=r"did not answer within 0\.2 s .* check MASTER_ADDR"):
+        rpc.init_rpc("w1", rank=1, world_size=2, rpc_backend_options=nowhere)
+    assert not api._is_current_rpc_agent_set()
+
+
+def test_a_refused_device_map_leaves_no_agent(url: str) -> None:
+    impossible = options(url, device_maps={"w0": {"cuda:99": "cuda:98"}})
+    with pytest.raises(ValueError, match="source devices with invalid indices"):
+        rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=impossible)
+    assert not api._is_current_rpc_agent_set()
+
+
 def test_a_group_without_a_size_is_open(url: str, tmp_path: Path) -> None:
     prefix = f"telegrad_{api._init_state.count}"
     rpc.init_rpc("w0", rank=0, rpc_backend_options=options(url))
@@ -125,6 +166,9 @@ def test_a_group_without_a_size_is_open(url: str, tmp_path: Path) -> None:
             assert guest.call("w0", own_name) == "w0"
             guest.shutdown()
     assert [info.name for info in api._get_current_rpc_agent().get_worker_infos()] == ["w0"]
+    agent: Any = api._get_current_rpc_agent()
+    agent.join()  # waits for its own calls, since nobody else is expected
+    assert api._is_current_rpc_agent_set()
     rpc.shutdown()
 
 
@@ -169,6 +213,19 @@ def test_shutdown_at_once(fellow: Agent, gate: Gate) -> None:
     rpc.shutdown(graceful=False)
     assert isinstance(future.exception(PATIENCE), PeerLost)
     assert not api._is_current_rpc_agent_set()
+
+
+def test_a_function_that_shuts_down_ends_the_agent_that_runs_it(fellow: Agent) -> None:
+    with pytest.raises(PeerLost):
+        rpc.rpc_sync("w1", rpc.shutdown, args=(False,))
+    assert rpc.rpc_sync("w0", own_name) == "w0"
+
+
+def test_a_join_says_who_is_missing(fellow: Agent) -> None:
+    agent: Any = api._get_current_rpc_agent()
+    with pytest.raises(GroupBroken, match="join ended without w1") as caught:
+        agent.join(timeout=0.1)
+    assert tuple(caught.value.missing) == ("w1",)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +354,22 @@ def test_worker_infos(fellow: Agent) -> None:
     ]
     with pytest.raises(RuntimeError, match="nobody"):
         rpc.get_worker_info("nobody")
+
+
+def test_a_worker_info_of_a_name_rank_or_info(fellow: Agent) -> None:
+    info = rpc.get_worker_info("w1")
+    for to in (info, "w1", 1):
+        assert rpc._to_worker_info(to) == info
+    with pytest.raises(ValueError, match="Cannot get WorkerInfo from None"):
+        rpc._to_worker_info(None)  # type: ignore[arg-type]
+
+
+def test_the_default_agent_can_be_removed_without_closing_it(alone: None) -> None:
+    agent = api._get_current_rpc_agent()
+    rpc._reset_current_rpc_agent()
+    assert not api._is_current_rpc_agent_set()
+    assert agent.call("w0", abs, -1) == 1
+    agent.close()
 
 
 def test_all_gather(fellow: Agent, in_background: Background) -> None:
@@ -460,6 +533,8 @@ def test_device_maps_that_make_sense_are_accepted() -> None:
         {"w0": DeclaredDevices(2, maps, []), "w1": DeclaredDevices(2, {}, ["cuda:0", "cuda:1"])},
         complete=True,
     )
+    # more workers may join later
+    device_maps.check({"w0": DeclaredDevices(2, maps, [])}, complete=False)
 
 
 def test_the_backend_is_named_tensorpipe_as_in_torch(url: str) -> None:
@@ -500,6 +575,40 @@ def test_a_backend_of_ones_own(url: str, request: pytest.FixtureRequest) -> None
     # the backend is inferred
     rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=Options(init_method=url))
     assert rpc.get_worker_info().name == "w0-own"
+
+
+class OtherOptions(rpc.RpcBackendOptions):
+    """Options that belong to no backend."""
+
+
+def test_options_of_no_backend_are_refused(url: str) -> None:
+    strange = OtherOptions(init_method=url)
+    with pytest.raises(TypeError, match="Could not infer backend"):
+        rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=strange)
+    with pytest.raises(TypeError, match="must be a `TensorPipeRpcBackendOptions`, not a `Other"):
+        rpc.init_rpc(
+            "w0",
+            backend=rpc.BackendType.TENSORPIPE,
+            rank=0,
+            world_size=1,
+            rpc_backend_options=strange,
+        )
+    assert not api._is_current_rpc_agent_set()
+
+
+def test_a_backend_starts_once(alone: None, url: str) -> None:
+    with pytest.raises(UsageError, match="already initialized"):
+        api._init_rpc_backend(None, None, "w0", 0, 1, options(url))
+
+
+def test_the_pickler_of_messages_has_torchs_methods() -> None:
+    value = {"weights": torch.arange(3.0), "step": 4}
+    data, buffers = _internal_rpc_pickler.serialize(value)
+    received = _internal_rpc_pickler.deserialize(data, buffers)
+    assert received["step"] == 4
+    assert received["weights"].tolist() == [0, 1, 2]
+    key = _build_rpc_profiling_key(RPCExecMode.SYNC, "add", "w0", "w1")
+    assert key == "rpc_sync#add(w0 -> w1)"
 
 
 def test_states_of_a_gather_look_like_torchs() -> None:

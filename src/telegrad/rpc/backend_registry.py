@@ -33,7 +33,8 @@ class _ExtensibleEnum(enum.EnumMeta):
     """The type of `BackendType`: an enum to which `register_backend` adds members."""
 
     def __getattr__(cls, name: str) -> Any:
-        if name in cls._member_map_:  # some versions of Python call this for members, too
+        # Some versions of Python call this for members, too.
+        if name in cls._member_map_:  # pragma: no cover
             return cls._member_map_[name]
         raise AttributeError(
             f"no RPC backend is named {name!r}; registered are {sorted(cls._member_map_)}"
