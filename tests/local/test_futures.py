@@ -21,6 +21,7 @@ import torch
 from telegrad import Future
 from telegrad.agent import Agent
 from telegrad.errors import CallCancelled, CallTimeout, RemoteError, RemoteTraceback
+from telegrad.futures import wait_all
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Log, hold_at, until
@@ -581,3 +582,37 @@ def test_a_failed_future_keeps_nobody_alive() -> None:
     left = fail()
     gc.collect()
     assert left() is None
+
+
+class CopiedAsAnother(Exception):
+    def __reduce__(self) -> Any:
+        return ValueError, ("a copy",)
+
+
+class CannotBeCopied(Exception):
+    def __reduce__(self) -> Any:
+        raise SystemExit
+
+
+@pytest.mark.parametrize("kind", [CopiedAsAnother, CannotBeCopied])
+def test_an_error_that_cannot_be_copied_is_raised_as_it_is(kind: type[Exception]) -> None:
+    error = kind("original")
+    future: Future[None] = Future()
+    future.set_exception(error)
+    for wait in (future.wait, future.result, future.value):
+        with pytest.raises(kind) as caught:
+            wait()
+        assert caught.value is error
+    with pytest.raises(kind, match="original"):
+        torch._C.Future.wait(future)  # as torch's own functions do
+
+
+def test_only_exceptions_are_set_as_such() -> None:
+    future: Future[None] = Future()
+    with pytest.raises(AssertionError, match="not an Exception"):
+        future.set_exception("text")  # type: ignore[arg-type]
+    assert not future.done()
+
+
+def test_nothing_to_wait_for_is_complete() -> None:
+    assert wait_all([]) == []

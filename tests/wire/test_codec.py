@@ -477,6 +477,41 @@ def test_an_unpicklable_reduce_that_names_no_part() -> None:
     assert (caught.value.path, "never" in str(caught.value)) == ("[0]", True)
 
 
+class RefusingDict(dict[str, int]):
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError("never")
+
+
+class RefusingList(list[int]):
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError("never")
+
+
+def closure_with_default(lock: Any) -> Callable[[], Any]:
+    number = 3
+    return lambda default=lock: number  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [RefusingDict(a=1), RefusingList([1, 2]), closure_with_default(threading.Lock())],
+    ids=["dict", "list", "closure"],
+)
+def test_a_value_whose_parts_could_be_sent_is_named_itself(value: Any) -> None:
+    with pytest.raises(SerializationError) as caught:
+        codec.encode({"inner": value})
+    assert caught.value.path == "['inner']"
+
+
+def test_the_path_to_a_part_is_not_endless() -> None:
+    value: Any = threading.Lock()
+    for _ in range(100):
+        value = [value]
+    with pytest.raises(SerializationError, match="list cannot be sent") as caught:
+        codec.encode(value)
+    assert caught.value.path == "[0]" * 20
+
+
 # Weight
 
 
@@ -508,3 +543,8 @@ class Metre(float):
 )
 def test_what_a_reducer_may_have_a_say_in_is_not_encoded_as_a_number(value: Any) -> None:
     assert codec.encode_atoms(value) is None
+
+
+def test_long_tuples_are_no_atoms() -> None:
+    assert codec.encode_atoms(tuple(range(1000))) is None
+    assert trip(tuple(range(1000))) == tuple(range(1000))

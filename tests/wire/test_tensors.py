@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from telegrad.wire import codec, tensors
+from telegrad.errors import SerializationError
+from telegrad.wire import codec, gradient_tracking, tensors
 from telegrad.wire.frames import MAX_BUFFERS
 from tests.wire.travel import assert_same, trip, weight
 
@@ -534,3 +536,62 @@ def test_no_warning_is_raised_for_a_plain_tensor() -> None:
         warnings.simplefilter("error")
         for size in (0, 1, 100_000):
             trip(torch.ones(size))
+
+
+class Labelled(Tensor):
+    """A subclass that is pickled like `Tensor`."""
+
+
+class LabelledParameter(nn.Parameter):
+    """A subclass that is pickled like `nn.Parameter`."""
+
+
+class Own(Tensor):
+    """A subclass with a reducer of its own."""
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return _make_own, (self.tolist(),)
+
+
+def _make_own(values: list[float]) -> Tensor:
+    return torch.tensor(values).as_subclass(Own)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by make_dual
+@pytest.mark.parametrize(
+    "sent",
+    [
+        torch.ones(2),
+        nn.Parameter(torch.ones(2)),
+        LabelledParameter(torch.ones(2)),
+        torch.ones(2).as_subclass(Labelled),
+        torch.ones(2).as_subclass(Own),
+    ],
+    ids=lambda tensor: type(tensor).__name__,
+)
+def test_only_tensors_with_a_tangent_are_refused(sent: Tensor) -> None:
+    with forward_ad.dual_level():  # type: ignore[no-untyped-call]
+        received = trip(sent)
+        dual = forward_ad.make_dual(sent, torch.ones(2))  # type: ignore[no-untyped-call]
+        with pytest.raises(SerializationError, match="forward-mode tangent"):
+            codec.encode(dual)
+    assert type(received) is type(sent)
+    assert received.tolist() == [1, 1]
+    assert received.requires_grad == sent.requires_grad
+
+
+def test_a_jagged_tensor() -> None:
+    sent = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged)
+    assert [part.tolist() for part in trip(sent).unbind()] == [[1, 1], [0, 0, 0]]
+
+
+def test_without_autograd_contexts_gradients_stop_at_the_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gradient_tracking._Hook, "tracker", None)
+    sent = torch.ones(2, requires_grad=True)
+    received = trip(sent * 2)
+    assert (received.is_leaf, received.requires_grad) == (True, True)
+    many = trip([torch.full((2,), float(n), requires_grad=True) for n in range(40)])
+    assert all(each.is_leaf and each.requires_grad for each in many)
+    assert [each[0].item() for each in many] == list(range(40))
