@@ -83,8 +83,6 @@ def sum_gradients(
     gradients: Sequence[tuple[RowBatch, Tensor]], servers: int
 ) -> tuple[RowBatch, Tensor]:
     """Return the sum of several gradients of one table, each with its batch."""
-    if len(gradients) == 1:
-        return gradients[0]
     batch = RowBatch.of(torch.cat([each.ids for each, _ in gradients]), servers)
     total = gradients[0][1].new_zeros(len(batch.ids), gradients[0][1].shape[1])
     positions = batch.positions.split_with_sizes(_sizes(gradients))

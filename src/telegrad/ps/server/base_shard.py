@@ -47,7 +47,6 @@ from telegrad.ps.server.coordinator import (
     ReplyToReport,
     RoundVerdict,
     RoundVote,
-    SendVote,
     StepReport,
     UndoStep,
 )
@@ -284,7 +283,7 @@ class BaseShard(ABC):
                 actions.append(_completion(decision.future, make_reply))
             elif isinstance(decision, FailReport):
                 actions.append(_failure(decision.future, decision.error))
-            elif isinstance(decision, SendVote):
+            else:
                 assert self._send_vote is not None
                 actions.append(partial(self._send_vote, decision.vote))
         return actions

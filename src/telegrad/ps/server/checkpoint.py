@@ -142,11 +142,7 @@ class CheckpointArchive:
     def _verify(self, version: int) -> None:
         """Raise an error if the files of a version are damaged."""
         folder = self._folder / str(version)
-        checksums_file = folder / _CHECKSUMS
-        if not checksums_file.exists():  # written by a release without checksums
-            self._read(version)
-            return
-        for name, expected in json.loads(checksums_file.read_text()).items():
+        for name, expected in json.loads((folder / _CHECKSUMS).read_text()).items():
             found = _checksum(folder / name)
             if found != expected:
                 raise ValueError(f"{name} has checksum {found}, but {expected} was written")
@@ -168,8 +164,6 @@ class CheckpointArchive:
         except (OSError, ValueError) as error:
             _warn_damaged(file, error)
             return [], False
-        if isinstance(saved, list):  # written by a release without `started`
-            return saved, True
         return list(saved["members"]), bool(saved["started"])
 
     # Writing

@@ -178,9 +178,8 @@ class ShardClient(ServerClient[ShardSpec]):
 
     def _on_gradient_ready(self, parameter: int) -> None:
         """Handle that the gradient of a parameter is in the flat memory."""
-        overlapped = self._overlapped
-        if overlapped is not None:
-            overlapped.on_gradient_ready(parameter)
+        assert self._overlapped is not None
+        self._overlapped.on_gradient_ready(parameter)
 
     def _copy_bucket(self, bucket: GradientBucket) -> Tensor:
         gradients = self._range_of(self._flat.gradients)
