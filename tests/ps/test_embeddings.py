@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import mmap
 from collections.abc import Callable
@@ -282,11 +283,38 @@ def test_gradients_can_be_forgotten(cluster: Clusters) -> None:
     assert torch.equal(bag.rows(EVERY), start)
 
 
+def test_gradients_can_be_read_and_replaced(cluster: Clusters) -> None:
+    bag = table(ps.EmbeddingBag, cluster(2), mode="sum", optimizer=ps.RowSGD(lr=1.0), std=0.0)
+    bag.tables.show_gradients(True)
+    for _ in range(2):
+        bag(torch.tensor([[5, 7]])).sum().backward()
+    assert bag.weight.grad.tolist() == [[2.0] * DIM] * 2
+    with pytest.raises(UsageError, match=r"2 rows of a table cannot be replaced .* \(3, 3\)"):
+        bag.weight.grad = torch.zeros(3, DIM)
+    bag.weight.grad = bag.weight.grad / 4
+    bag.tables.step()
+    assert bag.rows(torch.tensor([5, 6, 7]))[:, 0].tolist() == [-0.5, 0.0, -0.5]
+    bag(torch.tensor([[5]])).sum().backward()
+    del bag.weight.grad
+    assert bag.weight.grad is None
+    bag.tables.step()
+    assert bag.rows(torch.tensor([5]))[0, 0].item() == -0.5
+
+
+def test_a_copied_module_trains_the_same_rows(cluster: Clusters) -> None:
+    weight = table(ps.EmbeddingBag, cluster(2)).weight
+    copied = copy.deepcopy([weight, weight])
+    assert copied[0] is copied[1]
+    assert copied[0] is not weight
+    assert (copied[0].shape, copied[0].tables) == (weight.shape, weight.tables)
+
+
 def test_the_learning_rate_can_change(cluster: Clusters) -> None:
     bag = table(ps.EmbeddingBag, cluster(2), mode="sum", optimizer=ps.RowSGD(lr=1.0))
     start = bag.rows(EVERY)
     bag(torch.tensor([[5]])).sum().backward()
     bag.lr = 0.25
+    assert (bag.lr, bag.optimizer) == (0.25, ps.RowSGD(lr=0.25))
     bag.tables.step()
     torch.testing.assert_close(bag.rows(torch.tensor([5])), start[5:6] - 0.25, **EXACT)
 
@@ -468,6 +496,17 @@ def test_few_rows_are_used_again() -> None:
     assert cache.find(torch.tensor([5]), 3)[1].tolist() == [[25.0]]
 
 
+def test_rows_that_are_still_valid_stay_when_others_expire() -> None:
+    cache = RowCache(steps=1, limit=4, dim=1, dtype=torch.float64)
+    for now, ids in ((0, [1, 2]), (1, [3, 4]), (2, [5, 6])):
+        tensor = torch.tensor(ids)
+        cache.add(tensor, 10.0 * now + tensor[:, None].double(), now)
+    known, rows = cache.find(torch.tensor([1, 2, 3, 4, 5, 6]), 2)
+    assert known.tolist() == [False, False, True, True, True, True]
+    assert rows.flatten().tolist() == [13, 14, 25, 26]
+    assert repr(cache) == "<RowCache: 4 of 4 rows, valid for 1 steps>"
+
+
 @given(st.lists(st.lists(st.integers(0, 2**62) | st.integers(0, 30), max_size=200), max_size=12))
 def test_an_index_is_a_dictionary(batches: list[list[int]]) -> None:
     index, known = RowIndex(), dict[int, int]()
@@ -561,6 +600,48 @@ def test_tables_of_several_groups_are_not_fetched_together(cluster: Clusters) ->
     pair = [table(ps.Embedding, workers, name=name) for name in "ab"]
     with pytest.raises(UsageError, match="same `Tables`"):
         ps.prefetch((each, EVERY) for each in pair)
+
+
+def test_no_inputs_are_fetched_from_nowhere() -> None:
+    assert ps.prefetch([]) is None  # type: ignore[func-returns-value]
+
+
+def test_tables_are_closed_with_their_block_and_once(cluster: Clusters) -> None:
+    workers = cluster(2)
+    with ps.Tables(["w1"], agent=workers["w0"]) as tables:
+        assert tables  # also without a table
+        bag = ps.EmbeddingBag(ROWS, DIM, tables, name="a", mode="max")
+        assert "50, 3, name='a', optimizer=" in repr(bag)
+        assert "mode='max'" in repr(bag)
+        assert repr(tables).startswith("<ps.Tables 'tables': 1 on w1, Sync(")
+        assert "'a': 0 of 50 rows" in repr(shard(workers, name=tables.name))
+    tables.close()
+    assert bag.rows(EVERY).shape == (ROWS, DIM)
+
+
+def test_a_server_refuses_another_kind_of_optimizer(cluster: Clusters) -> None:
+    workers = cluster(2)
+    table(ps.EmbeddingBag, workers, optimizer=ps.RowSGD(lr=1.0))
+    storage = shard(workers)._storages["table"]
+    with pytest.raises(UsageError, match="which cannot become RowAdam"):
+        storage.change_optimizer(ps.RowAdam())
+
+
+def test_a_server_goes_back_to_a_version_in_which_a_table_did_not_exist(cluster: Clusters) -> None:
+    workers = cluster(2)
+    tables = ps.Tables(["w1"], agent=workers["w0"])
+    options: dict[str, Any] = {"optimizer": ps.RowSGD(lr=1.0), "std": 0.0, "mode": "sum"}
+    first = ps.EmbeddingBag(ROWS, DIM, tables, name="first", **options)
+    push(first)
+    server = shard(workers, name=tables.name)
+    saved = server._snapshot()
+    second = ps.EmbeddingBag(ROWS, DIM, tables, name="second", **options)
+    push(first)
+    push(second)
+    assert (row(first), row(second)) == (-2.0, -1.0)
+    with server._lock:
+        server._load(saved)
+    assert (row(first), row(second)) == (-1.0, 0.0)
 
 
 # Who waits for whom

@@ -361,6 +361,31 @@ def test_writing_goes_on_beside_training_and_the_newest_wins(tmp_path: Path) -> 
     assert archive.versions() == [3]
 
 
+def test_an_archive_answers_for_what_is_not_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = CheckpointArchive(ps.Checkpoint(tmp_path), "default", "w0", in_the_foreground)
+    archive.save(snapshot(1))
+    assert archive.find(2) is None
+    assert archive.members() == ([], False)
+    folder = tmp_path / "default" / "w0"
+    (folder / "members.json").write_text("{")
+    assert archive.members() == ([], False)
+    assert "members.json cannot be used" in caplog.text
+    assert repr(archive) == f"<CheckpointArchive {folder}: versions [1]>"
+    shutil.rmtree(folder)
+    assert (archive.versions(), archive.newest()) == ([], None)
+
+
+def test_a_version_that_is_written_again_replaces_the_first(tmp_path: Path) -> None:
+    archive = CheckpointArchive(ps.Checkpoint(tmp_path), "default", "w0", in_the_foreground)
+    archive.save(snapshot(1))
+    archive.save(snapshot(1)._replace(applied={"b": 7}))
+    found = archive.newest()
+    assert found is not None
+    assert found.applied == {"b": 7}
+
+
 def test_its_rules_are_checked(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="every"):
         ps.Checkpoint(tmp_path, every=0)

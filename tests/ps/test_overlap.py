@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from telegrad import ps
 from telegrad.errors import StaleReference
-from telegrad.ps import gradient_buckets
+from telegrad.ps import flat_memory, gradient_buckets
 from telegrad.ps.gradient_buckets import divide_into_buckets
 from telegrad.ps.layout import ParameterLayout
 from telegrad.ps.server.gradient_buffer import GradientBuffer
@@ -242,6 +242,74 @@ def test_a_server_that_comes_back_gets_everything(
 
     both.train(4, killed_before_the_step)
     assert sum(isinstance(each, Tensor) for each in pushed) == 1
+
+
+def kept(optimizer: Any, net: Any, step: int, left: Left) -> None:
+    """Accumulate two gradients, and keep a gradient of an earlier step."""
+    if step % 2:
+        net.kept = [each.grad for each in net.parameters()]
+    optimizer.zero_grad(set_to_none=bool(step % 2))
+    backward(net, step)
+    left()
+    backward(net, step, 1)
+    left()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("transport", ["unix"])
+def test_a_server_that_comes_back_without_shared_memory_gets_buckets(
+    cluster: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pushed: list[Any]
+) -> None:
+    """Gradients are views of shared memory by then."""
+    workers = cluster(3)
+    both = Both(workers, checkpoint=ps.Checkpoint(tmp_path, every=1, wait=True))
+    both.train(4, kept)
+    assert both.overlapped == []
+    workers.kill("w1")
+    monkeypatch.setattr(flat_memory, "open_shared", lambda handle: None)  # no descriptor is left
+    workers.join("w1", 1)
+    both.train(8, kept)
+    assert len(both.overlapped) == 1
+    assert any(isinstance(each, dict) for each in pushed)
+
+
+def test_a_gradient_that_a_hook_removes_is_not_sent(cluster: Clusters) -> None:
+    workers = cluster(2)
+    nets: list[Any] = [model(), model()]
+    for net in nets:
+        net[0].weight.register_post_accumulate_grad_hook(remove_gradient)
+    optimizer = ps.Optimizer(nets[0], ["w1"], agent=workers["w0"], lr=0.1)
+    local = torch.optim.SGD(nets[1].parameters(), lr=0.1)
+    for step in range(3):
+        plain(optimizer, nets[0], step, lambda: None)
+        plain(local, nets[1], step, lambda: None)
+        check_same(*nets)
+    assert torch.equal(nets[0][0].weight, next(model().parameters()))
+
+
+def remove_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def test_a_model_with_dtypes_that_are_not_compressed(cluster: Clusters) -> None:
+    workers = cluster(2)
+    early, late = model(dtype=torch.bfloat16), model(dtype=torch.bfloat16)
+    for net, overlap in ((early, True), (late, False)):
+        optimizer = ps.Optimizer(
+            net,
+            ["w1"],
+            agent=workers["w0"],
+            name=f"overlap {overlap}",
+            lr=0.1,
+            compression=torch.bfloat16,
+            overlap=overlap,
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            training.loss(net, training.batch(step, 0, dtype=torch.bfloat16)).backward()
+            optimizer.step()
+    for mine, its in zip(early.parameters(), late.parameters(), strict=True):
+        assert torch.equal(mine, its)
 
 
 def test_a_trainer_that_leaves_takes_back_what_it_sent(both: Both) -> None:

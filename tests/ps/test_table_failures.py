@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from telegrad import ps
-from telegrad.errors import PeerLost, StaleReference, UsageError
+from telegrad.errors import JoinError, PeerLost, StaleReference, UsageError
 from telegrad.ps.embeddings import service
 from telegrad.ps.embeddings.messages import TablesSpec
 from telegrad.ps.embeddings.row_hash import initialize
@@ -127,6 +128,36 @@ def test_without_checkpoints_a_dead_server_is_an_error(cluster: Clusters) -> Non
     workers.kill("w1")
     with pytest.raises(PeerLost, match="w1"):
         push(bag)
+
+
+def test_a_server_without_any_checkpoint_is_a_clear_error(
+    cluster: Clusters, tmp_path: Path
+) -> None:
+    workers = cluster(2)
+    bag = table(ps.EmbeddingBag, workers, checkpoint=ps.Checkpoint(tmp_path, every=1, wait=True))
+    push(bag)
+    workers.kill("w1")
+    shutil.rmtree(tmp_path)
+    workers.join("w1", 1)
+    with pytest.raises(JoinError, match="without its part of tables 'table'"):
+        push(bag)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_warning(
+    cluster: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = ps.Checkpoint(tmp_path, every=1, wait=True)
+    bag = table(ps.EmbeddingBag, cluster(2), optimizer=ps.RowSGD(lr=1.0), std=0.0, checkpoint=rule)
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.warns(UserWarning, match="tables 'table' on 'w1': .*no space left"):
+            push(bag)
+    push(bag)
+    assert row(bag) == -2.0
 
 
 def test_a_server_that_is_leaving_says_so_in_a_way_that_is_tried_again() -> None:
