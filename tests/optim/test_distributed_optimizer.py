@@ -333,3 +333,32 @@ def test_hooks_run_where_the_optimizer_is_used(model: Model) -> None:
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     optimizer.step()
     assert seen == ["before", "after"]
+
+
+def test_parameters_without_gradients_are_left_out(workers: LocalCluster) -> None:
+    agent = workers["w0"]
+    used, unused = (remote("w1", nn.Parameter, (torch.ones(2),), agent=agent) for _ in range(2))
+    elsewhere = remote("w2", nn.Parameter, (torch.ones(2),), agent=agent)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [used, unused, elsewhere], lr=1.0)
+    with autograd.context(agent=agent) as context_id:
+        autograd.backward(context_id, [used.to_here().sum() * 3])
+        norm = optimizer.clip_grad_norm_(1.0, context_id)
+        torch.testing.assert_close(float(norm), 3 * 2**0.5)
+        optimizer.accumulate(context_id)
+        optimizer.step(context_id)
+    moved = 1 - 0.5**0.5
+    torch.testing.assert_close(used.to_here().detach(), torch.full((2,), moved))
+    for each in (unused, elsewhere):
+        assert each.to_here().tolist() == [1, 1]
+        assert agent.call(each.owner_name(), gradient_of, each) is None
+
+
+def gradient_of(parameter: RRef[Any]) -> Any:
+    return parameter.local_value().grad
+
+
+def test_a_group_needs_parameters(workers: LocalCluster) -> None:
+    made = remote("w1", nn.Parameter, (torch.ones(2),), agent=workers["w0"])
+    groups: list[dict[str, Any]] = [{"params": [made]}, {"params": []}]
+    with pytest.raises(UsageError, match="group without parameters"):
+        DistributedOptimizer(torch.optim.SGD, groups, lr=1.0)

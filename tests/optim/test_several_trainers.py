@@ -6,13 +6,14 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from telegrad import autograd, current_agent
+from telegrad import autograd, current_agent, thread_roles
 from telegrad.agent import Agent
 from telegrad.autograd import shared_parameters
 from telegrad.autograd.registry import ContextRegistry
@@ -229,3 +230,84 @@ def sharing_is_active() -> bool:
     agent = current_agent()
     assert agent is not None
     return ContextRegistry.of(agent._runtime).shared_parameters.active
+
+
+# `SharedParameters` on threads of this process
+
+
+@pytest.fixture
+def shared() -> shared_parameters.SharedParameters:
+    return shared_parameters.SharedParameters()
+
+
+@pytest.fixture
+def parameter(shared: shared_parameters.SharedParameters) -> nn.Parameter:
+    """Return a parameter that two optimizers update."""
+    parameter = nn.Parameter(torch.ones(3))
+    assert "of 0 parameters, not shared" in repr(shared)
+    for _ in range(2):
+        shared.add_optimizer([parameter])
+    assert "of 1 parameters, shared" in repr(shared)
+    return parameter
+
+
+def update(shared: shared_parameters.SharedParameters, parameter: nn.Parameter) -> None:
+    with shared.updating():
+        shared.before_update([parameter])
+        with torch.no_grad():
+            parameter.add_(1)
+
+
+def test_a_call_that_does_not_end_keeps_the_memory_that_it_reads(
+    shared: shared_parameters.SharedParameters,
+    parameter: nn.Parameter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_parameters, "_MAX_WAIT", 0.01)
+    with ThreadPoolExecutor(1) as pool, shared.call():
+        read = parameter.data
+        pool.submit(update, shared, parameter).result(PATIENCE)
+        assert read.tolist() == [1, 1, 1]
+        assert parameter.tolist() == [2, 2, 2]
+        assert shared._replaced[0][1][0].data_ptr() == read.data_ptr()
+    assert shared._replaced == []
+
+
+def test_a_call_within_a_call_saves_parameters_too(
+    shared: shared_parameters.SharedParameters, parameter: nn.Parameter
+) -> None:
+    with shared.call():
+        with shared.call():
+            product = parameter * parameter
+        update(shared, parameter)  # by the same thread, which reads nothing meanwhile
+        assert parameter.tolist() == [2, 2, 2]
+    product.sum().backward()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [2, 2, 2]  # of the weights that the product was made of
+
+
+@pytest.mark.parametrize("wait", ["pause", "backpressure"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_update_does_not_wait_for_a_call_that_is_blocked(
+    shared: shared_parameters.SharedParameters,
+    parameter: nn.Parameter,
+    monkeypatch: pytest.MonkeyPatch,
+    wait: str,
+    nested: bool,
+) -> None:
+    # With this limit the test fails if the update waits for the call.
+    monkeypatch.setattr(shared_parameters, "_MAX_WAIT", 2 * PATIENCE)
+    outer = shared_parameters.SharedParameters()
+    begin, end = {
+        "pause": (thread_roles.pause, thread_roles.resume),
+        "backpressure": (thread_roles.begin_backpressure, thread_roles.end_backpressure),
+    }[wait]
+    with ThreadPoolExecutor(1) as pool, outer.call() if nested else nullcontext(), shared.call():
+        role = begin()
+        pool.submit(update, shared, parameter).result(PATIENCE)
+        assert (len(shared._reading), len(outer._reading)) == (0, 0)
+        end(role)
+        assert (len(shared._reading), len(outer._reading)) == (1, int(nested))
+        assert not thread_roles.has_pending_messages()
+        assert not thread_roles.run_at("key", 0.0, print)  # this thread reads no connections
+    assert thread_roles.current_role() is None
