@@ -12,8 +12,12 @@ from torch import Tensor
 
 from telegrad import autograd
 from telegrad.agent import Agent
-from telegrad.autograd.registry import ContextRegistry
-from telegrad.errors import UsageError
+from telegrad.autograd import api
+from telegrad.autograd.engine import _receive_message
+from telegrad.autograd.gradient_messages import _MIN_TO_PACK, pack, unpack
+from telegrad.autograd.registry import ContextRegistry, _are_open
+from telegrad.autograd.worker_context import CONTEXT_ID_BITS
+from telegrad.errors import PeerLost, UsageError
 from telegrad.futures import Future
 from telegrad.testing import LocalCluster
 from tests.autograd import functions
@@ -26,7 +30,8 @@ from tests.autograd.functions import (
     weigh,
     weigh_along,
 )
-from tests.local.gates import Gate, until
+from tests.local.conftest import Background
+from tests.local.gates import PATIENCE, Gate, until
 
 
 @pytest.fixture
@@ -194,3 +199,96 @@ def test_what_a_context_left_behind_is_still_a_tensor(w0: Agent) -> None:
     with autograd.context(agent=w0):
         w0.call("w1", keep_received, new_leaf(1, 2, 3))
     assert (kept["received"] * 2).tolist() == [2, 4, 6]
+
+
+# What a worker knows of contexts
+
+
+def registry_of(agent: Agent) -> ContextRegistry:
+    return ContextRegistry.of(agent._runtime)
+
+
+def test_a_context_that_has_ended_is_not_made_again(workers: LocalCluster, w0: Agent) -> None:
+    registry = registry_of(workers["w1"])
+    registry.end(77)
+    assert registry.has_ended(77)
+    assert registry.get_or_create(77) is None
+    assert registry.find(77) is None
+
+
+def test_only_the_latest_ended_contexts_are_remembered(
+    w0: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telegrad.autograd.registry._MAX_ENDED_IDS", 2)
+    registry = registry_of(w0)
+    for context_id in (1, 2, 3):
+        registry.end(context_id)
+    assert [registry.has_ended(context_id) for context_id in (1, 2, 3)] == [False, True, True]
+
+
+def test_a_context_is_released_once(w0: Agent) -> None:
+    registry = registry_of(w0)
+    context = registry.start()
+    assert f"<Context {context.context_id} on 'w0': open, 0 sends" in repr(context)
+    context.release()
+    context.release()
+    assert "released" in repr(context)
+    assert str(context.context_id) in repr(registry)
+    registry.end(context.context_id)
+
+
+def test_a_block_that_was_not_entered_ends_nothing(w0: Agent) -> None:
+    with autograd.context(agent=w0) as context_id:
+        autograd.context(agent=w0).__exit__(None, None, None)
+        assert is_there(context_id)
+
+
+def test_a_block_may_end_on_another_thread(
+    workers: LocalCluster, w0: Agent, in_background: Background
+) -> None:
+    block = autograd.context(agent=w0)
+    in_background(block.__enter__).result(PATIENCE)
+    block.__exit__(None, None, None)
+    assert_released(workers)
+
+
+def test_without_an_agent_no_context_is_open(workers: LocalCluster) -> None:
+    assert api._get_debug_info() == {
+        "num_current_backward_passes": 0,
+        "num_autograd_contexts": 0,
+    }
+    assert _are_open([1, 2], workers["w0"]._runtime.local_member) == [False, False]
+    assert api._get_max_id() == (1 << CONTEXT_ID_BITS) - 1
+
+
+def test_ids_of_contexts_belong_to_the_worker_that_starts_them(w0: Agent) -> None:
+    largest = w0.call("w1", api._get_max_id)
+    assert largest >> CONTEXT_ID_BITS == 1
+    with autograd.context(agent=w0) as context_id:
+        assert context_id >> CONTEXT_ID_BITS == 0
+        api._is_valid_context(context_id)
+    with pytest.raises(UsageError, match="Could not find autograd context"):
+        api._is_valid_context(context_id)
+
+
+def test_a_worker_that_no_tensor_reached_has_no_gradients_to_send(workers: LocalCluster) -> None:
+    receiver = workers["w1"]._runtime.local_member.incarnation
+    reply = workers["w0"].call(
+        "w1", _receive_message, receiver, 4711, ("w0", 1), False, "w0", ([], [], [])
+    )
+    assert list(map(list, reply[:3])) == [[], [], []]
+    with pytest.raises(PeerLost, match="a worker restarted since"):
+        workers["w0"].call(
+            "w1", _receive_message, "an earlier one", 4711, ("w0", 1), False, "w0", ([], [], [])
+        )
+
+
+def test_gradients_of_different_kinds_are_sent_as_they_are() -> None:
+    count = 2 * _MIN_TO_PACK
+    mixed: list[tuple[int, Tensor | None]] = [(0, torch.ones(2, dtype=torch.float64))]
+    mixed += [(number, torch.ones(2)) for number in range(1, count)]
+    assert pack(mixed) is mixed
+    alike: list[tuple[int, Tensor | None]] = [(number, torch.ones(2)) for number in range(count)]
+    packed = pack(alike)
+    assert isinstance(packed, tuple)
+    assert dict(unpack(packed)).keys() == dict(alike).keys()

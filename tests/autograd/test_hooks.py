@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from telegrad import autograd
 from telegrad.agent import Agent
+from telegrad.autograd.hooks import SuppressedHooks
 from telegrad.autograd.local_graph import LocalGraph
 from telegrad.autograd.send_recv import (
     DUMMY_LEAF,
@@ -241,3 +242,37 @@ def test_an_error_in_a_hook_says_where_and_ends_the_pass(workers: LocalCluster, 
             autograd.backward(context_id, [y.sum()])
         autograd.backward(context_id, [w0.call("w3", weigh, x).sum()])
         assert torch.isfinite(everything(workers, context_id, x)["0"]).all()
+
+
+# Hooks that do nothing in one graph task
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+def test_two_passes_may_suppress_the_same_hooks() -> None:
+    """Two passes that run at the same time can end in any order."""
+    y = Doubled.apply(new_leaf())
+    seen: list[str] = []
+    hooks: dict[int, Any] = {1: seen.append}
+    original = hooks[1]
+    first, second = (SuppressedHooks([hooks], [y.grad_fn]) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    assert hooks[1] is not original
+    hooks[1]("called in another task")
+    hooks[2] = print  # registered meanwhile
+    first.__exit__()
+    assert hooks[1] is not original
+    second.__exit__()
+    assert hooks == {1: original, 2: print}
+    assert "apply" not in y.grad_fn.__dict__
+    assert seen == ["called in another task"]
+    y.sum().backward()

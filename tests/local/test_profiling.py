@@ -193,3 +193,32 @@ def test_a_trace_for_the_browser(cluster: LocalCluster, tmp_path: Path) -> None:
         event["name"]: event["tid"] for event in json.loads((tmp_path / "trace").read_text())
     }
     assert "node_id:1" in threads[f"rpc_sync#double(w0 -> w1)#remote_op: {ADD}"]
+
+
+@rpc.functions.async_execution
+def returns_no_future() -> Any:
+    return 3
+
+
+def test_a_future_of_a_remote_object_is_profiled(cluster: LocalCluster) -> None:
+    with profile() as found:
+        made = remote("w1", double_later, ("w2", torch.ones(2)), agent=cluster["w0"])
+        assert made.to_here().tolist() == [2, 2]
+        made._get_profiling_future().wait()
+    names = [event.name for event in found.function_events]
+    assert any("double_later" in name for name in names)
+
+
+def test_an_async_function_must_return_a_future_here_too(cluster: LocalCluster) -> None:
+    with profile():
+        with pytest.raises(UsageError, match=r"returns_no_future returned int"):
+            cluster["w0"].call("w1", returns_no_future)
+
+
+def test_a_profile_that_began_earlier_has_no_remote_events(cluster: LocalCluster) -> None:
+    with profile() as found:
+        thread_state.interceptor = None  # as if remote events had been enabled in this block
+        cluster["w0"].call("w1", double, torch.ones(2))
+        torch.ones(2) + torch.ones(2)
+    assert ADD in [event.name for event in found.function_events]
+    assert not any(event.is_remote for event in found.function_events)
