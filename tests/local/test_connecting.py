@@ -4,8 +4,11 @@ callers do not.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +17,8 @@ import torch
 
 from telegrad import Agent
 from telegrad.client.dialer import DialedConnection, Dialer
-from telegrad.errors import CallTimeout, PeerLost
+from telegrad.errors import CallTimeout, PeerLost, UsageError
+from telegrad.group.endpoint import EXCLUSIVE
 from telegrad.runtime import AgentRuntime
 from telegrad.server.connection import ServerConnection
 from telegrad.testing import LocalCluster
@@ -22,7 +26,7 @@ from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.handshake import Incarnation
 from tests.conftest import Clusters
 from tests.local.conftest import Background
-from tests.local.gates import PATIENCE, Gate, Log, hold_at, note_in, until
+from tests.local.gates import PATIENCE, Gate, Log, Meeting, hold_at, note_in, until
 
 
 def note_always(log: Log, entry: Any) -> None:
@@ -193,3 +197,46 @@ def test_a_call_that_waits_counts_as_under_way(w0: Agent, gate: Gate) -> None:
     served.wait_for()
     served.open()
     assert future.result(PATIENCE) is None
+
+
+# What a peer keeps and refuses
+
+
+def test_idle_connections_are_closed_except_one(
+    cluster: Clusters, in_background: Background
+) -> None:
+    w0 = cluster(2)["w0"]
+    meeting = Meeting(3)
+    calls = [in_background(w0.call, "w1", meet, meeting) for _ in range(3)]
+    for call in calls:
+        call.result(PATIENCE)
+    (peer,) = w0._runtime.peers.all()
+    until(lambda: len(peer._idle) == 3)
+    peer.close_idle_connections(older_than=0.0)
+    assert len(peer._idle) == 3
+    peer.close_idle_connections(older_than=time.monotonic() + 1)
+    assert len(peer._idle) == 1
+    assert w0.call("w1", abs, -1) == 1
+    assert "'w1'" in repr(w0._runtime.peers)
+
+
+def meet(meeting: Meeting) -> None:
+    meeting.join()
+
+
+def test_a_time_limit_that_is_over_ends_the_search_for_an_address(cluster: Clusters) -> None:
+    w0 = cluster(2)["w0"]
+    member = w0._runtime.peers.member("w1")
+    with pytest.raises(TimeoutError):
+        w0._runtime.dial(member, EXCLUSIVE, -1.0)
+    nowhere = dataclasses.replace(member, addresses=())
+    with pytest.raises(TimeoutError):
+        w0._runtime.dial(nowhere, EXCLUSIVE, -1.0)
+    with pytest.raises(PeerLost, match="cannot be reached"):
+        w0._runtime.dial(nowhere, EXCLUSIVE, None)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, math.inf])
+def test_a_time_limit_is_positive(cluster: Clusters, timeout: float) -> None:
+    with pytest.raises(UsageError, match="a timeout is a positive number of seconds or None"):
+        cluster(1)["w0"].with_timeout(timeout)
