@@ -326,3 +326,11 @@ def test_values_that_need_code_are_stacked_too() -> None:
 
 def test_a_stack_is_small() -> None:
     assert weight(tensors(1000, 1)) < 9_000
+
+
+def test_what_does_not_fit_into_a_stack_is_sent_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_MAX_ITEMS", 4)
+    sent = [torch.full((2,), number) for number in range(COUNT)]
+    body, _ = codec.encode(sent)
+    assert body[0] != pickle.PROTO[0]
+    assert [each.tolist() for each in trip(sent)] == [[number] * 2 for number in range(COUNT)]
