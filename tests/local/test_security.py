@@ -453,7 +453,7 @@ def test_the_definition_of_a_refused_function_is_not_unpickled(
     assert not hasattr(exposed, "a")
 
 
-EXPOSED = [torch.add, torch.Tensor.add, operator.add, str.upper]
+EXPOSED: list[Any] = [torch.add, torch.Tensor.add, operator.add, str.upper]
 for function in EXPOSED:
     expose(function)
 
@@ -477,7 +477,7 @@ class Counter:
 def test_references_to_exposed_classes_work(strict: LocalCluster) -> None:
     w0 = strict["w0"]
     with pytest.raises(UsageError, match=r"builtins\.list is not one"):
-        w0.call("w1", create_call(list), w0.name, ("key", 1))
+        w0._runtime.invoke("w1", create_call(list), (w0.name, ("key", 1)))
     counter = remote("w1", Counter, agent=strict["w0"])
     assert counter.rpc_sync().up() == 1
     with pytest.raises(UsageError, match="hidden is not one"):

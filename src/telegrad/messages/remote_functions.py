@@ -317,7 +317,7 @@ class _RegisteredFunctions:
                 elif name == "MEMOIZE":
                     memo.append(stack[-1])
                 elif name in ("BINGET", "LONG_BINGET"):
-                    stack.append(memo[argument])
+                    stack.append(memo[int(argument or 0)])
                 elif name == "TUPLE1":
                     stack.append((stack.pop(),))
                 elif name == "REDUCE":
