@@ -126,8 +126,8 @@ def test_calls_under_way_run_once_and_are_answered_once(workers: LocalCluster) -
     assert not failures, failures
     assert runs == collections.Counter(dict.fromkeys(made, 1))
     for agent in workers:
-        until(lambda agent=agent: agent.statistics().get("owned_objects", 0) == 0)  # type: ignore[misc]
-        assert agent.statistics()["calls_pending"] == 0
+        for counter in ("owned_objects", "calls_pending"):
+            until(lambda agent=agent, name=counter: not agent.statistics().get(name))  # type: ignore[misc]
 
 
 def test_a_call_outlives_the_interruption_during_which_it_runs(
