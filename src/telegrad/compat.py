@@ -98,7 +98,9 @@ class _Redirection:
         replacements = {id(old): new for old, new in self._replace_modules()}
         replacements[id(torch._C._distributed_rpc.PyRRef)] = RRef
         for name, module in list(sys.modules.items()):
-            if isinstance(module, ModuleType) and not f"{name}.".startswith(_SCRIPT):
+            # Libraries of cffi are in `sys.modules`, too, and `isinstance` takes them for modules.
+            is_module = issubclass(type(module), ModuleType)
+            if is_module and not f"{name}.".startswith(_SCRIPT):
                 # `vars` would load a lazy module
                 namespace = object.__getattribute__(module, "__dict__")
                 self._rebind(namespace, replacements)

@@ -206,3 +206,22 @@ def test_the_optimizer_is_telegrads_and_the_other_optimizers_are_torchs() -> Non
     assert optim.DistributedOptimizer is telegrad.optim.DistributedOptimizer
     assert importlib.import_module("torch.distributed.optim.optimizer") is telegrad.optim
     assert optim.ZeroRedundancyOptimizer.__module__.startswith("torch.")
+
+
+class Library:
+    """An object that claims to be a module, as the libraries of cffi in `sys.modules` do."""
+
+    __slots__ = ()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override]
+        return ModuleType
+
+
+def test_a_library_that_is_no_module_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setitem(sys.modules, "library_of_a_test", Library())  # type: ignore[arg-type]
+    assert isinstance(sys.modules["library_of_a_test"], ModuleType)
+    request.getfixturevalue("installed")
+    assert compat.installed()
