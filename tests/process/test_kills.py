@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import os
-import shutil
 import signal
-import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,81 +151,6 @@ def test_a_killed_receiver_of_shared_memory_leaves_nothing_behind(tmp_path: Path
         fleet[1].kill()
         fleet.restart(1)
         fleet[0].do(send_tensor_and_drop, "w1", 20)
-
-
-# A silent partition: two network namespaces, joined by a virtual cable that is then unplugged.
-
-_numbers = itertools.count(1)
-
-
-def in_namespace(
-    rank: int, size: int, namespaces: list[str], addresses: list[str], port: int
-) -> None:
-    with open(f"/var/run/netns/{namespaces[rank]}") as file:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(file.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
-            raise OSError(ctypes.get_errno(), "setns")
-    config = Config(
-        secret="for the test of a partition",
-        transports=("tcp",),
-        listen=addresses[rank],
-        heartbeat_interval=0.2,
-        heartbeat_timeout=1.5,
-        resume_timeout=1.5,
-    )
-    options = rpc.RpcBackendOptions(init_method=f"tcp://{addresses[0]}:{port}", config=config)
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
-
-
-@pytest.fixture
-def namespaces() -> Iterator[tuple[list[str], list[str]]]:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("needs root and the ip command")
-    tag = f"tg{os.getpid()}x{next(_numbers)}"
-    names = [f"{tag}a", f"{tag}b"]
-    addresses = ["10.77.0.1", "10.77.0.2"]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip(
-            "link",
-            "add",
-            "cable0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable1",
-            "netns",
-            names[1],
-        )
-        for number, (name, address) in enumerate(zip(names, addresses, strict=True)):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", f"cable{number}")
-            ip("-n", name, "link", "set", f"cable{number}", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names, addresses
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-@pytest.mark.netns
-def test_a_silent_partition_is_found_within_the_configured_time(
-    namespaces: tuple[list[str], list[str]],
-) -> None:
-    names, addresses = namespaces
-    with Fleet(2, in_namespace, names, addresses, 29777) as fleet:
-        fleet[0].do(start_blocked_calls, "w1", 10)
-        fleet[1].do(start_blocked_calls, "w0", 10)
-        subprocess.run(["ip", "-n", names[0], "link", "set", "cable0", "down"], check=True)
-        assert fleet[0].do(how_they_failed) == {("PeerLost", "w1")}
-        assert fleet[1].do(how_they_failed) == {("PeerLost", "w0")}
 
 
 def test_workers_do_not_inherit_each_other(tmp_path: Path) -> None:
