@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.group import CASE_LIMIT_S, Group, ask
+from benchmarks.namespaces import Host
 from benchmarks.peers import PeerSpec
 from benchmarks.processes import Worker, WorkerError, WorkerLost, stop
 from benchmarks.suite import MACHINE, Case
@@ -15,12 +17,13 @@ from benchmarks.suite import MACHINE, Case
 class PeerEntry:
     """A peer in the run: its group, restarted after a failure, and its remaining cases."""
 
-    def __init__(self, spec: PeerSpec, cases: list[Case]) -> None:
+    def __init__(self, spec: PeerSpec, cases: list[Case], hosts: Sequence[Host] = ()) -> None:
         self.name = spec.name
         self.spec = spec
         self.cases = {case.name: case for case in cases if spec.builtin or not case.builtin}
         self.callers = max((case.callers + case.helpers for case in self.cases.values()), default=1)
-        self.group: Group | None = Group(spec, self.callers)
+        self.hosts = hosts
+        self.group: Group | None = Group(spec, self.callers, hosts)
         self.versions = self.group.versions
 
     def run(self, case: Case, seconds: float) -> dict[str, float]:
@@ -40,7 +43,7 @@ class PeerEntry:
         self.group.end()
         self.group = None
         try:
-            self.group = Group(self.spec, self.callers)
+            self.group = Group(self.spec, self.callers, self.hosts)
         except (WorkerError, WorkerLost):
             self.cases = {}  # it cannot be restarted
 
@@ -54,10 +57,11 @@ class MachineEntry:
 
     name = MACHINE
 
-    def __init__(self, cases: list[Case]) -> None:
+    def __init__(self, cases: list[Case], prefix: tuple[str, ...] = ()) -> None:
         self.cases = {case.name: case for case in cases}
         self.folder = tempfile.TemporaryDirectory(prefix="bench-")
-        self.worker = Worker(sys.executable, Path(self.folder.name, "machine.log"))
+        log = Path(self.folder.name, "machine.log")
+        self.worker = Worker(sys.executable, log, prefix=prefix)
 
     def run(self, case: Case, seconds: float) -> dict[str, float]:
         answer: dict[str, float] = ask(

@@ -10,13 +10,14 @@ from __future__ import annotations
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from benchmarks.namespaces import INTERFACE, Host
 from benchmarks.peers import PeerSpec, Place
 from benchmarks.processes import (
     Worker,
@@ -36,10 +37,14 @@ TOGETHER_S = 0.5  # delay between the command and the common start of all caller
 
 
 class Group:
-    """The callee and the callers of one peer. Only one thread may use it."""
+    """The callee and the callers of one peer. Only one thread may use it.
 
-    def __init__(self, spec: PeerSpec, callers: int) -> None:
+    With `hosts`, the process of each rank runs on its own host.
+    """
+
+    def __init__(self, spec: PeerSpec, callers: int, hosts: Sequence[Host] = ()) -> None:
         self.spec = spec
+        self._hosts = hosts
         self.folder = tempfile.TemporaryDirectory(prefix="bench-")
         self.workers: list[Worker] = []
         self.versions: dict[str, str] = {}
@@ -94,14 +99,16 @@ class Group:
         folder = Path(self.folder.name)
         for rank in range(size):
             log = folder / f"worker{rank}.log"
-            self.workers.append(
-                Worker(self.spec.python, log, self.spec.package, self.spec.environment)
-            )
+            prefix = self._hosts[rank].prefix if self._hosts else ()
+            spec = self.spec
+            self.workers.append(Worker(spec.python, log, spec.package, spec.environment, prefix))
         port = free_port()
         for rank, worker in enumerate(self.workers):
-            worker.send(
-                "start", self.spec.adapter, asdict(Place(rank, size, port, self.folder.name))
-            )
+            place = Place(rank, size, port, self.folder.name)
+            if self._hosts:
+                address, callee = self._hosts[rank].address, self._hosts[0].address
+                place = Place(rank, size, port, self.folder.name, address, callee, INTERFACE)
+            worker.send("start", self.spec.adapter, asdict(place))
         answers(self.workers, START_LIMIT_S, fail_fast=True)
         ask(self.workers[1:], START_LIMIT_S, "check", self.spec.builtin)
         self.versions = ask(self.workers[:1], START_LIMIT_S, "versions", self.spec.package)[0]

@@ -1,4 +1,4 @@
-"""Limits of the machine: memory copies and round trips over a unix socket."""
+"""Limits of the machine: memory copies, sockets, and the cipher of TLS."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -90,6 +92,76 @@ def ping_pong_c(seconds: float) -> Measured:
     return {"value": median, "p99": p99, "n": n}
 
 
+# Between hosts
+
+SINK = """
+import socket, sys, threading
+listening = socket.create_server((sys.argv[1], 0))
+print(listening.getsockname()[1], flush=True)
+share = int(sys.argv[2])
+def serve(sock):
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    memory = memoryview(bytearray(share))
+    while True:
+        left = share
+        while left:
+            received = sock.recv_into(memory[share - left:])
+            if not received:
+                return
+            left -= received
+        sock.sendall(b".")
+while True:
+    threading.Thread(target=serve, args=(listening.accept()[0],)).start()
+"""
+
+
+def sockets(seconds: float, size: int, streams: int, address: str, prefix: list[str]) -> Measured:
+    """Send bytes to another host over TCP, and wait until it has received them.
+
+    The streams share the bytes. `prefix` starts a program on that host.
+    """
+    share = size // streams
+    command = [*prefix, sys.executable, "-c", SINK, address, str(share)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as sink:
+        assert sink.stdout is not None
+        port = int(sink.stdout.readline())
+        payload = bytes(share)
+        with ThreadPoolExecutor(streams) as pool, ExitStack() as stack:
+            socks = [
+                stack.enter_context(socket.create_connection((address, port)))
+                for _ in range(streams)
+            ]
+            for sock in socks:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+            def send(sock: socket.socket) -> None:
+                sock.sendall(payload)
+                sock.recv(1)
+
+            def once() -> None:
+                if streams == 1:
+                    send(socks[0])
+                else:
+                    list(pool.map(send, socks))
+
+            try:
+                if size == PING_BYTES:
+                    return percentiles(once, seconds)
+                return per_second(once, seconds, share * streams)
+            finally:
+                sink.kill()
+
+
+def cipher(seconds: float, algorithm: str, processes: int) -> Measured:
+    """Encrypt records of 16 KB with OpenSSL, and return the sum of all processes."""
+    command = f"openssl speed -mr -evp {algorithm} -bytes 16384 -seconds {max(1, round(seconds))}"
+    if processes > 1:
+        command += f" -multi {processes}"
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=True)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("+F:"))
+    return {"value": float(line.rpartition(":")[2]) / 1e9, "n": 1}
+
+
 def filled(size: int) -> torch.Tensor:
     return torch.ones(size, dtype=torch.uint8)
 
@@ -105,5 +177,7 @@ LOOPS: dict[str, Callable[..., Measured]] = {
     "memcpy_fresh": memcpy_fresh,
     "ping_pong": ping_pong,
     "ping_pong_c": ping_pong_c,
+    "sockets": sockets,
+    "cipher": cipher,
     "digits": training.digits_here,
 }

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine, progress, publish, results
+from benchmarks import machine, namespaces, progress, publish, results
 from benchmarks.processes import import_path
 
 ROUNDS = 5
@@ -44,6 +44,8 @@ class Part:
             return "not in this version"
         if self.gpu and not torch.cuda.is_available():
             return "no CUDA device"
+        if self.name == "hosts" and (reason := namespaces.hindrance()):
+            return reason
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
         return ""
@@ -88,6 +90,7 @@ PARTS = (
         ("--observers 1,2,4,8,10,16,32",),
     ),
     Part("embeddings", "embedding tables on servers", ("",)),
+    Part("hosts", "calls and bandwidth between two hosts, encrypted and plain", ("",)),
     Part("gpu", "CUDA tensors between processes, parameter servers on a GPU", ("",), gpu=True),
 )
 

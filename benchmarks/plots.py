@@ -40,6 +40,8 @@ GROUPS = {
     "memory": "memory per worker (PSS)",
     "private": "private memory per worker",
     "shutdown": "until every worker has left",
+    "hosts-latency": "synchronous calls between two hosts",
+    "hosts-bandwidth": "bandwidth between two hosts",
     "gpu-latency": "synchronous calls on one GPU",
     "gpu-bandwidth": "bandwidth on one GPU",
     "gpu-bandwidth-mps": "bandwidth on one GPU, with MPS",
@@ -51,6 +53,8 @@ LIMITS = {
     "training": ["limit/digits"],
     "latency": ["limit/unix-ping-pong", "limit/unix-ping-pong-c"],
     "bandwidth": ["limit/memcpy-warm", "limit/memcpy-fresh"],
+    "hosts-latency": ["limit/hosts-ping-pong"],
+    "hosts-bandwidth": ["limit/hosts-1-stream", "limit/hosts-4-streams", "limit/cipher-both-ends"],
 }
 OVERVIEW = ("latency", "rate", "bandwidth", "training", "startup", "ps resnet18", "cartpole")
 ON_A_GPU = (

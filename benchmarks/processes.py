@@ -47,13 +47,17 @@ class Worker:
         log: Path,
         package: str = "torch",
         environment: Mapping[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
     ) -> None:
-        """Start the process. It imports `package` first, as a program that uses it does."""
+        """Start the process. It imports `package` first, as a program that uses it does.
+
+        `prefix` is the beginning of its command line, such as that of a `namespaces.Host`.
+        """
         self.log = log
         self.pipe, theirs = Pipe()
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [python, "-c", PROGRAM.format(package), str(theirs.fileno())],
+                [*prefix, python, "-c", PROGRAM.format(package), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

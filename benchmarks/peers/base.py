@@ -19,6 +19,9 @@ class Place:
     world_size: int
     port: int  # free on the loopback interface when the group started
     folder: str  # belongs to the group; empty when the group started
+    address: str = "127.0.0.1"  # of this process
+    callee_address: str = "127.0.0.1"
+    interface: str = "lo"  # that has the address
 
     @property
     def name(self) -> str:

@@ -26,10 +26,11 @@ class TorchShaped:
         return self.rpc.TensorPipeRpcBackendOptions(init_method="env://", rpc_timeout=TIMEOUT_S)
 
     def start(self, place: Place) -> None:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(place.port))
+        os.environ.update(MASTER_ADDR=place.callee_address, MASTER_PORT=str(place.port))
         # torch derives an interface from the host name; if that fails, it does not start.
-        os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("TP_SOCKET_IFNAME", place.interface)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
+        os.environ.setdefault("TELEGRAD_LISTEN", place.address)
         self.rpc.init_rpc(
             place.name,
             rank=place.rank,

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import limits, measure, results
+from benchmarks import hosts, limits, measure, results
+from benchmarks.namespaces import Host
 from benchmarks.parts import PARTS
 from benchmarks.peers import PEERS
 from benchmarks.suite import CASES
 
 
 def test_cases_have_names_of_their_own_and_loops() -> None:
-    assert len({case.name for case in CASES}) == len(CASES)
-    for case in CASES:
+    cases = (*CASES, *hosts.CASES, *hosts.limits(Host("nowhere", 1)))
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
         loops = limits.LOOPS if case.machine else {**measure.LOOPS, "idle": None}
         assert case.loop in loops, case.name
 
@@ -25,7 +27,9 @@ def test_the_quick_mode_has_every_kind_of_case_but_idleness() -> None:
     assert {case.group for case in CASES} - {case.group for case in CASES if case.quick} == {"idle"}
 
 
-@pytest.mark.parametrize("spec", PEERS.values(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [*PEERS.values(), *hosts.SPECS.values()], ids=lambda spec: spec.name
+)
 def test_peers_have_adapters_and_say_what_they_are(spec: object) -> None:
     module = spec.adapter.partition(":")[0]  # type: ignore[attr-defined]
     assert importlib.util.find_spec(f"benchmarks.peers.{module}") is not None
