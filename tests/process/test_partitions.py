@@ -22,13 +22,25 @@ from telegrad.futures import Future
 from telegrad.refs import RRef
 from tests.local.gates import PATIENCE, until
 from tests.process.fleet import Fleet
-from tests.process.hosts import everywhere, fleet_on
+from tests.process.hosts import (
+    everywhere,
+    fleet_on,
+    proxy_of,
+    reset_proxy,
+    resume_proxy,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.netns]
 
 CALLS = 5
 INTERRUPTION = 5.0  # seconds
-SURVIVED = {"heartbeat_interval": 0.5, "heartbeat_timeout": 40.0}
+REFUSAL = 3.0
+SURVIVED = {
+    "heartbeat_interval": 0.5,
+    "heartbeat_timeout": 2.0,
+    "connect_timeout": 2.0,
+    "resume_timeout": 60.0,
+}
 NOT_SURVIVED = {"heartbeat_interval": 0.2, "heartbeat_timeout": 1.5, "resume_timeout": 1.5}
 
 _runs: Counter[str] = Counter()
@@ -191,6 +203,27 @@ def test_calls_and_references_survive_short_cuts(network: Callable[[int], Networ
 
     with fleet_on(hosts, **SURVIVED) as fleet:
         check_survival(fleet, cut, heal)
+
+
+def test_calls_and_references_survive_reset_connections(
+    network: Callable[[int], Network],
+) -> None:
+    """A proxy between the workers resets their connections and refuses others for a while."""
+    hosts = network(2)
+    proxy = proxy_of(hosts)
+
+    def reset() -> None:
+        assert proxy.do(reset_proxy) >= 2  # one in each direction
+
+    def resume() -> None:
+        time.sleep(REFUSAL)
+        proxy.do(resume_proxy)
+
+    try:
+        with fleet_on(hosts, advertise=hosts.switch.address, **SURVIVED) as fleet:
+            check_survival(fleet, reset, resume)
+    finally:
+        proxy.close()
 
 
 # Interruptions that are not survived
