@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from tests.local.attacks import MODES, Scene
 from tests.local.gates import PATIENCE, Gate, Log
 
 Background = Callable[..., Future[Any]]
@@ -55,3 +57,15 @@ def in_background() -> Iterator[Background]:
     assert not any(thread.is_alive() for thread in threads), (
         "something in the background does not end"
     )
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    """How TCP is protected: by encryption, or by authentication codes alone."""
+    return str(request.param)
+
+
+@pytest.fixture
+def scene(mode: str) -> Iterator[Scene]:
+    with ExitStack() as stack:
+        yield Scene(mode, stack)
