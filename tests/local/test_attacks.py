@@ -165,6 +165,15 @@ def test_tampered_frames_are_found(
     scene.members_work()
 
 
+def test_calls_survive_connections_that_break_inside_a_reply(scene: Scene, log: Log) -> None:
+    member = connected(scene)
+    for entry in range(20):
+        scene.proxy.change = change = Once(False, TAMPERING["truncated"])
+        assert member.call("victim", note_and_return, log, entry) == entry
+        assert change.done.is_set()
+    assert log.entries == list(range(20))
+
+
 def check_ran_once(found: dict[Any, Any], log: Log) -> None:
     """Calls return their own value and have run once, or they failed and ran at most once."""
     for entry, result in found.items():
