@@ -242,7 +242,7 @@ def test_workers_with_and_without_encryption_do_not_talk(log: Log, encrypted: st
     modes = {name: "tls" if name == encrypted else "plain" for name in ("member", "victim")}
     with (
         Agent("victim", store=store, config=settings(modes["victim"])),
-        pytest.raises(TelegradError),
+        pytest.raises(TelegradError, match="TELEGRAD_TLS"),
         Agent("member", store=store, config=settings(modes["member"])) as member,
     ):
         member.call("victim", note_and_return, log, "ran")
