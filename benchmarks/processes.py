@@ -17,6 +17,8 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+from telegrad import openmp
+
 ROOT = Path(__file__).resolve().parent.parent
 STOP_LIMIT_S = 20.0
 LOG_LINES = 40
@@ -55,6 +57,9 @@ class Worker:
         """
         self.log = log
         self.pipe, theirs = Pipe()
+        variables = {**os.environ, **(environment or {}), "PYTHONPATH": import_path()}
+        if package == "telegrad":
+            openmp.limit_spinning(variables)  # as the command line does for its workers
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [*prefix, python, "-c", PROGRAM.format(package), str(theirs.fileno())],
@@ -62,7 +67,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **(environment or {}), "PYTHONPATH": import_path()},
+                env=variables,
                 start_new_session=True,
             )
         theirs.close()

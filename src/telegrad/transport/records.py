@@ -34,6 +34,12 @@ _TLS_RECORD = 1 << 14  # bytes
 # RFC 8446 permits 2 ** 24.5 records with one key of AES-GCM. OpenSSL does not change keys itself.
 _RECORDS_PER_KEY = 1 << 23
 
+_CLOSED = "the peer closed the connection during the handshake"
+_NO_TLS = (
+    "the peer closed the connection during the TLS handshake: if this happens again, give every "
+    "worker the same TELEGRAD_TLS"
+)
+
 _log = logging.getLogger(__name__)
 
 
@@ -177,6 +183,8 @@ class TlsRecords(Records):
                     self._flush(deadline)
                     self._fill(deadline)
             self._flush(deadline)
+        except ConnectionResetError:
+            raise ProtocolError(_NO_TLS) from None
         except ssl.SSLError as error:
             try:
                 self._flush(deadline)  # the alert tells the peer why
@@ -206,7 +214,7 @@ class TlsRecords(Records):
         set_timeout(self._sock, deadline)
         data = self._sock.recv(_CHUNK)
         if not data:
-            raise ProtocolError("the peer closed the connection during the handshake")
+            raise ProtocolError(_CLOSED if self.tls.version() else _NO_TLS)
         self._incoming.write(data)
 
     def _flush(self, deadline: float) -> None:
@@ -236,7 +244,7 @@ class PlainStream:
             set_timeout(self._sock, deadline)
             part = self._sock.recv(count - len(data))
             if not part:
-                raise ProtocolError("the peer closed the connection during the handshake")
+                raise ProtocolError(_CLOSED)
             data += part
         return data
 

@@ -129,6 +129,8 @@ def authenticate(
             return AuthenticatedSocket(
                 sock, _run(PlainStream(sock), make_steps(b""), deadline)[0], None
             )
+        # Nagle's algorithm would delay the short messages of the handshake by 40 ms each.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if server_side:
             bulk = _check_first_bytes(sock, tls.enabled, deadline)
         if not tls.enabled:

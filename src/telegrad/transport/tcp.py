@@ -62,10 +62,10 @@ _MAX_QUEUED_INTERRUPTED = 1 << 26
 _POLLS_PER_CLOCK_READ = 8
 _WAIT = 0.25  # seconds after which a blocked `send` compares the time with its deadline
 _KEEPALIVE = (
-    (socket.TCP_KEEPIDLE, 15),
-    (socket.TCP_KEEPINTVL, 5),
-    (socket.TCP_KEEPCNT, 6),
-    (socket.TCP_USER_TIMEOUT, 30_000),
+    (socket.TCP_KEEPIDLE, 10),
+    (socket.TCP_KEEPINTVL, 3),
+    (socket.TCP_KEEPCNT, 3),
+    (socket.TCP_USER_TIMEOUT, 10_000),
 )
 
 _pack = HEADER.pack
@@ -450,33 +450,45 @@ class TcpChannel(Channel):
         self._decode_buffered(generation)
 
     def _decode_buffered(self, generation: int) -> None:
+        """Decode the bytes that `_records` has. `ProtocolError` ends the channel."""
         try:
             with self._receive_lock:
                 if generation != self._generation:
                     return
-                records, decoder = self._records, self._decoder
-                while size := records.read_into(decoder.get_buffer()):
-                    decoder.buffer_updated(size)
-                    self._untold_bytes += size
-                    while (frame := decoder.next_frame()) is not None:
-                        self._accept(frame)
-                untold = self._received - self._told
-                acknowledge = untold >= _FRAMES_PER_ACKNOWLEDGEMENT or (
-                    untold and self._untold_bytes >= _BYTES_PER_ACKNOWLEDGEMENT
-                )
+                self._decode_records()
         except RecordError as error:
             self.interrupt(error, generation)
-            return
         except ProtocolError:
             raise
         except BaseException as error:
             # A signal handler raised. Bytes may be lost, so the peer must send them again.
             self.interrupt(error, generation)
             raise
-        if acknowledge:
+        if self._acknowledge:
+            self.flush_nowait()
+
+    def _decode_records(self) -> None:
+        """Under the receive lock: decode the bytes that `_records` has."""
+        records, decoder = self._records, self._decoder
+        while size := records.read_into(decoder.get_buffer()):
+            decoder.buffer_updated(size)
+            self._untold_bytes += size
+            while (frame := decoder.next_frame()) is not None:
+                self._accept(frame)
+        untold = self._received - self._told
+        if untold >= _FRAMES_PER_ACKNOWLEDGEMENT or (
+            untold and self._untold_bytes >= _BYTES_PER_ACKNOWLEDGEMENT
+        ):
             self._untold_bytes = 0
             self._acknowledge = True
-            self.flush_nowait()
+
+    def _try_decode_records(self) -> RecordError | None:
+        """Under the receive lock: do what `_decode_records` does, and return its error."""
+        try:
+            self._decode_records()
+        except RecordError as error:
+            return error
+        return None
 
     def _accept(self, frame: Frame) -> None:
         """Under the receive lock: take a frame that has arrived completely."""
@@ -569,6 +581,9 @@ class TcpChannel(Channel):
                     self._told = self._received
                     self._socket, self._records = sock, records
                     self._receive_timeout = None
+                    # Frames may have arrived with the end of the handshake. They must be there
+                    # before a reader waits for the socket.
+                    failure = self._try_decode_records()
                     self._state = _OPEN
                     self._generation += 1
                     generation = self._generation
@@ -576,7 +591,8 @@ class TcpChannel(Channel):
             complete = self._transmit()
         old.close()
         self.received_since_heartbeat = True
-        self._decode_buffered(generation)
+        if failure is not None:
+            self.interrupt(failure, generation)
         self._notify_loop()
         if not complete and self.on_send_blocked is not None:
             self.on_send_blocked()
@@ -640,7 +656,7 @@ class TcpChannel(Channel):
 
 
 def _set_options(sock: socket.socket) -> None:
-    """Prepare a connected socket. The kernel ends a connection that is dead for half a minute."""
+    """Prepare a connected socket. The kernel ends a connection that is dead for 20 s."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
