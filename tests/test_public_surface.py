@@ -18,6 +18,7 @@ PACKAGES = [
     "telegrad.autograd",
     "telegrad.batching",
     "telegrad.cli",
+    "telegrad.cluster",
     "telegrad.ps",
     "telegrad.refs",
     "telegrad.rpc",

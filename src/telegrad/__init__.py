@@ -16,6 +16,7 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from telegrad import autograd as autograd
+    from telegrad import cluster as cluster
     from telegrad import errors as errors
     from telegrad import nn as nn
     from telegrad import optim as optim
@@ -36,7 +37,7 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_PACKAGES = frozenset({"autograd", "errors", "nn", "optim", "ps", "rpc"})
+_PACKAGES = frozenset({"autograd", "cluster", "errors", "nn", "optim", "ps", "rpc"})
 _DEFINED_IN = {
     "Agent": "telegrad.agent",
     "Config": "telegrad.config",
@@ -61,6 +62,7 @@ __all__ = [
     "WorkerInfo",
     "autograd",
     "batched",
+    "cluster",
     "current_agent",
     "current_caller",
     "current_deadline",

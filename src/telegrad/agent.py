@@ -13,12 +13,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+from telegrad import cluster
 from telegrad.client.peers import WorkerAddress
 from telegrad.config import Config
 from telegrad.current import thread_state
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.group.membership import WorkerInfo
+from telegrad.group.rendezvous import next_group, open_store
 from telegrad.group.signed_store import Store
 from telegrad.runtime import DEFAULT, AgentRuntime, active_runtime
 
@@ -32,6 +34,8 @@ class Agent:
 
     It finds the others through `store`, any `torch.distributed` store. With `world_size`, entering
     the agent waits for that many workers; without it, workers may join and leave at any time.
+    Without `store`, the rendezvous and all that is not given come from the engine that started this
+    process, such as `telegrad launch`, torchrun or Slurm (see `telegrad.cluster`).
 
     >>> import torch.distributed as dist
     >>> store = dist.HashStore()
@@ -44,13 +48,20 @@ class Agent:
 
     def __init__(
         self,
-        name: str,
+        name: str | None = None,
         *,
-        store: Store,
+        store: Store | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         config: Config | None = None,
     ) -> None:
+        config = Config.from_environment() if config is None else config
+        if store is None:
+            place = cluster.detect(name, rank, world_size)
+            store = next_group(open_store(place, config.join_timeout))
+            name, rank, world_size = place.name, place.rank, place.world_size
+        if name is None:
+            raise UsageError("an agent needs a name: pass one, or set TELEGRAD_NAME")
         self._runtime = AgentRuntime(
             name, store=store, rank=rank, world_size=world_size, config=config
         )

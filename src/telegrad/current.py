@@ -8,7 +8,7 @@ The runtime of an agent has no type here, because every package below the runtim
 module. `telegrad.runtime.active_runtime` and `telegrad.agent.current_agent` are typed.
 
 State: `thread_state` is changed by its own thread only; `process_state.runtime` by `init_rpc` and
-`shutdown`.
+`shutdown`; `process_state.groups_joined` by `group.rendezvous`.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ class CallInterceptor(Protocol):
 
 
 class _ProcessState:
-    """The runtime of the agent that `init_rpc` made in this process."""
+    """The runtime of the agent that `init_rpc` made, and the number of groups that were joined."""
 
     runtime: Any = None
+    groups_joined = 0
 
 
 class _CurrentCallState(threading.local):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import telegrad.rpc as rpc
 from telegrad import Agent, Config
+from telegrad.current import process_state
 from telegrad.errors import CallTimeout, GroupBroken, JoinError, PeerLost, UsageError
 from telegrad.rpc import api, backend_registry, constants, device_maps
 from telegrad.rpc.device_maps import DeclaredDevices
@@ -76,7 +77,7 @@ def alone(url: str) -> None:
 def fellow(tmp_path: Path, url: str, in_background: Background) -> Iterator[Agent]:
     """Make this process w0 of a group of two; w1 is an agent of the same process."""
     store = dist.PrefixStore(
-        f"telegrad_{api._init_state.count}", dist.FileStore(f"{tmp_path}/store", 2)
+        f"telegrad_{process_state.groups_joined}", dist.FileStore(f"{tmp_path}/store", 2)
     )
     with_secret = Config(secret=SECRET, join_timeout=PATIENCE)
     fellow = Agent("w1", store=store, rank=1, world_size=2, config=with_secret)
@@ -157,7 +158,7 @@ def test_a_refused_device_map_leaves_no_agent(url: str) -> None:
 
 
 def test_a_group_without_a_size_is_open(url: str, tmp_path: Path) -> None:
-    prefix = f"telegrad_{api._init_state.count}"
+    prefix = f"telegrad_{process_state.groups_joined}"
     rpc.init_rpc("w0", rank=0, rpc_backend_options=options(url))
     store = dist.PrefixStore(prefix, dist.FileStore(f"{tmp_path}/store", -1))
     for _ in range(2):

@@ -3,15 +3,13 @@
 Inside a remote function they use the agent that runs it, so that several agents can live in one
 process.
 
-State: the default agent (`current.process_state`), and the number of `init_rpc` calls, under
-`_init_state.lock`.
+State: the default agent (`current.process_state`), which `init_rpc` sets under `_init_lock`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -19,12 +17,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from telegrad import autograd, futures, profiling, refs
+from telegrad import autograd, cluster, futures, profiling, refs
 from telegrad.agent import Agent
 from telegrad.current import process_state
-from telegrad.errors import JoinError, UsageError
+from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.group.membership import WorkerInfo
+from telegrad.group.rendezvous import next_group, no_answer, open_store
 from telegrad.refs import RRef
 from telegrad.refs.manager import ReferenceManager
 from telegrad.rpc import backend_registry, device_maps
@@ -55,15 +54,7 @@ __all__ = [
 ]
 
 
-class _InitState:
-    """The number of `init_rpc` calls in this process: each has its own prefix in the store."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.lock = threading.Lock()
-
-
-_init_state = _InitState()
+_init_lock = threading.Lock()
 _thread_local_var = threading.local()
 
 
@@ -73,7 +64,7 @@ def is_available() -> bool:
 
 
 def init_rpc(
-    name: str,
+    name: str | None = None,
     backend: Any = None,
     rank: int = -1,
     world_size: int | None = None,
@@ -81,8 +72,9 @@ def init_rpc(
 ) -> None:
     """Make this process the worker `name` of a group and wait for the other workers.
 
-    Without `world_size`, workers may join and leave at any time. The rank and the size of the group
-    may come from the environment (``RANK``, ``WORLD_SIZE``), as torchrun sets them.
+    Under `telegrad launch`, torchrun, Slurm and other engines, all values may be left out (see
+    `telegrad.cluster`). If nothing defines the size of the group, workers may join and leave it at
+    any time.
     """
     if backend is not None and backend not in BackendType:
         raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
@@ -92,63 +84,48 @@ def init_rpc(
         backend = _infer_backend(rpc_backend_options)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
-    with _init_state.lock:
+    with _init_lock:
         if active_runtime() is not None:
             raise UsageError("RPC is already initialized; call shutdown first")
         timeout = rpc_backend_options.to_config().join_timeout
-        store, rank, world_size = _rendezvous(
-            rpc_backend_options.init_method, rank, world_size, timeout
-        )
-        store = dist.PrefixStore(f"telegrad_{_init_state.count}", store)
-        _init_state.count += 1
-        _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
+        url = rpc_backend_options.init_method
+        if name is None or url.startswith("env:"):
+            place = cluster.detect(name, rank if rank >= 0 else None, world_size)
+            name = place.name
+        if url.startswith("env:"):
+            rank, world_size = -1 if place.rank is None else place.rank, place.world_size
+        if world_size is not None and world_size <= 0:
+            world_size = None  # torch's way to say that the size is not known
+        _check_rank(rank, world_size)
+        if url.startswith("env:"):
+            store = open_store(place, timeout)
+        else:
+            store, rank = _rendezvous(url, rank, world_size, timeout)
+        _init_rpc_backend(backend, next_group(store), name, rank, world_size, rpc_backend_options)
 
 
-def _rendezvous(
-    url: str, rank: int, world_size: int | None, timeout: float
-) -> tuple[Any, int, int | None]:
-    """Return the store of the group, the rank and the size, which may come from the environment.
-
-    The size is None for a dynamic group. torch's TCP store could wait for all workers, but could
-    not say which are missing. Therefore it waits for none of them, and the agent waits.
-    """
-    scheme = url.partition(":")[0]
-    if scheme == "env":
-        if world_size is None:
-            rank, world_size = _from_environment("RANK", rank), _from_environment("WORLD_SIZE", -1)
-        elif rank < 0:
-            rank = _from_environment("RANK", rank)
-    size = -1 if world_size is None else world_size
-    if size > 0 and not 0 <= rank < size:
+def _check_rank(rank: int, world_size: int | None) -> None:
+    if world_size is not None and not 0 <= rank < world_size:
         raise UsageError(
-            f"rank {rank} is outside a group of {size} workers, whose ranks go from 0 to "
-            f"{size - 1}. Pass rank= and world_size= to init_rpc, or set RANK and WORLD_SIZE"
+            f"rank {rank} is outside a group of {world_size} workers, whose ranks go from 0 to "
+            f"{world_size - 1}. Pass rank= and world_size= to init_rpc, or set RANK and WORLD_SIZE"
         )
-    store_size = -1 if scheme in ("env", "tcp") else size
-    url += f"{'&' if '?' in url else '?'}world_size={store_size}"
+
+
+def _rendezvous(url: str, rank: int, world_size: int | None, timeout: float) -> tuple[Any, int]:
+    """Return the store of the group and the rank. The store waits for no worker: see `open_store`.
+
+    A file store needs the size, because its last worker deletes the file.
+    """
+    size = -1 if world_size is None or url.startswith("tcp:") else world_size
+    url += f"{'&' if '?' in url else '?'}world_size={size}"
     if rank >= 0:
         url += f"&rank={rank}"
     try:
         store, rank, _ = next(dist.rendezvous(url, timeout=timedelta(seconds=timeout)))
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise JoinError(
-            f"the store of the group did not answer within {timeout} s ({error}). The worker with "
-            "rank 0 hosts it: start that one, check MASTER_ADDR and MASTER_PORT, or raise "
-            "Config.join_timeout"
-        ) from error
-    return store, rank, size if size > 0 else None
-
-
-def _from_environment(name: str, default: int) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(
-            f"the environment variable {name} must be a number, not {text!r}"
-        ) from None
+        raise no_answer(timeout, error) from error
+    return store, rank
 
 
 def _infer_backend(options: RpcBackendOptions | None) -> Any:

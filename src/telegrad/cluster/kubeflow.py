@@ -1,0 +1,26 @@
+"""Kubeflow Trainer: each pod of a TrainJob whose command is not torchrun is a worker.
+
+With torchrun as the command, which reads the same variables, torchrun's own count.
+"""
+
+from __future__ import annotations
+
+from telegrad.cluster.engine import Engine, Environment, require
+from telegrad.cluster.placement import Rendezvous
+
+
+def _rendezvous(environment: Environment) -> Rendezvous:
+    host = require(environment, "PET_MASTER_ADDR")
+    return Rendezvous(host, int(require(environment, "PET_MASTER_PORT")))
+
+
+KUBEFLOW = Engine(
+    name="Kubeflow Trainer",
+    marker="PET_NNODES",
+    rank="PET_NODE_RANK",
+    world_size="PET_NNODES",
+    local_rank=None,
+    restart=None,
+    rendezvous=_rendezvous,
+    advice="use a runtime whose ML policy is torch",
+)

@@ -1,0 +1,28 @@
+"""Slurm: each task of a step that `srun` started is a worker.
+
+The marker is set in steps only: the batch script itself also has a ``SLURM_PROCID``.
+"""
+
+from __future__ import annotations
+
+from telegrad.cluster.engine import Engine, Environment, port_of_job, require
+from telegrad.cluster.placement import Rendezvous
+from telegrad.cluster.slurm_hosts import first_host
+
+
+def _rendezvous(environment: Environment) -> Rendezvous:
+    hosts = require(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    step = f"{require(environment, 'SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID', '0')}"
+    return Rendezvous(first_host(hosts), port_of_job(step))
+
+
+SLURM = Engine(
+    name="Slurm",
+    marker="SLURM_STEP_NUM_TASKS",
+    rank="SLURM_PROCID",
+    world_size="SLURM_STEP_NUM_TASKS",
+    local_rank="SLURM_LOCALID",
+    restart="SLURM_RESTART_COUNT",
+    rendezvous=_rendezvous,
+    advice="start the workers with srun",
+)
