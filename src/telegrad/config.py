@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
+from telegrad.cluster.placement import VARIABLES
 from telegrad.errors import UsageError
 
 TRANSPORTS = ("memory", "unix", "tcp")
+
+_PREFIX = "TELEGRAD_"
+_NOT_SETTINGS = ("BENCH_", "TEST_")  # of the benchmarks and tests
 
 
 @dataclass(frozen=True)
@@ -18,7 +24,7 @@ class Config:
     """The settings of an agent. Every field has a default that is safe and fits one machine.
 
     `Config.from_environment` reads fields from environment variables named ``TELEGRAD_<FIELD>``,
-    such as ``TELEGRAD_SECRET`` and ``TELEGRAD_LISTEN``.
+    such as ``TELEGRAD_SECRET`` and ``TELEGRAD_LISTEN``, and warns of names that it does not know.
     """
 
     timeout: float | None = 60.0
@@ -151,11 +157,28 @@ class Config:
         if environment is None:
             environment = os.environ
         values: dict[str, object] = {}
-        for setting in fields(cls):
-            text = environment.get("TELEGRAD_" + setting.name.upper())
+        variables = {_PREFIX + setting.name.upper(): setting for setting in fields(cls)}
+        _warn_of_unknown(environment, [*variables, *VARIABLES])
+        for variable, setting in variables.items():
+            text = environment.get(variable)
             if text:
                 values[setting.name] = _parse(setting.name, str(setting.type), text)
         return replace(cls(), **values)  # type: ignore[arg-type]
+
+
+def _warn_of_unknown(environment: Mapping[str, str], known: Sequence[str]) -> None:
+    """Warn of variables that look like settings but are none.
+
+    It is no error, because others may make such names: Kubernetes does for each service.
+    """
+    names = [name.removeprefix(_PREFIX) for name in known]
+    for variable in sorted(environment):
+        name = variable.removeprefix(_PREFIX)
+        if name in (variable, *names) or name.startswith(_NOT_SETTINGS):
+            continue
+        nearest = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {_PREFIX}{nearest[0]}?" if nearest else ""
+        warnings.warn(f"{variable} is not a setting of Telegrad{hint}", stacklevel=3)
 
 
 def _parse(name: str, type_name: str, text: str) -> object:

@@ -1,6 +1,7 @@
 """Random programs have the same gradients on several workers as in one process.
 
-`TELEGRAD_RANDOM_GRAPHS=5000` runs that many per transport, starting at `TELEGRAD_RANDOM_SEED`.
+`TELEGRAD_TEST_RANDOM_GRAPHS=5000` runs that many per transport, starting at
+`TELEGRAD_TEST_RANDOM_SEED`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from tests.autograd.programs import random_program
 from tests.autograd.running import assert_same, run_alone, run_distributed
 from tests.conftest import Clusters
 
-_COUNT = int(os.environ.get("TELEGRAD_RANDOM_GRAPHS", "100"))
-_FIRST = int(os.environ.get("TELEGRAD_RANDOM_SEED", "0"))
+_COUNT = int(os.environ.get("TELEGRAD_TEST_RANDOM_GRAPHS", "100"))
+_FIRST = int(os.environ.get("TELEGRAD_TEST_RANDOM_SEED", "0"))
 
 
 def check(random: Random, cluster: LocalCluster) -> None:

@@ -466,6 +466,27 @@ def test_impossible_options_are_refused(settings: dict[str, Any]) -> None:
         rpc.TensorPipeRpcBackendOptions(**settings)
 
 
+def test_settings_count_unless_an_option_is_given(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {"SECRET": SECRET, "TIMEOUT": "5", "THREADS": "3"}.items():
+        monkeypatch.setenv(f"TELEGRAD_{name}", text)
+    made = rpc.TensorPipeRpcBackendOptions(init_method=url)
+    rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=made)
+    agent = api._get_current_rpc_agent()
+    assert (agent.config.timeout, agent.config.threads) == (5, 3)
+    rpc.shutdown()
+    config = Config(secret=SECRET, timeout=None, threads=2)
+    rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=made, config=config)
+    assert api._get_current_rpc_agent().config == config
+    assert made.config is None
+    rpc.shutdown()
+    given = options(url, rpc_timeout=7, num_worker_threads=4, config=config).to_config()
+    assert (given.timeout, given.threads) == (7, 4)
+    with pytest.raises(UsageError, match="pass one of them"):
+        rpc.init_rpc("w0", rpc_backend_options=options(url), config=config)
+
+
 def test_plain_options_will_do(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TELEGRAD_SECRET", SECRET)
     plain = rpc.RpcBackendOptions(rpc_timeout=9, init_method=url)

@@ -179,3 +179,15 @@ def test_values_from_the_environment_are_validated_too() -> None:
         Config.from_environment({"TELEGRAD_TRANSPORTS": "unix,pigeon"})
     with pytest.raises(UsageError, match="at least 16 characters"):
         Config.from_environment({"TELEGRAD_SECRET": "short"})
+
+
+def test_an_unknown_variable_is_reported_with_the_nearest_name() -> None:
+    with pytest.warns(UserWarning, match="TELEGRAD_TIMOUT is not .* did you mean TELEGRAD_TIMEOUT"):
+        assert Config.from_environment({"TELEGRAD_TIMOUT": "3"}) == Config()
+    with pytest.warns(UserWarning, match="TELEGRAD_X_SERVICE_HOST is not a setting of Telegrad$"):
+        Config.from_environment({"TELEGRAD_X_SERVICE_HOST": "10.0.0.1"})
+
+
+def test_variables_of_a_placement_and_of_tests_are_not_reported() -> None:
+    names = ("TELEGRAD_RANK", "TELEGRAD_STORE", "TELEGRAD_TEST_SEED", "TELEGRAD_BENCH_PEERS")
+    assert Config.from_environment(dict.fromkeys(names, "1")) == Config()

@@ -9,6 +9,7 @@ State: the default agent (`current.process_state`), which `init_rpc` sets under 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from telegrad import autograd, cluster, futures, profiling, refs
 from telegrad.agent import Agent
+from telegrad.config import Config
 from telegrad.current import process_state
 from telegrad.errors import UsageError
 from telegrad.futures import Future
@@ -69,12 +71,14 @@ def init_rpc(
     rank: int = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
+    *,
+    config: Config | None = None,
 ) -> None:
     """Make this process the worker `name` of a group and wait for the other workers.
 
     Under `telegrad launch`, torchrun, Slurm and other engines, all values may be left out (see
     `telegrad.cluster`). If nothing defines the size of the group, workers may join and leave it at
-    any time.
+    any time. `config` is that of the options; without it, ``TELEGRAD_*`` variables count.
     """
     if backend is not None and backend not in BackendType:
         raise TypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
@@ -84,6 +88,11 @@ def init_rpc(
         backend = _infer_backend(rpc_backend_options)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    if config is not None:
+        if rpc_backend_options.config is not None:
+            raise UsageError("the options have a config, too; pass one of them")
+        rpc_backend_options = copy.copy(rpc_backend_options)
+        rpc_backend_options.config = config
     with _init_lock:
         if active_runtime() is not None:
             raise UsageError("RPC is already initialized; call shutdown first")

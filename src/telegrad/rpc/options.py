@@ -23,7 +23,11 @@ __all__ = ["RpcBackendOptions", "TensorPipeRpcBackendOptions"]
 
 
 class RpcBackendOptions:
-    """The rendezvous URL and the default timeout of calls; 0 means no limit."""
+    """The rendezvous URL and the default timeout of calls; 0 means no limit.
+
+    Settings that torch does not have are in `config`, or in ``TELEGRAD_*`` variables. These count
+    for every option that has its default value.
+    """
 
     def __init__(
         self,
@@ -47,6 +51,8 @@ class RpcBackendOptions:
     def to_config(self) -> Config:
         """Return the settings of the agent: `config`, or the environment, with these options."""
         base = self.config if self.config is not None else Config.from_environment()
+        if self.rpc_timeout == DEFAULT_RPC_TIMEOUT_SEC:
+            return base
         return replace(base, timeout=self.rpc_timeout or None)
 
 
@@ -85,11 +91,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             worker: {str(source): str(target) for source, target in device_map.items()}
             for worker, device_map in self.device_maps.items()
         }
-        return replace(
-            config,
-            threads=min(self.num_worker_threads, config.max_threads),
-            device_maps={**config.device_maps, **maps},
-        )
+        threads = config.threads
+        if self.num_worker_threads != DEFAULT_NUM_WORKER_THREADS:
+            threads = min(self.num_worker_threads, config.max_threads)
+        return replace(config, threads=threads, device_maps={**config.device_maps, **maps})
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
         """Map devices of this worker to those of worker `to`, for the tensors of calls.
