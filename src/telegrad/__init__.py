@@ -31,6 +31,7 @@ if _typing.TYPE_CHECKING:
     from telegrad.current import current_deadline as current_deadline
     from telegrad.futures import Future as Future
     from telegrad.group.membership import WorkerInfo as WorkerInfo
+    from telegrad.launcher.functions import launch as launch
     from telegrad.messages.remote_functions import expose as expose
     from telegrad.refs import RRef as RRef
     from telegrad.refs import remote as remote
@@ -50,6 +51,7 @@ _DEFINED_IN = {
     "current_caller": "telegrad.current",
     "current_deadline": "telegrad.current",
     "expose": "telegrad.messages.remote_functions",
+    "launch": "telegrad.launcher.functions",
     "remote": "telegrad.refs",
 }
 
@@ -68,6 +70,7 @@ __all__ = [
     "current_deadline",
     "errors",
     "expose",
+    "launch",
     "nn",
     "optim",
     "ps",

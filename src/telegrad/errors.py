@@ -5,6 +5,7 @@
     │                        (also a ValueError)
     ├── RemoteError          the remote function raised an exception that cannot be rebuilt here
     ├── WorkersFailed        several workers failed; `failures` has their errors by worker
+    ├── WorkerExited         a process that `launch` started ended with an error; `exit_code`, `log`
     ├── CallTimeout          the deadline of a call passed
     │                        (also a TimeoutError)
     ├── CallCancelled        the call was cancelled
@@ -108,6 +109,21 @@ class WorkersFailed(TelegradError):
         """Return an error whose message lists these errors."""
         lines = [f"\n  {name}: {type(error).__name__}: {error}" for name, error in failures.items()]
         return cls(f"{len(failures)} workers failed:{''.join(lines)}", failures=failures)
+
+
+class WorkerExited(TelegradError):
+    """A process that `launch` started ended with an error, and could not be restarted again.
+
+    `peer` is the name of the first worker that failed, `exit_code` that of its process (128 and the
+    number of a signal that ended it), and `log` the file with its output.
+    """
+
+    def __init__(
+        self, message: str = "", *, peer: str | None = None, exit_code: int = 1, log: str = ""
+    ) -> None:
+        super().__init__(message, peer=peer)
+        self.exit_code = exit_code
+        self.log = log
 
 
 class CallTimeout(TelegradError, TimeoutError):

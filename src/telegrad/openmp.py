@@ -5,9 +5,9 @@ case another operation follows. If the process then waits for a worker on the sa
 occupy the cores that this worker needs. On 16 cores, this tripled the time to train a network on a
 callee. A thirtieth of the default is still longer than the gaps between operations of a network.
 
-OpenMP reads the environment variable when it is loaded. `telegrad run` and `telegrad train` set it
-before they import torch, and the processes that they start inherit it. Programs that are started in
-another way can set it in their environment.
+OpenMP reads the environment variable when it is loaded. `telegrad launch`, `telegrad run` and
+`telegrad train` set it before torch is imported, and the processes that they start inherit it.
+Programs that are started in another way can set it in their environment.
 """
 
 from __future__ import annotations

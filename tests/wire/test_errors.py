@@ -26,6 +26,7 @@ EXAMPLES: list[Exception] = [
     errors.PeerLost("gone", peer="w1", call="f", leave_reason="out of memory"),
     errors.GroupBroken("incomplete", missing=["w1", "w2"]),
     errors.WorkersFailed("2 workers failed", failures={}),
+    errors.WorkerExited("it failed", peer="w1", exit_code=137, log="w1.log"),
     errors.JoinError("nobody there", peer="w1"),
     errors.ProtocolError("nonsense", peer="w1"),
     errors.AuthenticationError("wrong secret", peer="w1"),

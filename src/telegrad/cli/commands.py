@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 import telegrad
-from telegrad.cli import bench, doctor, run, train
+from telegrad.cli import bench, doctor, launch, run, train
 
 __all__ = ["main"]
 
@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     bench.add(commands)
     doctor.add(commands)
+    launch.add(commands)
     run.add(commands)
     train.add(commands)
     options = parser.parse_args(arguments)
