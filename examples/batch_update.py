@@ -9,17 +9,15 @@ called it, so no thread of the server is blocked.
 """
 
 import argparse
-import os
-import socket
 import threading
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import telegrad
 import telegrad.rpc as rpc
 
 
@@ -73,14 +71,9 @@ def train(server: Any, trainer: int, trainers: int, epochs: int) -> float:
     return (model(images[test]).argmax(1) == labels[test]).float().mean().item()
 
 
-def run_worker(rank: int, port: int, options: argparse.Namespace) -> None:
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ["MASTER_PORT"] = str(port)
-    torch.set_num_threads(1)
-    rpc.init_rpc(
-        f"trainer{rank - 1}" if rank else "server", rank=rank, world_size=options.trainers + 1
-    )
-    if rank == 0:
+def work(options: argparse.Namespace) -> None:
+    rpc.init_rpc()
+    if rpc.get_worker_info().name == "server0":
         server = rpc.RRef(ParameterServer(options.trainers))
         calls = [
             rpc.rpc_async(
@@ -99,12 +92,6 @@ def run_worker(rank: int, port: int, options: argparse.Namespace) -> None:
     rpc.shutdown()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -112,4 +99,4 @@ if __name__ == "__main__":
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=8)
     options = parser.parse_args()
-    mp.spawn(run_worker, args=(free_port(), options), nprocs=options.trainers + 1)
+    telegrad.launch(work, {"server": 1, "trainer": options.trainers}, (options,))

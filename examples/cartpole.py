@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import argparse
 import collections
-import multiprocessing
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import telegrad
@@ -97,21 +94,13 @@ def _returns(rewards: list[float]) -> np.ndarray:
     return returns
 
 
-def observe(name: str, port: int, ready: Any, stop: Any) -> None:
-    """Run the process of an observer: serve calls of the learner until told to stop."""
-    torch.set_num_threads(1)
-    with telegrad.Agent(name, store=dist.TCPStore("127.0.0.1", port, is_master=False)):
-        ready.release()
-        stop.wait()
-
-
 def train(agent: telegrad.Agent, options: argparse.Namespace) -> list[float]:
     """Play and learn until the task is solved. Return the reward of each episode."""
     learner = Learner(options.seed)
     reference = RRef(learner, agent=agent)
     observers = [
         remote(
-            _name(number),
+            f"observer{number}",
             Observer,
             (reference, not options.no_batch, options.seed + number),
             agent=agent,
@@ -132,13 +121,11 @@ def train(agent: telegrad.Agent, options: argparse.Namespace) -> list[float]:
         last.extend(lengths)
         size = Learner.act.batching.statistics().mean_size
         print(
-            f"\repisode {len(rewards):5}   reward {np.mean(lengths):5.1f}   "
+            f"episode {len(rewards):5}   reward {np.mean(lengths):5.1f}   "
             f"mean of the last {len(last):3}: {np.mean(last):5.1f}   "
-            f"{sum(lengths) / seconds:6.0f} steps/s   batches of {size:4.1f}  ",
-            end="" if sys.stdout.isatty() else "\n",
-            flush=True,
+            f"{sum(lengths) / seconds:6.0f} steps/s   batches of {size:4.1f}"
         )
-    print(f"\n{'solved' if np.mean(last) > SOLVED else 'stopped'} after {len(rewards)} episodes")
+    print(f"{'solved' if np.mean(last) > SOLVED else 'stopped'} after {len(rewards)} episodes")
     return rewards
 
 
@@ -156,8 +143,11 @@ def plot(rewards: list[float], path: str) -> None:
     print(f"plot in {path}")
 
 
-def _name(number: int) -> str:
-    return f"observer{number}"
+def work(options: argparse.Namespace) -> list[float]:
+    with telegrad.Agent() as agent:  # the launcher says which worker this is
+        rewards = train(agent, options) if agent.name == "learner0" else []
+        agent.shutdown()  # observers serve calls until the learner is here
+    return rewards
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,26 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if gymnasium is None:
         sys.exit("CartPole needs gymnasium: pip install 'telegrad[examples]'")
 
-    torch.set_num_threads(1)
-    context = multiprocessing.get_context("spawn")
-    ready, stop = context.Semaphore(0), context.Event()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    processes = [
-        context.Process(target=observe, args=(_name(number), store.port, ready, stop), daemon=True)
-        for number in range(options.observers)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        for _ in processes:
-            if not ready.acquire(timeout=60):
-                raise TimeoutError("an observer did not start")
-        with telegrad.Agent("learner", store=store) as agent:
-            rewards = train(agent, options)
-    finally:
-        stop.set()
-        for process in processes:
-            process.join()
+    roles = {"learner": 1, "observer": options.observers}
+    rewards = telegrad.launch(work, roles, (options,))["learner0"]
     if options.plot:
         plot(rewards, options.plot)
     return 0 if len(rewards) >= options.episodes or np.mean(rewards[-100:]) > SOLVED else 1

@@ -10,18 +10,16 @@ distributed autograd.
 """
 
 import argparse
-import os
-import socket
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+import telegrad
 import telegrad.autograd as dist_autograd
 import telegrad.rpc as rpc
 from telegrad.nn import RemoteModule
@@ -74,22 +72,18 @@ def train(table: RemoteModule, epochs: int) -> float:
         return (model(words[test]).argmax(1) == labels[test]).float().mean().item()
 
 
-def run_worker(rank: int, port: int, epochs: int) -> None:
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ["MASTER_PORT"] = str(port)
-    torch.set_num_threads(1)
+def work(epochs: int) -> None:
     torch.manual_seed(0)
-    names = [*(f"trainer{trainer}" for trainer in range(TRAINERS)), "server", "master"]
-    rpc.init_rpc(names[rank], rank=rank, world_size=len(names))
-    if rank < TRAINERS:
-        dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=TRAINERS
-        )
+    place = telegrad.cluster.detect()
+    rpc.init_rpc()
+    if place.role == "trainer":
+        dist.init_process_group("gloo", rank=place.role_rank or 0, world_size=TRAINERS)
     rpc.api._barrier(set())
-    if names[rank] == "master":
-        table = RemoteModule("server/cpu", nn.EmbeddingBag, (64 * SHADES, 32), {"mode": "mean"})
+    if place.role == "master":
+        table = RemoteModule("server0/cpu", nn.EmbeddingBag, (64 * SHADES, 32), {"mode": "mean"})
         futures = [
-            rpc.rpc_async(name, train, args=(table, epochs), timeout=0) for name in names[:TRAINERS]
+            rpc.rpc_async(f"trainer{trainer}", train, args=(table, epochs), timeout=0)
+            for trainer in range(TRAINERS)
         ]
         print(
             "accuracy of the trainers:",
@@ -97,14 +91,8 @@ def run_worker(rank: int, port: int, epochs: int) -> None:
             flush=True,
         )
     rpc.shutdown()
-    if rank < TRAINERS:
+    if place.role == "trainer":
         dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":
@@ -112,4 +100,5 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--epochs", type=int, default=8)
-    mp.spawn(run_worker, args=(free_port(), parser.parse_args().epochs), nprocs=TRAINERS + 2)
+    roles = {"trainer": TRAINERS, "server": 1, "master": 1}
+    telegrad.launch(work, roles, (parser.parse_args().epochs,))

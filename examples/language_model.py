@@ -10,16 +10,14 @@ the gradients of the embedding and the decoder to the server, and one optimizer 
 
 import argparse
 import math
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import telegrad
 import telegrad.autograd as dist_autograd
 import telegrad.rpc as rpc
 from telegrad.nn import RemoteModule
@@ -31,9 +29,9 @@ STEPS, BATCH, WIDTH = 32, 32, 96
 class Model(nn.Module):
     def __init__(self, symbols: int) -> None:
         super().__init__()
-        self.embedding = RemoteModule("server/cpu", nn.Embedding, (symbols, WIDTH))
+        self.embedding = RemoteModule("server0/cpu", nn.Embedding, (symbols, WIDTH))
         self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.decoder = RemoteModule("server/cpu", nn.Linear, (WIDTH, symbols))
+        self.decoder = RemoteModule("server0/cpu", nn.Linear, (WIDTH, symbols))
 
     def forward(self, text: Tensor, state: Any) -> tuple[Tensor, Any]:
         hidden, state = self.lstm(self.embedding(text), state)
@@ -69,21 +67,13 @@ def train(epochs: int, file: Path) -> None:
         print(f"epoch {epoch}: perplexity {math.exp(sum(losses) / len(losses)):.2f}", flush=True)
 
 
-def run_worker(rank: int, port: int, options: argparse.Namespace) -> None:
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ["MASTER_PORT"] = str(port)
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)
-    rpc.init_rpc(["trainer", "server"][rank], rank=rank, world_size=2)
-    if rank == 0:
+def work(options: argparse.Namespace) -> None:
+    rpc.init_rpc()
+    worker = rpc.get_worker_info()
+    torch.manual_seed(worker.id)
+    if worker.name == "trainer0":
         train(options.epochs, options.text)
     rpc.shutdown()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":
@@ -92,4 +82,4 @@ if __name__ == "__main__":
     )
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--text", type=Path, default=Path(__file__).parent.parent / "LICENSE")
-    mp.spawn(run_worker, args=(free_port(), parser.parse_args()), nprocs=2)
+    telegrad.launch(work, {"trainer": 1, "server": 1}, (parser.parse_args(),))

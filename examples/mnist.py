@@ -8,7 +8,7 @@ Usage:
     python examples/mnist.py --data mnist                # MNIST, loaded by torchvision
     python examples/mnist.py --checkpoint build/points   # add --resume to continue later
 
-Every worker is a process that `telegrad.cli.launcher` starts. A server has no code of its own; a
+Every worker is a process that `telegrad.launch` starts. A server has no code of its own; a
 trainer is an ordinary training loop that uses `telegrad.ps.Optimizer`. By default the digits are
 those of scikit-learn, 8 x 8 pixels. A plot and an HTML report are written into build/mnist.
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import telegrad
-from telegrad.cli import launcher
+from telegrad.cli import training
 from telegrad.cli.progress import Progress
 
 try:
@@ -85,9 +85,9 @@ def train(trainer: int, options: argparse.Namespace, progress: Progress) -> None
         optimizer=torch.optim.Adam,
         consistency=options.consistency,
         trainers=options.trainers,
-        checkpoint=launcher.checkpoint(options),
+        checkpoint=training.checkpoint(options),
     )
-    for epoch, batches in launcher.epochs(optimizer, trainer, len(y), BATCH, options):
+    for epoch, batches in training.epochs(optimizer, trainer, len(y), BATCH, options):
         optimizer.param_groups[0]["lr"] = rate(epoch / options.epochs)
         for rows in batches:
             optimizer.zero_grad()
@@ -96,7 +96,7 @@ def train(trainer: int, options: argparse.Namespace, progress: Progress) -> None
             optimizer.step()
             progress.step(epoch, loss.item(), len(rows), optimizer.staleness)
         is_first = trainer == 0
-        progress.end_epoch(launcher.accuracy(model, *test, options.device) if is_first else None)
+        progress.end_epoch(training.accuracy(model, *test, options.device) if is_first else None)
     optimizer.close()  # other trainers no longer wait for this one
 
 
@@ -106,11 +106,11 @@ def rate(fraction: float) -> float:
 
 
 def main() -> None:
-    options = launcher.parser(
+    options = training.parser(
         __doc__, data=["digits", "mnist"], epochs=20, out="build/mnist"
     ).parse_args()
     load(options)  # download once, before the trainers start
-    launcher.run(train, options)
+    training.run(train, options)
 
 
 if __name__ == "__main__":

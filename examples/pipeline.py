@@ -10,17 +10,15 @@ which fetches it directly from the first. Distributed autograd runs the backward
 """
 
 import argparse
-import os
-import socket
 import time
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import telegrad
 import telegrad.autograd as dist_autograd
 import telegrad.rpc as rpc
 from telegrad.optim import DistributedOptimizer
@@ -70,8 +68,8 @@ def second_half() -> Half:
 class Pipeline:
     def __init__(self, micro_batch: int) -> None:
         self.micro_batch = micro_batch
-        self.first = rpc.remote("first", first_half)
-        self.second = rpc.remote("second", second_half)
+        self.first = rpc.remote("half0", first_half)
+        self.second = rpc.remote("half1", second_half)
 
     def __call__(self, images: Tensor) -> Tensor:
         outputs = []
@@ -108,21 +106,13 @@ def train(epochs: int, micro_batch: int) -> None:
         )
 
 
-def run_worker(rank: int, port: int, options: argparse.Namespace) -> None:
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ["MASTER_PORT"] = str(port)
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)
-    rpc.init_rpc(["master", "first", "second"][rank], rank=rank, world_size=3)
-    if rank == 0:
+def work(options: argparse.Namespace) -> None:
+    rpc.init_rpc()
+    worker = rpc.get_worker_info()
+    torch.manual_seed(worker.id)
+    if worker.name == "master0":
         train(options.epochs, options.micro_batch)
     rpc.shutdown()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":
@@ -131,4 +121,4 @@ if __name__ == "__main__":
     )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--micro-batch", type=int, default=64)
-    mp.spawn(run_worker, args=(free_port(), parser.parse_args()), nprocs=3)
+    telegrad.launch(work, {"master": 1, "half": 2}, (parser.parse_args(),))

@@ -11,7 +11,7 @@ and some with tens of millions, of which a few are frequent and most are rare. T
 a known rule, so the best possible score is known, too. Each category has an embedding table
 (`telegrad.ps.EmbeddingBag`). The tables have 146 million rows together; servers hold those that
 occur. `telegrad.ps.Optimizer` trains the rest of the model and updates the tables, too.
-`telegrad.cli.launcher` starts the processes. A plot and an HTML report are written into
+`telegrad.launch` starts the processes. A plot and an HTML report are written into
 build/recsys.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import telegrad
-from telegrad.cli import launcher
+from telegrad.cli import training
 from telegrad.cli.progress import Progress
 
 BATCH, BATCHES, TEST = 512, 60, 20_000
@@ -74,13 +74,13 @@ def train(trainer: int, options: argparse.Namespace, progress: Progress) -> None
         "servers": "ps*",
         "consistency": options.consistency,
         "trainers": options.trainers,
-        "checkpoint": launcher.checkpoint(options),
+        "checkpoint": training.checkpoint(options),
     }
     model = Model(telegrad.ps.Tables(**settings)).to(options.device)
     optimizer = telegrad.ps.Optimizer(model, optimizer=torch.optim.Adam, lr=2e-3, **settings)
     test = clicks(TEST, seed=0)
     samples = BATCH * BATCHES * options.trainers  # new ones in each epoch
-    for epoch, batches in launcher.epochs(optimizer, trainer, samples, BATCH, options):
+    for epoch, batches in training.epochs(optimizer, trainer, samples, BATCH, options):
         numbers, ids, clicked, _ = clicks(samples, seed=1 + epoch)
         for rows in batches:
             optimizer.zero_grad()
@@ -109,14 +109,14 @@ def auc(scores: Tensor, clicked: Tensor) -> float:
 
 
 def main() -> None:
-    options = launcher.parser(__doc__, data=["clicks"], epochs=6, out="build/recsys").parse_args()
+    options = training.parser(__doc__, data=["clicks"], epochs=6, out="build/recsys").parse_args()
     _, _, clicked, likely = clicks(TEST, seed=0)
     best, base = auc(likely, clicked), float(clicked.mean())
     print(
         f"{100 * base:.1f} % of the test data are clicks; "
         f"the rule that generates them has an AUC of {100 * best:.2f} %"
     )
-    launcher.run(train, options, metric="AUC")
+    training.run(train, options, metric="AUC")
 
 
 if __name__ == "__main__":

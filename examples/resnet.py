@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import telegrad
-from telegrad.cli import launcher
+from telegrad.cli import training
 from telegrad.cli.progress import Progress
 
 try:
@@ -113,9 +113,9 @@ def train(trainer: int, options: argparse.Namespace, progress: Progress) -> None
         lr=1e-3,
         consistency=options.consistency,
         trainers=options.trainers,
-        checkpoint=launcher.checkpoint(options),
+        checkpoint=training.checkpoint(options),
     )
-    for epoch, batches in launcher.epochs(optimizer, trainer, len(y), BATCH, options):
+    for epoch, batches in training.epochs(optimizer, trainer, len(y), BATCH, options):
         for rows in batches:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x[rows].to(options.device)), y[rows].to(options.device))
@@ -123,17 +123,17 @@ def train(trainer: int, options: argparse.Namespace, progress: Progress) -> None
             optimizer.step()
             progress.step(epoch, loss.item(), len(rows), optimizer.staleness)
         is_first = trainer == 0
-        progress.end_epoch(launcher.accuracy(model, *test, options.device) if is_first else None)
+        progress.end_epoch(training.accuracy(model, *test, options.device) if is_first else None)
     optimizer.close()
 
 
 def main() -> None:
-    parser = launcher.parser(__doc__, data=["digits", "cifar10"], epochs=5, out="build/resnet")
+    parser = training.parser(__doc__, data=["digits", "cifar10"], epochs=5, out="build/resnet")
     networks = ["small"] if resnet18 is None else ["resnet18", "small"]
     parser.add_argument("--network", choices=["resnet18", "small"], default=networks[0])
     options = parser.parse_args()
     load(options)  # download once, before the trainers start
-    launcher.run(train, options)
+    training.run(train, options)
 
 
 if __name__ == "__main__":

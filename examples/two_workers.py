@@ -5,15 +5,14 @@ Usage:
     python examples/two_workers.py
 
 Each worker is a process. worker0 makes the calls below; worker1 serves them, and both leave when
-worker0 has finished. On two machines, MASTER_ADDR is the address of the one with rank 0.
+worker0 has finished.
 """
 
 import os
-import socket
 
 import torch
-import torch.multiprocessing as mp
 
+import telegrad
 import telegrad.rpc as rpc
 
 
@@ -57,21 +56,13 @@ def call_worker1() -> None:
     print(f"still there        worker1 is process {pid}, worker0 is process {os.getpid()}")
 
 
-def run_worker(rank: int, port: int) -> None:
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ["MASTER_PORT"] = str(port)
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
-    if rank == 0:
+def work() -> None:
+    rpc.init_rpc()  # the launcher says which worker this is
+    if rpc.get_worker_info().name == "worker0":
         call_worker1()
     rpc.shutdown()  # waits until all workers have called it
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 if __name__ == "__main__":
-    mp.spawn(run_worker, args=(free_port(),), nprocs=2)
+    telegrad.launch(work, 2)
     print("both workers left")

@@ -1,20 +1,9 @@
-"""Start the servers and trainers of an example as processes of this machine, and supervise them.
-
-Ctrl-C ends all processes, whether the terminal sends SIGINT to all of them or only this one gets
-it. Workers die of it at once, without a traceback; they are started with the signal blocked, so
-that it cannot reach them before they have set its handler. In this process the handler only sets an
-event, which the supervising loop checks: an exception raised by a handler could interrupt any line.
-"""
+"""What the training examples share: options, batches, and a run with servers and trainers."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
-import multiprocessing.connection
-import os
-import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,15 +15,17 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import telegrad.rpc as rpc
-from telegrad import ps
+from telegrad import cluster, ps
 from telegrad.cli.progress import Progress, TrainingReport
+from telegrad.errors import WorkerExited
+from telegrad.launcher.functions import launch
 
 __all__ = ["accuracy", "checkpoint", "epochs", "parser", "run"]
 
 Train = Callable[[int, argparse.Namespace, Progress], None]
 
 _INTERRUPTED = 130  # the exit code that shells give a command that Ctrl-C has ended
-_POLL = 0.05  # seconds between two checks for reports and signals
+_POLL = 0.05  # seconds between two checks for reports
 
 
 def parser(
@@ -120,25 +111,22 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor, device: str) -> float:
 def run(train: Train, options: argparse.Namespace, metric: str = "accuracy") -> TrainingReport:
     """Run `train(trainer, options, progress)` in a process per trainer, and the servers.
 
-    Show the progress, and write a plot and a report. `train` must be importable by its name, or be
-    in `__main__`. `metric` is the name of the score that it reports for the test data.
+    Show the progress, and write a plot and a report. `metric` is the name of the score that `train`
+    reports for the test data.
     """
     report = TrainingReport(
         f"{options.data}, {options.servers} servers, {options.trainers} trainers", metric
     )
+    roles = {"ps": options.servers, "trainer": options.trainers}
     reports = mp.get_context("forkserver").SimpleQueue()
     try:
-        with _interrupted() as interrupted, report:
-            workers = _start(train, options, reports)
-            try:
-                _supervise(workers, reports, report, interrupted)
-            finally:
-                for process in workers.processes:
-                    process.kill()
-                    process.join()
+        with report, _received(reports, report):
+            launch(_work, roles, (train, options, reports), show=False)
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
         sys.exit(_INTERRUPTED)
+    except WorkerExited as error:
+        sys.exit(str(error))
     if not report.epochs:
         sys.exit("nothing to do: the checkpoint is that of a finished training; raise --epochs")
     for file in report.write(options.out):
@@ -147,85 +135,36 @@ def run(train: Train, options: argparse.Namespace, metric: str = "accuracy") -> 
     return report
 
 
-def _start(train: Train, options: argparse.Namespace, reports: Any) -> Any:
-    # import these once in the fork server, not in every worker
-    mp.set_forkserver_preload([*_imported_by(train), "torch._dynamo"])
-    size = options.servers + options.trainers
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit this
-    try:
-        arguments = (train, _free_port(), options, reports)
-        start: Any = mp.start_processes
-        return start(_work, arguments, size, join=False, start_method="forkserver")
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _imported_by(train: Train) -> list[str]:
-    """Return the modules that the global names of a script come from.
-
-    Not "__main__" itself, which not all versions of Python preload.
-    """
-    names = {
-        value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
-        for value in train.__globals__.values()
-    }
-    return sorted(
-        name for name in names if name in sys.modules and name not in {"__main__", train.__module__}
-    )
-
-
 @contextlib.contextmanager
-def _interrupted() -> Iterator[threading.Event]:
-    """Yield an event that Ctrl-C sets. A second Ctrl-C raises `KeyboardInterrupt` as usual."""
-    event = threading.Event()
+def _received(reports: Any, report: TrainingReport) -> Iterator[None]:
+    """Add what arrives in the queue to the report, during the block and at its regular end."""
+    done = threading.Event()
 
-    def handle(*_: object) -> None:
-        if event.is_set():
-            raise KeyboardInterrupt
-        event.set()
-
-    previous_handler = signal.signal(signal.SIGINT, handle)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, previous_handler)
-
-
-def _supervise(
-    workers: Any, reports: Any, report: TrainingReport, interrupted: threading.Event
-) -> None:
-    """Collect reports until all workers have ended. Raise the exception that ended a worker."""
-    while True:
-        exit_codes = [process.exitcode for process in workers.processes]
-        # SIGINT may reach the workers before this process
-        if interrupted.is_set() or -signal.SIGINT in exit_codes:
-            raise KeyboardInterrupt
-        if any(exit_codes):
-            workers.join()  # raises the exception of the worker
+    def receive() -> None:
         while not reports.empty():
             report.add(reports.get())
-        if None not in exit_codes:
-            return
-        running = [
-            process.sentinel
-            for process, exit_code in zip(workers.processes, exit_codes, strict=True)
-            if exit_code is None
-        ]
-        multiprocessing.connection.wait(running, timeout=_POLL)
+
+    def receive_until_done() -> None:
+        while not done.wait(_POLL):
+            receive()
+
+    thread = threading.Thread(target=receive_until_done, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(timeout=1)  # it waits for ever if a worker was ended while it sent a report
+    receive()
 
 
-def _work(rank: int, train: Train, port: int, options: argparse.Namespace, reports: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+def _work(train: Train, options: argparse.Namespace, reports: Any) -> None:
     # the first trainer that joins provides the initial model: make it the same on all
     torch.manual_seed(0)
-    trainer = rank - options.servers
-    name = f"ps{rank}" if trainer < 0 else f"trainer{trainer}"
-    rpc.init_rpc(name, rank=rank, world_size=options.servers + options.trainers)
-    if trainer >= 0:
-        train(trainer, options, Progress(name, reports.put))
+    place = cluster.detect()
+    rpc.init_rpc()
+    if place.role == "trainer":
+        train(place.role_rank or 0, options, Progress(str(place.name), reports.put))
     rpc.shutdown()  # a server serves calls until all workers are here
 
 
@@ -251,9 +190,3 @@ def _device(text: str) -> str:
             f"{text!r} cannot be used here: {str(error).splitlines()[0]}"
         ) from error
     return text
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
