@@ -5,7 +5,8 @@ the engine has restarted this worker. Each value comes from the first of these t
 
 1. an argument, of `init_rpc`, `Agent` or `detect`
 2. ``TELEGRAD_NAME``, ``TELEGRAD_RANK``, ``TELEGRAD_WORLD_SIZE``, ``TELEGRAD_LOCAL_RANK``,
-   ``TELEGRAD_RESTART`` and ``TELEGRAD_STORE``, the ``host:port`` of a store that a launcher hosts
+   ``TELEGRAD_RESTART``, ``TELEGRAD_STORE``, the ``host:port`` of a store that a launcher hosts, and
+   ``TELEGRAD_ROLES``, the roles by rank, such as ``ps=1,trainer=4``
 3. torch's variables: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``
 4. the variables of the engine, the first of these that started this process: torchrun (and
    `telegrad launch`), Open MPI, Slurm, PMIx, Kubeflow Trainer, Kubernetes

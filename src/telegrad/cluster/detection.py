@@ -10,6 +10,7 @@ from telegrad.cluster.kubeflow import KUBEFLOW
 from telegrad.cluster.kubernetes import KUBERNETES
 from telegrad.cluster.openmpi import OPEN_MPI, PMIX
 from telegrad.cluster.placement import Placement, Rendezvous
+from telegrad.cluster.roles import role_of_rank
 from telegrad.cluster.slurm import SLURM
 from telegrad.cluster.torchrun import TORCHRUN
 from telegrad.errors import UsageError
@@ -40,9 +41,7 @@ def detect(
         size_names = ("TELEGRAD_WORLD_SIZE", "WORLD_SIZE", engine and engine.world_size)
         world_size = _number(environment, *size_names)
         _require(world_size, engine, engine and engine.world_size)
-    role, role_rank = environment.get("ROLE_NAME", ""), _number(environment, "ROLE_RANK")
-    if role in _NO_ROLES or role_rank is None:
-        role, role_rank = "worker", rank
+    role, role_rank = _role(environment, rank)
     default_name = None if role_rank is None else f"{role}{role_rank}"
     local_names = ("TELEGRAD_LOCAL_RANK", "LOCAL_RANK", engine and engine.local_rank)
     return Placement(
@@ -56,6 +55,14 @@ def detect(
         restart=_number(environment, "TELEGRAD_RESTART", engine and engine.restart) or 0,
         rendezvous=_rendezvous(environment, engine),
     )
+
+
+def _role(environment: Environment, rank: int | None) -> tuple[str, int | None]:
+    roles = environment.get("TELEGRAD_ROLES")
+    if roles and rank is not None:
+        return role_of_rank(roles, rank)
+    role, role_rank = environment.get("ROLE_NAME", ""), _number(environment, "ROLE_RANK")
+    return ("worker", rank) if role in _NO_ROLES or role_rank is None else (role, role_rank)
 
 
 def _rendezvous(environment: Environment, engine: Engine | None) -> Rendezvous | None:

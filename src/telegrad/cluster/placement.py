@@ -10,6 +10,7 @@ VARIABLES = (
     "TELEGRAD_WORLD_SIZE",
     "TELEGRAD_LOCAL_RANK",
     "TELEGRAD_RESTART",
+    "TELEGRAD_ROLES",
     "TELEGRAD_STORE",
 )
 
@@ -39,7 +40,7 @@ class Placement:
     local_rank: int | None
     """Index among the workers on this host."""
     role: str
-    """``worker``, or the role that torchrun or `telegrad launch` gave to this worker."""
+    """``worker``, or the role that torchrun, `telegrad launch` or ``TELEGRAD_ROLES`` gave it."""
     role_rank: int | None
     """Index among the workers of this role."""
     restart: int

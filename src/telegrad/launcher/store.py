@@ -1,0 +1,16 @@
+"""Host the store of a job until this process is ended: ``python -m telegrad.launcher.store PORT``.
+
+A store in a process of its own outlives all workers, so that each of them may restart.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import torch.distributed as dist
+
+if __name__ == "__main__":
+    # keeps it open
+    store = dist.TCPStore("0.0.0.0", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+    signal.pause()

@@ -1,0 +1,166 @@
+"""`telegrad launch --on slurm`, `--on k8s` and `--on ray`: what is submitted, and that it is valid.
+
+The engines run in tests of their own; here, the script of Slurm runs with stand-ins for its
+programs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import telegrad.cli
+from telegrad import cluster
+from telegrad.cluster.roles import format_roles, role_of_rank
+from telegrad.errors import UsageError
+
+ROLES = ("--role", "ps=1", "--role", "trainer=2")
+SECRET = "sixteen characters or more"
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "Train_it.py"
+    path.write_text(
+        "import os, sys\n"
+        "names = ('ROLES', 'STORE', 'SECRET', 'LISTEN', 'RESTART')\n"
+        "print(sys.argv[1:], [os.environ['TELEGRAD_' + name] for name in names])\n"
+        "sys.exit(int(os.environ['TELEGRAD_RESTART']) < 2)\n"
+    )
+    return path
+
+
+def launch(*arguments: Any) -> int:
+    return telegrad.cli.main(["launch", *map(str, arguments)])
+
+
+def test_the_role_of_a_rank() -> None:
+    text = format_roles({"ps": 1, "trainer": 2})
+    assert [role_of_rank(text, rank) for rank in range(3)] == [
+        ("ps", 0),
+        ("trainer", 0),
+        ("trainer", 1),
+    ]
+    with pytest.raises(UsageError, match="has 3 workers, and none of rank 3"):
+        role_of_rank(text, 3)
+    with pytest.raises(UsageError, match="must be of the form ROLE=N,ROLE=N"):
+        role_of_rank("ps", 0)
+    place = cluster.detect(environment={"TELEGRAD_ROLES": text, "RANK": "2", "WORLD_SIZE": "3"})
+    assert (place.name, place.role, place.role_rank) == ("trainer1", "trainer", 1)
+
+
+# Slurm
+
+
+def fake_program(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o700)
+
+
+def test_a_slurm_script(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--sbatch=--partition=gpu", "--gpus", 2, "--name", "job1")
+    assert launch("--on", "slurm", "--dry-run", *ROLES, *options, program, "it's") == 0
+    script = capsys.readouterr().out
+    for line in ("--job-name=job1", "--ntasks=3", "--partition=gpu", "--gpus-per-task=2"):
+        assert f"#SBATCH {line}\n" in script
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)  # its syntax is valid
+
+
+def test_a_slurm_job_runs_the_program_and_again_if_it_fails(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """`sbatch` and `srun` only run what they get, on this host."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("TELEGRAD_SECRET", SECRET)
+    fake_program(tmp_path, "sbatch", f"SLURM_JOB_ID=7 bash > {tmp_path}/out; echo submitted $?")
+    fake_program(tmp_path, "srun", 'while [[ "$1" == --* ]]; do shift; done; "$@"')
+    logs = tmp_path / "logs"
+    assert launch("--on", "slurm", *ROLES, "--restarts", 2, "--logs", logs, program, "it's") == 0
+    assert capsys.readouterr().out == f"submitted 0\noutput in {logs}\n"
+    lines = (tmp_path / "out").read_text().splitlines()
+    store = f"{os.uname().nodename}:{61440 + 7}"
+    assert lines == [
+        str(["it's"]) + " " + str(["ps=1,trainer=2", store, SECRET, "0.0.0.0", str(life)])
+        for life in range(3)
+    ]
+
+
+def test_slurm_says_why_it_refuses_a_job(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for complaint in ("there is no sbatch here", "sbatch refused the job: invalid partition"):
+        with pytest.raises(SystemExit):
+            launch("--on", "slurm", "-n", 1, "--logs", tmp_path, program)
+        assert complaint in capsys.readouterr().err
+        fake_program(tmp_path, "sbatch", "echo invalid partition >&2; exit 1")
+
+
+# Kubernetes
+
+
+def manifest(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+    assert launch("--on", "k8s", "--image", "example/train:1", *arguments) == 0
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    return {document["kind"]: document for document in documents}
+
+
+def test_a_manifest_for_kubernetes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TELEGRAD_SECRET", SECRET)
+    made = manifest(capsys, *ROLES, "--restarts", 3, "--gpus", 1, "src/Train_it.py", "a: 'b'", "-n")
+    assert made["Secret"]["stringData"] == {"secret": SECRET}
+    assert made["Service"]["spec"]["clusterIP"] == "None"
+    job = made["Job"]["spec"]
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 3, 3)
+    assert job["backoffLimitPerIndex"] == 3
+    pod = job["template"]["spec"]
+    assert pod["subdomain"] == made["Service"]["metadata"]["name"] == "train-it"
+    (container,) = pod["containers"]
+    assert container["command"] == ["python", "-u", "src/Train_it.py", "a: 'b'", "-n"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+
+
+def test_the_manifest_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    for document in manifest(capsys, "-n", 2, "-m", "project.train").values():
+        validate.validate(document, "1.31", strict=True)
+
+
+def test_a_worker_in_a_pod_of_the_manifest_knows_its_place(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = manifest(capsys, *ROLES, "train.py")["Job"]
+    variables = job["spec"]["template"]["spec"]["containers"][0]["env"]
+    environment = {each["name"]: each["value"] for each in variables if "value" in each}
+    environment |= {"JOB_COMPLETION_INDEX": "2", "TELEGRAD_RESTART": "1"}
+    monkeypatch.setattr("socket.getfqdn", lambda: "train-2.train.default.svc.cluster.local")
+    place = cluster.detect(environment=environment)
+    assert (place.name, place.rank, place.world_size, place.restart) == ("trainer1", 2, 3, 1)
+    assert place.rendezvous is not None
+    assert place.rendezvous.host == "train-0.train.default.svc.cluster.local"
+
+
+def test_kubernetes_needs_an_image(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        launch("--on", "k8s", "-n", 1, "train.py")
+    assert "--on k8s needs --image" in capsys.readouterr().err
+
+
+# Ray
+
+
+def test_without_ray_it_says_what_to_install(
+    program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("telegrad.launcher.ray_actors.ray", None)
+    with pytest.raises(SystemExit):
+        launch("--on", "ray", "-n", 1, program)
+    assert "pip install 'telegrad[ray]'" in capsys.readouterr().err
