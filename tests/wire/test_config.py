@@ -138,6 +138,7 @@ def test_every_field_can_be_set_from_the_environment() -> None:
         if entry.type == "bool"
     }
     given |= {"device_maps": '{"ps": {"cuda:0": "cpu"}}', "unmapped_devices": "refuse"}
+    given |= {"tls": "on"}  # the default: certificates, which are also given, need it
     config = Config.from_environment(
         {"TELEGRAD_" + name.upper(): text for name, text in given.items()}
         | {"TELEGRAD_HEARTBEAT_INTERVAL": "1"}
@@ -147,7 +148,8 @@ def test_every_field_can_be_set_from_the_environment() -> None:
         for entry in dataclasses.fields(Config)
         if getattr(config, entry.name) == entry.default
     ]
-    assert unchanged == []
+    assert unchanged == ["tls"]
+    assert Config.from_environment({"TELEGRAD_TLS": "off"}).tls == "off"
 
 
 def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
