@@ -74,6 +74,11 @@ class Config:
     """Smallest buffer in bytes that is sent through shared memory on one host."""
     shared_memory_limit: int = 8 << 30
     """Bytes of shared memory that an agent may use. Further buffers are sent through the socket."""
+    bulk_streams: int = 4
+    """Largest number of TCP connections to one peer that carry large buffers at the same time. 0:
+    large buffers are sent in the connection of their call."""
+    bulk_min_bytes: int = 2 << 20
+    """Bytes in large buffers (256 KB) from which on a message sends them over these connections."""
     max_idle_connections: int = 16
     """Largest number of idle connections to one peer that are kept open for further calls."""
     only_registered: bool = False
@@ -112,7 +117,15 @@ class Config:
                 f"{name} must be positive, not {getattr(self, name)!r}",
             )
         require(self.max_frame > 0, f"max_frame must be positive, not {self.max_frame}")
-        for name in ("shared_memory_min_bytes", "shared_memory_limit", "max_idle_connections"):
+        require(
+            self.bulk_min_bytes > 0, f"bulk_min_bytes must be positive, not {self.bulk_min_bytes}"
+        )
+        for name in (
+            "shared_memory_min_bytes",
+            "shared_memory_limit",
+            "bulk_streams",
+            "max_idle_connections",
+        ):
             require(
                 getattr(self, name) >= 0,
                 f"{name} must not be negative, not {getattr(self, name)!r}",

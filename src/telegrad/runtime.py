@@ -143,7 +143,7 @@ class AgentRuntime:
         self.executor = Executor(self.threads, self.config.threads, self.config.max_threads)
         self.clock = Clock(f"telegrad-{self.name}")
         self.event_loops = EventLoops(self.threads, self.clock, self.config.event_loops)
-        self.endpoint = LocalEndpoint(self, self.config, key)
+        self.endpoint = LocalEndpoint(self, self.config, key, self.threads.start)
         self.dialer = Dialer(self, self.endpoint, self.config)
         self.listener = Listener(self, self.endpoint, self.config)
         self.collectives = Collectives(self)
@@ -275,6 +275,7 @@ class AgentRuntime:
         self.closing = self.forked = True
         self.peers.close_after_fork()
         self.listener.close_after_fork()
+        self.endpoint.bulk.close_after_fork()
         self.event_loops.close_after_fork()
 
     # Calls
@@ -456,6 +457,7 @@ class AgentRuntime:
             "calls_served": self.calls_served,
             "calls_pending": sum(len(peer.multiplexed.active_calls()) for peer in self.peers.all()),
             "shared_blocks_in_use": self.endpoint.mappings.blocks_in_use,
+            **self.endpoint.bulk.counters(),
             **self.listener.counters,
         }
         for counters in self._counters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 import time
@@ -13,20 +14,24 @@ from typing import Any
 from telegrad.config import Config
 from telegrad.transport import in_process
 from telegrad.transport.buffer_pool import BufferPool
+from telegrad.transport.bulk import BulkPeer, BulkTransfer
 from telegrad.transport.channel import Channel
 from telegrad.transport.records import MacRecords, Records, TlsRecords
 from telegrad.transport.segments import SegmentAllocator, SegmentMappings, SharedSegment
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.transport.stream import StreamChannel
+from telegrad.transport.striped_tcp import StripedTcp
 from telegrad.transport.tcp import TcpChannel
 from telegrad.transport.tls import TlsContexts
 from telegrad.wire.frames import Kind, encode_header
 from telegrad.wire.handshake import Incarnation
 
 STREAMS = ["unix", "unix+shared"]
-TCP = ["tcp", "tcp+tls"]
+TCP = ["tcp", "tcp+tls", "tcp+bulk"]
 MAX_FRAME = 64 << 20
 FLOOR = 8192  # smallest buffer that goes through shared memory here
+MIN_BULK = 30_000  # smallest buffer that is pulled here
+GIVE_UP = 5.0  # seconds after which transfers without a stripe fail
 KERNEL_BUFFER = 64 << 10  # small, so that a socket is soon full
 
 Background = Callable[..., "Future[Any]"]
@@ -39,6 +44,9 @@ class End:
     name: str
     allocator: SegmentAllocator = field(default_factory=lambda: SegmentAllocator(FLOOR, 1 << 30))
     mappings: SegmentMappings = field(default_factory=SegmentMappings)
+    other: End | None = None
+    stripes: list[socket.socket] = field(default_factory=list)  # those that this side opened
+    _threads: list[threading.Thread] = field(default_factory=list)
 
     def sharing_with(self, other: End) -> SharedMemoryTransfer:
         """Shared memory with the other side; segments are passed on by mapping them there at
@@ -54,7 +62,34 @@ class End:
 
         return SharedMemoryTransfer(self.allocator, self.mappings, other.name, announce)
 
+    def pulling_from(self, other: End) -> BulkTransfer:
+        """Buffers that each side pulls from the other."""
+        self.other = other
+        peer = BulkPeer(other.name, Incarnation(other.name), "tcp:there")
+        return BulkTransfer(self.engine, peer, MIN_BULK)
+
+    @functools.cached_property
+    def engine(self) -> StripedTcp:
+        return StripedTcp(self._connect, self._start, 3, GIVE_UP, GIVE_UP)
+
+    def _connect(self, peer: BulkPeer) -> socket.socket:
+        """Open a stripe to the other end, which serves it on a thread of its own."""
+        near, far = connected_sockets("tcp")
+        other, name = self.other, Incarnation(self.name)
+        assert other is not None
+        other._start(lambda: other.engine.serve(far, name))
+        self.stripes.append(near)
+        return near
+
+    def _start(self, job: Callable[[], None]) -> None:
+        thread = threading.Thread(target=job, name=f"telegrad-{self.name}")
+        self._threads.append(thread)
+        thread.start()
+
     def close(self) -> None:
+        self.engine.close()
+        for thread in self._threads:
+            thread.join(GIVE_UP)
         self.allocator.close()
         self.mappings.close()
 
@@ -120,6 +155,7 @@ def tcp_channels(
     far_socket: socket.socket,
     with_tls: bool,
     on_interrupted: Callable[[TcpChannel, BaseException], None] | None = None,
+    bulk: tuple[BulkTransfer | None, BulkTransfer | None] = (None, None),
 ) -> tuple[TcpChannel, TcpChannel]:
     """The channels of both ends of a connection. By default, an interruption ends them."""
 
@@ -138,10 +174,12 @@ def tcp_channels(
             MAX_FRAME,
             60.0,
             on_interrupted or end,
+            transfer,
         )
-        for sock, records in zip(
+        for sock, records, transfer in zip(
             (near_socket, far_socket),
             records_pair(near_socket, far_socket, with_tls),
+            bulk,
             strict=True,
         )
     )
@@ -150,7 +188,7 @@ def tcp_channels(
 
 def connected(kind: str) -> Iterator[Pair]:
     near_end, far_end = End("near"), End("far")
-    family, _, shares = kind.partition("+")
+    family, _, extra = kind.partition("+")
     near_socket, far_socket = connected_sockets("unix" if family == "memory" else family)
     near: Channel
     far: Channel
@@ -161,13 +199,16 @@ def connected(kind: str) -> Iterator[Pair]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BUFFER)
         pool = BufferPool()
     if family == "tcp":
-        near, far = tcp_channels(near_socket, far_socket, with_tls=bool(shares))
+        transfers: tuple[BulkTransfer | None, BulkTransfer | None] = (None, None)
+        if extra == "bulk":
+            transfers = near_end.pulling_from(far_end), far_end.pulling_from(near_end)
+        near, far = tcp_channels(near_socket, far_socket, extra == "tls", bulk=transfers)
     elif family == "unix":
         near = StreamChannel(
-            near_socket, pool, MAX_FRAME, near_end.sharing_with(far_end) if shares else None
+            near_socket, pool, MAX_FRAME, near_end.sharing_with(far_end) if extra else None
         )
         far = StreamChannel(
-            far_socket, pool, MAX_FRAME, far_end.sharing_with(near_end) if shares else None
+            far_socket, pool, MAX_FRAME, far_end.sharing_with(near_end) if extra else None
         )
     try:
         yield Pair(near, far, near_end, far_end, near_socket, far_socket)

@@ -6,8 +6,8 @@ sockets: the dialer needs them for calls, and both sides need them to pass share
 
 A connection has a purpose: ``exclusive`` (one call at a time), ``multiplexed`` (many calls at a
 time), ``segment`` (it passes one shared-memory segment and ends), ``probe`` (it checks that the
-worker is alive and ends) or ``bulk`` (it carries the contents of large buffers). Nothing that a
-peer sends is unpickled before its handshake has succeeded.
+worker is alive and ends) or ``bulk`` (the worker that opened it pulls large buffers over it).
+Nothing that a peer sends is unpickled before its handshake has succeeded.
 
 State: `addresses` is set once, by the listener. `_connecting` (sockets whose handshake is in
 progress, by the incarnation of the peer) is changed under `_lock`. `_closed` is set once.
@@ -29,11 +29,13 @@ from telegrad.errors import ProtocolError
 from telegrad.group.membership import Member
 from telegrad.transport import sockets
 from telegrad.transport.buffer_pool import BufferPool
+from telegrad.transport.bulk import BulkPeer, BulkTransfer
 from telegrad.transport.channel import Channel
 from telegrad.transport.segments import SegmentAllocator, SegmentMappings, SharedSegment
 from telegrad.transport.shared_memory import SegmentSender, SharedMemoryTransfer
 from telegrad.transport.sockets import AuthenticatedSocket
 from telegrad.transport.stream import StreamChannel
+from telegrad.transport.striped_tcp import StripedTcp
 from telegrad.transport.tcp import TcpChannel
 from telegrad.transport.tls import TlsContexts
 from telegrad.wire import handshake
@@ -79,7 +81,14 @@ class EndpointRuntime(Protocol):
 class LocalEndpoint:
     """The local end of all connections of one agent."""
 
-    def __init__(self, runtime: EndpointRuntime, config: Config, key: bytes) -> None:
+    def __init__(
+        self,
+        runtime: EndpointRuntime,
+        config: Config,
+        key: bytes,
+        start_thread: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        """`start_thread` runs a function on a thread of the agent; None: on a new one."""
         self._runtime = runtime
         self._config = config
         self.key = key
@@ -93,6 +102,13 @@ class LocalEndpoint:
         self.mappings = SegmentMappings()
         self.addresses: tuple[str, ...] = ()
         self._segments = SegmentSender(self.connect)
+        self.bulk = StripedTcp(
+            self._connect_stripe,
+            start_thread or _start_thread,
+            config.bulk_streams,
+            config.heartbeat_timeout,
+            config.resume_timeout,
+        )
         self._connecting: dict[str, set[socket.socket]] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -112,6 +128,7 @@ class LocalEndpoint:
             "heartbeat": self._config.heartbeat_interval,
             "max_frame": self._config.max_frame,
             "unix": unix_address(self.addresses),
+            "bulk": self._bulk_address(),
             "devices": dict(self._config.device_maps.get(to, {})),
             "address": "",
             "session": "",
@@ -187,7 +204,7 @@ class LocalEndpoint:
         if records is None:
             transfer = self._shared_memory_transfer(incarnation, unix) if unix else None
             return StreamChannel(sock, self.pool, limit, transfer, peer_limit)
-        channel = TcpChannel(
+        return TcpChannel(
             sock,
             records,
             session,
@@ -197,8 +214,26 @@ class LocalEndpoint:
             peer_limit,
             self._config.resume_timeout,
             on_interrupted,
+            self._bulk_transfer(peer, incarnation),
         )
-        return channel
+
+    def _bulk_transfer(self, peer: Introduction, incarnation: Incarnation) -> BulkTransfer | None:
+        """Return how large buffers are exchanged with a peer; None: in the stream."""
+        address = peer.get("bulk")
+        if not address or not self._bulk_address():
+            return None
+        bulk_peer = BulkPeer(str(peer["name"]), incarnation, str(address))
+        return BulkTransfer(self.bulk, bulk_peer, self._config.bulk_min_bytes)
+
+    def _bulk_address(self) -> str:
+        """Return the address at which peers pull large buffers; "" if they cannot."""
+        if not self._config.bulk_streams:
+            return ""
+        return next((address for address in self.addresses if address.startswith("tcp:")), "")
+
+    def _connect_stripe(self, peer: BulkPeer) -> socket.socket:
+        member = Member(peer.name, -1, peer.incarnation, (peer.address,))
+        return self.connect(peer.address, member, BULK).sock
 
     def _shared_memory_transfer(self, incarnation: Incarnation, unix: str) -> SharedMemoryTransfer:
         def announce(segment: SharedSegment, until: float) -> bool:
@@ -211,6 +246,7 @@ class LocalEndpoint:
         with self._lock:
             shut_sockets(self._connecting.get(incarnation, ()))
         self._segments.forget_peer(incarnation)
+        self.bulk.forget_peer(incarnation)
         self.allocator.connection_closed(incarnation, None)
         self.mappings.unmap(incarnation)
 
@@ -222,7 +258,8 @@ class LocalEndpoint:
                 shut_sockets(connecting)
 
     def close(self) -> None:
-        """Free the shared memory. No connection may be in use."""
+        """End bulk transfers and free the shared memory. No connection may be in use."""
+        self.bulk.close()
         self.allocator.close()
         self.mappings.close()
 
@@ -245,3 +282,7 @@ def shut_sockets(socks: Iterable[socket.socket]) -> None:
             sock.shutdown(socket.SHUT_RDWR)
         except OSError as error:
             _log.debug("a connection was closed already: %s", error)
+
+
+def _start_thread(job: Callable[[], None]) -> None:
+    threading.Thread(target=job, daemon=True).start()

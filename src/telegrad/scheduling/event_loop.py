@@ -112,8 +112,7 @@ class EventLoop(ConnectionPoller):
                 raise
         connection.channel.on_send_blocked = lambda: self._watch_until_writable(connection)
         connection.channel.on_descriptor_changed = lambda: self._watch_new_descriptor(connection)
-        if fd is None:
-            connection.channel.on_frame = lambda: self.post(connection)
+        connection.channel.on_frame = lambda: self.post(connection)
         self.post(connection)  # frames may have arrived before
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from typing import Protocol
 from telegrad.config import Config
 from telegrad.errors import AuthenticationError, ProtocolError
 from telegrad.group.endpoint import (
+    BULK,
     PROBE,
     PURPOSES,
     SEGMENT,
@@ -164,6 +165,10 @@ class Listener:
                 return
             if peer["purpose"] == PROBE:
                 sock.close()
+                return
+            if peer["purpose"] == BULK:
+                self._forget_unauthenticated(sock)
+                self._endpoint.bulk.serve(connection.sock, incarnation)  # until it ends
                 return
             if _resumes(peer):
                 self._resume(connection)

@@ -3,8 +3,8 @@
 Rules for all implementations (one test suite checks them all):
 
 - `send` may be called from any thread. A frame is sent completely or not at all, even if a signal
-  handler raises inside `send`, or the channel is closed. `send` returns once the transport has its
-  own copy of the bytes and buffers, so the caller may change its tensors.
+  handler raises inside `send`, or the channel is closed. `send` returns once the transport or the
+  receiver has its own copy of the bytes and buffers, so the caller may change its tensors.
 - `recv` is called by one thread at a time. After `TimeoutError` the channel is still usable;
   `ChannelClosed` is final.
 - `shutdown` may be called from any thread: it wakes the threads inside `recv` and `send`. `close`
@@ -57,7 +57,7 @@ class Channel(ABC):
     """A connection to one peer."""
 
     kind: str  # the transport: "unix", "tcp" or "memory"
-    # called when a frame arrives; only by channels without `fileno`
+    # called by another thread when `next_frame` has a frame that epoll does not show
     on_frame: Callable[[], None] | None = None
     # called when the peer did not receive all of the corked frames
     on_send_blocked: Callable[[], None] | None = None

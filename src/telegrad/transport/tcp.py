@@ -8,12 +8,15 @@ received. So every frame arrives once and in order, and no call notices. The cha
 peer closes it, if it cannot be resumed within `Config.resume_timeout`, or if the peer is declared
 lost.
 
+Large buffers do not travel in this stream: the receiver pulls them (`bulk`). A frame is available
+when its buffers are there, and later frames may overtake it.
+
 HEARTBEAT frames carry the number of frames that their sender has received, and whether it ends the
 channel. They are neither counted nor sent again.
 
 State: - `_condition` guards `_state`, `_socket`, `_records`, `_generation` (counts the
 interruptions and the
-  resumptions; bytes of an earlier generation are discarded) and `_error`.
+  resumptions; bytes of an earlier generation are discarded), `_error` and `_pulling`.
 - `_send_lock` guards `_wire` (encoded bytes that the socket did not take yet), `_partial` (the rest
   of a large frame) and taking frames from `_queue` (not sent yet). Any thread appends to `_queue`
   and `_deferred`. A thread that finds the lock taken leaves its frames to the thread that has it,
@@ -40,6 +43,7 @@ from collections.abc import Callable, Sequence
 from telegrad import thread_roles
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport.buffer_pool import BufferPool
+from telegrad.transport.bulk import BulkTransfer
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
 from telegrad.transport.records import RecordError, Records
 from telegrad.transport.shared_memory import SharedCopies
@@ -103,11 +107,14 @@ class TcpChannel(Channel):
         peer_max_frame: int,
         silence_limit: float,
         on_interrupted: Callable[[TcpChannel, BaseException], None],
+        bulk: BulkTransfer | None = None,
     ) -> None:
         self.session = session
         self.incarnation = incarnation  # of the peer
         self.silence_limit = silence_limit
         self._on_interrupted = on_interrupted
+        self._bulk = bulk
+        self._pulling = 0  # frames whose buffers are being pulled
         self._pool = pool
         self._max_frame = max_frame
         self._peer_max_frame = peer_max_frame
@@ -146,7 +153,9 @@ class TcpChannel(Channel):
         )
 
     def _new_decoder(self) -> FrameDecoder:
-        return FrameDecoder(self._pool.reserve, _no_segments, self._max_frame)
+        return FrameDecoder(
+            self._pool.reserve, _no_segments, self._max_frame, self._bulk is not None
+        )
 
     # Sending
 
@@ -162,9 +171,22 @@ class TcpChannel(Channel):
         timeout: float | None = None,
         copies: SharedCopies | None = None,
     ) -> None:
+        total = len(body) + sum(buffer.nbytes for buffer in buffers)
+        if total > self._peer_max_frame:
+            raise SerializationError(
+                f"a message of {total} bytes exceeds the limit of {self._peer_max_frame} bytes "
+                "that its receiver accepts; raise Config.max_frame there"
+            )
         if not buffers:
             data = _pack(len(body), call, function, timeout_ms, 0, kind, flags, 0) + body
-        else:
+            self._send_data(data, timeout)
+            return
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        places = [BufferLocation(buffer.nbytes) for buffer in buffers]
+        in_stream = list(buffers)
+        try:
+            if self._bulk is not None:
+                in_stream = self._bulk.place(buffers, places)
             header = encode_header(
                 kind,
                 call,
@@ -172,14 +194,18 @@ class TcpChannel(Channel):
                 function=function,
                 timeout_ms=timeout_ms,
                 flags=flags,
-                places=[BufferLocation(buffer.nbytes) for buffer in buffers],
+                places=places,
             )
-            data = b"".join((header, body, *buffers))
-        if len(data) > self._peer_max_frame:
-            raise SerializationError(
-                f"a message of {len(data)} bytes exceeds the limit of {self._peer_max_frame} bytes "
-                "that its receiver accepts; raise Config.max_frame there"
-            )
+            self._send_data(b"".join((header, body, *in_stream)), timeout)
+            if self._bulk is not None:
+                self._bulk.wait_until_pulled(places, deadline, self._check_open)
+        except BaseException:
+            if self._bulk is not None:
+                self._bulk.withdraw(places)
+            raise
+
+    def _send_data(self, data: bytes, timeout: float | None) -> None:
+        """Send an encoded frame."""
         if self._state is _CLOSED:
             raise ChannelClosed(self._error)
         self._queue.append(data)
@@ -191,6 +217,22 @@ class TcpChannel(Channel):
             if self._state is _OPEN:
                 return
         self._wait_until_sent(timeout)
+
+    def _check_open(self) -> None:
+        """Raise `ChannelClosed` if the channel has ended. Called while `send` waits.
+
+        If no event loop reads the channel, this finds out that the connection has ended.
+        """
+        with self._condition:
+            if self._state is _CLOSED:
+                raise ChannelClosed(self._error)
+            fd, generation = self._socket.fileno(), self._generation
+            if self._state is _INTERRUPTED or self.on_frame is not None or fd < 0:
+                return
+        poller = select.poll()
+        poller.register(fd, select.POLLRDHUP)
+        if poller.poll(0):
+            self.interrupt(ChannelClosed("the connection was closed"), generation)
 
     def _wait_until_sent(self, timeout: float | None) -> None:
         """Wait until the socket has taken the frames, or the event loop may send the rest."""
@@ -336,11 +378,11 @@ class TcpChannel(Channel):
             return frames.popleft()
         started = time.monotonic()
         deadline = math.inf if timeout is None else started + timeout
-        if self._should_spin and self._spin(started) and frames:
+        if self._should_spin and not self._pulling and self._spin(started) and frames:
             return frames.popleft()
         left = timeout
         while True:
-            sock, generation = self._wait_until_open(deadline)
+            sock, generation = self._wait_until_readable(deadline)
             if frames:
                 return frames.popleft()
             try:
@@ -371,9 +413,13 @@ class TcpChannel(Channel):
             raise TimeoutError("nothing arrived in time")
         return left
 
-    def _wait_until_open(self, deadline: float) -> tuple[socket.socket, int]:
+    def _wait_until_readable(self, deadline: float) -> tuple[socket.socket, int]:
+        """Wait until the channel is open and no frame is missing its buffers only."""
         with self._condition:
-            while self._state is _INTERRUPTED:
+            while not self._frames and (
+                self._state is _INTERRUPTED
+                or (self._state is _OPEN and self._pulling and not self.missing_bytes)
+            ):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError("the connection is interrupted")
@@ -498,7 +544,28 @@ class TcpChannel(Channel):
             return
         self._peer_closed |= frame.kind == _LEAVE
         self._received += 1
-        self._frames.append(frame)
+        if frame.bulk:
+            self._pull(frame)
+        else:
+            self._frames.append(frame)
+
+    def _pull(self, frame: Frame) -> None:
+        """Take a frame when its large buffers have been pulled; later frames may overtake it."""
+        assert self._bulk is not None
+
+        def on_complete(complete: Frame) -> None:
+            with self._condition:
+                self._pulling -= 1
+                if self._state is not _CLOSED:
+                    self._frames.append(complete)
+                self._condition.notify_all()
+            self.received_since_heartbeat = True
+            if self.on_frame is not None:
+                self.on_frame()
+
+        with self._condition:
+            self._pulling += 1
+        self._bulk.start_pull(frame, on_complete)
 
     def _forget_acknowledged(self, received: int) -> None:
         """Under the receive lock: forget the frames that the peer has received."""
@@ -608,6 +675,8 @@ class TcpChannel(Channel):
             sock = self._socket
             self._condition.notify_all()
         _shut(sock)
+        if self._bulk is not None:
+            self._bulk.close()
         self._notify_loop()
 
     def wait_until_closed(self, timeout: float) -> bool:

@@ -3,9 +3,11 @@
     header (32 bytes)   body length u64, call id u64, function id u32, timeout in ms u32,
                         number of buffers u32, kind u8, flags u8, zero u16
     buffer table        for each buffer: length u64, offset u64, segment u32, slot u32;
-                        if the segment is 0, the bytes of the buffer follow the body
+                        if the segment is 0, the bytes of the buffer follow the body;
+                        if it is BULK_SEGMENT, the receiver pulls them from the sender: the offset
+                        is the id of their registration, the slot their index in it
     body                a pickle, or what the kind defines
-    buffers             the bytes of each buffer that is not in shared memory
+    buffers             the bytes of each buffer whose segment is 0
 
 State: only in a `FrameDecoder`, which belongs to one reading thread. Its rules:
 - The reader calls `get_buffer()` for memory, writes received bytes to it, calls
@@ -30,6 +32,7 @@ from telegrad.errors import ProtocolError
 
 HEADER = struct.Struct("<QQIIIBBH")
 BUFFER_ENTRY = struct.Struct("<QQII")
+BULK_SEGMENT = 0xFFFFFFFF
 SCRATCH_SIZE = 1 << 16
 # The header and the buffer table of a frame must fit into the scratch buffer.
 MAX_BUFFERS = (SCRATCH_SIZE - HEADER.size) // BUFFER_ENTRY.size
@@ -65,7 +68,10 @@ HAS_SCOPE = 8  # the body ends with the description of the scope that the call r
 
 
 class BufferLocation(NamedTuple):
-    """Where a buffer of a message is: in the stream if `segment` is 0, else in shared memory."""
+    """Where a buffer of a message is.
+
+    In the stream if `segment` is 0, with the sender if it is `BULK_SEGMENT`, else in shared memory.
+    """
 
     nbytes: int
     offset: int = 0
@@ -85,6 +91,8 @@ class Frame(NamedTuple):
     buffers: Sequence[Any]
     # Why the buffers could not be received. If the body is empty, it was not received either.
     receive_error: BaseException | None = None
+    # The buffers that must still be pulled: the location and the reserved memory of each.
+    bulk: Sequence[tuple[BufferLocation, memoryview]] = ()
 
 
 def encode_timeout(timeout: float | None) -> int:
@@ -119,7 +127,7 @@ class FrameDecoder:
     """Makes frames of received bytes.
 
     `reserve(n)` must return writable memory for a buffer of n bytes, `locate(place)` the memory of
-    a buffer in shared memory.
+    a buffer in shared memory. With `accepts_bulk`, frames may have buffers that must be pulled.
     """
 
     def __init__(
@@ -127,10 +135,12 @@ class FrameDecoder:
         reserve: Callable[[int], memoryview],
         locate: Callable[[BufferLocation], memoryview],
         max_frame: int,
+        accepts_bulk: bool = False,
     ) -> None:
         self._reserve = reserve
         self._locate = locate
         self._max_frame = max_frame
+        self._accepts_bulk = accepts_bulk
         self._scratch = memoryview(bytearray(SCRATCH_SIZE))
         # The bytes of the scratch buffer that were received but not decoded: from start to end.
         self._start = self._end = 0
@@ -138,6 +148,7 @@ class FrameDecoder:
         self._header: tuple[int, ...] | None = None
         self._body = memoryview(b"")
         self._buffers: list[Any] = []
+        self._bulk: list[tuple[BufferLocation, memoryview]] = []
         self._parts: list[memoryview] = []  # the body and the buffers that are in the stream
         self._part = 0  # the part that is being received
         self._filled = 0  # how many of its bytes have been received
@@ -198,7 +209,7 @@ class FrameDecoder:
                 self._start = body_end = body_start + length
                 body = bytes(self._scratch[body_start:body_end])
                 # `tuple.__new__` takes half of the time of `Frame(...)`.
-                return _new(Frame, (kind, flags, call, function, timeout_ms, body, (), None))
+                return _new(Frame, (kind, flags, call, function, timeout_ms, body, (), None, ()))
             if not self._begin(length, count, kind, zero):
                 return None
         return self._continue()
@@ -259,6 +270,12 @@ class FrameDecoder:
             buffers = []
             in_stream_bytes = sum(place.nbytes for place in places if not place.segment)
             self._skip = in_stream_bytes + length - len(body)
+        memory = buffers or [memoryview(b"")] * len(places)  # none if the frame is damaged
+        self._bulk = [
+            (place, buffer)
+            for place, buffer in zip(places, memory, strict=True)
+            if place.segment == BULK_SEGMENT
+        ]
         self._buffers = buffers
         self._parts = [body, *in_stream] if body else in_stream
         self._body = body
@@ -275,8 +292,10 @@ class FrameDecoder:
         """
         found: list[memoryview] = []
         for place in places:
+            if place.segment == BULK_SEGMENT and not self._accepts_bulk:
+                raise ProtocolError("a buffer must be pulled, but this connection has no stripes")
             try:
-                if place.segment:
+                if place.segment not in (0, BULK_SEGMENT):
                     found.append(self._locate(place))
                 elif self._receive_error is None:
                     found.append(self._reserve(place.nbytes))
@@ -317,8 +336,16 @@ class FrameDecoder:
         assert self._header is not None
         _, call, function, timeout_ms, _, kind, flags, _ = self._header
         frame = Frame(
-            kind, flags, call, function, timeout_ms, self._body, self._buffers, self._receive_error
+            kind,
+            flags,
+            call,
+            function,
+            timeout_ms,
+            self._body,
+            self._buffers,
+            self._receive_error,
+            self._bulk,
         )
         self._header, self._receive_error = None, None
-        self._parts, self._buffers, self._body = [], [], memoryview(b"")
+        self._parts, self._buffers, self._bulk, self._body = [], [], [], memoryview(b"")
         return frame
