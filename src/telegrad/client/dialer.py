@@ -28,6 +28,7 @@ from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import ThreadPool
 from telegrad.transport import in_process
 from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.transport.sockets import AuthenticatedSocket
 from telegrad.transport.tcp import TcpChannel
 from telegrad.wire import handshake
 from telegrad.wire.handshake import ConnectionRefused
@@ -167,6 +168,16 @@ class Dialer:
             connection.sock.close()
             raise
 
+    @staticmethod
+    def _resume_over(channel: TcpChannel, connection: AuthenticatedSocket) -> None:
+        assert connection.records is not None
+        try:
+            received = int(connection.peer["received"])
+            channel.resume(connection.sock, connection.records, received)
+        except BaseException:
+            connection.sock.close()
+            raise
+
     def _resume(self, channel: TcpChannel, address: str, member: Member, purpose: str) -> None:
         """Connect an interrupted channel again, or end it if that is not possible in time."""
         started = time.monotonic()
@@ -179,10 +190,7 @@ class Dialer:
             try:
                 limit = min(until, now + _RESUME_ATTEMPT)
                 connection = self._endpoint.connect(address, member, purpose, limit, session)
-                assert connection.records is not None
-                channel.resume(
-                    connection.sock, connection.records, int(connection.peer["received"])
-                )
+                self._resume_over(channel, connection)
             except ConnectionRefusedError as error:
                 reason = str(error)
                 refused_since = refused_since or now

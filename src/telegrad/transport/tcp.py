@@ -24,6 +24,8 @@ interruptions and the
 - `_receive_lock` guards the decoder, `_frames` (complete frames that were not taken), `_received`
   (how many frames have arrived) and taking frames from `_unacknowledged` (sent, but perhaps not
   received).
+- `_read_lock` is held while a thread receives from the socket. A socket is closed under it:
+  otherwise its number could be given to another one, from which that thread would then receive.
 - `_chunk` and `_should_spin` belong to the reading thread.
 If several locks are taken, then in the order send, receive, condition.
 """
@@ -132,6 +134,7 @@ class TcpChannel(Channel):
         self._partial = memoryview(b"")
         self._acknowledge = False  # send a HEARTBEAT with the next frames
         self._receive_lock = threading.Lock()
+        self._read_lock = threading.Lock()
         self._decoder = self._new_decoder()
         self._frames: collections.deque[Frame] = collections.deque()
         self._received = 0
@@ -386,9 +389,10 @@ class TcpChannel(Channel):
             if frames:
                 return frames.popleft()
             try:
-                if left != self._receive_timeout:
-                    self._set_receive_timeout(sock, left)
-                count = sock.recv_into(self._chunk)
+                with self._read_lock:
+                    if left != self._receive_timeout:
+                        self._set_receive_timeout(sock, left)
+                    count = sock.recv_into(self._chunk)
             except BlockingIOError:
                 raise TimeoutError("nothing arrived in time") from None
             except OSError as error:
@@ -463,7 +467,8 @@ class TcpChannel(Channel):
             sock, generation = self._socket, self._generation
         while True:
             try:
-                count = sock.recv_into(self._chunk, 0, _DONTWAIT)
+                with self._read_lock:
+                    count = sock.recv_into(self._chunk, 0, _DONTWAIT)
                 break
             except BlockingIOError:
                 attempts -= 1
@@ -617,8 +622,7 @@ class TcpChannel(Channel):
                 return
             self._state = _INTERRUPTED
             self._generation += 1
-            sock = self._socket
-        _shut(sock)
+            _shut(self._socket)
         self._notify_loop()
         self._on_interrupted(self, error)
 
@@ -640,7 +644,8 @@ class TcpChannel(Channel):
                 with self._condition:
                     if self._state is not _INTERRUPTED:
                         raise ChannelClosed(self._error)
-                    old = self._socket
+                    with self._read_lock:  # its reader returns soon, because it was shut
+                        self._socket.close()
                     self._queue.extendleft(reversed(self._unacknowledged))
                     self._unacknowledged.clear()
                     self._wire = self._partial = memoryview(b"")
@@ -656,7 +661,6 @@ class TcpChannel(Channel):
                     generation = self._generation
                     self._condition.notify_all()
             complete = self._transmit()
-        old.close()
         self.received_since_heartbeat = True
         if failure is not None:
             self.interrupt(failure, generation)
@@ -672,9 +676,8 @@ class TcpChannel(Channel):
             self._error = reason
             self._state = _CLOSED
             self._generation += 1
-            sock = self._socket
+            _shut(self._socket)
             self._condition.notify_all()
-        _shut(sock)
         if self._bulk is not None:
             self._bulk.close()
         self._notify_loop()
