@@ -17,6 +17,7 @@ from telegrad import cluster
 from telegrad.client.peers import WorkerAddress
 from telegrad.config import Config
 from telegrad.current import thread_state
+from telegrad.diagnosis.calls import CallInProgress
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.group.membership import WorkerInfo
@@ -172,6 +173,14 @@ class Agent:
     def on_loss(self, listener: Callable[[str, str], None]) -> None:
         """Call `listener(name, incarnation)` when a worker is lost. It must not block."""
         self._runtime.on_loss(listener)
+
+    def calls(self) -> list[CallInProgress]:
+        """Return the calls in progress, made and served by this worker, oldest first."""
+        return self._runtime.calls()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what `telegrad status` shows of this worker, as values of JSON."""
+        return self._runtime.snapshot()
 
     def statistics(self) -> dict[str, int]:
         """Return counters of calls, connections, shared memory, references and contexts."""

@@ -96,6 +96,10 @@ class Config:
     """Send CUDA tensors between processes of one host directly (CUDA IPC). False: send them through
     host memory."""
 
+    flight_recorder: int = 4096
+    """Number of calls that a worker remembers for `telegrad status` and `telegrad trace`, with a
+    quarter as many other events. 0: none."""
+
     def __post_init__(self) -> None:
         def require(condition: bool, message: str) -> None:
             if not condition:
@@ -125,6 +129,7 @@ class Config:
             "shared_memory_limit",
             "bulk_streams",
             "max_idle_connections",
+            "flight_recorder",
         ):
             require(
                 getattr(self, name) >= 0,

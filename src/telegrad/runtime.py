@@ -30,7 +30,10 @@ from telegrad.client.dialer import DialedConnection, Dialer
 from telegrad.client.peers import PeerTable, WorkerAddress, worker_key
 from telegrad.config import Config
 from telegrad.cuda.transfers import CudaTransfers
-from telegrad.current import find_runtime, thread_state
+from telegrad.current import current_call, find_runtime, thread_state
+from telegrad.diagnosis.calls import CallInProgress
+from telegrad.diagnosis.service import serve_observer
+from telegrad.diagnosis.snapshot import Diagnosis
 from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
 from telegrad.futures import CompletionListener, Future
 from telegrad.group import maintenance, network_check, shutdown
@@ -45,11 +48,13 @@ from telegrad.group.signed_store import Store
 from telegrad.messages.device_routes import DeviceRoute
 from telegrad.messages.packing import MessageContext
 from telegrad.messages.remote_functions import Function, FunctionRegistry, FunctionTable, describe
+from telegrad.recorder import FlightRecorder, MadeCall
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoops
 from telegrad.scheduling.executor import Executor, ThreadPool
 from telegrad.server.connection import ServerConnection
 from telegrad.server.listener import Listener
+from telegrad.transport.sockets import AuthenticatedSocket
 from telegrad.wire import handshake
 from telegrad.wire.handshake import Incarnation
 
@@ -99,6 +104,10 @@ class AgentRuntime:
         self._opened = False
         self.agent: Any = None  # the `Agent` of the user
         self.forked = False  # this process is a fork of the one that opened the agent
+        self.recorder = FlightRecorder(self.config.flight_recorder)
+        self.diagnosis = Diagnosis(self)
+        self._reports: dict[str, Callable[[], Any]] = {}
+        self._connecting: dict[object, MadeCall] = {}  # calls that wait for a first connection
         self.function_table = FunctionTable()
         self.functions = FunctionRegistry(self.config.only_registered)
         self.failures = FailureDetector(self)
@@ -299,12 +308,19 @@ class AgentRuntime:
         peer = self.peers.connected(to)
         if peer is not None:
             return peer.call(function, tuple(args), kwargs, timeout)
-        until = None if timeout is None else time.monotonic() + timeout
+        started = time.monotonic()
+        until = None if timeout is None else started + timeout
+        name = to.name if isinstance(to, WorkerInfo) else str(to)
+        key = object()
+        self._connecting[key] = MadeCall(
+            0, name, describe(function), started, timeout, parent=current_call()
+        )
         try:
             peer = self.peers.reach(to, timeout)
         except TimeoutError:
-            name = to.name if isinstance(to, WorkerInfo) else str(to)
             raise timeout_error(name, describe(function), timeout, sent=False) from None
+        finally:
+            del self._connecting[key]
         return peer.call(function, tuple(args), kwargs, timeout, until)
 
     def start(
@@ -463,6 +479,31 @@ class AgentRuntime:
         for counters in self._counters:
             statistics.update(counters())
         return statistics
+
+    def calls(self) -> list[CallInProgress]:
+        """Return the calls in progress, made and served, oldest first."""
+        return self.diagnosis.calls() if self._opened and not self.closing else []
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state of this worker as values of JSON."""
+        self.require_open()
+        return self.diagnosis.snapshot()
+
+    def add_report(self, name: str, report: Callable[[], Any]) -> None:
+        """Add the result of `report()`, values of JSON, to snapshots under `name`."""
+        self._reports[name] = report
+
+    def reports(self) -> dict[str, Callable[[], Any]]:
+        """Return what layers above have added with `add_report`."""
+        return self._reports.copy()
+
+    def connecting_calls(self) -> list[MadeCall]:
+        """Return the synchronous calls that wait for the first connection to their callee."""
+        return list(self._connecting.copy().values())
+
+    def serve_observer(self, connection: AuthenticatedSocket) -> None:
+        """Answer the requests of an observer until it closes its connection."""
+        serve_observer(connection, self.diagnosis.answer)
 
     def add_statistics(self, counters: Callable[[], dict[str, int]]) -> None:
         """Add the result of `counters()` to `statistics`."""

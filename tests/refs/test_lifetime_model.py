@@ -62,8 +62,9 @@ class Held(NamedTuple):
 
     def run(self) -> None:
         served_function = self.connection._find_function(self.frame)
+        call = self.connection._begin(self.frame, served_function)
         self.connection._runtime.threads.start(
-            lambda: self.connection._execute(self.frame, served_function)
+            lambda: self.connection._execute(self.frame, served_function, call)
         )
 
 

@@ -14,6 +14,7 @@ arrive later.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -49,10 +50,13 @@ def run(context: Context, local_id: int, roots: Sequence[Tensor], retain_graph: 
         context.passes[pass_id] = backward_pass
     # The messages of the pass must not be recorded under the context.
     token = current_scope.set(None)
+    started = time.monotonic()
     try:
         backward_pass.start()
     finally:
         current_scope.reset(token)
+        seconds = time.monotonic() - started
+        context.agent.recorder.add_event("backward", seconds, context=context.context_id)
     if backward_pass.unanswered:
         raise InternalError(
             f"the backward pass ended without the gradients of {backward_pass.unanswered} tensors; "

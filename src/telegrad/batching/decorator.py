@@ -24,7 +24,7 @@ from telegrad.batching.execution import BatchExecutor
 from telegrad.batching.metrics import QueueMetrics, Statistics
 from telegrad.batching.queue import NOT_ALONE, BatchQueue
 from telegrad.batching.scheduler import BatchOptions
-from telegrad.current import thread_state
+from telegrad.current import current_deadline, thread_state
 from telegrad.errors import UsageError
 from telegrad.messages.remote_functions import (
     ASYNC_MARK,
@@ -87,7 +87,7 @@ class Batching:
             return outcome
         if getattr(self.wrapper, ASYNC_MARK, None) is not None:
             return outcome.future
-        deadline = thread_state.deadline
+        deadline = current_deadline()
         try:
             return outcome.future.result(None if deadline is None else max(deadline.left(), 0))  # type: ignore[attr-defined]
         except BaseException:
@@ -104,11 +104,12 @@ class Batching:
         else:
             receiver, rest = (), args
             queue = self._queue_of(runtime)
-        caller = thread_state.caller or threading.get_ident()
+        current = thread_state.call
+        caller = (current and current.caller) or threading.get_ident()
         result = queue.try_run_alone(runtime, caller, receiver, rest, kwargs)
         if result is not NOT_ALONE:
             return result
-        call = BatchedCall(runtime, caller, thread_state.deadline, receiver, rest, kwargs)
+        call = BatchedCall(runtime, caller, current_deadline(), receiver, rest, kwargs)
         if self.options.priority is not None:
             call.priority = self.options.priority(*args, **kwargs)
         return queue.submit(call)

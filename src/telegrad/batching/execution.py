@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -249,18 +249,23 @@ class BatchRole:
 @contextlib.contextmanager
 def running_batch(role: BatchRole, batch: list[BatchedCall]) -> Iterator[None]:
     """Give this thread the role, runtime, caller and deadline of a batch inside the block."""
-    before = thread_state.runtime, thread_state.caller, thread_state.deadline
-    thread_state.runtime, thread_state.caller, thread_state.deadline = (
-        batch[0].runtime,
-        _common_caller(batch),
-        _latest_deadline(batch),
-    )
+    before = thread_state.runtime, thread_state.call
+    thread_state.runtime = batch[0].runtime
+    thread_state.call = _CurrentBatch(_common_caller(batch), _latest_deadline(batch))
     role.outer = thread_roles.set_role(role)
     try:
         yield
     finally:
         thread_roles.set_role(role.outer)
-        thread_state.runtime, thread_state.caller, thread_state.deadline = before
+        thread_state.runtime, thread_state.call = before
+
+
+class _CurrentBatch(NamedTuple):
+    """The batch that a thread runs, as its `CurrentCall`."""
+
+    caller: str | None
+    deadline: Deadline | None
+    outcome: str = ""
 
 
 def _common_caller(batch: list[BatchedCall]) -> str | None:

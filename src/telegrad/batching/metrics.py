@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
@@ -143,6 +143,8 @@ class RegisteredQueue(Protocol):
 
     metrics: QueueMetrics
 
+    @property
+    def name(self) -> str: ...
     def __len__(self) -> int: ...
     def caller_lost(self, name: str) -> None: ...
     def close(self, runtime: AgentRuntime) -> None: ...
@@ -157,6 +159,7 @@ class QueueRegistry:
         runtime.on_loss(lambda name, _: self._for_each_queue(lambda queue: queue.caller_lost(name)))
         runtime.on_close(lambda: self._for_each_queue(lambda queue: queue.close(runtime)))
         runtime.add_statistics(self.statistics)
+        runtime.add_report("batching", self.report)
 
     def add(self, queue: RegisteredQueue) -> None:
         """Register a queue."""
@@ -176,6 +179,27 @@ class QueueRegistry:
             "batches": sum(queue.metrics.batches for queue in queues),
             "batched_calls_waiting": sum(len(queue) for queue in queues),
         }
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return the metrics of each queue as values of JSON."""
+        rows = []
+        for queue in self.queues():
+            found = queue.metrics.snapshot(len(queue))
+            rows.append(
+                {
+                    "function": queue.name,
+                    "calls": found.calls,
+                    "batches": found.batches,
+                    "mean_size": found.mean_size,
+                    "sizes": {str(size): count for size, count in found.sizes.items()},
+                    "waiting": found.waiting,
+                    "mean_queue_time": found.queue_time.mean,
+                    "longest_queue_time": found.queue_time.longest,
+                    "mean_batch_time": found.batch_time.mean,
+                    "failed": found.failed,
+                }
+            )
+        return rows
 
     def _for_each_queue(self, action: Callable[[RegisteredQueue], None]) -> None:
         for queue in self.queues():

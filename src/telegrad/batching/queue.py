@@ -65,6 +65,11 @@ class BatchQueue:
     def __len__(self) -> int:
         return len(self._scheduler)
 
+    @property
+    def name(self) -> str:
+        """The name of the batched function."""
+        return self._executor.name
+
     def try_run_alone(
         self,
         runtime: AgentRuntime | None,
@@ -347,6 +352,8 @@ class BatchQueue:
         """Update the metrics after a batch."""
         self._mean_seconds += (seconds - self._mean_seconds) * 0.25
         self.metrics.record_batch(size, failed, seconds)
+        if self._runtime is not None:
+            self._runtime.recorder.add_event("batch", seconds, function=self.name, size=size)
 
     def _finish_batch(self) -> list[BatchedCall]:
         """End the running batch and return the next one, which the caller must run or start."""

@@ -35,10 +35,11 @@ import collections
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sized
 from typing import Any, NamedTuple, Protocol
 
 from telegrad import thread_roles
+from telegrad.current import CurrentCall, current_call
 from telegrad.errors import CallTimeout, ProtocolError, SerializationError, as_exception, error_text
 from telegrad.futures import CompletionListener
 from telegrad.group.membership import Member
@@ -47,6 +48,7 @@ from telegrad.messages.call_scope import CallScope, current_scope
 from telegrad.messages.device_routes import ANY_DEVICE, ANY_DEVICE_MARK
 from telegrad.messages.packing import MessageContext, pack, unpack
 from telegrad.messages.remote_functions import Function, FunctionTable, defined_in_main, describe
+from telegrad.recorder import FlightRecorder, MadeCall
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoops
 from telegrad.scheduling.executor import Executor, SlowCallbacks, ThreadPool
@@ -186,9 +188,12 @@ class PendingCall:
         "definition_lost",
         "internal",
         "listener",
+        "parent",
+        "request_bytes",
         "retained",
         "scope",
         "sent",
+        "started",
         "timeout",
         "until",
     )
@@ -202,8 +207,14 @@ class PendingCall:
         internal: bool,
         scope: CallScope | None,
         retained: list[Any],
+        started: float = 0.0,
+        request_bytes: int = 0,
+        parent: CurrentCall | None = None,
     ) -> None:
         self.listener = listener
+        self.started = started
+        self.request_bytes = request_bytes
+        self.parent = parent  # the served call that made this one
         self.until = until
         self.timeout = timeout
         self.call = call  # a description of the function
@@ -274,9 +285,15 @@ def time_left(timeout: float | None, until: float) -> float | None:
     return timeout if timeout - left < _SMALL_DIFFERENCE else max(left, 0.0)
 
 
+def message_bytes(body: Sized, buffers: Iterable[memoryview]) -> int:
+    """Return the size of a message without its header."""
+    return len(body) + sum(buffer.nbytes for buffer in buffers)
+
+
 class MultiplexedRuntime(Protocol):
     """What a multiplexed connection needs from its agent."""
 
+    recorder: FlightRecorder
     threads: ThreadPool
     executor: Executor
     clock: Clock
@@ -320,6 +337,7 @@ class MultiplexedConnection(LoopConnection):
         self.pending: dict[int, PendingCall] = {}
         self._peer = peer
         self._runtime = runtime
+        self._record = runtime.recorder.add_made
         self._codec = codec
         self._encode = codec.encode
         self._known_functions: set[int] = set()
@@ -363,6 +381,24 @@ class MultiplexedConnection(LoopConnection):
         """Return the calls whose callers still wait."""
         return [pending for pending in list(self.pending.values()) if not pending.abandoned]
 
+    def unanswered_calls(self) -> list[tuple[MadeCall, str]]:
+        """Return the calls that the callee has not answered, with their states."""
+        calls = []
+        for call_id, pending in self.pending.copy().items():
+            state = "sent" if pending.sent else "connecting"
+            call = MadeCall(
+                call_id,
+                self._peer.member.name,
+                pending.call,
+                pending.started,
+                pending.timeout,
+                request_bytes=pending.request_bytes,
+                internal=pending.internal,
+                parent=pending.parent,
+            )
+            calls.append((call, "abandoned" if pending.abandoned else state))
+        return calls
+
     def submit(
         self,
         call_id: int,
@@ -384,10 +420,20 @@ class MultiplexedConnection(LoopConnection):
             self._known_functions, function, args, kwargs, retained, scope, False
         )
         listener._on_cancel = lambda: self._cancel(call_id)
-        until = math.inf if timeout is None else time.monotonic() + timeout
+        started = time.monotonic()
+        until = math.inf if timeout is None else started + timeout
         try:
             pending = PendingCall(
-                listener, until, timeout, describe(function), internal, scope, retained
+                listener,
+                until,
+                timeout,
+                describe(function),
+                internal,
+                scope,
+                retained,
+                started,
+                message_bytes(request[2], request[3]),
+                current_call(),
             )
             self.pending[call_id] = pending
             if until < self._next_expiry_check:
@@ -416,7 +462,7 @@ class MultiplexedConnection(LoopConnection):
                 self._peer.member.name, pending.call, pending.timeout, sent=error.begun
             )
             if error.begun:  # the rest is sent before the next frame
-                pending.abandon(late)
+                self._abandon(call_id, pending, late)
                 self.channel.send_nowait(Kind.CANCEL, call_id, b"")
             else:
                 self._fail(call_id, lambda _: late)
@@ -435,8 +481,33 @@ class MultiplexedConnection(LoopConnection):
     def _cancel(self, call_id: int) -> None:
         pending = self.pending.get(call_id)
         if pending is not None:
-            pending.abandon(None)
+            self._abandon(call_id, pending, None)
             self._send_cancel(call_id, pending)
+
+    def _abandon(self, call_id: int, pending: PendingCall, error: Exception | None) -> None:
+        """Let the caller of a call go on with `error`; None: it has cancelled the call."""
+        self._record_end(call_id, pending, "cancelled" if error is None else type(error).__name__)
+        pending.abandon(error)
+
+    def _record_end(
+        self, call_id: int, pending: PendingCall, outcome: str, reply_bytes: int = 0
+    ) -> None:
+        if not pending.abandoned:  # else it was recorded then
+            self._record(
+                (
+                    call_id,
+                    self._peer.member.name,
+                    pending.call,
+                    pending.started,
+                    pending.timeout,
+                    time.monotonic(),
+                    pending.request_bytes,
+                    reply_bytes,
+                    outcome,
+                    pending.internal,
+                    pending.parent,
+                )
+            )
 
     def _send_cancel(self, call_id: int, pending: PendingCall) -> None:
         if not pending.sent:
@@ -503,6 +574,9 @@ class MultiplexedConnection(LoopConnection):
                     pending.definition_lost = True
                 self._known_functions.discard(frame.function_id)
             if pending is not None and not pending.abandoned:
+                outcome = "ok" if frame.kind == _REPLY else "failed"
+                size = message_bytes(frame.body, frame.buffers)
+                self._record_end(frame.call_id, pending, outcome, size)
                 callbacks = pending.listener._callback_codes
                 if self._slow_callbacks and not self._slow_callbacks.keys().isdisjoint(callbacks):
                     self._complete_on_executor(frame.call_id, pending, frame)
@@ -589,7 +663,9 @@ class MultiplexedConnection(LoopConnection):
         """End a call that the callee will not answer."""
         pending = self.pending.pop(call_id, None)
         if pending is not None:
-            pending.listener._try_complete(None, error(pending))
+            failure = error(pending)
+            self._record_end(call_id, pending, type(failure).__name__)
+            pending.listener._try_complete(None, failure)
 
     def _schedule_expiry_check(self, when: float) -> None:
         self._next_expiry_check = when
@@ -622,5 +698,6 @@ class MultiplexedConnection(LoopConnection):
             pending = self.pending.get(call_id)
             if pending is not None and not pending.abandoned:
                 name = self._peer.member.name
-                pending.abandon(timeout_error(name, pending.call, pending.timeout, pending.sent))
+                late = timeout_error(name, pending.call, pending.timeout, pending.sent)
+                self._abandon(call_id, pending, late)
                 self._send_cancel(call_id, pending)

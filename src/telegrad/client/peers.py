@@ -15,10 +15,11 @@ Asynchronous calls are queued until the connection is there; synchronous callers
 State of a `PeerTable`: `_by_key` (peers by name and by rank, connected or not) is written under
 `_lock`. The entry of a lost peer is replaced on the next call.
 
-State of a `Peer`: `_idle` (exclusive connections that no call uses) and `_busy` are changed by
-atomic operations of list and set. Under `_lock`: `_error` (set once when the peer is lost or could
-not be connected; never cleared, the next call gets a new `Peer`), `ready`, and the channel of the
-multiplexed connection, which is set once.
+State of a `Peer`: `_idle` (exclusive connections that no call uses), `_busy` (the calls on the
+others) and `_dialing` (calls that open one) are changed by atomic operations of list and dict.
+Under `_lock`: `_error` (set once when the peer is lost or could not be connected; never cleared,
+the next call gets a new `Peer`), `ready`, and the channel of the multiplexed connection, which is
+set once.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ from telegrad.client.connections import (
     ExclusiveConnection,
     MultiplexedConnection,
     MultiplexedRuntime,
+    Request,
     RequestCodec,
+    message_bytes,
     time_left,
     timeout_error,
 )
 from telegrad.client.dialer import DialedConnection
 from telegrad.config import Config
+from telegrad.current import CurrentCall, current_call
 from telegrad.errors import (
     CallTimeout,
     JoinError,
@@ -61,11 +65,14 @@ from telegrad.messages.call_scope import current_scope
 from telegrad.messages.device_routes import DeviceRoute, request_route
 from telegrad.messages.packing import MessageContext, return_resources
 from telegrad.messages.remote_functions import Function, FunctionTable, describe
+from telegrad.recorder import MadeCall
 from telegrad.transport.channel import ChannelClosed, close_with_reason, text_of_frame
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.handshake import Incarnation
 
+# call id, function, time of its start, timeout, and the served call that made it
+_SyncCall = tuple[int, Function, float, float | None, CurrentCall | None]
 _REPLY, _FAILURE = int(Kind.REPLY), int(Kind.FAILURE)
 # seconds to wait for the LEAVE frame of a peer when another connection to it broke
 _LEAVE_WAIT = 0.2
@@ -111,7 +118,9 @@ class Peer:
         self._decode = self._codec.decode
         self._call_ids = itertools.count(1)
         self._idle: list[ExclusiveConnection] = []
-        self._busy: set[ExclusiveConnection] = set()
+        self._busy: dict[ExclusiveConnection, _SyncCall] = {}
+        self._dialing: dict[object, _SyncCall] = {}
+        self._record = runtime.recorder.add_made
         self._error: Exception | None = None
         self._lost_event = thread_roles.OneShotEvent()
         self._lock = threading.Lock()
@@ -134,6 +143,32 @@ class Peer:
         """The number of calls of users to this peer whose callers wait."""
         active = self.multiplexed.active_calls()
         return len(self._busy) + sum(not pending.internal for pending in active)
+
+    def unanswered_calls(self) -> list[tuple[MadeCall, str]]:
+        """Return the calls to this peer that have not ended, with their states."""
+        name = self.member.name
+        dialing = [(call, "connecting") for call in self._dialing.copy().values()]
+        sent = [(call, "sent") for call in self._busy.copy().values()]
+        synchronous = [
+            (MadeCall(call_id, name, function, started, timeout, parent=parent), state)
+            for (call_id, function, started, timeout, parent), state in (*dialing, *sent)
+        ]
+        return [*synchronous, *self.multiplexed.unanswered_calls()]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the state of the connections as values of JSON."""
+        if self._error is not None:
+            state = "not reached" if self.connect_failed else "lost"
+        else:
+            state = "connected" if self.multiplexed.attached else "connecting"
+        return {
+            "name": self.member.name,
+            "incarnation": self.member.incarnation,
+            "state": state,
+            "reason": "" if self._error is None else str(self._error),
+            "transport": self.multiplexed.channel.kind if self.multiplexed.attached else "",
+            "idle_connections": len(self._idle),
+        }
 
     # Connecting
 
@@ -194,12 +229,20 @@ class Peer:
         `timeout` is in seconds. They end at `until`, if they began before this call.
         """
         if until is None:
-            until = 0.0 if timeout is None else time.monotonic() + timeout
+            started = time.monotonic()
+            until = 0.0 if timeout is None else started + timeout
+        else:
+            started = until - (timeout or 0.0)
+        call_id = next(self._call_ids)
+        parent: CurrentCall | None = None
+        request: Request | None = None
         connection: ExclusiveConnection | None = None
         retained: list[Any] = []  # until this returns
         role = None
         try:
-            connection = self._take_idle() or self._open_connection(function, timeout, until)
+            connection = self._take_idle() or self._open_connection(
+                call_id, function, timeout, started, until
+            )
             request = self._encode(
                 connection.known_functions,
                 function,
@@ -209,28 +252,49 @@ class Peer:
                 current_scope.get(),
                 True,
             )
-            self._busy.add(connection)
             role = thread_roles.pause()
+            if role is not None:  # else this thread serves no calls
+                parent = current_call()
+            self._busy[connection] = call_id, function, started, timeout, parent
             # `mark_lost` did not shut the connection if it was not in `_busy` yet.
             if self._error is not None:
                 raise ChannelClosed("the peer was lost")
             self._runtime.calls_made += 1
-            frame = connection.exchange(next(self._call_ids), request, timeout, until)
+            frame = connection.exchange(call_id, request, timeout, until)
         except BaseException as error:
             if connection is not None:
                 if connection in self._busy:
                     connection.channel.close()
                 else:  # nothing was sent
                     self._release(connection)
-                self._busy.discard(connection)
+                self._busy.pop(connection, None)
             return_resources(retained, answered=False)
-            raise self._explain(error, function, timeout) from None
+            error = self._explain(error, function, timeout)
+            call = call_id, function, started, timeout, parent
+            self._record_failure(call, request, error)
+            raise error from None
         finally:
             thread_roles.resume(role)
-        self._busy.discard(connection)
+        self._busy.pop(connection, None)
         if frame.kind == _FAILURE and frame.function_id:
             connection.known_functions.discard(frame.function_id)
         self._release(connection)
+        function_id, _, body, buffers = request
+        self._record(
+            (
+                call_id,
+                self.member.name,
+                function if function_id else describe(function),
+                started,
+                timeout,
+                connection.last_used,
+                len(body) if not buffers else message_bytes(body, buffers),
+                len(frame.body) if not frame.buffers else message_bytes(frame.body, frame.buffers),
+                "ok" if frame.kind == _REPLY else "failed",
+                False,
+                parent,
+            )
+        )
         try:
             if frame.kind == _REPLY:
                 return self._decode(frame, function)
@@ -262,6 +326,25 @@ class Peer:
             next(self._call_ids), function, args, kwargs, timeout, internal, listener, keep
         )
 
+    def _record_failure(
+        self, call: _SyncCall, request: Request | None, error: BaseException
+    ) -> None:
+        """Record a call that its callee has not answered."""
+        call_id, function, started, timeout, parent = call
+        sent = 0 if request is None else message_bytes(request[2], request[3])
+        record = MadeCall(
+            call_id,
+            self.member.name,
+            describe(function),
+            started,
+            timeout,
+            time.monotonic(),
+            sent,
+            outcome=type(error).__name__,
+            parent=parent,
+        )
+        self._record(record)
+
     def _explain(
         self, error: BaseException, function: Function, timeout: float | None
     ) -> BaseException:
@@ -292,20 +375,29 @@ class Peer:
             return None
 
     def _open_connection(
-        self, function: Function, timeout: float | None, until: float
+        self,
+        call_id: int,
+        function: Function,
+        timeout: float | None,
+        started: float,
+        until: float,
     ) -> ExclusiveConnection:
         if self._error is not None:
             raise self.error_for()
+        key = object()
+        self._dialing[key] = call_id, function, started, timeout, current_call()
         try:
             dialed = self._runtime.dial(self.member, EXCLUSIVE, time_left(timeout, until))
         except TimeoutError:
             raise timeout_error(self.member.name, describe(function), timeout, sent=False) from None
+        finally:
+            del self._dialing[key]
         return ExclusiveConnection(dialed.channel)
 
     def _release(self, connection: ExclusiveConnection) -> None:
         """Keep a connection for the next call, or close it if there are enough."""
+        connection.last_used = time.monotonic()
         if self._error is None and len(self._idle) < self._runtime.config.max_idle_connections:
-            connection.last_used = time.monotonic()
             self._idle.append(connection)
             # If the peer was lost meanwhile, `mark_lost` may have missed this connection.
             if self._error is not None:

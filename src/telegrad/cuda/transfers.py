@@ -20,6 +20,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from telegrad.cuda import driver, ipc
 from telegrad.cuda.packing import CudaReducer, PeerDevices
 from telegrad.cuda.receive import CudaReceive
@@ -79,6 +81,11 @@ class _Lease(NamedTuple):
     memory: list[object]
     granted_at: float
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the lent tensors; not of small snapshots, which are in a slab."""
+        return sum(each.nbytes for each in self.memory if isinstance(each, Tensor))
+
 
 class CudaTransfers:
     """The transfers of CUDA tensors between one agent and its peers."""
@@ -106,6 +113,7 @@ class CudaTransfers:
     def _statistics(self) -> dict[str, int]:
         return {
             "cuda_tensors_lent": len(self._leases),
+            "cuda_bytes_lent": sum(lease.nbytes for lease in list(self._leases.values())),
             "cuda_copies_under_way": len(self._receives),
             "cuda_allocations_mapped": len(ipc.mappings),
         }

@@ -128,6 +128,14 @@ class Collectives:
         }
         return f"<Collectives, leading {waiting_for}>"
 
+    def waiting(self) -> list[dict[str, Any]]:
+        """Return the gathers that this agent leads, and whom they wait for, as values of JSON."""
+        return [
+            {"operation": sequence.partition(":")[0], "missing": gather.missing}
+            for sequence, gather in self._gathers.copy().items()
+            if not gather.done.done()
+        ]
+
     def gather(
         self, value: Any, names: Sequence[str], timeout: float | None, topic: str = "gather"
     ) -> GatherResult:

@@ -6,8 +6,9 @@ sockets: the dialer needs them for calls, and both sides need them to pass share
 
 A connection has a purpose: ``exclusive`` (one call at a time), ``multiplexed`` (many calls at a
 time), ``segment`` (it passes one shared-memory segment and ends), ``probe`` (it checks that the
-worker is alive and ends) or ``bulk`` (the worker that opened it pulls large buffers over it).
-Nothing that a peer sends is unpickled before its handshake has succeeded.
+worker is alive and ends), ``bulk`` (the worker that opened it pulls large buffers over it) or
+``observe`` (JSON requests of an observer, which is not a worker). Nothing that a peer sends is
+unpickled before its handshake has succeeded.
 
 State: `addresses` is set once, by the listener. `_connecting` (sockets whose handshake is in
 progress, by the incarnation of the peer) is changed under `_lock`. `_closed` is set once.
@@ -41,12 +42,13 @@ from telegrad.transport.tls import TlsContexts
 from telegrad.wire import handshake
 from telegrad.wire.handshake import Incarnation, Introduction
 
-EXCLUSIVE, MULTIPLEXED, SEGMENT, PROBE, BULK = PURPOSES = (
+EXCLUSIVE, MULTIPLEXED, SEGMENT, PROBE, BULK, OBSERVE = PURPOSES = (
     "exclusive",
     "multiplexed",
     "segment",
     "probe",
     "bulk",
+    "observe",
 )
 
 _log = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from typing import Protocol
 from telegrad.config import Config
 from telegrad.errors import JoinError, StoreTampered, TelegradError, UsageError
 from telegrad.group.membership import Directory, Member
+from telegrad.recorder import FlightRecorder
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import ThreadPool
 from telegrad.wire.handshake import Incarnation
@@ -62,6 +63,7 @@ class DetectorRuntime(Protocol):
     threads: ThreadPool
     directory: Directory
     closing: bool
+    recorder: FlightRecorder
 
     @property
     def peers(self) -> MonitoredPeers: ...
@@ -75,7 +77,7 @@ class FailureDetector:
 
     def __init__(self, runtime: DetectorRuntime) -> None:
         self._runtime = runtime
-        self._lost: set[str] = set()
+        self._lost: set[Incarnation] = set()
         self._listeners: list[LossListener] = []
         self._lock = threading.Lock()
 
@@ -89,6 +91,10 @@ class FailureDetector:
     def is_lost(self, incarnation: Incarnation) -> bool:
         """Return whether a worker was declared lost. True before the listeners are called."""
         return incarnation in self._lost
+
+    def lost_names(self) -> list[str]:
+        """Return the names of the workers that were declared lost."""
+        return sorted({self._runtime.directory.known_name(each) for each in self._lost.copy()})
 
     def declare_lost(
         self,
@@ -110,6 +116,7 @@ class FailureDetector:
             if runtime.closing or incarnation in self._lost:
                 return
             self._lost.add(incarnation)
+        runtime.recorder.add_event("lost", peer=name, reason=leave_reason or reason)
         runtime.close_lost_peer(name, incarnation, reason)
         for listener in self._listeners:
             try:

@@ -320,6 +320,10 @@ class Directory:
         """Return the name of a worker by its incarnation, alive or not."""
         if incarnation not in self._names:
             self.members(refresh=True)
+        return self.known_name(incarnation)
+
+    def known_name(self, incarnation: Incarnation) -> str:
+        """Do what `name_of` does without reading the store."""
         return self._names.get(incarnation, f"unknown worker {incarnation}")
 
     def _known(self, key: str | int) -> Member | None:

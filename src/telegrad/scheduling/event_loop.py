@@ -92,6 +92,15 @@ class EventLoop(ConnectionPoller):
         state = "busy" if self._busy else "waiting"
         return f"<EventLoop {len(self._connections)} connections, {self._handled} frames, {state}>"
 
+    def describe(self) -> dict[str, int | bool]:
+        """Return the state of the loop as values of JSON."""
+        return {
+            "connections": len(self._connections),
+            "frames": self._handled,
+            "busy": self._busy,
+            "hand_overs": self.hand_over_count,
+        }
+
     def add(self, connection: LoopConnection) -> None:
         """Read a connection from now on. Raise `ChannelClosed` if the loop has ended."""
         fd = connection.channel.fileno()

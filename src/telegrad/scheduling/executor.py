@@ -220,6 +220,11 @@ class Executor:
         return self._active + len(self._queue)
 
     @property
+    def running(self) -> int:
+        """Return the number of calls that run and are not in a known wait."""
+        return self._active
+
+    @property
     def limit(self) -> int:
         """Return how many calls may run at once now."""
         return self._limit

@@ -15,11 +15,11 @@ what the calls use until then.
 `FutureReplies` has the calls that one future answers. They are replied to together when it
 completes: the value is packed once and its buffers are copied once for all of them.
 
-State: `_unanswered` (calls by id; True for those of users) and `_cancelled` (ids of calls whose
-callers no longer wait) are changed by atomic operations of dict and set. `FutureReplies._replies`
-is changed under `_lock` of this module, and None once the future is complete.
-`_functions` (by function id) and `_running` belong to the leader of the loop. `_deferred`
-(calls whose function returned a future) is changed by atomic operations of the dict.
+State: `_unanswered` (calls by id) and `_cancelled` (ids of calls whose callers no longer wait) are
+changed by atomic operations of dict and set. The thread that removes a call from `_unanswered`
+records it. `FutureReplies._replies` is changed under `_lock` of this module, and None once the
+future is complete. `_functions` (by function id) and `_running` belong to the leader of the loop.
+`_deferred` (calls whose function returned a future) is changed by atomic operations of the dict.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 from telegrad import thread_roles
 from telegrad.config import Config
 from telegrad.cuda.sole_reference import is_exclusive
-from telegrad.current import Deadline, thread_state
+from telegrad.current import ServedCall, thread_state
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError, error_text
 from telegrad.futures import Future
 from telegrad.group.endpoint import MULTIPLEXED
@@ -58,6 +58,7 @@ from telegrad.messages.remote_functions import (
     ServedFunction,
     UndecodableFunction,
 )
+from telegrad.recorder import FlightRecorder
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoop, EventLoops
 from telegrad.scheduling.executor import SLOW_SECONDS, Executor, ThreadPool
@@ -82,7 +83,8 @@ _ATTRIBUTE = "_telegrad_waiters"
 _lock = threading.Lock()
 _FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
 _CALL = int(Kind.CALL)
-_now = time.perf_counter
+_now = time.monotonic
+_new = object.__new__
 _log = logging.getLogger(__name__)
 
 
@@ -92,6 +94,7 @@ class ReplyRuntime(Protocol):
     name: str
     threads: ThreadPool
     clock: Clock
+    recorder: FlightRecorder
 
 
 class ReplyingConnection(LoopConnection):
@@ -105,17 +108,22 @@ class ReplyingConnection(LoopConnection):
         self.peer_name = peer_name
         self._runtime = runtime
         self._context = context
-        self._unanswered: dict[int, bool] = {}
+        self._record = runtime.recorder.add_served
+        self._unanswered: dict[int, ServedCall] = {}
         self._cancelled: set[int] = set()
 
     @property
     def calls_in_progress(self) -> int:
         """The number of calls of users that have not been answered."""
-        return sum(list(self._unanswered.values()))
+        return sum(not call.internal for call in self.unanswered_calls())
+
+    def unanswered_calls(self) -> list[ServedCall]:
+        """Return the calls that have no answer yet."""
+        return list(self._unanswered.copy().values())
 
     def _send_reply(
         self,
-        call_id: int,
+        call: ServedCall,
         function: ServedFunction,
         value: Any,
         loop: EventLoop | None = None,
@@ -140,12 +148,16 @@ class ReplyingConnection(LoopConnection):
                 body, buffers = shared.pack(context)
         except BaseException as error:
             prepare_replies(received)
-            self._send_failure(call_id, function, error)
+            self._send_failure(call, function, error)
             return
+        call_id = call.call_id
+        call.reply_bytes = len(body)
+        if buffers:
+            call.reply_bytes += sum(buffer.nbytes for buffer in buffers)
         try:
             if shared is not None and (buffers or len(body) >= _LARGE_BODY):
                 copies = shared.snapshot(buffers, self.channel)
-                self._send_on_thread(call_id, function, body, copies, shared)
+                self._send_on_thread(call, function, body, copies, shared)
                 return
             if buffers or len(body) >= _LARGE_BODY:
                 self._send_large(call_id, body, buffers)
@@ -159,20 +171,20 @@ class ReplyingConnection(LoopConnection):
         except ChannelClosed as error:
             _log.debug("the caller of %s is gone and gets no result: %s", function.name, error)
         except BaseException as error:  # too large for the caller, or no memory
-            self._send_failure(call_id, function, error)
-        self._mark_answered(call_id)
+            self._send_failure(call, function, error)
+        self._mark_answered(call, "ok")
 
-    def _send_empty_reply(self, call_id: int) -> None:
+    def _send_empty_reply(self, call: ServedCall, outcome: str) -> None:
         """Answer a call whose caller no longer waits, so that it frees what the call uses."""
         try:
-            self.channel.send_nowait(_REPLY, call_id, b"")
+            self.channel.send_nowait(_REPLY, call.call_id, b"")
         except ChannelClosed as error:
             _log.debug("the caller of a cancelled call is gone: %s", error)
-        self._mark_answered(call_id)
+        self._mark_answered(call, outcome)
 
     def _send_on_thread(
         self,
-        call_id: int,
+        call: ServedCall,
         function: ServedFunction,
         body: bytes,
         buffers: list[memoryview],
@@ -185,12 +197,12 @@ class ReplyingConnection(LoopConnection):
 
         def send() -> None:
             try:
-                self.channel.send(_REPLY, call_id, body, buffers, copies=shared.copies)
+                self.channel.send(_REPLY, call.call_id, body, buffers, copies=shared.copies)
             except ChannelClosed as error:
                 _log.debug("the caller of %s is gone and gets no result: %s", function.name, error)
             except BaseException as error:
-                self._send_failure(call_id, function, error)
-            self._mark_answered(call_id)
+                self._send_failure(call, function, error)
+            self._mark_answered(call, "ok")
             shared.close()
 
         shared.add_user()
@@ -207,7 +219,7 @@ class ReplyingConnection(LoopConnection):
 
     def _send_failure(
         self,
-        call_id: int,
+        call: ServedCall,
         function: ServedFunction | None,
         error: BaseException,
         function_id: int = 0,
@@ -217,8 +229,9 @@ class ReplyingConnection(LoopConnection):
         If the function could not be decoded, the reply names its id, and the caller defines it
         again with the next call.
         """
-        if call_id not in self._unanswered:
+        if call.outcome:
             return  # it was answered before this error was raised
+        call.answered_at = _now()
         name = function.name if function is not None else "a function sent by value"
         undefined_id = 0
         if function is not None and type(function.function) is UndecodableFunction:
@@ -227,7 +240,7 @@ class ReplyingConnection(LoopConnection):
         for encode in (encode_failure, encode_failure_name):
             try:
                 body = encode(error, self._runtime.name, name)
-                self.channel.send(_FAILURE, call_id, body, function=undefined_id)
+                self.channel.send(_FAILURE, call.call_id, body, function=undefined_id)
                 break
             except ChannelClosed as closed:
                 _log.debug("the caller of %s is gone and gets no failure: %s", name, closed)
@@ -237,7 +250,7 @@ class ReplyingConnection(LoopConnection):
         else:
             _log.error("%s gets no answer of %s; its connection ends", self.peer_name, name)
             self.channel.shutdown()
-        self._mark_answered(call_id)
+        self._mark_answered(call, type(error).__name__)
 
     def _log_failure(self, name: str, error: BaseException) -> None:
         try:
@@ -253,10 +266,12 @@ class ReplyingConnection(LoopConnection):
                 type(failure),
             )
 
-    def _mark_answered(self, call_id: int) -> None:
-        self._unanswered.pop(call_id, None)
+    def _mark_answered(self, call: ServedCall, outcome: str) -> None:
+        if self._unanswered.pop(call.call_id, None) is not None:
+            call.outcome = outcome
+            self._record(call)
         if self._cancelled:
-            self._cancelled.discard(call_id)
+            self._cancelled.discard(call.call_id)
 
 
 def prepare_replies(received: Sequence[ReceivedResource]) -> None:
@@ -344,6 +359,17 @@ class ServerConnection(ReplyingConnection):
             f"{len(self._deferred)} futures>"
         )
 
+    def call_states(self) -> list[tuple[ServedCall, str]]:
+        """Return the calls that have no answer yet: queued, running, deferred or replying."""
+        return [(call, self._state_of(call)) for call in self.unanswered_calls()]
+
+    def _state_of(self, call: ServedCall) -> str:
+        if call.call_id in self._deferred:
+            return "deferred"
+        if call.returned_at:
+            return "replying"
+        return "running" if call.started_at else "queued"
+
     @property
     def deferred_calls(self) -> int:
         """The number of calls that a future will answer."""
@@ -361,7 +387,7 @@ class ServerConnection(ReplyingConnection):
             if function is None or not 0 <= function.seconds < _FAST:
                 self.channel.flush_nowait()
             self._running = function
-            self._execute(frame, function, self.loop)
+            self._execute(frame, function, self._begin(frame, function), self.loop)
         elif frame.kind == Kind.CANCEL:
             self._cancel(frame.call_id)
         elif frame.kind == Kind.LEAVE:
@@ -385,21 +411,41 @@ class ServerConnection(ReplyingConnection):
         self._runtime.connection_ended(self, error)
 
     def _submit_to_executor(self, frame: Frame, function: ServedFunction) -> None:
-        deadline = _deadline_of(frame)
+        call = self._begin(frame, function)
 
         def job() -> None:
+            deadline = call.deadline
             expired = deadline is not None and deadline.passed()
             if (expired or frame.call_id in self._cancelled) and not function.must_run:
-                self._send_empty_reply(frame.call_id)
+                self._send_empty_reply(call, "expired" if expired else "cancelled")
             else:
                 # without the loop: only its leader flushes replies that are held back
-                self._execute(frame, function)
+                self._execute(frame, function, call)
 
-        self._unanswered[frame.call_id] = not function.internal
         try:
             self._runtime.executor.submit(job)
         except BaseException as error:
-            self._send_failure(frame.call_id, function, error)
+            self._send_failure(call, function, error)
+
+    def _begin(self, frame: Frame, function: ServedFunction | None) -> ServedCall:
+        """Note a call that has arrived and must be answered."""
+        call = _new(ServedCall)
+        if function is None:
+            call.function, call.internal = "a function sent by value", False
+        else:
+            call.function, call.internal = function.name, function.internal
+        call.caller = self.peer_name
+        call.call_id = call_id = frame.call_id
+        call.timeout_ms = frame.timeout_ms
+        call.request_bytes = len(frame.body)
+        if frame.buffers:
+            call.request_bytes += sum(buffer.nbytes for buffer in frame.buffers)
+        call.received_at = _now()
+        call.started_at = call.returned_at = call.answered_at = 0.0
+        call.reply_bytes = 0
+        call.outcome = ""
+        self._unanswered[call_id] = call
+        return call
 
     def _cancel(self, call_id: int) -> None:
         """Answer a call whose caller no longer waits, and cancel what it waits for."""
@@ -409,7 +455,9 @@ class ServerConnection(ReplyingConnection):
             deferred = self._deferred.pop(call_id, None)  # it may have been added in between
         if deferred is None:
             return
-        self._send_empty_reply(call_id)
+        call = self._unanswered.get(call_id)
+        if call is not None:
+            self._send_empty_reply(call, "cancelled")
         if type(deferred) is DeferredReply:
             if deferred.on_abandoned is not None:
                 deferred.on_abandoned()
@@ -461,69 +509,83 @@ class ServerConnection(ReplyingConnection):
     # Running calls
 
     def _execute(
-        self, frame: Frame, function: ServedFunction | None, loop: EventLoop | None = None
+        self,
+        frame: Frame,
+        function: ServedFunction | None,
+        call: ServedCall,
+        loop: EventLoop | None = None,
     ) -> None:
         """Run a call and send its reply, or arrange for it to be sent. Never raise."""
         self._runtime.calls_served += 1
-        self._unanswered[frame.call_id] = function is None or not function.internal
         try:
-            thread_state.caller = self.peer_name
-            thread_state.deadline = _deadline_of(frame)
+            thread_state.call = call
             if self._runtime.config.only_registered:
                 self._check_allowed(function)  # before anything of the call is unpickled
             if not frame.flags & HAS_SCOPE or not len(frame.body):
-                self._run(frame, function, loop)
+                self._run(frame, function, call, loop)
             else:
-                self._run_scoped(frame, function, loop)
+                self._run_scoped(frame, function, call, loop)
         except BaseException as error:
-            self._send_failure(frame.call_id, function, error, frame.function_id)
+            self._send_failure(call, function, error, frame.function_id)
 
     def _run_scoped(
-        self, frame: Frame, function: ServedFunction | None, loop: EventLoop | None
+        self,
+        frame: Frame,
+        function: ServedFunction | None,
+        call: ServedCall,
+        loop: EventLoop | None,
     ) -> None:
         scope = scopes.open_scope(frame.body, self._context)
         token = current_scope.set(scope)
         try:
             if scope is None:
-                self._run(frame, function, loop)
+                self._run(frame, function, call, loop)
             else:
-                scope.run(lambda: self._run(frame, function, loop))
+                scope.run(lambda: self._run(frame, function, call, loop))
         finally:
             current_scope.reset(token)
 
-    def _run(self, frame: Frame, function: ServedFunction | None, loop: EventLoop | None) -> None:
+    def _run(
+        self,
+        frame: Frame,
+        function: ServedFunction | None,
+        call: ServedCall,
+        loop: EventLoop | None,
+    ) -> None:
         epoch = loop.own_epoch if loop is not None else 0
         received: list[ReceivedResource] = []
         try:
             if frame.flags or function is None or frame.receive_error is not None:
                 function, args, kwargs = self._decode_call(frame, function, received)
+                call.function = function.name
             else:
                 args, kwargs = self._unpack(frame.body, frame.buffers, received), {}
             waited = thread_roles.waited_seconds() if loop is None else 0.0
-            started = _now()
+            call.started_at = started = _now()
             try:
                 value = function.run(*args, **kwargs)
             finally:
                 # The function has forked, and this is the child: the parent replies.
                 if self._runtime.forked:
                     os._exit(0)
+            call.returned_at = returned = _now()
             if loop is None:
-                function.add_duration(_now() - started - (thread_roles.waited_seconds() - waited))
+                function.add_duration(returned - started - (thread_roles.waited_seconds() - waited))
             # else it has waited, or `on_blocked` has recorded that it took long
             elif loop.epoch == epoch:
-                function.add_duration(_now() - started)
+                function.add_duration(returned - started)
             del args, kwargs
             for resource in received:
                 resource.forget()
             if function.is_deferred or type(value) is DeferredReply:
                 prepare_replies(received)
-                self._reply_later(frame.call_id, function, value)
+                self._reply_later(call, function, value)
                 return
         except BaseException:
             prepare_replies(received)
             raise
         exclusive = torch.cuda._initialized and is_exclusive(value)  # type: ignore[attr-defined]
-        self._send_reply(frame.call_id, function, value, loop, epoch, exclusive, received)
+        self._send_reply(call, function, value, loop, epoch, exclusive, received)
 
     def _decode_call(
         self, frame: Frame, function: ServedFunction | None, received: list[ReceivedResource]
@@ -556,8 +618,9 @@ class ServerConnection(ReplyingConnection):
                 "Whatever they refer to must be importable there"
             ) from error
 
-    def _reply_later(self, call_id: int, function: ServedFunction, value: Any) -> None:
+    def _reply_later(self, call: ServedCall, function: ServedFunction, value: Any) -> None:
         """Reply when a future completes. If all its callers abandon their calls, cancel it."""
+        call_id = call.call_id
         is_deferred_reply = type(value) is DeferredReply
         # what torch's own `then` returns is only that
         if not is_deferred_reply and not isinstance(value, torch._C.Future):
@@ -574,6 +637,7 @@ class ServerConnection(ReplyingConnection):
         def reply(done: Any, shared: SharedReply | None = None) -> None:
             if self._deferred.pop(call_id, None) is None:
                 return  # cancelled
+            call.answered_at = _now()
             token = current_scope.set(scope)
             try:
                 result = done.value()
@@ -581,9 +645,9 @@ class ServerConnection(ReplyingConnection):
                     shared = None  # the gradients of the result differ for each receiver
                 elif shared is None:
                     shared = shared_reply_for(result)
-                self._send_reply(call_id, function, result, shared=shared)
+                self._send_reply(call, function, result, shared=shared)
             except BaseException as error:
-                self._send_failure(call_id, function, error)
+                self._send_failure(call, function, error)
             finally:
                 current_scope.reset(token)
 
@@ -593,10 +657,3 @@ class ServerConnection(ReplyingConnection):
             value.listen(reply)
         else:
             FutureReplies.add(value, reply)
-
-
-def _deadline_of(frame: Frame) -> Deadline | None:
-    """Return the deadline of a call: a frame has the time that was left when it was sent."""
-    if not frame.timeout_ms:
-        return None
-    return Deadline(time.monotonic() + frame.timeout_ms / 1000)

@@ -3,9 +3,9 @@
 Nothing that a peer sends is unpickled before its handshake has succeeded. `Admission` bounds the
 connections that have not finished their handshake, and each handshake is limited in time.
 
-State: `_connections` (the `ServerConnection`s that are open) and `_leave_reasons` (the reasons that
-peers gave when they left, by incarnation) are changed under `_lock`. `_admissions` is complete when
-`listen` returns. `counters` are statistics.
+State: `_connections` (the `ServerConnection`s that are open), `_observers` (sockets of observers)
+and `_leave_reasons` (the reasons that peers gave when they left, by incarnation) are changed under
+`_lock`. `_admissions` is complete when `listen` returns. `counters` are statistics.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from collections import Counter
 from typing import Protocol
 
 from telegrad.config import Config
-from telegrad.errors import AuthenticationError, ProtocolError
+from telegrad.errors import AuthenticationError, ProtocolError, error_text
 from telegrad.group.endpoint import (
     BULK,
+    OBSERVE,
     PROBE,
     PURPOSES,
     SEGMENT,
     LocalEndpoint,
     in_process_listeners,
+    shut_sockets,
 )
 from telegrad.group.failure_detector import FailureDetector
 from telegrad.group.membership import Member
@@ -60,6 +62,7 @@ _INTRODUCTION: dict[str, type | tuple[type, ...]] = {
     "received": int,
 }
 _RETRY = 0.05  # seconds to wait after a connection could not be served
+_MAX_OBSERVERS = 64
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +78,8 @@ class ListenerRuntime(ServerRuntime, Protocol):
     group: str
     failures: FailureDetector
 
+    def serve_observer(self, connection: AuthenticatedSocket) -> None: ...
+
 
 class Listener:
     """Accept and serve the connections that other workers open to one agent."""
@@ -86,6 +91,7 @@ class Listener:
         self.counters: Counter[str] = Counter()
         self._admissions: list[Admission] = []  # one for each socket that listens
         self._refusals = RefusalLog()
+        self._observers: set[socket.socket] = set()
         self._connections: set[ServerConnection] = set()
         self._leave_reasons: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -170,6 +176,10 @@ class Listener:
                 self._forget_unauthenticated(sock)
                 self._endpoint.bulk.serve(connection.sock, incarnation)  # until it ends
                 return
+            if peer["purpose"] == OBSERVE:
+                # not on this thread: those of handshakes are limited
+                self._runtime.threads.start(lambda: self._serve_observer(connection))
+                return
             if _resumes(peer):
                 self._resume(connection)
                 return
@@ -200,6 +210,21 @@ class Listener:
         self.counters[counter] += 1
         self._refusals.refused(self._runtime.name, error)
         sock.close()
+
+    def _serve_observer(self, connection: AuthenticatedSocket) -> None:
+        """Answer an observer on this thread. It does not count as a connection of a worker."""
+        sock = connection.sock
+        with self._lock:
+            if self._runtime.closing or len(self._observers) >= _MAX_OBSERVERS:
+                sock.close()
+                return
+            self._observers.add(sock)
+        try:
+            self._runtime.serve_observer(connection)
+        finally:
+            with self._lock:
+                self._observers.discard(sock)
+            sock.close()
 
     # Channels that were interrupted
 
@@ -251,7 +276,9 @@ class Listener:
         """Return why a peer that knows the secret is refused; None: it is accepted."""
         if self._runtime.closing:
             return "this worker is shutting down"
-        if peer.get("group") != self._runtime.group:
+        # an observer that was given an address does not know the group
+        is_observer = peer.get("purpose") == OBSERVE and not peer.get("group")
+        if peer.get("group") != self._runtime.group and not is_observer:
             return "this worker belongs to another group"
         if not all(isinstance(peer.get(name), kind) for name, kind in _INTRODUCTION.items()):
             return "the introduction is not valid"
@@ -277,6 +304,12 @@ class Listener:
         connection = ServerConnection(self._runtime, channel, peer)
         with self._lock:
             self._connections.add(connection)
+        self._runtime.recorder.add_event(
+            "connection opened",
+            peer=connection.peer_name,
+            purpose=connection.group,
+            transport=channel.kind,
+        )
         if self._runtime.closing or self._runtime.failures.is_lost(connection.incarnation):
             connection.on_ended(ChannelClosed("this worker is shutting down"))
         else:
@@ -298,6 +331,9 @@ class Listener:
     def connection_ended(self, connection: ServerConnection, error: BaseException) -> None:
         """Remove a connection. If its peer has no other, find out whether the peer is lost."""
         name, incarnation = connection.peer_name, connection.incarnation
+        self._runtime.recorder.add_event(
+            "connection closed", peer=name, purpose=connection.group, reason=error_text(error)
+        )
         if isinstance(error, ProtocolError):
             self.counters["closed_protocol_error"] += 1
             _log.warning(
@@ -342,6 +378,8 @@ class Listener:
             in_process_listeners.pop(address, None)
         for admission in self._admissions:
             admission.close()
+        with self._lock:
+            shut_sockets(self._observers)
         for connection in self.connections:
             if reason is not None:
                 _flush(connection.channel)
@@ -356,6 +394,8 @@ class Listener:
         for admission in self._admissions:
             for sock in (admission.listening, *admission._strangers):
                 sock.close()
+        for sock in self._observers:
+            sock.close()
         for connection in self._connections:
             connection.channel.close_after_fork()
 

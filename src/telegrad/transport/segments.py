@@ -252,6 +252,18 @@ class SegmentAllocator:
         draining = f", {len(self._draining)} draining" if self._draining else ""
         return f"<SegmentAllocator {self._segments}{draining}>"
 
+    def describe(self) -> dict[str, int]:
+        """Return the number and size of segments and of blocks that receivers have."""
+        with self._lock:
+            segments = [*self._segments, *self._draining]
+            blocks = [block for segment in segments for block in segment.blocks.values()]
+        return {
+            "segments": len(segments),
+            "segment_bytes": sum(segment.size for segment in segments),
+            "blocks_sent": len(blocks),
+            "block_bytes": sum(block.size for block in blocks),
+        }
+
     def allocate(
         self, nbytes: int, peer: str, connection: object
     ) -> tuple[SharedSegment, BufferLocation] | None:

@@ -14,6 +14,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from telegrad.errors import AuthenticationError, ProtocolError, UsageError
@@ -162,6 +163,14 @@ def authenticate(
     except BaseException:
         sock.close()
         raise
+
+
+def clock_id() -> str:
+    """Return what identifies the clock of this machine: processes with the same one share it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _run(stream: TlsRecords | PlainStream, steps: Steps, deadline: float) -> HandshakeResult:

@@ -13,8 +13,8 @@ report takes one path, in one direction:
 When a step has been made or undone, `_carry_out` tells the coordinator, and the decisions that the
 coordinator returns run next. Nothing else calls the coordinator from inside a decision.
 
-State, all of it under `_lock`: the coordinator, and `_saved_version`. Calls of trainers are
-completed after the lock is released.
+State, all of it under `_lock`: the coordinator, `_staleness` and `_saved_version`. Calls of
+trainers are completed after the lock is released.
 
 Rule: every decision is carried out. An error on the way (in a step, a checkpoint or a reply) is
 sent to the trainers that wait, or is logged and reported to the trainers as a problem. It never
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
@@ -59,6 +60,10 @@ from telegrad.ps.server.round_coordinator import (
 _log = logging.getLogger(__name__)
 
 Action = Callable[[], None]
+
+
+def _ignore_step(version: int, reports: int, seconds: float) -> None:
+    """Stand for `BaseShard.on_step` of a shard that is in no registry."""
 
 
 class ServerRole(NamedTuple):
@@ -104,6 +109,8 @@ class BaseShard(ABC):
         exact = archive is not None and archive.policy.exact
         self._coordinator = make_coordinator(consistency, trainers, role, exact)
         self._saved_version = -1  # the last version that was given to the archive
+        self._staleness: dict[str, int] = {}  # of the last step of each trainer
+        self.on_step: Callable[[int, int, float], None] = _ignore_step
 
     @property
     def version(self) -> int:
@@ -119,6 +126,11 @@ class BaseShard(ABC):
     def members(self) -> set[str]:
         """The trainers that take part."""
         return self._coordinator.members
+
+    def staleness(self) -> dict[str, int]:
+        """Return the staleness of the last step of each trainer that takes part, without a lock."""
+        members = self.members.copy()
+        return {name: value for name, value in self._staleness.copy().items() if name in members}
 
     @property
     def known(self) -> set[str]:
@@ -276,6 +288,7 @@ class BaseShard(ABC):
                 # Under the lock, so that followers make their step while this server makes its own.
                 _complete(decision.future, decision.verdict)
             elif isinstance(decision, ReplyToReport):
+                self._staleness[decision.report.trainer] = decision.report.staleness
                 make_reply = partial(self._push_reply, decision)
                 actions.append(_completion(decision.report.future, make_reply))
             elif isinstance(decision, AdmitTrainer):
@@ -290,6 +303,7 @@ class BaseShard(ABC):
 
     def _make_step(self, reports: list[StepReport]) -> list[Decision]:
         error: Exception | None = None
+        started = time.monotonic()
         try:
             self.apply(reports)
         except Exception as problem:
@@ -300,6 +314,7 @@ class BaseShard(ABC):
             self._save_if_due()
         except Exception as problem:
             error = error or problem
+        self.on_step(self.version, len(reports), time.monotonic() - started)
         return self._coordinator.step_finished(error)
 
     def _undo_step(self, version: int) -> list[Decision]:

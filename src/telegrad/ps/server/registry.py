@@ -39,6 +39,7 @@ class ShardRegistry:
         self._shards: dict[str, BaseShard] = {}
         runtime.on_loss(self._remove_lost_worker)
         runtime.on_close(self._close)
+        runtime.add_report("parameter_servers", self.report)
 
     def __repr__(self) -> str:
         return f"<ShardRegistry of {self.runtime.name}: {list(self._shards.values())}>"
@@ -69,7 +70,30 @@ class ShardRegistry:
 
     def add(self, key: str, shard: BaseShard) -> None:
         """Add a shard. The caller holds `lock`."""
+        record = self.runtime.recorder.add_event
+
+        def on_step(version: int, reports: int, seconds: float) -> None:
+            record("round", seconds, shard=key, version=version, reports=reports)
+
+        shard.on_step = on_step
         self._shards[key] = shard
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return the shards as values of JSON, without their locks: a step may hold them long."""
+
+        def name(trainer: str) -> str:
+            return self.runtime.directory.known_name(worker_of(trainer))
+
+        return [
+            {
+                "shard": key,
+                "version": shard.version,
+                "trainers": sorted(map(name, shard.members.copy())),
+                "waiting": sorted(map(name, shard.waiting)),
+                "staleness": {name(each): value for each, value in shard.staleness().items()},
+            }
+            for key, shard in self._shards.copy().items()
+        ]
 
     def remove_if_lost(self, shard: BaseShard, *senders: str) -> None:
         """Remove the senders of a call (workers or trainers) from a shard if they are lost.
