@@ -25,6 +25,7 @@ PAGES = [
         "ARCHITECTURE.md",
         "CONTRIBUTING.md",
         "docs/batching.md",
+        "docs/diagnosis.md",
         "docs/embeddings.md",
         "docs/parameter-servers.md",
     )

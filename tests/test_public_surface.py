@@ -19,6 +19,7 @@ PACKAGES = [
     "telegrad.batching",
     "telegrad.cli",
     "telegrad.cluster",
+    "telegrad.observer",
     "telegrad.ps",
     "telegrad.refs",
     "telegrad.rpc",

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 import telegrad
-from telegrad.cli import bench, doctor, launch, run, train
+from telegrad.cli import bench, doctor, launch, observe, run, train
 
 __all__ = ["main"]
 
@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add(commands)
     doctor.add(commands)
     launch.add(commands)
+    observe.add(commands)
     run.add(commands)
     train.add(commands)
     options = parser.parse_args(arguments)

@@ -1,0 +1,128 @@
+"""`telegrad status`, `top`, `stacks` and `trace`: look at a running group.
+
+They attach to the group through its store, through one worker, or on this host, and are no members
+of it. A worker that does not answer in time gets a line that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from telegrad.errors import TelegradError
+from telegrad.observer import Group, attach
+from telegrad.observer.tables import stacks_text, status_text
+from telegrad.observer.trace import collect_trace
+
+_EXAMPLES = """\
+  telegrad status                                 the group on this host
+  telegrad status --rendezvous 10.0.0.1:29500     through its store (MASTER_ADDR:MASTER_PORT)
+  telegrad stacks --pid 4711                      the group of a process on this host
+  telegrad trace --seconds 5 -o trace.json        open it at https://ui.perfetto.dev
+"""
+_CLEAR = "\033[H\033[2J"
+
+Command = Callable[[Group, argparse.Namespace], None]
+
+
+def add(commands: Any) -> None:
+    """Add the subcommands to the parser."""
+    status = _add(commands, "status", _status, "show what the workers of a running group do")
+    top = _add(commands, "top", _top, "show the same again and again, like top")
+    top.add_argument("--interval", type=float, default=1.0, help="seconds between two updates")
+    top.add_argument("--count", type=int, help="number of updates; without it, until Ctrl-C")
+    for parser in (status, top):
+        parser.add_argument(
+            "--internal", action="store_true", help="show the calls of Telegrad itself, too"
+        )
+        parser.add_argument(
+            "--window", type=float, default=10.0, help="seconds of which to show rates and times"
+        )
+    stacks = _add(commands, "stacks", _stacks, "show the Python stacks of all workers")
+    stacks.add_argument("--all", action="store_true", help="show waiting threads of Telegrad, too")
+    trace = _add(commands, "trace", _trace, "write the last seconds of all workers for Perfetto")
+    trace.add_argument("--seconds", type=float, default=10.0, help="how far back")
+    trace.add_argument("-o", "--out", type=Path, default=Path("trace.json"), help="the file")
+
+
+def _add(commands: Any, name: str, command: Command, summary: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}. The secret is that of the group: "
+        "TELEGRAD_SECRET, or the key file of this user.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--rendezvous", metavar="HOST:PORT", help="the TCP store of the group")
+    where.add_argument("--address", metavar="HOST:PORT", help="a worker; also unix:@name")
+    where.add_argument("--pid", type=int, help="the process of a worker on this host")
+    parser.add_argument(
+        "--timeout", type=float, default=2.0, help="seconds that each worker has to answer"
+    )
+    if name != "trace":
+        parser.add_argument("--json", action="store_true", help="write JSON")
+    parser.set_defaults(command=lambda options: _run(command, options))
+    return parser
+
+
+def _run(command: Command, options: argparse.Namespace) -> int:
+    try:
+        with attach(
+            options.rendezvous, options.address, options.pid, timeout=options.timeout
+        ) as group:
+            command(group, options)
+    except TelegradError as error:
+        sys.stderr.write(f"telegrad: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _status(group: Group, options: argparse.Namespace) -> None:
+    snapshot = group.snapshot(options.timeout, options.window)
+    text = _json(snapshot) if options.json else status_text(snapshot, options.internal)
+    sys.stdout.write(text)
+
+
+def _top(group: Group, options: argparse.Namespace) -> None:
+    shown = 0
+    while options.count is None or shown < options.count:
+        if shown:
+            time.sleep(options.interval)
+        if sys.stdout.isatty() and not options.json:
+            sys.stdout.write(_CLEAR)
+        _status(group, options)
+        sys.stdout.flush()
+        shown += 1
+
+
+def _stacks(group: Group, options: argparse.Namespace) -> None:
+    replies = group.ask("stacks", options.timeout)
+    if options.json:
+        workers = [
+            {"name": reply.worker.name, "problem": reply.problem, "stacks": reply.value}
+            for reply in replies
+        ]
+        sys.stdout.write(_json(workers))
+    else:
+        sys.stdout.write(stacks_text(replies, options.all))
+
+
+def _trace(group: Group, options: argparse.Namespace) -> None:
+    trace = collect_trace(group, options.seconds, options.timeout)
+    options.out.write_text(json.dumps(trace))
+    for name, note in trace["otherData"].items():
+        sys.stdout.write(f"{name}: {note}\n")
+    sys.stdout.write(f"wrote {options.out}; open it at https://ui.perfetto.dev\n")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"

@@ -1,0 +1,58 @@
+"""A real group with a killed, a stopped and a busy worker, seen from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import telegrad.rpc as rpc
+from telegrad import Config
+from telegrad.observer import attach
+from telegrad.observer.tables import stacks_text, status_text
+from telegrad.observer.trace import collect_trace
+from tests.process import test_kills
+from tests.process.fleet import Fleet
+from tests.process.test_kills import join, start_blocked_calls
+
+pytestmark = pytest.mark.process
+
+CONFIG = Config(secret="for the tests of kills")
+
+
+def compute() -> None:
+    """Keep the interpreter lock, except that it is passed on every few milliseconds."""
+    while not test_kills._forever.is_set():
+        pass
+
+
+def start_computing(to: str) -> None:
+    test_kills._pending.append(rpc.rpc_async(to, compute))
+    assert rpc.rpc_sync(to, os.getpid) != os.getpid()
+
+
+def test_a_dead_a_frozen_and_a_busy_worker_do_not_stop_the_diagnosis(tmp_path: Path) -> None:
+    with Fleet(4, join, str(tmp_path / "store"), {"threads": 1, "max_threads": 4}) as fleet:
+        fleet[0].do(start_blocked_calls, "w2", 1)
+        fleet[0].do(start_computing, "w3")
+        with attach(pid=fleet[0].process.pid, config=CONFIG) as group:
+            fleet[1].kill()
+            fleet[2].signal(signal.SIGSTOP)
+            try:
+                snapshot = group.snapshot(timeout=1.0)
+                stacks = group.ask("stacks", timeout=1.0)
+                trace = collect_trace(group, 10.0, 1.0)
+            finally:
+                fleet[2].signal(signal.SIGCONT)
+        problems = ["", "ended (connection refused)", "no answer for 1 s", ""]
+        assert [worker["problem"] for worker in snapshot["workers"]] == problems
+        calls = snapshot["workers"][3]["snapshot"]["calls"]
+        assert [(call["function"], call["state"]) for call in calls] == [("compute", "running")]
+        text = status_text(snapshot)
+        assert "does not answer" in text  # w0 waits for w2
+        assert "no answer for 1 s" in text
+        assert "in compute" in stacks_text(stacks)
+        names = {event["name"] for event in trace["traceEvents"]}
+        assert {"compute on w3", "compute for w0", "block on w2"} <= names
