@@ -23,6 +23,7 @@ PACKAGES = [
     "telegrad.ps",
     "telegrad.refs",
     "telegrad.rpc",
+    "telegrad.testing",
 ]
 MODULES = [
     "telegrad.cli.progress",
@@ -36,7 +37,8 @@ MODULES = [
     "telegrad.rpc.functions",
     "telegrad.rpc.internal",
     "telegrad.rpc.options",
-    "telegrad.testing",
+    "telegrad.testing.cluster",
+    "telegrad.testing.faults",
 ]
 
 

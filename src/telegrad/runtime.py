@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import logging
 import os
 import platform
@@ -132,6 +133,8 @@ class AgentRuntime:
         if self._opened:
             raise UsageError(f"agent {self.name!r} was opened before; make a new one")
         self._opened = True
+        if os.environ.get("TELEGRAD_FAULTS"):  # only then is the package for tests imported
+            importlib.import_module("telegrad.testing.faults").install()
         try:
             self._set_up()
         except BaseException:

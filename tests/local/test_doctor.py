@@ -19,7 +19,7 @@ import torch.distributed as dist
 from telegrad.cli import doctor, doctor_link, main
 from telegrad.config import Config
 from telegrad.group.secret import group_key, key_file
-from telegrad.testing import _SECRET, LocalCluster
+from telegrad.testing.cluster import _SECRET, LocalCluster
 from tests.local.gates import PATIENCE
 
 KEY = "0123456789abcdef" * 4

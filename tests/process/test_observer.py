@@ -1,4 +1,4 @@
-"""A real group with a killed, a stopped and a busy worker, seen from outside."""
+"""A real group with a killed, a stopped and a busy worker, seen from outside; planned kills."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from telegrad.observer.tables import stacks_text, status_text
 from telegrad.observer.trace import collect_trace
 from tests.process import test_kills
 from tests.process.fleet import Fleet
-from tests.process.test_kills import join, start_blocked_calls
+from tests.process.test_kills import call_error, join, start_blocked_calls
 
 pytestmark = pytest.mark.process
 
@@ -31,6 +31,11 @@ def compute() -> None:
 def start_computing(to: str) -> None:
     test_kills._pending.append(rpc.rpc_async(to, compute))
     assert rpc.rpc_sync(to, os.getpid) != os.getpid()
+
+
+def join_with_faults(rank: int, size: int, path: str, plan: str) -> None:
+    os.environ["TELEGRAD_FAULTS"] = plan
+    join(rank, size, path, {})
 
 
 def test_a_dead_a_frozen_and_a_busy_worker_do_not_stop_the_diagnosis(tmp_path: Path) -> None:
@@ -56,3 +61,12 @@ def test_a_dead_a_frozen_and_a_busy_worker_do_not_stop_the_diagnosis(tmp_path: P
         assert "in compute" in stacks_text(stacks)
         names = {event["name"] for event in trace["traceEvents"]}
         assert {"compute on w3", "compute for w0", "block on w2"} <= names
+
+
+def test_a_process_kills_itself_at_a_planned_call(tmp_path: Path) -> None:
+    plan = "kill worker=w1 function=abs at=2"
+    with Fleet(2, join_with_faults, str(tmp_path / "store"), plan) as fleet:
+        assert fleet[0].do(call_error, "w1") == ("none", "")
+        assert fleet[0].do(call_error, "w1")[0] == "PeerLost"
+        fleet[1].process.join(20)
+        assert fleet[1].process.exitcode == -signal.SIGKILL
