@@ -11,8 +11,7 @@ from torch import Tensor
 from telegrad import autograd
 from telegrad.agent import Agent
 from telegrad.errors import PeerLost
-from telegrad.testing import LocalCluster
-from tests.autograd import functions
+from telegrad.testing import LocalCluster, faults
 from tests.autograd.functions import (
     alone,
     assert_equal,
@@ -26,7 +25,7 @@ from tests.autograd.functions import (
     weight,
 )
 from tests.local.conftest import Background
-from tests.local.gates import PATIENCE, Gate
+from tests.local.gates import PATIENCE
 
 _clusters: list[LocalCluster] = []
 
@@ -60,18 +59,14 @@ def check_the_next_context(workers: LocalCluster, dead: str, path: list[str]) ->
     assert_released(alive)
 
 
-def test_a_worker_dies_during_forward(
-    workers: LocalCluster, w0: Agent, gate: Gate, in_background: Background
-) -> None:
+@pytest.mark.parametrize("point", ["call", "reply"])
+def test_a_worker_dies_during_forward(workers: LocalCluster, w0: Agent, point: str) -> None:
     x = new_leaf()
     with autograd.context(agent=w0) as context_id:
         y = w0.call("w2", weigh, x)
-        future = w0.submit("w1", functions.hold_and_weigh, gate, y)
-        gate.wait_for()
-        dying = in_background(workers.kill, "w1")
-        assert isinstance(future.exception(PATIENCE), PeerLost)
-        gate.open()
-        dying.result(PATIENCE)
+        with faults.inject(faults.kill(point, worker="w1", function="weigh")):
+            future = w0.submit("w1", weigh, y)
+            assert isinstance(future.exception(PATIENCE), PeerLost)
         with pytest.raises(PeerLost) as caught:
             autograd.backward(context_id, [y.sum()])
         assert caught.value.peer == "w1"
