@@ -27,6 +27,7 @@ if _typing.TYPE_CHECKING:
     from telegrad.batching import batched as batched
     from telegrad.config import Config as Config
     from telegrad.current import Deadline as Deadline
+    from telegrad.current import WorkerLogFilter as WorkerLogFilter
     from telegrad.current import current_caller as current_caller
     from telegrad.current import current_deadline as current_deadline
     from telegrad.futures import Future as Future
@@ -46,6 +47,7 @@ _DEFINED_IN = {
     "Future": "telegrad.futures",
     "RRef": "telegrad.refs",
     "WorkerInfo": "telegrad.group.membership",
+    "WorkerLogFilter": "telegrad.current",
     "batched": "telegrad.batching",
     "current_agent": "telegrad.agent",
     "current_caller": "telegrad.current",
@@ -62,6 +64,7 @@ __all__ = [
     "Future",
     "RRef",
     "WorkerInfo",
+    "WorkerLogFilter",
     "autograd",
     "batched",
     "cluster",

@@ -14,6 +14,7 @@ thread that serves the call.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -150,6 +151,21 @@ def find_runtime() -> Any:
     """Return the runtime of the current call, else that of the process, unless it is closing."""
     runtime = thread_state.runtime or process_state.runtime
     return None if runtime is None or runtime.closing else runtime
+
+
+class WorkerLogFilter(logging.Filter):
+    """Give each log record the name of its worker, as `record.worker`; "" if there is none.
+
+    >>> handler = logging.StreamHandler()
+    >>> handler.addFilter(WorkerLogFilter())
+    >>> handler.setFormatter(logging.Formatter("%(worker)s: %(message)s"))
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Set `record.worker`; let every record pass."""
+        runtime = thread_state.runtime or process_state.runtime
+        record.worker = "" if runtime is None else runtime.name
+        return True
 
 
 def current_call() -> CurrentCall | None:

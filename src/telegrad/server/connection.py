@@ -236,11 +236,12 @@ class ReplyingConnection(LoopConnection):
         undefined_id = 0
         if function is not None and type(function.function) is UndecodableFunction:
             undefined_id = function_id
-        self._log_failure(name, error)
+        level = logging.WARNING  # unless the caller gets the error and reports it
         for encode in (encode_failure, encode_failure_name):
             try:
                 body = encode(error, self._runtime.name, name)
                 self.channel.send(_FAILURE, call.call_id, body, function=undefined_id)
+                level = logging.INFO
                 break
             except ChannelClosed as closed:
                 _log.debug("the caller of %s is gone and gets no failure: %s", name, closed)
@@ -250,15 +251,18 @@ class ReplyingConnection(LoopConnection):
         else:
             _log.error("%s gets no answer of %s; its connection ends", self.peer_name, name)
             self.channel.shutdown()
+        self._log_failure(name, error, level)
         self._mark_answered(call, type(error).__name__)
 
-    def _log_failure(self, name: str, error: BaseException) -> None:
+    def _log_failure(self, name: str, error: BaseException, level: int) -> None:
+        if isinstance(error, TelegradError) or not _log.isEnabledFor(level):
+            return
         try:
-            if not isinstance(error, TelegradError):
-                trace = remote_traceback(error)
-                _log.warning("%s called %s, which raised\n%s", self.peer_name, name, trace)
+            trace = remote_traceback(error)
+            _log.log(level, "%s called %s, which raised\n%s", self.peer_name, name, trace)
         except BaseException as failure:
-            _log.warning(
+            _log.log(
+                level,
                 "%s called %s, which raised %s (%s)",
                 self.peer_name,
                 name,
