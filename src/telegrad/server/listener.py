@@ -172,12 +172,13 @@ class Listener:
             if peer["purpose"] == PROBE:
                 sock.close()
                 return
+            # not on this thread: those of handshakes are limited
             if peer["purpose"] == BULK:
                 self._forget_unauthenticated(sock)
-                self._endpoint.bulk.serve(connection.sock, incarnation)  # until it ends
+                serve = functools.partial(self._endpoint.bulk.serve, connection.sock, incarnation)
+                self._runtime.threads.start(serve)  # until it ends
                 return
             if peer["purpose"] == OBSERVE:
-                # not on this thread: those of handshakes are limited
                 self._runtime.threads.start(lambda: self._serve_observer(connection))
                 return
             if _resumes(peer):
