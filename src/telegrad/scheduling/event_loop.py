@@ -103,15 +103,21 @@ class EventLoop(ConnectionPoller):
 
     def add(self, connection: LoopConnection) -> None:
         """Read a connection from now on. Raise `ChannelClosed` if the loop has ended."""
-        fd = connection.channel.fileno()
+        channel = connection.channel
         connection.loop = self
+        # before it is watched: its descriptor may change at any moment
+        channel.on_send_blocked = lambda: self._watch_until_writable(connection)
+        channel.on_descriptor_changed = lambda: self._watch_new_descriptor(connection)
+        channel.on_frame = lambda: self.post(connection)
         with self._lock:
             if self._wake_fd < 0:
                 raise ChannelClosed("this worker is shutting down")
             self._connections.add(connection)
             try:
-                if fd is not None:
-                    self._update_epoll(connection, fd, READ)
+                with channel.descriptor_lock:
+                    fd = channel.fileno()
+                    if fd is not None and not connection.watched_events:
+                        self._update_epoll(connection, fd, READ)
                 if not self._started:
                     self._threads.start(lambda: self._lead(0))
                     self._clock.add_listener(self)
@@ -119,9 +125,6 @@ class EventLoop(ConnectionPoller):
             except BaseException:
                 self._remove(connection)
                 raise
-        connection.channel.on_send_blocked = lambda: self._watch_until_writable(connection)
-        connection.channel.on_descriptor_changed = lambda: self._watch_new_descriptor(connection)
-        connection.channel.on_frame = lambda: self.post(connection)
         self.post(connection)  # frames may have arrived before
 
     def close(self) -> None:
@@ -368,9 +371,7 @@ class EventLoop(ConnectionPoller):
                 return None
             connection.hold_count += 1
             self._current = None
-            fd = connection.channel.fileno()
-            if fd is not None and connection.watched_events:
-                self._update_epoll(connection, fd, 0)
+            self._unregister(connection)
             return connection
 
     def end_backpressure(self, connection: LoopConnection) -> None:

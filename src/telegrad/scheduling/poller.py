@@ -185,11 +185,10 @@ class ConnectionPoller:
         self, connection: LoopConnection, events: int, only_if_watched: bool = False
     ) -> None:
         """Watch a connection for other events from now on, unless it has ended."""
-        fd = connection.channel.fileno()
-        if fd is None:
-            return
-        with self._lock:
-            if connection not in self._connections:
+        channel = connection.channel
+        with self._lock, channel.descriptor_lock:
+            fd = channel.fileno()
+            if fd is None or connection not in self._connections:
                 return
             if only_if_watched and not connection.watched_events:
                 return
@@ -214,10 +213,11 @@ class ConnectionPoller:
         with self._lock:
             if connection in self._connections:
                 self._unregister(connection)
-                fd = connection.channel.fileno()
-                held = connection.hold_count or connection.receives_large_frame
-                if fd is not None and fd >= 0 and not held:
-                    self._update_epoll(connection, fd, READ)
+                with connection.channel.descriptor_lock:
+                    fd = connection.channel.fileno()
+                    held = connection.hold_count or connection.receives_large_frame
+                    if fd is not None and fd >= 0 and not held:
+                        self._update_epoll(connection, fd, READ)
         self.post(connection)
 
     def _remove(self, connection: LoopConnection) -> None:

@@ -15,9 +15,12 @@ Rules for all implementations (one test suite checks them all):
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire.frames import Frame, Kind
@@ -63,6 +66,8 @@ class Channel(ABC):
     on_send_blocked: Callable[[], None] | None = None
     # called when `fileno` has changed, or when the channel has ended and none is left
     on_descriptor_changed: Callable[[], None] | None = None
+    # while it is held, `fileno` does not change and its descriptor is not closed
+    descriptor_lock: AbstractContextManager[Any] = contextlib.nullcontext()
     # seconds of silence that are no reason to give the peer up
     silence_limit = 0.0
     # Set whenever bytes arrive, cleared by the heartbeat. So a long frame is a sign of life, too.

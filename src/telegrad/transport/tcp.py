@@ -120,7 +120,7 @@ class TcpChannel(Channel):
         self._pool = pool
         self._max_frame = max_frame
         self._peer_max_frame = peer_max_frame
-        self._condition = threading.Condition()
+        self._condition = self.descriptor_lock = threading.Condition()
         self._state = _OPEN
         self._generation = 0
         self._error = "the channel was shut"
@@ -232,9 +232,10 @@ class TcpChannel(Channel):
             fd, generation = self._socket.fileno(), self._generation
             if self._state is _INTERRUPTED or self.on_frame is not None or fd < 0:
                 return
-        poller = select.poll()
-        poller.register(fd, select.POLLRDHUP)
-        if poller.poll(0):
+            poller = select.poll()
+            poller.register(fd, select.POLLRDHUP)
+            ended = bool(poller.poll(0))
+        if ended:
             self.interrupt(ChannelClosed("the connection was closed"), generation)
 
     def _wait_until_sent(self, timeout: float | None) -> None:
@@ -638,6 +639,7 @@ class TcpChannel(Channel):
         Raise `ChannelClosed` if the channel was closed meanwhile.
         """
         _set_options(sock)
+        self._notify_loop()  # it must not watch the old descriptor when that is closed
         with self._send_lock:
             with self._receive_lock:
                 self._forget_acknowledged(peer_received)
