@@ -93,7 +93,8 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     until = time.monotonic() + _MOMENT
     while left and time.monotonic() < until:
         for thread in _our_threads():
-            thread.join(0.05)
+            if thread.ident is not None:  # else it is about to start
+                thread.join(0.05)
         if "threads" not in left:
             gc.collect()  # costs more than most tests, so only where something seems to be left
         left = _belongings().beyond(before)
