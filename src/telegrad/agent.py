@@ -170,6 +170,17 @@ class Agent:
         """Return the values of all workers by name. Raise `GroupBroken` if one is missing."""
         return self._runtime.all_gather(value, names, timeout)
 
+    def on_join(self, listener: Callable[[str, str], None]) -> None:
+        """Call `listener(name, incarnation)` when a worker joins, or comes back under its name.
+
+        It is called once for each start of a worker (incarnation) after this call, but not for
+        this worker and not for one that has ended before it was seen. Expect it about a second
+        after the worker has joined, in a group of more than 100 workers one second per 100 of them,
+        and at once if the worker calls this one. If a worker comes back, listeners of `on_loss`
+        get its earlier incarnation first. The listener must not block.
+        """
+        self._runtime.on_join(listener)
+
     def on_loss(self, listener: Callable[[str, str], None]) -> None:
         """Call `listener(name, incarnation)` when a worker is lost. It must not block."""
         self._runtime.on_loss(listener)

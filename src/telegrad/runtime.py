@@ -42,6 +42,7 @@ from telegrad.group.collectives import Collectives, group_broken
 from telegrad.group.endpoint import LocalEndpoint
 from telegrad.group.failure_detector import FailureDetector, LossListener, lost_notice
 from telegrad.group.hosts import host_id
+from telegrad.group.joins import JoinListener, JoinWatcher
 from telegrad.group.main_module import main_module_identity
 from telegrad.group.membership import Directory, Member, WorkerInfo, check_name
 from telegrad.group.secret import group_key
@@ -112,6 +113,7 @@ class AgentRuntime:
         self.function_table = FunctionTable()
         self.functions = FunctionRegistry(self.config.only_registered)
         self.failures = FailureDetector(self)
+        self.joins = JoinWatcher(self)
         self.cuda_transfers = CudaTransfers(self)
         self.peers = PeerTable(self)
         self.group = ""
@@ -147,6 +149,7 @@ class AgentRuntime:
         self.listener.accept()
         self.clock.add_listener(self.executor)
         maintenance.start(self)
+        self.joins.start()
         _runtimes.add(self)
 
     def _set_up(self) -> None:
@@ -421,7 +424,11 @@ class AgentRuntime:
             members = sorted(map(self.directory.find, set(names)), key=lambda member: member.rank)
         return [member.name for member in members]
 
-    # Lost workers
+    # Workers that join and are lost
+
+    def on_join(self, listener: JoinListener) -> None:
+        """Call `listener(name, incarnation)` when a worker joins. It must not block."""
+        self.joins.add_listener(listener)
 
     def on_loss(self, listener: LossListener) -> None:
         """Call `listener(name, incarnation)` when a worker is lost. It must not block."""

@@ -5,7 +5,7 @@ group's secret (`SignedStore`):
 
     group            whether the size is fixed, a random id, and the worker that wrote this entry;
                      other groups cannot connect
-    slot/<i>         the rank of the i-th worker that has registered
+    slot/<i>         the rank of the i-th worker that has registered, also if it came back
     rank/<r>         JSON of the member with that rank: the fields of `Member`
     name/<name>      the rank of the worker with that name
     check/<r>        what the network check of that worker has found, as JSON
@@ -17,7 +17,7 @@ may not know the secret, so that text is not signed, and nothing depends on it.
 
 State: `_members` (the entries read so far, by rank), `_names` (by incarnation) and `_slots` (ranks,
 by slot) are written by atomic operations of the dict. Entries are replaced, never changed. `_slot`
-is set once.
+is set once. `_arrivals` belongs to the thread that calls `arrivals`.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ class Directory:
         self._names: dict[Incarnation, str] = {}  # of every incarnation ever seen
         self._slots: dict[int, int] = {}
         self._slot = 0  # that of this worker
+        self._arrivals = 0  # slots whose workers `arrivals` has returned
         self._store.group = self.group = self._agree_on_group(fixed_size)
 
     def __repr__(self) -> str:
@@ -175,11 +176,7 @@ class Directory:
                 raise _taken(member if other is None else other, name)
         self._remember(member)
         self._write_name(member)
-        if self.has_come_back(member):
-            self._read_slots()
-            self._slot = len(self._slots)
-        if rank not in self._slots.values():
-            self._slot = self._store.claim("slot", lambda _: str(rank))
+        self._slot = self._store.claim("slot", lambda _: str(rank))
         return member
 
     def has_come_back(self, member: Member) -> bool:
@@ -310,6 +307,16 @@ class Directory:
             if member is not None and not member.left:
                 found[member.rank] = member
         return list(found.values())
+
+    def arrivals(self) -> list[Member]:
+        """Return the members that have registered since the last call, also those that came back.
+
+        Only one thread may call this at a time. If there are none, it is one request to the store.
+        """
+        self._read_slots()
+        first, self._arrivals = self._arrivals, len(self._slots)
+        ranks = dict.fromkeys(self._slots[slot] for slot in range(first, self._arrivals))
+        return [member for rank in ranks if (member := self._read(rank)) is not None]
 
     def is_current(self, name: str, incarnation: Incarnation) -> bool:
         """Return whether this incarnation is the last that was read under this name."""

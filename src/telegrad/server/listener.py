@@ -32,6 +32,7 @@ from telegrad.group.endpoint import (
     shut_sockets,
 )
 from telegrad.group.failure_detector import FailureDetector
+from telegrad.group.joins import JoinWatcher
 from telegrad.group.membership import Member
 from telegrad.messages.device_routes import is_device_map
 from telegrad.scheduling.clock import Clock
@@ -77,6 +78,7 @@ class ListenerRuntime(ServerRuntime, Protocol):
     local_member: Member
     group: str
     failures: FailureDetector
+    joins: JoinWatcher
 
     def serve_observer(self, connection: AuthenticatedSocket) -> None: ...
 
@@ -314,6 +316,7 @@ class Listener:
         if self._runtime.closing or self._runtime.failures.is_lost(connection.incarnation):
             connection.on_ended(ChannelClosed("this worker is shutting down"))
         else:
+            self._runtime.joins.peer_connected(connection.peer_name, connection.incarnation)
             self._serve(connection)
 
     def _serve(self, connection: ServerConnection) -> None:
