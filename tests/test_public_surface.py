@@ -39,6 +39,7 @@ MODULES = [
     "telegrad.rpc.options",
     "telegrad.testing.cluster",
     "telegrad.testing.faults",
+    "telegrad.worker_group",
 ]
 
 

@@ -36,6 +36,8 @@ if _typing.TYPE_CHECKING:
     from telegrad.messages.remote_functions import expose as expose
     from telegrad.refs import RRef as RRef
     from telegrad.refs import remote as remote
+    from telegrad.worker_group import GroupResult as GroupResult
+    from telegrad.worker_group import WorkerGroup as WorkerGroup
 
 __version__ = "0.1.0"
 
@@ -45,7 +47,9 @@ _DEFINED_IN = {
     "Config": "telegrad.config",
     "Deadline": "telegrad.current",
     "Future": "telegrad.futures",
+    "GroupResult": "telegrad.worker_group",
     "RRef": "telegrad.refs",
+    "WorkerGroup": "telegrad.worker_group",
     "WorkerInfo": "telegrad.group.membership",
     "WorkerLogFilter": "telegrad.current",
     "batched": "telegrad.batching",
@@ -62,7 +66,9 @@ __all__ = [
     "Config",
     "Deadline",
     "Future",
+    "GroupResult",
     "RRef",
+    "WorkerGroup",
     "WorkerInfo",
     "WorkerLogFilter",
     "autograd",
