@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from telegrad import Agent
 from telegrad.group import joins
 from telegrad.testing import LocalCluster
+from tests.local.counting_store import CountingStore
 from tests.local.gates import Log
 
 
@@ -92,21 +91,6 @@ def test_a_listener_that_raises_does_not_stop_the_others(
     assert "a listener failed when worker 'late' joined" in caplog.text
 
 
-class CountingStore(dist.HashStore):
-    """Count the operations of one agent."""
-
-    def __init__(self, store: Any) -> None:
-        super().__init__()
-        self._shared = store
-        self.count = 0
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("add", "get", "set", "check", "compare_set"):
-            self.count += 1
-            return getattr(self._shared, name)
-        return super().__getattribute__(name)
-
-
 def test_a_look_at_an_unchanged_directory_is_one_request() -> None:
     with LocalCluster(20, fixed_size=False) as cluster:
         store = CountingStore(cluster.store)
@@ -116,3 +100,34 @@ def test_a_look_at_an_unchanged_directory_is_one_request() -> None:
             before = store.count
             assert directory.arrivals() == []
             assert store.count - before == 1
+
+
+def test_the_requests_of_a_join_do_not_grow_with_the_group() -> None:
+    counts = []
+    for size in (4, 64):
+        cluster = LocalCluster(size)
+        for agent in cluster.agents[:-1]:
+            agent.open(wait=False)
+        store = CountingStore(cluster.store)
+        last = Agent(
+            f"w{size - 1}", store=store, rank=size - 1, world_size=size, config=cluster.config
+        )
+        try:
+            last.open()
+            assert len(last.get_worker_infos()) == size
+        finally:
+            last.close()
+            cluster.close()
+        counts.append(store.count)
+    # the search for a free slot takes a few more
+    assert counts[1] - counts[0] < 12
+
+
+def test_the_requests_for_all_members_do_not_grow_with_the_group() -> None:
+    with LocalCluster(40, fixed_size=False) as cluster:
+        store = CountingStore(cluster.store)
+        with Agent("late", store=store, config=cluster.config) as agent:
+            agent.get_worker_infos()
+            before = store.count
+            assert len(agent.get_worker_infos()) == 41
+            assert store.count - before < 4

@@ -15,9 +15,10 @@ and replaces its entry with a new incarnation. Nothing that is read from the sto
 A worker that cannot join writes the reason under problem/<rank>, for the errors of the others. It
 may not know the secret, so that text is not signed, and nothing depends on it.
 
-State: `_members` (the entries read so far, by rank), `_names` (by incarnation) and `_slots` (ranks,
-by slot) are written by atomic operations of the dict. Entries are replaced, never changed. `_slot`
-is set once. `_arrivals` belongs to the thread that calls `arrivals`.
+State: `_members` (the entries read so far, by rank), `_by_name` (the same), `_names` (by
+incarnation) and `_slots` (ranks, by slot) are written by atomic operations of the dict. Entries are
+replaced, never changed. `_slot` is set once. `_arrivals` belongs to the thread that calls
+`arrivals`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ from telegrad.wire.handshake import Incarnation
 _POLL = (0.002, 0.1)
 _LOOK_FOR_PROBLEMS = 1.0  # seconds between two looks for problems of missing workers
 _MAX_PROBLEM = 500  # characters
+_MAX_PROBLEMS = 16  # missing workers whose problems are looked for while this one waits
+_POLLS_PER_SECOND = 2000  # of all workers that wait for the others, together
+_MANY = 64  # entries that are read together
 
 _log = logging.getLogger(__name__)
 
@@ -123,6 +127,7 @@ class Directory:
         self._name = name
         self._rank = rank
         self._members: dict[int, Member] = {}
+        self._by_name: dict[str, Member] = {}
         self._names: dict[Incarnation, str] = {}  # of every incarnation ever seen
         self._slots: dict[int, int] = {}
         self._slot = 0  # that of this worker
@@ -192,26 +197,19 @@ class Directory:
 
     def wait_for_checks(self, members: Sequence[Member], until: float) -> list[str]:
         """Wait for the results of the network checks of all members."""
-        results: dict[str, str] = {}
-
-        def read() -> list[str]:
-            for member in members:
-                if member.name not in results:
-                    entry = self._store.read(f"check/{member.rank}", f"worker {member.name!r}")
-                    if entry is not None:
-                        results[member.name] = entry.value
-            return [member.name for member in members if member.name not in results]
-
+        names = {f"check/{member.rank}": member.name for member in members}
+        subjects = {key: f"worker {name!r}" for key, name in names.items()}
         pause = _POLL[0]
-        while missing := read():
+        while (entries := self._store.read_all(subjects)) is None:
             if time.monotonic() > until:
+                missing = [name for key, name in names.items() if not self._store.exists(key)]
                 raise JoinError(
                     f"these workers did not finish their network check within Config.join_timeout: "
                     f"{', '.join(missing)}"
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, _POLL[1])
-        return list(results.values())
+        return [entry.value for entry in entries]
 
     def _report_problem(self, reason: str) -> None:
         """Let the workers that wait for this one know why it did not join."""
@@ -222,23 +220,24 @@ class Directory:
         """Wait until every rank of a group of fixed size has registered. Names must differ."""
         until, pause = time.monotonic() + timeout, _POLL[0]
         look_at = time.monotonic() + _LOOK_FOR_PROBLEMS
-        missing = list(range(world_size))
         problems: dict[int, str] = {}
-        while missing:
-            missing = [rank for rank in missing if self._read(rank) is None]
-            if missing:
-                now = time.monotonic()
-                if now > min(until, look_at):
-                    self._look_for_problems(missing, problems)
-                    look_at = now + _LOOK_FOR_PROBLEMS
-                if now > until:
-                    raise JoinError(
-                        f"only {world_size - len(missing)} of {world_size} workers came within "
-                        f"{timeout} s; missing ranks: {missing}. Start them, or raise "
-                        f"Config.join_timeout{_describe_problems(missing, problems)}"
-                    )
-                time.sleep(pause)
-                pause = min(pause * 1.5, _POLL[1])
+        while not self._read_all(range(world_size)):
+            now = time.monotonic()
+            if now > until:
+                missing = self._missing(range(world_size), world_size)
+                self._look_for_problems(missing, problems)
+                raise JoinError(
+                    f"only {world_size - len(missing)} of {world_size} workers came within "
+                    f"{timeout} s; missing ranks: {missing}. Start them, or raise "
+                    f"Config.join_timeout{_describe_problems(missing, problems)}"
+                )
+            if now > look_at:
+                missing = self._missing(range(world_size), _MAX_PROBLEMS)
+                self._look_for_problems(missing, problems)
+                look_at = now + _LOOK_FOR_PROBLEMS
+            time.sleep(pause)
+            # In a large group, not all workers poll the store all the time.
+            pause = min(pause * 1.5, max(_POLL[1], world_size / _POLLS_PER_SECOND))
         ranks: dict[str, int] = {}
         for member in self.members(refresh=False):
             if member.name in ranks:
@@ -247,6 +246,15 @@ class Directory:
                     f"Workers {ranks[member.name]} and {member.rank} share it; give each its own"
                 )
             ranks[member.name] = member.rank
+
+    def _missing(self, ranks: Sequence[int], limit: int) -> list[int]:
+        """Return up to `limit` ranks that have not registered, with few requests to the store."""
+        missing: list[int] = []
+        for first in range(0, len(ranks), _MANY):
+            part = ranks[first : first + _MANY]
+            if len(missing) < limit and not self._store.exists(*(f"rank/{rank}" for rank in part)):
+                missing += [rank for rank in part if not self._store.exists(f"rank/{rank}")]
+        return missing[:limit]
 
     def _look_for_problems(self, ranks: Sequence[int], problems: dict[int, str]) -> None:
         """Add the problems that missing workers have reported. Log those that are new."""
@@ -291,8 +299,7 @@ class Directory:
         """Return all members that have not left, by rank."""
         if refresh:
             self._read_slots()
-            for rank in sorted(set(self._slots.values())):
-                self._read(rank)
+            self._read_all(sorted(set(self._slots.values())))
         present = [member for member in list(self._members.values()) if not member.left]
         return sorted(present, key=lambda member: member.rank)
 
@@ -315,8 +322,10 @@ class Directory:
         """
         self._read_slots()
         first, self._arrivals = self._arrivals, len(self._slots)
-        ranks = dict.fromkeys(self._slots[slot] for slot in range(first, self._arrivals))
-        return [member for rank in ranks if (member := self._read(rank)) is not None]
+        ranks = list(dict.fromkeys(self._slots[slot] for slot in range(first, self._arrivals)))
+        if ranks:
+            self._read_all(ranks)
+        return [self._members[rank] for rank in ranks]
 
     def is_current(self, name: str, incarnation: Incarnation) -> bool:
         """Return whether this incarnation is the last that was read under this name."""
@@ -337,7 +346,10 @@ class Directory:
         """Return a member without reading the store."""
         if isinstance(key, int):
             return self._members.get(key)
-        return next((each for each in list(self._members.values()) if each.name == key), None)
+        member = self._by_name.get(key)
+        # otherwise another worker has taken its rank
+        is_member = member is not None and self._members.get(member.rank) is member
+        return member if is_member else None
 
     def _member_with_name(self, name: str) -> Member | None:
         entry = self._store.read(f"name/{name}", f"worker {name!r}")
@@ -380,19 +392,35 @@ class Directory:
             previous = self._store.read(key, f"worker {member.name!r}")
 
     def _read_slots(self) -> None:
-        slot = len(self._slots)
-        while True:
-            entry = self._store.read(f"slot/{slot}", f"the worker that registered as number {slot}")
-            if entry is None:
-                return
-            self._slots[slot] = int(entry.value)
-            slot += 1
+        """Read the slots that were added. If there are none, it is one request to the store."""
+        count = 1
+        while count:
+            first = len(self._slots)
+            slots = range(first, first + count)
+            entries = self._store.read_all(
+                {f"slot/{slot}": f"the worker that registered as number {slot}" for slot in slots}
+            )
+            if entries is None:
+                count //= 2
+            else:
+                ranks = [int(entry.value) for entry in entries]
+                self._slots.update(zip(slots, ranks, strict=True))
+                count = min(2 * count, _MANY)
+
+    def _read_all(self, ranks: Sequence[int]) -> bool:
+        """Read the entries of these ranks. Return False if one has none."""
+        subjects = {f"rank/{rank}": self._subject(rank) for rank in ranks}
+        entries = self._store.read_all(subjects)
+        for entry in entries or ():
+            self._remember(_from_json(entry))
+        return entries is not None
+
+    def _subject(self, rank: int) -> str:
+        known = self._members.get(rank)
+        return f"the worker with rank {rank}" if known is None else f"worker {known.name!r}"
 
     def _read(self, rank: int, subject: str = "") -> Member | None:
-        if not subject:
-            known = self._members.get(rank)
-            subject = f"the worker with rank {rank}" if known is None else f"worker {known.name!r}"
-        entry = self._store.read(f"rank/{rank}", subject)
+        entry = self._store.read(f"rank/{rank}", subject or self._subject(rank))
         if entry is None:
             return None
         member = _from_json(entry)
@@ -400,7 +428,7 @@ class Directory:
         return member
 
     def _remember(self, member: Member) -> None:
-        self._members[member.rank] = member
+        self._members[member.rank] = self._by_name[member.name] = member
         self._names[member.incarnation] = member.name
 
 
@@ -419,6 +447,9 @@ def read_members(store: Store, key: bytes) -> tuple[str, list[Member]]:
     return signed.group, [member for member in members if not member.left]
 
 
+_FIELDS = tuple(field.name for field in fields(Member))
+
+
 def _to_json(member: Member) -> str:
     return json.dumps(asdict(member))
 
@@ -426,7 +457,7 @@ def _to_json(member: Member) -> str:
 def _from_json(entry: Entry) -> Member:
     """Return the member of an entry. Fields that this version does not have are ignored."""
     values = json.loads(entry.value)
-    known = {field.name: values[field.name] for field in fields(Member) if field.name in values}
+    known = {name: values[name] for name in _FIELDS if name in values}
     return Member(**{**known, "addresses": tuple(known["addresses"])})
 
 

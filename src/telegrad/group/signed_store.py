@@ -19,7 +19,7 @@ import hashlib
 import hmac
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from telegrad.errors import JoinError, StoreTampered
@@ -58,30 +58,52 @@ class SignedStore:
         """
         with self._lock:
             text = self._get(key)
-            seen = self._seen.get(key)
-            if text is None:
-                if seen is None:
-                    return None
+            if text is not None:
+                return self._verify(key, subject, text)
+            if key in self._seen:
                 raise _removed(key, subject)
-            if seen is not None and seen.text == text:
-                return seen
-            entry = self._parse(key, text)
-            if entry is None:
-                raise _tampered(
-                    key,
-                    subject,
-                    "was changed by someone without the group's secret (or by a worker with "
-                    "another TELEGRAD_SECRET)",
-                )
-            if seen is not None and entry.number <= seen.number:
-                raise _tampered(
-                    key,
-                    subject,
-                    f"was put back: it is number {entry.number}, and this worker has read number "
-                    f"{seen.number}",
-                )
-            self._seen[key] = entry
-            return entry
+            return None
+
+    def read_all(self, subjects: Mapping[str, str]) -> list[Entry] | None:
+        """Return the entries with the keys of `subjects`; None if one does not exist.
+
+        This takes two requests to the store, however many entries there are. Raise as `read` does.
+        """
+        with self._lock:
+            keys = list(subjects)
+            if not self._have(keys):
+                return None
+            try:
+                found = self._store.multi_get(keys)
+            except (RuntimeError, AttributeError) as error:  # as in `_get`
+                raise _no_answer(error) from error
+            return [
+                self._verify(key, subjects[key], bytes(value).decode("utf-8", "replace"))
+                for key, value in zip(keys, found, strict=True)
+            ]
+
+    def _verify(self, key: str, subject: str, text: str) -> Entry:
+        """Under the lock: return the entry of a text that was read. See `read`."""
+        seen = self._seen.get(key)
+        if seen is not None and seen.text == text:
+            return seen
+        entry = self._parse(key, text)
+        if entry is None:
+            raise _tampered(
+                key,
+                subject,
+                "was changed by someone without the group's secret (or by a worker with "
+                "another TELEGRAD_SECRET)",
+            )
+        if seen is not None and entry.number <= seen.number:
+            raise _tampered(
+                key,
+                subject,
+                f"was put back: it is number {entry.number}, and this worker has read number "
+                f"{seen.number}",
+            )
+        self._seen[key] = entry
+        return entry
 
     def last_seen(self, key: str) -> Entry | None:
         """Return the entry that was read or written last, without reading the store."""
@@ -121,10 +143,10 @@ class SignedStore:
             free += 1
         return free
 
-    def exists(self, key: str) -> bool:
-        """Return whether the store has a key, whoever wrote it."""
+    def exists(self, *keys: str) -> bool:
+        """Return whether the store has all these keys, whoever wrote them."""
         with self._lock:
-            return self._get(key) is not None
+            return self._have(keys)
 
     def read_unsigned(self, key: str) -> str | None:
         """Return a text that anybody may have written: for messages to a person only."""
@@ -140,10 +162,16 @@ class SignedStore:
         """Release the store."""
         self._store = None
 
-    def _get(self, key: str) -> str | None:
+    def _have(self, keys: Sequence[str]) -> bool:
         try:
-            if not self._store.check([key]):
-                return None
+            return bool(self._store.check(list(keys)))
+        except (RuntimeError, AttributeError) as error:  # as in `_get`
+            raise _no_answer(error) from error
+
+    def _get(self, key: str) -> str | None:
+        if not self._have([key]):
+            return None
+        try:
             return bytes(self._store.get(key)).decode("utf-8", "replace")
         # the worker that hosted the store has ended, or this one has left
         except (RuntimeError, AttributeError) as error:
