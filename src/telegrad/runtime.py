@@ -64,6 +64,7 @@ S = TypeVar("S")
 
 DEFAULT = object()  # a timeout that was not given: the config's
 _JOIN_THREADS = 2.0  # seconds to wait for threads when the agent closes
+_MAX_NAMES = 8  # in a message of the log
 _WAIT_FOR_OTHERS = 5.0  # seconds that the leader of a shutdown waits for the others to close
 
 _log = logging.getLogger(__name__)
@@ -227,7 +228,10 @@ class AgentRuntime:
             self.listener.wait_until_unused(_WAIT_FOR_OTHERS)
         self.close()
         if missing:
-            _log.warning("worker %r shut down without %s", self.name, ", ".join(sorted(missing)))
+            names = sorted(missing)
+            rest = f" and {len(names) - _MAX_NAMES} others" if len(names) > _MAX_NAMES else ""
+            text = ", ".join(names[:_MAX_NAMES]) + rest
+            _log.warning("worker %r shut down without %s", self.name, text)
         return tuple(sorted(missing))
 
     def close(self, reason: str = "") -> None:

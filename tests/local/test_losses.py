@@ -15,7 +15,7 @@ import pytest
 
 from telegrad import Agent, current_agent
 from telegrad.errors import GroupBroken, PeerLost, UsageError
-from telegrad.group import maintenance
+from telegrad.group import collectives, maintenance
 from telegrad.group.membership import Member
 from telegrad.runtime import AgentRuntime
 from telegrad.testing import LocalCluster
@@ -635,3 +635,12 @@ def test_who_connects_to_a_worker_that_is_given_up_does_not_wait(
         w0._runtime.failures.declare_lost("gone", member.incarnation, reason="it was silent")
         assert isinstance(dialling.exception(PATIENCE), PeerLost)
         assert not w0._runtime.endpoint._connecting
+
+
+def test_a_leader_does_not_connect_to_those_who_report_soon(
+    cluster: Clusters, in_background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "_ASK_AFTER", 1.0)
+    group = cluster(6)
+    everywhere(in_background, group.agents, lambda agent: agent.barrier())
+    assert [peer.member.name for peer in group["w0"]._runtime.peers.all()] == ["w0"]

@@ -19,11 +19,12 @@ under `_lock`.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from telegrad.current import thread_state
@@ -39,6 +40,10 @@ from telegrad.wire.handshake import Incarnation
 # workers.
 _GRACE = 5.0
 _ASK_AGAIN = 1.0
+# Seconds for each participant before the missing ones are asked, at most one second in all: most
+# report by themselves, and the leader need not connect to them.
+_ASK_AFTER = 0.001
+_MAX_NAMES_TEXT = 200
 _log = logging.getLogger(__name__)
 
 
@@ -77,12 +82,12 @@ class GatherResult(NamedTuple):
     values: dict[str, Any]
     lost: tuple[str, ...]
     late: tuple[str, ...]
-    reports: tuple[Report, ...] = ()
+    reports: dict[Incarnation, int] = {}  # noqa: RUF012  # the counts of those that reported
     late_incarnations: tuple[Incarnation, ...] = ()
 
-    def answers(self, report: Report) -> bool:
+    def answers(self, incarnation: Incarnation, number: int) -> bool:
         """Return whether this is the result of the gather that a report belongs to."""
-        return report in self.reports or report.incarnation in self.late_incarnations
+        return self.reports.get(incarnation) == number or incarnation in self.late_incarnations
 
 
 class _Gather:
@@ -94,6 +99,7 @@ class _Gather:
         self.values: dict[str, Any] = {}
         self.reports: dict[str, Report] = {}
         self.lost: set[str] = set()
+        self.unknown = set(expected)  # those that have neither reported nor were lost
 
     @property
     def missing(self) -> list[str]:
@@ -101,11 +107,16 @@ class _Gather:
             name for name in self.expected if name not in self.reports and name not in self.lost
         ]
 
+    @property
+    def numbers(self) -> dict[Incarnation, int]:
+        """The reports without names. A dict of text and numbers is packed and unpacked fast."""
+        return {report.incarnation: report.number for report in self.reports.values()}
+
     def result(self, incarnations: dict[str, Incarnation]) -> GatherResult:
         """Return the result if the gather ends now; `incarnations` are those of all members."""
         late = tuple(self.missing)
         late_incarnations = tuple(incarnations[name] for name in late if name in incarnations)
-        reports = tuple(self.reports.values())
+        reports = self.numbers
         lost = tuple(sorted(self.lost))
         return GatherResult(dict(self.values), lost, late, reports, late_incarnations)
 
@@ -144,7 +155,7 @@ class Collectives:
         All participants call this with the same names, in the same order, and the same topic.
         """
         names = tuple(names)
-        sequence = f"{topic}:{','.join(names)}"
+        sequence = f"{topic}:{_short_text(names)}"
         member = self._runtime.local_member
         with self._lock:
             self._started[sequence] += 1
@@ -195,7 +206,7 @@ class Collectives:
         """Add the report of a participant to a gather that this agent leads."""
         with self._lock:
             last = self._results.get(sequence)
-            if last is not None and last.answers(report):
+            if last is not None and last.answers(report.incarnation, report.number):
                 still_late = (
                     incarnation
                     for incarnation in last.late_incarnations
@@ -211,6 +222,7 @@ class Collectives:
                 gather = self._gathers[sequence] = _Gather(names)
             gather.values[report.name] = value
             gather.reports[report.name] = report
+            gather.unknown.discard(report.name)
             gather.lost.discard(report.name)  # it has come back
         if is_first:
             runtime = self._runtime
@@ -230,6 +242,7 @@ class Collectives:
         for sequence, gather in gathers:
             if name in gather.expected and name not in gather.reports:
                 gather.lost.add(name)
+                gather.unknown.discard(name)
                 self._finish_if_complete(sequence, gather)
 
     def _watch(self, sequence: str, gather: _Gather) -> None:
@@ -253,25 +266,24 @@ class Collectives:
             if result is not None:
                 self._complete(sequence, gather, result)
 
-        while not gather.done.done() and not self._runtime.closing:
+        pause = min(_ASK_AFTER * len(gather.expected), _ASK_AGAIN)
+        while not _ends_within(gather.done, pause) and not self._runtime.closing:
+            pause = _ASK_AGAIN
+            numbers = gather.numbers
             for name in gather.missing:
                 if name in asked:
                     continue
                 asked.add(name)
-                args = (sequence, tuple(gather.reports.values()))
+                args = (sequence, numbers)
                 try:
                     reply = self._start(name, _result_for, args, None)
                 except TelegradError:
                     self.worker_lost(name)
                 else:
                     reply.add_done_callback(lambda done, name=name: on_reply(name, done))  # type: ignore[misc]
-            try:
-                gather.done.exception(_ASK_AGAIN)
-            except CallTimeout:
-                continue
 
     def _finish_if_complete(self, sequence: str, gather: _Gather) -> None:
-        if not gather.missing:
+        if not gather.unknown:
             self._finish(sequence, gather)
 
     def _finish(self, sequence: str, gather: _Gather) -> None:
@@ -297,11 +309,11 @@ class Collectives:
 
     # Results that are known here
 
-    def result_for(self, sequence: str, reports: Sequence[Report]) -> GatherResult | None:
+    def result_for(self, sequence: str, reports: Mapping[Incarnation, int]) -> GatherResult | None:
         """Return the result of the gather, led by another worker, that these reports belong to."""
         with self._lock:
             last = self._results.get(sequence)
-        if last is None or not any(last.answers(Report(*each)) for each in reports):
+        if last is None or not any(last.answers(*each) for each in reports.items()):
             return None
         return last
 
@@ -313,8 +325,16 @@ class Collectives:
         last = self._results.get(sequence)
         if last is None:
             return False
-        known = {report.incarnation: report.number for report in last.reports}
-        return any(report.number <= known.get(report.incarnation, 0) for report in result.reports)
+        return any(
+            number <= last.reports.get(incarnation, 0)
+            for incarnation, number in result.reports.items()
+        )
+
+
+def _short_text(names: tuple[str, ...]) -> str:
+    """Return a text that identifies these names; of many names, a digest."""
+    text = ",".join(names)
+    return text if len(text) <= _MAX_NAMES_TEXT else hashlib.sha256(text.encode()).hexdigest()
 
 
 def group_broken(operation: str, result: GatherResult, timeout: float | None) -> GroupBroken:
@@ -328,6 +348,14 @@ def group_broken(operation: str, result: GatherResult, timeout: float | None) ->
         f"{operation} ended without everybody; {'; '.join(reasons)}",
         missing=(*result.lost, *result.late),
     )
+
+
+def _ends_within(done: Future[GatherResult], seconds: float) -> bool:
+    try:
+        done.exception(seconds)
+    except CallTimeout:
+        return False
+    return True
 
 
 def _local_collectives() -> Collectives:
@@ -348,5 +376,5 @@ def _report(
 
 
 @internal
-def _result_for(sequence: str, reports: Sequence[Report]) -> GatherResult | None:
+def _result_for(sequence: str, reports: Mapping[Incarnation, int]) -> GatherResult | None:
     return _local_collectives().result_for(sequence, reports)
