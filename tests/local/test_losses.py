@@ -644,3 +644,25 @@ def test_a_leader_does_not_connect_to_those_who_report_soon(
     group = cluster(6)
     everywhere(in_background, group.agents, lambda agent: agent.barrier())
     assert [peer.member.name for peer in group["w0"]._runtime.peers.all()] == ["w0"]
+
+
+def test_a_leader_that_refuses_a_connection_stays_the_leader(
+    cluster: Clusters, in_background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two leaders would wait for each other."""
+    group = cluster(3)
+    runtime = group["w2"]._runtime
+    dial, refusals = runtime.dial, iter(range(2))
+
+    def refuse_twice(member: Member, *args: Any) -> Any:
+        if member.name == "w0" and next(refusals, None) is not None:
+            raise PeerLost("the leader has too many connections", peer="w0", sent=False)
+        return dial(member, *args)
+
+    monkeypatch.setattr(runtime, "dial", refuse_twice)
+    results = everywhere(
+        in_background, group.agents, lambda agent: agent.all_gather(agent.name, timeout=PATIENCE)
+    )
+    assert results == [{"w0": "w0", "w1": "w1", "w2": "w2"}] * 3
+    assert next(refusals, None) is None
+    assert not runtime.is_lost(group["w0"]._runtime.local_member.incarnation)

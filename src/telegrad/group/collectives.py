@@ -44,6 +44,7 @@ _ASK_AGAIN = 1.0
 # report by themselves, and the leader need not connect to them.
 _ASK_AFTER = 0.001
 _MAX_NAMES_TEXT = 200
+_RETRY = (0.02, 1.0)  # seconds until a leader that cannot be reached is tried again
 _log = logging.getLogger(__name__)
 
 
@@ -57,6 +58,8 @@ class CollectivesRuntime(Protocol):
     clock: Clock
     directory: Directory
 
+    def is_lost(self, incarnation: Incarnation) -> bool: ...
+    def watch(self, incarnation: Incarnation) -> None: ...
     def start(
         self,
         to: str,
@@ -165,20 +168,55 @@ class Collectives:
         lost: list[str] = []
         for leader in names:
             try:
-                result: GatherResult = self._start(leader, _report, args, patience).wait()
-            except PeerLost:
-                if self._runtime.closing:
-                    raise  # it is this worker that leaves
-                lost.append(leader)
-                continue
+                result = self._report_to(leader, args, patience)
             except CallTimeout:
                 result = GatherResult({}, tuple(lost), (leader,))
+            if result is None:
+                lost.append(leader)
+                continue
             with self._lock:
                 # If this worker leads, it already knows this result and may know of late reports.
                 if not self._is_known(sequence, result):
                     self._results[sequence] = result
             return result
         raise InternalError("a gather without a living participant")
+
+    def _report_to(
+        self, leader: str, args: tuple[Any, ...], timeout: float | None
+    ) -> GatherResult | None:
+        """Report to a leader and return the result; None if the leader is lost.
+
+        A leader that cannot be reached may be alive: it may have too many connections at this
+        moment. If this worker reported to another one, both leaders would wait for each other. So
+        it tries again, until the leader is declared lost.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        pause = _RETRY[0]
+        while True:
+            left = None if until is None else max(until - time.monotonic(), _RETRY[0])
+            try:
+                result: GatherResult = self._start(leader, _report, args, left).wait()
+                return result
+            except PeerLost as error:
+                if self._runtime.closing:
+                    raise  # it is this worker that leaves
+                if self._has_ended(leader, error):
+                    return None
+            if until is not None and time.monotonic() > until:
+                raise CallTimeout(f"worker {leader!r} cannot be reached", peer=leader, sent=False)
+            time.sleep(pause)
+            pause = min(pause * 1.5, _RETRY[1])
+
+    def _has_ended(self, name: str, error: PeerLost) -> bool:
+        """Return whether a call failed because the worker is lost, not only out of reach.
+
+        If it is out of reach, make sure that it is declared lost if it has ended.
+        """
+        member = self._runtime.directory.find(name)
+        if error.sent or member.left or self._runtime.is_lost(member.incarnation):
+            return True
+        self._runtime.watch(member.incarnation)
+        return False
 
     def close(self) -> None:
         """Fail all gathers that this agent leads, because it leaves."""
@@ -257,8 +295,9 @@ class Collectives:
             asked.discard(name)
             try:
                 result = done.value()
-            except PeerLost:
-                self.worker_lost(name)
+            except PeerLost as error:
+                if not self._runtime.closing and self._has_ended(name, error):
+                    self.worker_lost(name)
                 return
             except Exception as error:  # it is alive, and is asked again
                 _log.debug("worker %r could not be asked for a gather: %s", name, error)
