@@ -6,9 +6,12 @@ import json
 import logging
 import os
 import resource
+import select
 import socket
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,6 +23,7 @@ from telegrad.group.secret import group_key
 from telegrad.server import admission
 from telegrad.server.admission import Admission, RefusalLog
 from telegrad.testing import LocalCluster
+from telegrad.transport import sockets
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, until
 from tests.local.raw_sockets import introduction, is_closed, unauthenticated_socket
@@ -230,3 +234,38 @@ def test_few_of_many_refusals_are_logged(caplog: pytest.LogCaptureFixture) -> No
         == f"{1000 - RefusalLog.LINES} further messages of this kind were left out"
     )
     assert caplog.messages[-1] == "worker 'w0' closed a connection: the next"
+
+
+def test_a_stranger_that_speaks_when_it_has_to_make_room(
+    workers: LocalCluster, crowd: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listening, address = sockets.listen("unix", "")
+    listening.setblocking(False)
+    served = threading.Event()
+
+    def authenticate(sock: socket.socket) -> None:
+        served.set()
+        door.forget(sock)
+        sock.close()
+
+    runtime = workers["w1"]._runtime
+    door = Admission(runtime, listening, authenticate, PATIENCE, Counter(), RefusalLog())
+    door._poller.register(listening.fileno(), select.POLLIN)  # its events come first
+    monkeypatch.setattr(admission, "_MAY_STAY", 0.0)
+    spare = os.dup(listening.fileno())
+    first = crowd.enter_context(sockets.connect(address, PATIENCE))
+    door._accept()
+    first.send(b"x")
+    monkeypatch.setattr(admission, "_MAY_STAY", PATIENCE)
+    monkeypatch.setattr(admission, "MAX_PER_SOURCE", 1)
+    monkeypatch.setattr(admission, "MAX_STRANGERS", 1)
+    second = crowd.enter_context(sockets.connect(address, PATIENCE))
+    os.close(spare)  # the second gets this descriptor, not that of the first
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(door.run)  # finds both, and the first has to make room
+        try:
+            second.send(b"x")
+            assert served.wait(PATIENCE)
+        finally:
+            door.close()
+        running.result(PATIENCE)

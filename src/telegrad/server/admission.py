@@ -145,11 +145,12 @@ class Admission:
             self._poller.register(descriptor, select.POLLIN)
             while not self._is_closing():
                 try:
-                    for found, _ in self._poller.poll(self._poll_milliseconds()):
-                        if found == descriptor:
-                            self._accept()
-                        else:
-                            self._add_ready(found)
+                    found = {each for each, _ in self._poller.poll(self._poll_milliseconds())}
+                    for each in found - {descriptor}:
+                        self._add_ready(each)
+                    # last, because it may close strangers, whose descriptors are then reused
+                    if descriptor in found:
+                        self._accept()
                     self._remove_expired()
                     self._serve_ready()
                 except (OSError, RuntimeError, MemoryError) as error:
