@@ -28,6 +28,7 @@ PAGES = [
         "docs/diagnosis.md",
         "docs/embeddings.md",
         "docs/parameter-servers.md",
+        "docs/workers.md",
     )
     if (ROOT / page).exists()
 ]
