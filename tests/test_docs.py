@@ -49,6 +49,7 @@ ARGUMENTS = {
     "cartpole.py": ["--observers", "2", "--episodes", "6"],  # it runs; that it learns takes longer
     "resnet.py": ["--network", "small", "--epochs", "5"],
 }
+SLOW = ("restarts.py",)
 MODULES = [
     "telegrad",
     *(module.name for module in pkgutil.walk_packages(telegrad.__path__, "telegrad.")),
@@ -105,7 +106,13 @@ def test_the_readme_shows_code_that_runs() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, marks=[pytest.mark.soak] if path.name in SLOW else [], id=path.name)
+        for path in EXAMPLES
+    ],
+)
 def test_examples(example: Path) -> None:
     path = os.pathsep.join(
         [str(Path(telegrad.__path__[0]).parent), os.environ.get("PYTHONPATH", "")]
