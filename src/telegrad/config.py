@@ -43,8 +43,8 @@ class Config:
     listen: str = "127.0.0.1"
     """Address to listen on for TCP. The default is loopback; ``0.0.0.0`` is all interfaces."""
     advertise: str | None = None
-    """Address that peers use to connect to this worker by TCP. None: the address in `listen`, or
-    the name of this host."""
+    """Address that peers use to connect to this worker by TCP, with a port (``host:port``) if it is
+    not the worker's own. None: the address in `listen`, or the name of this host."""
     tls: str = "on"
     """Encryption of TCP connections: ``on``, or ``off`` for trusted networks. With ``off``,
     messages are not encrypted but still authenticated. It is the same for all workers."""

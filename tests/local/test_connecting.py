@@ -5,11 +5,14 @@ callers do not.
 from __future__ import annotations
 
 import dataclasses
+import errno
+import itertools
 import math
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +22,11 @@ from telegrad import Agent
 from telegrad.client.dialer import DialedConnection, Dialer
 from telegrad.errors import CallTimeout, PeerLost, UsageError
 from telegrad.group.endpoint import EXCLUSIVE
+from telegrad.group.membership import Member
 from telegrad.runtime import AgentRuntime
 from telegrad.server.connection import ServerConnection
 from telegrad.testing import LocalCluster
+from telegrad.transport import sockets
 from telegrad.wire.frames import Frame, Kind
 from telegrad.wire.handshake import Incarnation
 from tests.conftest import Clusters
@@ -240,3 +245,37 @@ def test_a_time_limit_that_is_over_ends_the_search_for_an_address(cluster: Clust
 def test_a_time_limit_is_positive(cluster: Clusters, timeout: float) -> None:
     with pytest.raises(UsageError, match="a timeout is a positive number of seconds or None"):
         cluster(1)["w0"].with_timeout(timeout)
+
+
+def test_a_member_of_another_host_is_dialled_until_it_can_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A network that is down for a moment is no reason to give up a call."""
+    attempts = itertools.count()
+    connect = sockets.connect
+
+    def flaky(address: str, timeout: float) -> socket.socket:
+        if next(attempts) < 3:
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+        return connect(address, timeout)
+
+    with LocalCluster(2, transports=("tcp",)) as cluster:
+        monkeypatch.setattr(Member, "is_local", property(lambda member: False))
+        monkeypatch.setattr(sockets, "connect", flaky)
+        assert cluster["w0"].call("w1", abs, -1) == 1
+        assert next(attempts) > 3
+
+
+def test_the_advertised_address_may_have_a_port() -> None:
+    with LocalCluster(1, transports=("tcp",), advertise="127.0.0.1:5555") as cluster:
+        assert cluster["w0"]._runtime.local_member.addresses == ("tcp:127.0.0.1:5555",)
+
+
+def test_certificates_that_cannot_be_used_are_an_error_when_an_agent_opens(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no certificate")
+    path = str(tmp_path / "file")
+    with (
+        pytest.raises(UsageError, match="TELEGRAD_TLS_CERT"),
+        LocalCluster(1, tls_ca=path, tls_cert=path, tls_key=path),
+    ):
+        pass

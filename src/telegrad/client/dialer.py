@@ -9,6 +9,7 @@ import functools
 import logging
 import math
 import secrets
+import socket
 import time
 from typing import NamedTuple, Protocol
 
@@ -46,6 +47,14 @@ class DialedConnection(NamedTuple):
     heartbeat: float
 
 
+class _FailedAttempt(NamedTuple):
+    """Why no transport reached a member."""
+
+    failures: list[str]
+    final: bool  # another attempt would fail, too
+    refused: bool  # no process listens at its TCP address
+
+
 class DialerRuntime(Protocol):
     """What dialing needs from its agent."""
 
@@ -71,11 +80,40 @@ class Dialer:
         """Return a connection to a member by the first transport that works.
 
         Raise `TimeoutError` after `timeout` seconds, and `PeerLost` if the member cannot be
-        reached.
+        reached. A member of another host is tried again while it may be out of reach.
         """
-        until = math.inf if timeout is None else time.monotonic() + timeout
+        started = time.monotonic()
+        until = math.inf if timeout is None else started + timeout
+        give_up = started if member.is_local else started + self._config.resume_timeout
+        refused_since: float | None = None
+        pause = _RESUME_PAUSES[0]
+        while True:
+            attempt = self._dial_once(member, purpose, until)
+            if isinstance(attempt, DialedConnection):
+                return attempt
+            now = time.monotonic()
+            if now >= until:
+                raise TimeoutError
+            # The network between two hosts may be interrupted: that is no reason to give up.
+            refused_since = (refused_since or now) if attempt.refused else None
+            has_ended = refused_since is not None and now - refused_since > REFUSED_TIMEOUT
+            if attempt.final or now >= give_up or has_ended:
+                raise PeerLost(
+                    f"worker {member.name!r} cannot be reached"
+                    f"{_describe_failures(attempt.failures)}",
+                    peer=member.name,
+                    sent=False,
+                )
+            time.sleep(min(pause, until - now, give_up - now))
+            pause = min(pause * 2, _RESUME_PAUSES[1])
+
+    def _dial_once(
+        self, member: Member, purpose: str, until: float
+    ) -> DialedConnection | _FailedAttempt:
+        """Try every transport once. Return the connection, or why there is none."""
         limit = time.monotonic() + self._config.connect_timeout  # for all transports together
-        failures = []
+        failures: list[str] = []
+        final, refused = True, True
         for transport in self._config.transports:
             for address in member.addresses:
                 if not address.startswith(transport + ":"):
@@ -89,17 +127,17 @@ class Dialer:
                     return self._dial_socket(address, member, purpose, min(until, limit))
                 except OSError as error:
                     failures.append(f"{address} ({error.strerror or error})")
+                    if transport == "tcp":
+                        final &= isinstance(error, socket.gaierror)  # the name is wrong
+                        refused &= isinstance(error, ConnectionRefusedError)
                 except AuthenticationError:
                     raise
                 except ProtocolError as error:
                     failures.append(f"{address} ({error})")
-        if time.monotonic() >= until:
-            raise TimeoutError
-        raise PeerLost(
-            f"worker {member.name!r} cannot be reached{_describe_failures(failures)}",
-            peer=member.name,
-            sent=False,
-        )
+                    if transport == "tcp":
+                        final &= isinstance(error, WrongWorker | ConnectionRefused)
+                        refused = False
+        return _FailedAttempt(failures, final, refused)
 
     def probe(self, member: Member) -> bool | None:
         """Return whether a member is alive.
@@ -226,7 +264,8 @@ def _describe_failures(failures: list[str]) -> str:
     if not failures:
         return ": it offers no transport that this worker uses"
     advice = ""
-    if any(failure.startswith(("tcp:127.", "tcp:localhost")) for failure in failures):
+    local = ("tcp:127.", "tcp:localhost")
+    if any(failure.startswith(local) and "refused" in failure for failure in failures):
         advice = (
             ". It listens on loopback only; if it is on another host, start it with TELEGRAD_LISTEN"
         )

@@ -113,6 +113,8 @@ class Listener:
 
     def listen(self) -> None:
         """Open every transport of the config. Peers can connect; `accept` serves them."""
+        if self._config.tls_cert is not None and "tcp" in self._config.transports:
+            self._endpoint.tls.context(server_side=True)  # a wrong file is an error now
         addresses = []
         for transport in self._config.transports:
             if transport == "memory":
@@ -139,7 +141,8 @@ class Listener:
         """Return the address of a TCP socket as other hosts should use it."""
         host, port = self._config.listen, address.rpartition(":")[2]
         if self._config.advertise is not None:
-            host = self._config.advertise
+            host, given_port = _split_port(self._config.advertise)
+            port = given_port or port
         elif host in ("0.0.0.0", "::"):
             host = socket.gethostname()
         return f"tcp:{host}:{port}"
@@ -402,6 +405,14 @@ class Listener:
             sock.close()
         for connection in self._connections:
             connection.channel.close_after_fork()
+
+
+def _split_port(address: str) -> tuple[str, str]:
+    """Return the host and the port of an address, which may have none: then the port is ""."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and host and (":" not in host or host.endswith("]")):
+        return host.strip("[]"), port
+    return address, ""
 
 
 def _resumes(peer: Introduction) -> bool:

@@ -258,12 +258,19 @@ def set_timeout(sock: socket.socket, deadline: float) -> None:
 
 
 # What OpenSSL reports, at either side, if the two sides have different keys.
-_WRONG_KEY = ("BINDER", "ILLEGAL_PARAMETER", "DECRYPT_ERROR", "UNKNOWN_PSK", "CERTIFICATE")
+_WRONG_KEY = ("BINDER", "ILLEGAL_PARAMETER", "DECRYPT_ERROR", "UNKNOWN_PSK")
 
 
 def explain_tls_error(error: ssl.SSLError) -> ProtocolError:
     """Return the error of Telegrad for a TLS handshake that failed."""
     reason = error.reason or str(error)
+    if "CERTIFICATE" in reason or "CERT" in reason:
+        detail = getattr(error, "verify_message", "") or reason
+        return AuthenticationError(
+            f"the TLS handshake failed: a certificate was refused ({detail}). With your own "
+            "certificates, check TELEGRAD_TLS_CERT and TELEGRAD_TLS_CA on both workers; without "
+            "them, run Python 3.13 or newer on every worker, or an older one on every worker"
+        )
     if any(word in reason for word in _WRONG_KEY):
         return AuthenticationError(
             f"the TLS handshake failed ({reason}): set the same TELEGRAD_SECRET (or Config.secret) "

@@ -144,6 +144,7 @@ def authenticate(
             tls_records.shake_hands(deadline)
             binding = tls.binding(tls_records.tls, server_side)
             peer = _run(tls_records, make_steps(binding), deadline).peer
+            _check_marker(peer, server_side, bulk)
             return AuthenticatedSocket(sock, peer, tls_records)
         if not server_side:
             sock.sendall(_BULK)
@@ -154,9 +155,9 @@ def authenticate(
             raise explain_tls_error(error) from None
         assert isinstance(sock, ssl.SSLSocket)
         binding = tls.binding(sock, server_side)
-        return AuthenticatedSocket(
-            sock, _run(PlainStream(sock), make_steps(binding), deadline).peer, None
-        )
+        peer = _run(PlainStream(sock), make_steps(binding), deadline).peer
+        _check_marker(peer, server_side, bulk)
+        return AuthenticatedSocket(sock, peer, None)
     except TimeoutError:
         sock.close()
         raise ProtocolError(f"the peer did not finish its handshake within {timeout} s") from None
@@ -184,6 +185,14 @@ def _run(stream: TlsRecords | PlainStream, steps: Steps, deadline: float) -> Han
     except StopIteration as done:
         result: HandshakeResult = done.value
         return result
+
+
+def _check_marker(peer: Introduction, server_side: bool, bulk: bool) -> None:
+    """Raise `ProtocolError` if the marker of bulk connections, which nothing authenticates, was
+    added or removed on its way.
+    """
+    if server_side and (peer.get("purpose") == "bulk") != bulk:
+        raise ProtocolError("the first bytes of a connection were changed on their way")
 
 
 def _check_first_bytes(sock: socket.socket, with_tls: bool, deadline: float) -> bool:
