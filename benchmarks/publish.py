@@ -1,10 +1,11 @@
-"""Publish results: write the result file, page, plots and README figures of one run.
+"""Publish results: write the result file, report, plots, and the figures of the documentation.
 
     telegrad bench publish build/bench/results.jsonl
     telegrad bench publish build/bench/core.jsonl build/bench/cartpole.jsonl     separate parts
 
-The figures of the README are between two marks and are never edited by hand; a test checks that
-they match the committed file. Publishing needs a checkout.
+The README has a short table, and docs/performance.md all figures. In both files they are between two
+marks and are never edited by hand; a test checks that they match the committed results. Publishing
+needs a checkout.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from benchmarks.suite import MACHINE
 Line = dict[str, Any]
 
 README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "performance.md"
 FOLDER = ROOT / "docs" / "benchmarks"
 BEGIN, END = "<!-- figures: made by `telegrad bench publish` -->\n", "<!-- end of figures -->\n"
-SHOWN = "results-2-cores.jsonl"  # the file whose figures the README shows
+SHOWN = "results-2-cores.jsonl"  # the file whose figures the README and the page show
 NAMES = {
     "telegrad": "Telegrad",
     "torch": "torch RPC",
@@ -71,6 +73,14 @@ WAYS = {
     "moolib.batched": "moolib's queue",
     "limit": "the observers alone, asking nobody",
 }
+SHORT = {  # the rows of the README: the case, and the entries to compare
+    "latency/no-tensor": ("a call without tensors", "telegrad", "torch"),
+    "latency/1MB": ("a call with 1 MB there and back", "telegrad", "torch"),
+    "rate/64-in-flight": ("calls, 64 in flight", "telegrad", "torch"),
+    "bandwidth/echo-100MB": ("100 MB there and back, each way", "telegrad", "torch"),
+    "ps/resnet18/2-trainers": ("batch updates of ResNet-18", "telegrad.ps", "torch"),
+    "cartpole/8-observers": ("CartPole steps, 8 observers", "telegrad.batched", "torch.batched"),
+}
 ELSEWHERE = (
     "latency/1-element",
     "rate/4-callers",
@@ -100,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
 def publish(*paths: Path) -> None:
     """Merge the files into one that is named after its machine.
 
-    Then write the page, the plots and the figures of the README.
+    Then write the report, the plots, and the figures of the README and the page.
     """
     if not README.exists() or not FOLDER.exists():
         raise SystemExit(f"this is not a checkout: {README} or {FOLDER} is missing")
@@ -110,7 +120,8 @@ def publish(*paths: Path) -> None:
     plots.save(target, groups=plots.OVERVIEW)
     plots.save(target, FOLDER / f"gpu-{run['machine']['cores']}-cores.png", plots.ON_A_GPU)
     report.main([*(str(file) for file in files()), "--out", str(FOLDER / "index.html")])
-    README.write_text(with_figures(README.read_text(), figures(FOLDER)))
+    for file, block in ((README, short_figures(FOLDER)), (PAGE, figures(FOLDER))):
+        file.write_text(with_figures(file.read_text(), block))
 
 
 def files() -> list[Path]:
@@ -128,27 +139,44 @@ def with_figures(text: str, block: str) -> str:
     return f"{before}{BEGIN}{block}{END}{after}"
 
 
-def figures(folder: Path) -> str:
-    """Return the README's block: the machine, a table, the limits, and where Telegrad is behind."""
+def short_figures(folder: Path) -> str:
+    """Return the README's block: one table that compares Telegrad with torch RPC."""
     run, lines = results.read(folder / SHOWN)
-    machine = run["machine"]
+    cells = {(line["case"], line["peer"]): line for line in lines if line["median"] is not None}
+    rows = [
+        f"| {label} | {quantity(cells[case, ours])} | {quantity(cells[case, theirs])} "
+        f"| {against(cells, case, ours, theirs)} |"
+        for case, (label, ours, theirs) in SHORT.items()
+        if (case, ours) in cells and (case, theirs) in cells
+    ]
+    head = ["| | Telegrad | torch RPC | ratio |", "|---|---:|---:|---:|"]
+    return "\n".join([f"Medians {conditions(run, lines)}:", "", *head, *rows]) + "\n"
+
+
+def figures(folder: Path) -> str:
+    """Return the page's block: tables, the limits, where Telegrad is behind, other machines."""
+    run, lines = results.read(folder / SHOWN)
     others = "".join(
         elsewhere(*results.read(path))
         for path in sorted(folder.glob("results-*.jsonl"))
         if path.name != SHOWN
     )
+    return (
+        f"Medians {conditions(run, lines)}:\n\n{table(lines)}\n"
+        f"{entries(lines)}{limits(lines)}{behind(lines)}{others}"
+    )
+
+
+def conditions(run: dict[str, Any], lines: list[Line]) -> str:
+    """Return how often and where the shown cases were measured."""
     shown = [
         len(line["rounds"])
         for line in lines
         if line["case"] in (*ROWS, *ENTRIES) and line["rounds"]
     ]
-    torch = run["versions"]["torch"].partition("+")[0]
-    where = f"one host with {machine['cores']} cores ({machine['cpu']}, torch {torch})"
     rounds = " to ".join(map(str, sorted({min(shown), max(shown)})))
-    return (
-        f"Medians of {rounds} rounds on {where}:\n\n{table(lines)}\n"
-        f"{entries(lines)}{limits(lines)}{behind(lines)}{others}"
-    )
+    machine, torch = run["machine"], run["versions"]["torch"].partition("+")[0]
+    return f"of {rounds} rounds on one host with {machine['cores']} cores ({machine['cpu']}, torch {torch})"
 
 
 def table(lines: list[Line]) -> str:
@@ -211,19 +239,20 @@ def limits(lines: list[Line]) -> str:
 
 
 def behind(lines: list[Line]) -> str:
-    """List every comparison that Telegrad loses, largest first; group those of one curve."""
+    """Return a table of every comparison that Telegrad loses; those of one curve are one row."""
     lost = [verdict for verdict in verdicts.verdicts(lines) if verdict.word == "behind"]
     if not lost:
-        return "Telegrad is behind nobody in this run.\n"
+        return "\nTelegrad is behind nobody in this run.\n"
     curves: dict[str, list[verdicts.Verdict]] = {}
     for verdict in sorted(lost, key=lambda verdict: verdict.factor):
         ours = verdict.ours
         curves.setdefault(ours["group"] if ours["axis"] else ours["case"], []).append(verdict)
-    return f"\nWhere Telegrad is behind:\n\n{''.join(map(loss, curves.values()))}"
+    head = "| | Telegrad | better |\n|---|---:|---|\n"
+    return f"\n## Where Telegrad is behind\n\n{head}{''.join(map(loss, curves.values()))}"
 
 
 def loss(curve: list[verdicts.Verdict]) -> str:
-    """Return an item for comparisons of one curve, with the range in which they are lost."""
+    """Return a row for comparisons of one curve, with the range in which they are lost."""
     first = curve[0].ours
     peers = dict.fromkeys(verdict.theirs["peer"] for verdict in curve)
     theirs = {
@@ -233,9 +262,10 @@ def loss(curve: list[verdicts.Verdict]) -> str:
     texts = [f"{named(peer)} {span(own)}" for peer, own in theirs.items()]
     amounts = sorted({verdict.ours["at"] for verdict in curve if verdict.ours["axis"]})
     if len(amounts) < 2:
-        return f"- {first['title']}: {', '.join([quantity(first), *texts])}\n"
+        return f"| {first['title']} | {quantity(first)} | {', '.join(texts)} |\n"
     title = f"{plots.GROUPS.get(first['group'], first['group'])}, {amounts[0]:g} to {amounts[-1]:g} {first['axis']}"
-    return f"- {title}: {', '.join([span([verdict.ours for verdict in curve]), *texts])}\n"
+    ours = span([verdict.ours for verdict in curve])
+    return f"| {title} | {ours} | {', '.join(texts)} |\n"
 
 
 def span(lines: list[Line]) -> str:
@@ -249,19 +279,23 @@ def span(lines: list[Line]) -> str:
 
 
 def elsewhere(run: dict[str, Any], lines: list[Line]) -> str:
-    """Return a sentence about another machine."""
+    """Return a section about another machine, with a table."""
     found = [
         verdict
         for verdict in verdicts.verdicts(lines)
         if verdict.theirs["peer"] == results.BASELINE
     ]
-    shown = [v for v in found if v.ours["case"] in ELSEWHERE]
-    texts = [f"{v.ours['title']}: {quantity(v.ours)} against {quantity(v.theirs)}" for v in shown]
+    rows = [
+        f"| {v.ours['title']} | {quantity(v.ours)} | {quantity(v.theirs)} | {v} |\n"
+        for v in found
+        if v.ours["case"] in ELSEWHERE
+    ]
     machine, torch = run["machine"], run["versions"]["torch"].partition("+")[0]
     lost = sum(verdict.word == "behind" for verdict in found)
     return (
-        f"\nOn {machine['cores']} cores ({machine['cpu']}), against torch RPC {torch}: {'; '.join(texts)}. "
-        f"Telegrad is behind in {lost} of {len(found)} comparisons there.\n"
+        f"\n## On {machine['cores']} cores\n\n{machine['cpu']}, torch {torch}. "
+        f"Telegrad is behind torch RPC in {lost} of {len(found)} comparisons there.\n\n"
+        f"| | Telegrad | torch RPC | ratio |\n|---|---:|---:|---:|\n{''.join(rows)}"
     )
 
 

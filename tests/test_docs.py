@@ -1,4 +1,4 @@
-"""What the documentation shows works: doctests, the blocks of the README, the examples."""
+"""What the documentation shows works: doctests, code blocks, commands, the examples, the site."""
 
 from __future__ import annotations
 
@@ -10,27 +10,25 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
 
 import telegrad
+import telegrad.rpc as rpc
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^    (telegrad .+?) *(?:#|$)", README, re.MULTILINE)
 PAGES = [
-    page
-    for page in (
-        "README.md",
-        "ARCHITECTURE.md",
-        "CONTRIBUTING.md",
-        "docs/batching.md",
-        "docs/diagnosis.md",
-        "docs/embeddings.md",
-        "docs/parameter-servers.md",
-        "docs/workers.md",
-    )
-    if (ROOT / page).exists()
+    "README.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")),
 ]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # the last of these figures shows that a model learned
@@ -105,6 +103,76 @@ def test_the_readme_shows_code_that_runs() -> None:
     assert any(block.page == "README.md" and block.runs for block in BLOCKS)
 
 
+def test_the_line_that_makes_a_loop_distributed(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^\+(optimizer = .+)$", README, re.MULTILINE)
+    model = nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    rpc.init_rpc(
+        "ps0",
+        rank=0,
+        world_size=1,
+        rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/store"),
+    )
+    try:
+        names: dict[str, Any] = {"telegrad": telegrad, "torch": torch, "model": model}
+        exec(line, names)
+        model(torch.ones(4, 2)).square().mean().backward()
+        names["optimizer"].step()
+        names["optimizer"].close()
+    finally:
+        rpc.shutdown()
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_readme(command: str, tmp_path: Path) -> None:
+    library, place = "telegrad.rpc", ""
+    if command.startswith("telegrad run"):
+        library = "torch.distributed.rpc"
+        options = f"rpc.TensorPipeRpcBackendOptions(init_method='file://{tmp_path}/store')"
+        place = f"'worker0', rank=0, world_size=1, rpc_backend_options={options}"
+    (tmp_path / "script.py").write_text(
+        f"import {library} as rpc\nrpc.init_rpc({place})\n"
+        "print(rpc.rpc_sync(rpc.get_worker_info(), abs, (-3,)))\nrpc.shutdown()\n"
+    )
+    if "--role" in command:  # prints what it would start; many workers take long to start
+        command = command.replace("launch", "launch --on slurm --dry-run")
+    elif "--on slurm" in command:
+        command = command.replace("--on slurm", "--on slurm --dry-run")
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()],
+        cwd=tmp_path,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("srun" if "--dry-run" in command else "3") in done.stdout
+
+
+@pytest.mark.skipif(not find_spec("sphinx"), reason="Sphinx is not installed")
+def test_the_site_builds(tmp_path: Path) -> None:
+    for command in (
+        ["-m", "sphinx", "-W", "--keep-going", "-q", "docs", str(tmp_path)],
+        ["scripts/check_links.py", str(tmp_path)],
+    ):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert "getting-started" in (tmp_path / "llms.txt").read_text()
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a child process that imports this telegrad."""
+    source = str(Path(telegrad.__path__[0]).parent)
+    path = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path}
+
+
 @pytest.mark.process
 @pytest.mark.parametrize(
     "example",
@@ -114,9 +182,6 @@ def test_the_readme_shows_code_that_runs() -> None:
     ],
 )
 def test_examples(example: Path) -> None:
-    path = os.pathsep.join(
-        [str(Path(telegrad.__path__[0]).parent), os.environ.get("PYTHONPATH", "")]
-    )
     done = subprocess.run(
         [
             sys.executable,
@@ -125,7 +190,7 @@ def test_examples(example: Path) -> None:
             str(example),
             *ARGUMENTS.get(example.name, []),
         ],
-        env={**os.environ, "PYTHONPATH": path},
+        env=_environment(),
         capture_output=True,
         text=True,
         timeout=100,

@@ -9,12 +9,13 @@ from benchmarks.suite import Case
 from tests.bench.lines import LATENCY, heading, lines
 
 
-def test_the_readme_shows_the_committed_results() -> None:
-    text = publish.README.read_text()
-    assert publish.with_figures(text, publish.figures(publish.FOLDER)) == text
+def test_the_readme_and_the_page_show_the_committed_results() -> None:
+    readme, page = publish.README.read_text(), publish.PAGE.read_text()
+    assert publish.with_figures(readme, publish.short_figures(publish.FOLDER)) == readme
+    assert publish.with_figures(page, publish.figures(publish.FOLDER)) == page
 
 
-def test_the_page_shows_the_committed_results() -> None:
+def test_the_report_shows_the_committed_results() -> None:
     text = (publish.FOLDER / "index.html").read_text()
     for path in publish.files():
         _, found = results.read(path)
@@ -29,9 +30,7 @@ def test_a_page_without_marks_is_refused() -> None:
 
 def test_every_loss_is_named() -> None:
     found = lines((LATENCY, "telegrad", [2.0] * 5), (LATENCY, "grpc", [1.0] * 5))
-    assert (
-        publish.behind(found) == "\nWhere Telegrad is behind:\n\n- a call: 2.00 us, gRPC 1.00 us\n"
-    )
+    assert publish.behind(found).endswith("|---|\n| a call | 2.00 us | gRPC 1.00 us |\n")
     assert "behind in 0 of 0" in publish.elsewhere(heading(), found)
 
 
@@ -46,7 +45,7 @@ def test_losses_along_a_curve_are_one_item() -> None:
         (many, "grpc", [8.0] * 5),
         (many, "rpyc", [7.0] * 5),
     )
-    assert publish.behind(found).splitlines()[3:] == [
-        "- until every worker is up, 2 to 32 workers: "
-        "1.00 to 9.00 s, gRPC 0.50 to 8.00 s, RPyC 7.00 s"
+    assert publish.behind(found).splitlines()[5:] == [
+        "| until every worker is up, 2 to 32 workers | 1.00 to 9.00 s "
+        "| gRPC 0.50 to 8.00 s, RPyC 7.00 s |"
     ]

@@ -14,7 +14,7 @@ import torch.distributed.rpc
 import torch.distributed.rpc.internal
 from torch import nn
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "migration" / "torch.md").read_text()
 RPC = torch.distributed.rpc
 OURS = {
     "torch.distributed.rpc": "telegrad.rpc",
