@@ -86,8 +86,11 @@ bench-peers: $(VENV)/.installed-bench  ## install the libraries that the benchma
 conformance: $(VENV)/.installed-conformance  ## run PyTorch's own RPC test suites against this package
 	$(BIN)/python tests/conformance/run.py $(ARGS)
 
-docs: $(VENV)/.installed-docs  ## write the API reference to site/
-	$(BIN)/pdoc telegrad -o site $(ARGS)
+# Sphinx is not needed for tests and gets its own environment.
+docs:  ## build the documentation in build/docs/html, with warnings as errors
+	$(MAKE) VENV=.venv-docs .venv-docs/.installed-docs
+	.venv-docs/bin/python -m sphinx -W --keep-going -q -d build/docs/doctrees docs build/docs/html $(ARGS)
+	.venv-docs/bin/python scripts/check_links.py build/docs/html
 
 dist: $(VENV)/.installed-dev  ## build sdist and wheel in dist/, check and install them
 	$(BIN)/python scripts/release.py --uv $(UV) build
@@ -96,7 +99,7 @@ release: $(VENV)/.installed-dev  ## check, build, tag: VERSION=1.2.3; ARGS=--dry
 	$(BIN)/python scripts/release.py --uv $(UV) tag $(or $(VERSION),$(error VERSION=1.2.3 is missing)) $(ARGS)
 
 clean:  ## remove environments, caches and build results
-	rm -rf $(VENV) .venv-frameworks .venv-peers build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-docs .venv-frameworks .venv-peers build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- Installation --------------------------------------------------------------------------------

@@ -81,6 +81,23 @@ SHORT = {  # the rows of the README: the case, and the entries to compare
     "ps/resnet18/2-trainers": ("batch updates of ResNet-18", "telegrad.ps", "torch"),
     "cartpole/8-observers": ("CartPole steps, 8 observers", "telegrad.batched", "torch.batched"),
 }
+CHART = {  # the cases of the chart of the README
+    "latency/no-tensor": "a call\nus, less is better",
+    "latency/1MB": "1 MB there and back\nus, less is better",
+    "rate/64-in-flight": "64 calls in flight\ncalls/s, more is better",
+    "bandwidth/echo-100MB": "100 MB there and back\nGB/s each way, more is better",
+}
+CHARTS = """\
+## Charts
+
+![Four cases, all libraries](benchmarks/summary-2-cores.png)
+
+![All cases on two cores](benchmarks/results-2-cores.png)
+
+![Telegrad and torch RPC on 16 cores](benchmarks/results-16-cores.png)
+
+![Gradients per second with 1 to 8 trainers and 1 to 4 servers](benchmarks/scaling-2-cores.png)
+"""
 ELSEWHERE = (
     "latency/1-element",
     "rate/4-callers",
@@ -118,6 +135,8 @@ def publish(*paths: Path) -> None:
     target = FOLDER / f"results-{run['machine']['cores']}-cores.jsonl"
     results.write(target, {key: value for key, value in run.items() if key != "kind"}, lines)
     plots.save(target, groups=plots.OVERVIEW)
+    if target.name == SHOWN:
+        summary_chart(results.read(target)[1], FOLDER / "summary-2-cores.png")
     plots.save(target, FOLDER / f"gpu-{run['machine']['cores']}-cores.png", plots.ON_A_GPU)
     report.main([*(str(file) for file in files()), "--out", str(FOLDER / "index.html")])
     for file, block in ((README, short_figures(FOLDER)), (PAGE, figures(FOLDER))):
@@ -142,19 +161,11 @@ def with_figures(text: str, block: str) -> str:
 def short_figures(folder: Path) -> str:
     """Return the README's block: one table that compares Telegrad with torch RPC."""
     run, lines = results.read(folder / SHOWN)
-    cells = {(line["case"], line["peer"]): line for line in lines if line["median"] is not None}
-    rows = [
-        f"| {label} | {quantity(cells[case, ours])} | {quantity(cells[case, theirs])} "
-        f"| {against(cells, case, ours, theirs)} |"
-        for case, (label, ours, theirs) in SHORT.items()
-        if (case, ours) in cells and (case, theirs) in cells
-    ]
-    head = ["| | Telegrad | torch RPC | ratio |", "|---|---:|---:|---:|"]
-    return "\n".join([f"Medians {conditions(run, lines)}:", "", *head, *rows]) + "\n"
+    return f"Medians {conditions(run, lines)}:\n\n{ratios(lines)}"
 
 
 def figures(folder: Path) -> str:
-    """Return the page's block: tables, the limits, where Telegrad is behind, other machines."""
+    """Return the page's block: summary, charts, tables, where Telegrad is behind, other machines."""
     run, lines = results.read(folder / SHOWN)
     others = "".join(
         elsewhere(*results.read(path))
@@ -162,9 +173,41 @@ def figures(folder: Path) -> str:
         if path.name != SHOWN
     )
     return (
-        f"Medians {conditions(run, lines)}:\n\n{table(lines)}\n"
-        f"{entries(lines)}{limits(lines)}{behind(lines)}{others}"
+        f"Medians {conditions(run, lines)}:\n\n{ratios(lines)}\n{CHARTS}\n"
+        f"## Tables\n\n{table(lines)}\n{entries(lines)}{limits(lines)}{behind(lines)}{others}"
     )
+
+
+def ratios(lines: list[Line]) -> str:
+    """Return a table of the most important cases, with torch RPC only."""
+    cells = {(line["case"], line["peer"]): line for line in lines if line["median"] is not None}
+    rows = [
+        f"| {label} | {quantity(cells[case, ours])} | {quantity(cells[case, theirs])} "
+        f"| {against(cells, case, ours, theirs)} |\n"
+        for case, (label, ours, theirs) in SHORT.items()
+        if (case, ours) in cells and (case, theirs) in cells
+    ]
+    return f"| | Telegrad | torch RPC | ratio |\n|---|---:|---:|---:|\n{''.join(rows)}"
+
+
+def summary_chart(lines: list[Line], path: Path) -> None:
+    """Draw the cases of CHART with a bar for each library, Telegrad's in another colour."""
+    cells = {(line["case"], line["peer"]): line for line in lines if line["median"] is not None}
+    figure, axes = plots.blank(1, len(CHART), (13, 3.5))
+    for axis, (case, title) in zip(axes, CHART.items(), strict=True):
+        own = {peer: line for (name, peer), line in cells.items() if name == case}
+        names = [peer for peer in [*NAMES, "moolib"] if peer in own]
+        medians = [own[peer]["median"] for peer in names]
+        colours = ["#d55e00" if peer == "telegrad" else "#9aa5b1" for peer in names]
+        bars = axis.barh([named(peer) for peer in names], medians, color=colours)
+        axis.bar_label(bars, [results.number(median) for median in medians], padding=3)
+        axis.invert_yaxis()
+        axis.margins(x=0.2)
+        axis.set_title(title, fontsize=11)
+        axis.xaxis.set_visible(False)
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
+        axis.tick_params(left=False)
+    figure.savefig(path, dpi=110)
 
 
 def conditions(run: dict[str, Any], lines: list[Line]) -> str:

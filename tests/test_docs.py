@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import os
 import pkgutil
 import re
@@ -199,3 +200,13 @@ def test_examples(example: Path) -> None:
     assert done.returncode == 0, done.stderr
     pattern, learned = LEARNED.get(example.name, (".", bool))
     assert learned(re.findall(pattern, done.stdout)[-1]), done.stdout
+
+
+def test_the_reference_has_every_public_module() -> None:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    documented = set(re.findall(r"public-names:: (\S+)", pages))
+    modules = {
+        f"telegrad.{name}" for name in telegrad.__all__ if inspect.ismodule(getattr(telegrad, name))
+    }
+    others = {"telegrad", "telegrad.compat", "telegrad.refs", "telegrad.testing"}
+    assert documented >= modules | others
