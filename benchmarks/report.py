@@ -34,7 +34,8 @@ single calls are timed, the p99 (the median of the p99 of the rounds).
 every peer must return the right values.
 <li>A peer whose idle processes keep cores busy is stopped while other peers are measured. Only its
 own row of idle CPU shows this cost.
-<li>A failure is shown as a failure. Cases where Telegrad is behind are listed first.</ul>
+<li>A failure is shown as a failure. A table at the end of each machine lists every case where
+Telegrad is behind.</ul>
 """
 
 
@@ -87,6 +88,7 @@ def chapter(run: dict[str, Any], lines: list[Line]) -> str:
             facts(run),
             summary(lines),
             *sections(lines),
+            losses(lines),
             limits(lines),
         ]
     )
@@ -119,21 +121,26 @@ def facts(run: dict[str, Any]) -> str:
 
 
 def summary(lines: list[Line]) -> str:
-    """List all cases where Telegrad is behind, then count the others."""
+    """Count the comparisons by verdict."""
     found = verdicts.verdicts(lines)
-    by = {
-        word: [verdict for verdict in found if verdict.word == word]
-        for word in ("behind", "even", "ahead")
-    }
-    counts = " ".join(badge(word, f"{word} {len(of)}") for word, of in by.items())
-    losses = "".join(
-        f"<li>{html.escape(v.ours['title'])}: {quantity(v.ours)} against {quantity(v.theirs)} of "
-        f"{html.escape(v.theirs['peer'])} ({v})"
-        for v in sorted(by["behind"], key=lambda verdict: verdict.factor)
+    words = [verdict.word for verdict in found]
+    counts = " ".join(
+        badge(word, f"{word} {words.count(word)}") for word in ("ahead", "even", "behind")
     )
-    return f"<p>Telegrad against each peer in {len(found)} comparisons: {counts}" + (
-        f"<h3>Where Telegrad is behind</h3><ul>{losses}</ul>" if losses else ""
+    return f"<p>Telegrad against each peer in {len(found)} comparisons: {counts}"
+
+
+def losses(lines: list[Line]) -> str:
+    """Return a table of all cases where Telegrad is behind, the largest loss first."""
+    lost = [verdict for verdict in verdicts.verdicts(lines) if verdict.word == "behind"]
+    rows = "".join(
+        f"<tr><td>{html.escape(v.ours['title'])}<td>{quantity(v.ours)}"
+        f"<td>{html.escape(v.theirs['peer'])}<td>{quantity(v.theirs)}<td>{v}"
+        for v in sorted(lost, key=lambda verdict: verdict.factor)
     )
+    head = "<tr><th><th>Telegrad<th>peer<th>its figure<th>ratio"
+    title = "<h3>Where Telegrad is behind</h3>"
+    return f'{title}<div class="scroll"><table>{head}{rows}</table></div>' if lost else ""
 
 
 def sections(lines: list[Line]) -> list[str]:

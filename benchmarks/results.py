@@ -125,7 +125,12 @@ def write(path: Path, run: dict[str, Any], lines: Iterable[dict[str, Any]]) -> N
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the run and the results of a file in the common form."""
-    run, *lines = [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
+    try:
+        run, *lines = [json.loads(text) for text in path.read_text().splitlines() if text.strip()]
+    except OSError as error:
+        raise SystemExit(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise SystemExit(f"{path} has no results: it is not a file of JSON lines") from None
     return run, [standard(run, line) for line in lines if line["kind"] == "result"]
 
 

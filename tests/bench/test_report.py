@@ -40,12 +40,13 @@ def test_limits_are_not_competitors() -> None:
     )
 
 
-def test_losses_come_first_and_look_like_wins() -> None:
+def test_losses_have_a_table_and_look_like_wins() -> None:
     page = report.page([(heading(), lines(*WON, *LOST))])
     assert '<span class="badge behind">0.25x</span>' in page
     assert '<span class="badge ahead">4.00x</span>' in page
-    assert page.index("Where Telegrad is behind") < page.index("<table>")
-    assert "10.0 calls/s against 40.0 calls/s of ray" in page
+    counts = '<span class="badge behind">behind 1</span>'
+    assert page.index(counts) < page.index("<table>") < page.index("Where Telegrad is behind")
+    assert "<td>10.0 calls/s<td>ray<td>40.0 calls/s<td>0.25x" in page
 
 
 def test_failures_and_missing_peers_are_named() -> None:
@@ -69,3 +70,11 @@ def test_without_matplotlib_there_are_tables(monkeypatch: pytest.MonkeyPatch) ->
     page = report.page([(heading(), lines(*WON))])
     assert "<svg" not in page
     assert "4.00x" in page
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"^cannot read \S*nofile: No such file or directory$"):
+        report.main([str(tmp_path / "nofile")])
+    (tmp_path / "text").write_text("no JSON")
+    with pytest.raises(SystemExit, match="has no results"):
+        report.main([str(tmp_path / "text")])
