@@ -278,6 +278,15 @@ def test_arguments_may_be_a_list_or_nothing(alone: None) -> None:
     assert rpc.rpc_async("w0", dict, args=None, kwargs=None).wait() == {}
 
 
+@pytest.mark.parametrize("args", [5, "abc", {"a": 1}, torch.ones(2)], ids=str)
+@pytest.mark.parametrize("call", [rpc.rpc_sync, rpc.rpc_async, rpc.remote])
+def test_arguments_that_are_no_sequence_are_refused(
+    alone: None, call: Callable[..., Any], args: Any
+) -> None:
+    with pytest.raises(UsageError, match=r"args must be a tuple, not .*; write args=\(value,\)"):
+        call("w0", max, args=args)
+
+
 def test_inside_a_remote_function_its_own_agent_counts(fellow: Agent) -> None:
     assert rpc.rpc_sync("w1", ask, args=("w0", own_name)) == "w0"
     assert rpc.rpc_async("w1", ask, args=("w1", own_name)).wait() == "w1"

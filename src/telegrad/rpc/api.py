@@ -12,11 +12,12 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from telegrad import autograd, cluster, futures, profiling, refs
 from telegrad.agent import Agent
@@ -209,8 +210,9 @@ def rpc_sync(
     """
     runtime = active_runtime() or _require_runtime()
     _check(func, timeout)
+    args = args if type(args) is tuple else _checked_args(args)
     limit = runtime.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
-    result: T = runtime.invoke(to, func, args or (), kwargs, limit)
+    result: T = runtime.invoke(to, func, args, kwargs, limit)
     return result
 
 
@@ -224,8 +226,9 @@ def rpc_async(
     """Run `func(*args, **kwargs)` on worker `to` and return a future for its result."""
     runtime = _require_runtime()
     _check(func, timeout)
+    args = args if type(args) is tuple else _checked_args(args)
     limit = runtime.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
-    future = runtime.start(to, func, args or (), kwargs, limit)
+    future = runtime.start(to, func, args, kwargs, limit)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
@@ -244,8 +247,9 @@ def remote(
     """
     runtime = _require_runtime()
     _check(func, timeout)
+    args = args if type(args) is tuple else _checked_args(args)
     limit = runtime.timeout if timeout == UNSET_RPC_TIMEOUT else timeout or None
-    return refs.remote(to, func, args or (), kwargs, limit, agent=runtime.agent)
+    return refs.remote(to, func, args, kwargs, limit, agent=runtime.agent)
 
 
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
@@ -277,6 +281,18 @@ def _set_rpc_timeout(seconds: float) -> None:
     if seconds < 0:
         raise UsageError(f"a timeout is 0 (no limit) or positive seconds, not {seconds}")
     _require_runtime().timeout = float(seconds) or None
+
+
+def _checked_args(args: Any) -> Sequence[Any]:
+    """Return the arguments of a call. A single tensor or string is not a sequence of them."""
+    if args is None:
+        return ()
+    is_one_value = isinstance(args, Tensor) or (isinstance(args, (str, bytes, Mapping)) and args)
+    if is_one_value or not isinstance(args, Iterable):
+        raise UsageError(
+            f"args must be a tuple, not {type(args).__name__}; write args=(value,) for one argument"
+        )
+    return tuple(args)
 
 
 def _check(func: object, timeout: float) -> None:
