@@ -9,16 +9,21 @@ called it, so no thread of the server is blocked.
 """
 
 import argparse
+import sys
 import threading
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import telegrad
 import telegrad.rpc as rpc
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:  # `--help` works without it
+    load_digits = None
 
 
 def new_model() -> nn.Module:
@@ -99,4 +104,6 @@ if __name__ == "__main__":
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=8)
     options = parser.parse_args()
+    if load_digits is None:
+        sys.exit("the digits need scikit-learn: pip install 'telegrad[examples]'")
     telegrad.launch(work, {"server": 1, "trainer": options.trainers}, (options,))

@@ -17,6 +17,8 @@ import collections
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -164,6 +166,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if gymnasium is None:
         sys.exit("CartPole needs gymnasium: pip install 'telegrad[examples]'")
+    if options.plot and not Path(options.plot).absolute().parent.is_dir():
+        sys.exit(f"cannot write --plot {options.plot}: there is no such folder")
+    if options.plot and find_spec("matplotlib") is None:
+        sys.exit("--plot needs matplotlib: pip install 'telegrad[examples]'")
 
     roles = {"learner": 1, "observer": options.observers}
     rewards = telegrad.launch(work, roles, (options,))["learner0"]

@@ -10,11 +10,11 @@ distributed autograd.
 """
 
 import argparse
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +24,11 @@ import telegrad.autograd as dist_autograd
 import telegrad.rpc as rpc
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:  # `--help` works without it
+    load_digits = None
 
 TRAINERS, SHADES = 2, 17
 
@@ -100,5 +105,8 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--epochs", type=int, default=8)
+    options = parser.parse_args()
+    if load_digits is None:
+        sys.exit("the digits need scikit-learn: pip install 'telegrad[examples]'")
     roles = {"trainer": TRAINERS, "server": 1, "master": 1}
-    telegrad.launch(work, roles, (parser.parse_args().epochs,))
+    telegrad.launch(work, roles, (options.epochs,))

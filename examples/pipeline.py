@@ -10,11 +10,11 @@ which fetches it directly from the first. Distributed autograd runs the backward
 """
 
 import argparse
+import sys
 import time
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,6 +22,11 @@ import telegrad
 import telegrad.autograd as dist_autograd
 import telegrad.rpc as rpc
 from telegrad.optim import DistributedOptimizer
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:  # `--help` works without it
+    load_digits = None
 
 
 class Residual(nn.Module):
@@ -121,4 +126,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--micro-batch", type=int, default=64)
-    telegrad.launch(work, {"master": 1, "half": 2}, (parser.parse_args(),))
+    options = parser.parse_args()
+    if load_digits is None:
+        sys.exit("the digits need scikit-learn: pip install 'telegrad[examples]'")
+    telegrad.launch(work, {"master": 1, "half": 2}, (options,))

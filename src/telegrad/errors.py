@@ -108,7 +108,8 @@ class WorkersFailed(TelegradError):
     def of(cls, failures: Mapping[str, BaseException]) -> WorkersFailed:
         """Return an error whose message lists these errors."""
         lines = [f"\n  {name}: {type(error).__name__}: {error}" for name, error in failures.items()]
-        return cls(f"{len(failures)} workers failed:{''.join(lines)}", failures=failures)
+        count = "1 worker" if len(failures) == 1 else f"{len(failures)} workers"
+        return cls(f"{count} failed:{''.join(lines)}", failures=failures)
 
 
 class WorkerExited(TelegradError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pty
 import re
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 import telegrad
 import telegrad.cli
+from telegrad.cli import training
 from tests.local.gates import until
 
 pytestmark = pytest.mark.process
@@ -83,6 +85,14 @@ def test_an_interrupted_training_ends_cleanly(
     )
     read_until(process, "epoch")
     interrupt(process, send)
+    assert (tmp_path / "report.html").exists()  # of what was trained until then
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = argparse.Namespace(out=tmp_path / "file" / "out")
+    with pytest.raises(SystemExit, match="cannot write into --out"):
+        training.run(lambda *_: None, options)
 
 
 @pytest.mark.slow

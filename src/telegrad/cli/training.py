@@ -114,9 +114,12 @@ def run(train: Train, options: argparse.Namespace, metric: str = "accuracy") -> 
     Show the progress, and write a plot and a report. `metric` is the name of the score that `train`
     reports for the test data.
     """
-    report = TrainingReport(
-        f"{options.data}, {options.servers} servers, {options.trainers} trainers", metric
-    )
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # now, and not after the training
+        sys.exit(f"cannot write into --out {options.out}: {error.strerror}")
+    servers, trainers = _count(options.servers, "server"), _count(options.trainers, "trainer")
+    report = TrainingReport(f"{options.data}, {servers}, {trainers}", metric)
     roles = {"ps": options.servers, "trainer": options.trainers}
     reports = mp.get_context("forkserver").SimpleQueue()
     try:
@@ -124,15 +127,25 @@ def run(train: Train, options: argparse.Namespace, metric: str = "accuracy") -> 
             launch(_work, roles, (train, options, reports), show=False)
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
+        if report.epochs:
+            _write(report, options.out)
         sys.exit(_INTERRUPTED)
     except WorkerExited as error:
         sys.exit(str(error))
     if not report.epochs:
         sys.exit("nothing to do: the checkpoint is that of a finished training; raise --epochs")
-    for file in report.write(options.out):
-        sys.stdout.write(f"wrote {file}\n")
+    _write(report, options.out)
     sys.stdout.write(f"test {metric} {100 * report.score:.2f} %\n")
     return report
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _write(report: TrainingReport, folder: Path) -> None:
+    for file in report.write(folder):
+        sys.stdout.write(f"wrote {file}\n")
 
 
 @contextlib.contextmanager
