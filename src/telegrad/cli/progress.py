@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -31,9 +32,14 @@ __all__ = ["EpochReport", "Progress", "TrainingReport"]
 
 _INTERVAL = 0.5  # seconds between two reports within an epoch
 _STYLE = (
-    "body{font:15px sans-serif;margin:2em}table{border-collapse:collapse}"
-    "td,th{padding:.2em 1em;text-align:right}"
+    ":root{color-scheme:light dark}"
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
+    "img{max-width:100%;border-radius:4px}.scroll{overflow-x:auto}"
+    "table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
+    "td,th{padding:.2em 1em;text-align:right;border-bottom:1px solid #8884}"
 )
+# The colours of Okabe and Ito, which colour-blind people can distinguish.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 class EpochReport(NamedTuple):
@@ -175,11 +181,12 @@ class TrainingReport:
         )
         title = html.escape(self.title)
         (folder / "report.html").write_text(
-            f'<!doctype html><meta charset="utf-8"><title>{title}</title>'
+            '<!doctype html><html lang="en"><meta charset="utf-8">'
+            f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
             f"<style>{_STYLE}</style><h1>{title}</h1>"
             f"<p>Test {self.metric} {100 * self.score:.2f} % after {self.seconds:.1f} s, "
             "including the start of the workers."
-            f"{image}<table><tr>{head}{rows}</table>\n"
+            f'{image}<div class="scroll"><table><tr>{head}{rows}</table></div></html>\n'
         )
         return [*written, folder / "report.html"]
 
@@ -192,11 +199,12 @@ class TrainingReport:
     def _plot(self) -> bytes:
         figure = Figure(figsize=(12, 3.6), layout="constrained")
         axes = figure.subplots(1, 3)
-        for name in sorted({report.trainer for report in self.epochs}):
+        names = sorted({report.trainer for report in self.epochs})
+        for name, colour in zip(names, itertools.cycle(_COLOURS), strict=False):
             reports = [report for report in self.epochs if report.trainer == name]
             epochs = [report.epoch for report in reports]
-            axes[0].plot(epochs, [report.loss for report in reports], label=name)
-            axes[2].plot(epochs, [report.speed for report in reports], label=name)
+            axes[0].plot(epochs, [report.loss for report in reports], color=colour, label=name)
+            axes[2].plot(epochs, [report.speed for report in reports], color=colour, label=name)
         scored = [report for report in self.epochs if report.score is not None]
         axes[1].plot(
             [report.epoch for report in scored],
