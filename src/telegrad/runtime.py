@@ -108,6 +108,8 @@ class AgentRuntime:
         self.agent: Any = None  # the `Agent` of the user
         self.forked = False  # this process is a fork of the one that opened the agent
         self.recorder = FlightRecorder(self.config.flight_recorder)
+        # of exceptions that served functions raise and that their callers receive
+        self.failure_log_level = logging.INFO
         self.diagnosis = Diagnosis(self)
         self._reports: dict[str, Callable[[], Any]] = {}
         self._connecting: dict[object, MadeCall] = {}  # calls that wait for a first connection

@@ -16,9 +16,11 @@ from telegrad.current import process_state
 from telegrad.errors import JoinError, UsageError
 from telegrad.group.signed_store import Store
 
+# "environment variable RANK expected" are torch's words.
 _NO_RENDEZVOUS = (
     "this worker cannot find its group: no engine started it, and MASTER_ADDR and MASTER_PORT are "
-    "not set. Start the workers with `telegrad launch`, torchrun, srun or mpirun"
+    "not set (environment variable RANK expected, but not set, either). Start the workers with "
+    "`telegrad launch`, torchrun, srun or mpirun"
 )
 
 

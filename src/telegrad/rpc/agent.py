@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -27,6 +28,7 @@ class RpcAgent(Agent):
     def __init__(self, name: str, *, options: RpcBackendOptions, **kwargs: Any) -> None:
         super().__init__(name, config=options.to_config(), **kwargs)
         self._options = options
+        self._runtime.failure_log_level = logging.WARNING  # as torch does
 
     @property
     def store(self) -> Any:

@@ -95,6 +95,7 @@ class ReplyRuntime(Protocol):
     threads: ThreadPool
     clock: Clock
     recorder: FlightRecorder
+    failure_log_level: int
 
 
 class ReplyingConnection(LoopConnection):
@@ -241,7 +242,7 @@ class ReplyingConnection(LoopConnection):
             try:
                 body = encode(error, self._runtime.name, name)
                 self.channel.send(_FAILURE, call.call_id, body, function=undefined_id)
-                level = logging.INFO
+                level = self._runtime.failure_log_level
                 break
             except ChannelClosed as closed:
                 _log.debug("the caller of %s is gone and gets no failure: %s", name, closed)
