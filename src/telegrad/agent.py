@@ -96,7 +96,9 @@ class Agent:
     def shutdown(self, timeout: float | None = None) -> tuple[str, ...]:
         """Finish the calls in progress, wait until the other workers do the same, then close.
 
-        Return the names of workers that were lost or did not report within `timeout` seconds.
+        A worker that is lost meanwhile no longer counts, unless it comes back before the others
+        have left: they wait for it for `Config.restart_timeout`. Return the names of workers that
+        were lost or did not report within `timeout` seconds.
         """
         return self._runtime.shutdown(timeout)
 

@@ -58,6 +58,9 @@ class Config:
     resume_timeout: float = 180.0
     """Seconds for which the connection to another host may be interrupted. After them, a worker of
     which nothing was heard is considered lost."""
+    restart_timeout: float = 0.0
+    """Seconds for which `shutdown` waits for a lost worker of a group of fixed size to come back.
+    `telegrad launch` sets it if it restarts workers."""
     transports: tuple[str, ...] = TRANSPORTS
     """Transports in order of preference. The first that works with a peer is used."""
     threads: int = 16
@@ -130,6 +133,7 @@ class Config:
             "bulk_streams",
             "max_idle_connections",
             "flight_recorder",
+            "restart_timeout",
         ):
             require(
                 getattr(self, name) >= 0,

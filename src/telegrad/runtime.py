@@ -453,7 +453,7 @@ class AgentRuntime:
         self.listener.close_peer(incarnation, lost_notice(self.name, reason))
         self.endpoint.forget_peer(incarnation)
         if self.directory.is_current(name, incarnation):
-            self.collectives.worker_lost(name)
+            self.collectives.worker_lost(name, incarnation)
 
     # For layers above
 

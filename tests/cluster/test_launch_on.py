@@ -121,6 +121,12 @@ def test_a_manifest_for_kubernetes(
     job = made["Job"]["spec"]
     assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 3, 3)
     assert job["backoffLimitPerIndex"] == 3
+    (waiting,) = (
+        each["value"]
+        for each in job["template"]["spec"]["containers"][0]["env"]
+        if each["name"] == "TELEGRAD_RESTART_TIMEOUT"
+    )
+    assert float(waiting) > 0
     pod = job["template"]["spec"]
     assert pod["subdomain"] == made["Service"]["metadata"]["name"] == "train-it"
     (container,) = pod["containers"]

@@ -479,6 +479,62 @@ def test_a_death_during_shutdown(trio: LocalCluster, in_background: Background) 
     assert [each.result(PATIENCE) for each in leaving] == [("w2",)] * 2
 
 
+# Restarts during shutdown
+
+
+def until_missing(leader: Agent, *names: str) -> None:
+    """Wait until a gather that an agent leads waits for these workers only."""
+    until(lambda: f"{list(names)}" in repr(leader._runtime.collectives))
+
+
+def test_the_report_of_a_dead_worker_is_not_that_of_its_next_incarnation(
+    trio: LocalCluster, in_background: Background
+) -> None:
+    """w1 dies in its shutdown and comes back before the others shut down."""
+    w0, w1, w2 = trio.agents
+    dying = in_background(w1.shutdown)
+    until_missing(w0, "w0", "w2")
+    lost: list[str] = []
+    w0._runtime.on_loss(lambda name, _: lost.append(name))
+    trio.kill("w1")
+    assert isinstance(dying.exception(PATIENCE), (PeerLost, UsageError))
+    until(lambda: lost == ["w1"])
+    successor = trio.join("w1", 1)
+    assert w0.call("w1", abs, -1) == 1
+    leaving = [in_background(agent.shutdown) for agent in (w0, w2)]
+    until_missing(w0, "w1")
+    assert successor.call("w2", abs, -2) == 2  # the others are still there
+    leaving.append(in_background(successor.shutdown))
+    assert [each.result(PATIENCE) for each in leaving] == [()] * 3
+
+
+@pytest.mark.parametrize("victim", ["w0", "w2"])
+def test_shutdown_waits_for_a_restart(
+    cluster: Clusters, in_background: Background, victim: str
+) -> None:
+    """w0 leads it, also in its second incarnation."""
+    trio = cluster(3, restart_timeout=PATIENCE)
+    others = [agent for agent in trio if agent.name != victim]
+    leaving = [in_background(agent.shutdown) for agent in others]
+    until_missing(trio["w0"], victim)
+    trio.kill(victim)
+    successor = trio.join(victim, int(victim[1]))
+    for agent in others:
+        assert successor.call(agent.name, abs, -2) == 2
+    leaving.append(in_background(successor.shutdown))
+    assert [each.result(PATIENCE) for each in leaving] == [()] * 3
+
+
+def test_shutdown_waits_for_a_restart_for_a_limited_time(
+    cluster: Clusters, in_background: Background
+) -> None:
+    trio = cluster(3, restart_timeout=0.1)
+    leaving = [in_background(agent.shutdown) for agent in trio.agents[:2]]
+    until_missing(trio["w0"], "w2")
+    trio.kill("w2")
+    assert [each.result(PATIENCE) for each in leaving] == [("w2",)] * 2
+
+
 def test_shutdown_waits_for_calls_under_way(
     trio: LocalCluster, gate: Gate, in_background: Background
 ) -> None:

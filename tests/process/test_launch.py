@@ -291,9 +291,11 @@ def die_once_and_come_back() -> int:
     return second
 
 
-def test_a_killed_worker_comes_back_under_its_name() -> None:
-    results = telegrad.launch(die_once_and_come_back, 2, restarts=1, show=False)
+def test_a_killed_worker_comes_back_under_its_name(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    results = telegrad.launch(die_once_and_come_back, 2, restarts=1, show=False, logs=logs)
     assert results["worker0"] == results["worker1"]
+    assert not [path for path in logs.iterdir() if "shut down without" in path.read_text()]
 
 
 @pytest.mark.slow

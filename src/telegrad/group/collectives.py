@@ -3,7 +3,12 @@
 Every participant reports to a leader, the first participant that is alive. The leader watches those
 that have not reported; a lost worker no longer counts. When all others have reported, every
 participant gets the values and the names of the lost workers. If the leader is lost, the next
-participant leads and starts again; a participant that already has the result passes it on.
+participant leads and starts again; a participant that already has the result passes it on. If an
+earlier participant has come back, it leads again, and everybody reports to it.
+
+The report of a worker that is lost before the gather ends does not count. Its next incarnation may
+report in its place. The gathers of a shutdown wait for that, for `Config.restart_timeout` after the
+loss, so that the engine can restart the worker; others do not.
 
 Each participant numbers its own gathers of a sequence (equal topic and names), from the start of
 its incarnation. The numbers of two workers may differ, since one may have restarted, so the leader
@@ -13,12 +18,13 @@ knows whether a late worker has reported since. So a worker never replaces a res
 the same one, or by an earlier one, from another worker.
 
 State: `_gathers` (those that this agent leads, by sequence), `_results` (the last result of each
-sequence) and `_started` (how many gathers of each sequence this agent has started) are changed
-under `_lock`.
+sequence), `_started` (how many gathers of each sequence this agent has started) and
+`_awaited_until` (by lost incarnation) are changed under `_lock`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import threading
@@ -27,6 +33,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from telegrad.config import Config
 from telegrad.current import thread_state
 from telegrad.errors import CallTimeout, GroupBroken, InternalError, PeerLost, TelegradError
 from telegrad.futures import Future
@@ -45,6 +52,8 @@ _ASK_AGAIN = 1.0
 _ASK_AFTER = 0.001
 _MAX_NAMES_TEXT = 200
 _RETRY = (0.02, 1.0)  # seconds until a leader that cannot be reached is tried again
+_REPORT_AGAIN = (0.05, 1.0)  # seconds until a participant looks for another leader
+SHUTDOWN = "shutdown"  # the topic of the gathers that wait for restarts
 _log = logging.getLogger(__name__)
 
 
@@ -52,6 +61,7 @@ class CollectivesRuntime(Protocol):
     """What collectives need from their agent."""
 
     name: str
+    config: Config
     local_member: Member
     closing: bool
     threads: ThreadPool
@@ -96,19 +106,31 @@ class GatherResult(NamedTuple):
 class _Gather:
     """A gather that this agent leads and that has not ended."""
 
-    def __init__(self, expected: tuple[str, ...]) -> None:
+    def __init__(self, sequence: str, expected: tuple[str, ...], directory: Directory) -> None:
+        self.waits_for_restarts = sequence.startswith(f"{SHUTDOWN}:")
         self.expected = expected
-        self.done: Future[GatherResult] = Future()
+        self.done: Future[GatherResult | None] = Future()  # None: another worker leads
         self.values: dict[str, Any] = {}
         self.reports: dict[str, Report] = {}
-        self.lost: set[str] = set()
+        self.lost: dict[str, Incarnation] = {}
         self.unknown = set(expected)  # those that have neither reported nor were lost
+        self._directory = directory
 
     @property
     def missing(self) -> list[str]:
-        return [
-            name for name in self.expected if name not in self.reports and name not in self.lost
-        ]
+        return [name for name in self.expected if name not in self.reports and not self._lost(name)]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nobody is missing."""
+        return not self.unknown and all(map(self._lost, self.lost))
+
+    def _lost(self, name: str) -> bool:
+        """Return whether a worker is lost, and no later incarnation of it is known."""
+        incarnation = self.lost.get(name)
+        if not incarnation:
+            return incarnation is not None
+        return self._directory.is_current(name, incarnation)
 
     @property
     def numbers(self) -> dict[Incarnation, int]:
@@ -120,7 +142,7 @@ class _Gather:
         late = tuple(self.missing)
         late_incarnations = tuple(incarnations[name] for name in late if name in incarnations)
         reports = self.numbers
-        lost = tuple(sorted(self.lost))
+        lost = tuple(sorted(filter(self._lost, self.lost)))
         return GatherResult(dict(self.values), lost, late, reports, late_incarnations)
 
 
@@ -132,6 +154,7 @@ class Collectives:
         self._gathers: dict[str, _Gather] = {}
         self._results: dict[str, GatherResult] = {}
         self._started: Counter[str] = Counter()
+        self._awaited_until: dict[Incarnation, float] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -163,45 +186,58 @@ class Collectives:
         with self._lock:
             self._started[sequence] += 1
             report = Report(self._runtime.name, member.incarnation, self._started[sequence])
+        pause = _REPORT_AGAIN[0]
+        while (result := self._report_to_first(sequence, names, report, value, timeout)) is None:
+            time.sleep(pause)
+            pause = min(2 * pause, _REPORT_AGAIN[1])
+        with self._lock:
+            # If this worker leads, it already knows this result and may know of late reports.
+            if not self._is_known(sequence, result):
+                self._results[sequence] = result
+        return result
+
+    def _report_to_first(
+        self,
+        sequence: str,
+        names: tuple[str, ...],
+        report: Report,
+        value: Any,
+        timeout: float | None,
+    ) -> GatherResult | None:
+        """Report to the first participant that is alive. None: another worker leads now."""
         patience = None if timeout is None else timeout + _GRACE
         args = (sequence, names, report, value, timeout)
         lost: list[str] = []
         for leader in names:
             try:
-                result = self._report_to(leader, args, patience)
-            except CallTimeout:
-                result = GatherResult({}, tuple(lost), (leader,))
-            if result is None:
+                return self._report_to(leader, args, patience)
+            except PeerLost:
+                if self._runtime.closing:
+                    raise  # it is this worker that leaves
                 lost.append(leader)
-                continue
-            with self._lock:
-                # If this worker leads, it already knows this result and may know of late reports.
-                if not self._is_known(sequence, result):
-                    self._results[sequence] = result
-            return result
+            except CallTimeout:
+                return GatherResult({}, tuple(lost), (leader,))
         raise InternalError("a gather without a living participant")
 
     def _report_to(
         self, leader: str, args: tuple[Any, ...], timeout: float | None
     ) -> GatherResult | None:
-        """Report to a leader and return the result; None if the leader is lost.
+        """Report to a leader and return the result; None: another worker leads now.
 
         A leader that cannot be reached may be alive: it may have too many connections at this
         moment. If this worker reported to another one, both leaders would wait for each other. So
-        it tries again, until the leader is declared lost.
+        it tries again, until the leader is declared lost. Then it raises `PeerLost`.
         """
         until = None if timeout is None else time.monotonic() + timeout
         pause = _RETRY[0]
         while True:
             left = None if until is None else max(until - time.monotonic(), _RETRY[0])
             try:
-                result: GatherResult = self._start(leader, _report, args, left).wait()
+                result: GatherResult | None = self._start(leader, _report, args, left).wait()
                 return result
             except PeerLost as error:
-                if self._runtime.closing:
-                    raise  # it is this worker that leaves
-                if self._has_ended(leader, error):
-                    return None
+                if self._runtime.closing or self._has_ended(leader, error):
+                    raise
             if until is not None and time.monotonic() > until:
                 raise CallTimeout(f"worker {leader!r} cannot be reached", peer=leader, sent=False)
             time.sleep(pause)
@@ -240,7 +276,7 @@ class Collectives:
         report: Report,
         value: Any,
         timeout: float | None,
-    ) -> Future[GatherResult]:
+    ) -> Future[GatherResult | None]:
         """Add the report of a participant to a gather that this agent leads."""
         with self._lock:
             last = self._results.get(sequence)
@@ -251,37 +287,59 @@ class Collectives:
                     if incarnation != report.incarnation
                 )
                 self._results[sequence] = last._replace(late_incarnations=tuple(still_late))
-                done: Future[GatherResult] = Future()
+                done: Future[GatherResult | None] = Future()
                 done.set_result(last)
                 return done
             gather = self._gathers.get(sequence)
             is_first = gather is None
             if gather is None:
-                gather = self._gathers[sequence] = _Gather(names)
+                gather = self._gathers[sequence] = _Gather(sequence, names, self._runtime.directory)
             gather.values[report.name] = value
             gather.reports[report.name] = report
             gather.unknown.discard(report.name)
-            gather.lost.discard(report.name)  # it has come back
+            gather.lost.pop(report.name, None)  # it has come back
         if is_first:
             runtime = self._runtime
             runtime.threads.start_with_retry(lambda: self._watch(sequence, gather), runtime.clock)
             if timeout is not None:
                 until = time.monotonic() + timeout
-                runtime.clock.call_at(until, lambda: self._finish(sequence, gather))
+                runtime.clock.call_at(until, lambda: self._finish(sequence, gather, timed_out=True))
         self._finish_if_complete(sequence, gather)
         return gather.done
 
-    def worker_lost(self, name: str) -> None:
-        """Let no gather wait for a lost worker. Do nothing if it is this agent that leaves."""
+    def worker_lost(self, name: str, incarnation: Incarnation) -> None:
+        """Count a worker as lost in all gathers, unless it may come back.
+
+        Do nothing if it is this agent that leaves.
+        """
         if self._runtime.closing:
             return
+        now = time.monotonic()
         with self._lock:
-            gathers = list(self._gathers.items())
+            is_new = incarnation not in self._awaited_until
+            until = now + self._runtime.config.restart_timeout
+            until = self._awaited_until.setdefault(incarnation, until)
+            gathers = [each for each in self._gathers.items() if name in each[1].expected]
         for sequence, gather in gathers:
-            if name in gather.expected and name not in gather.reports:
-                gather.lost.add(name)
+            with self._lock:
+                report = gather.reports.get(name)
+                if report is not None and report.incarnation != incarnation:
+                    continue  # that of its next incarnation
+                gather.reports.pop(name, None)
+                gather.values.pop(name, None)
+                gather.unknown.add(name)
+                if gather.waits_for_restarts and until > now:
+                    continue
+                gather.lost[name] = incarnation
                 gather.unknown.discard(name)
-                self._finish_if_complete(sequence, gather)
+            self._finish_if_complete(sequence, gather)
+        if is_new and until > now:
+            self._runtime.clock.call_at(until, lambda: self._give_up(name, incarnation))
+
+    def _give_up(self, name: str, incarnation: Incarnation) -> None:
+        """Count a lost worker as lost, unless it has come back in time."""
+        if self._runtime.directory.is_current(name, incarnation):
+            self.worker_lost(name, incarnation)
 
     def _watch(self, sequence: str, gather: _Gather) -> None:
         """Ask the missing workers for the result until the gather ends.
@@ -289,21 +347,29 @@ class Collectives:
         This connects to each, so that its loss is noticed. One may have the result from an earlier
         leader.
         """
+        directory = self._runtime.directory
         asked: set[str] = set()
 
-        def on_reply(name: str, done: Any) -> None:
+        def on_reply(name: str, incarnation: Incarnation, done: Any) -> None:
             asked.discard(name)
             try:
                 result = done.value()
             except PeerLost as error:
                 if not self._runtime.closing and self._has_ended(name, error):
-                    self.worker_lost(name)
+                    on_failure(name, incarnation)
                 return
             except Exception as error:  # it is alive, and is asked again
                 _log.debug("worker %r could not be asked for a gather: %s", name, error)
                 return
             if result is not None:
                 self._complete(sequence, gather, result)
+            elif gather.expected.index(name) < gather.expected.index(self._runtime.name):
+                self._hand_over(sequence, gather)  # it has come back, and leads again
+
+        def on_failure(name: str, incarnation: Incarnation) -> None:
+            # otherwise its next incarnation is asked
+            if not incarnation or directory.is_current(name, incarnation):
+                self.worker_lost(name, incarnation)
 
         pause = min(_ASK_AFTER * len(gather.expected), _ASK_AGAIN)
         while not _ends_within(gather.done, pause) and not self._runtime.closing:
@@ -312,39 +378,58 @@ class Collectives:
             for name in gather.missing:
                 if name in asked:
                     continue
-                asked.add(name)
-                args = (sequence, numbers)
+                incarnation = Incarnation("")
                 try:
-                    reply = self._start(name, _result_for, args, None)
+                    incarnation = directory.find(name).incarnation
+                    reply = self._start(name, _result_for, (sequence, numbers), None)
                 except TelegradError:
-                    self.worker_lost(name)
+                    on_failure(name, incarnation)
                 else:
-                    reply.add_done_callback(lambda done, name=name: on_reply(name, done))  # type: ignore[misc]
+                    asked.add(name)
+                    reply.add_done_callback(functools.partial(on_reply, name, incarnation))
 
     def _finish_if_complete(self, sequence: str, gather: _Gather) -> None:
-        if not gather.unknown:
+        if gather.is_complete:
             self._finish(sequence, gather)
 
-    def _finish(self, sequence: str, gather: _Gather) -> None:
+    def _finish(self, sequence: str, gather: _Gather, *, timed_out: bool = False) -> None:
         """End a gather, on a thread of its own because callbacks of the future may block."""
         if not gather.done.done():
             self._runtime.threads.start_with_retry(
-                lambda: self._complete(sequence, gather, None), self._runtime.clock
+                lambda: self._complete(sequence, gather, None, timed_out=timed_out),
+                self._runtime.clock,
             )
 
-    def _complete(self, sequence: str, gather: _Gather, result: GatherResult | None) -> None:
+    def _complete(
+        self,
+        sequence: str,
+        gather: _Gather,
+        result: GatherResult | None,
+        *,
+        timed_out: bool = False,
+    ) -> None:
         """End a gather with a result of an earlier leader; None: with what was reported here."""
         members = self._runtime.directory.members(refresh=False)
         incarnations = {member.name: member.incarnation for member in members}
         with self._lock:
             if self._gathers.get(sequence) is not gather:
                 return  # it has ended
+            if result is None and not gather.is_complete and not timed_out:
+                return  # a worker was lost that had reported
             if result is not None and self._is_known(sequence, result):
                 return  # it is the result of an earlier gather
             del self._gathers[sequence]
             result = result or gather.result(incarnations)
             self._results[sequence] = result
         gather.done._try_complete(result, None)
+
+    def _hand_over(self, sequence: str, gather: _Gather) -> None:
+        """Let the participants of a gather report to another leader."""
+        with self._lock:
+            if self._gathers.get(sequence) is not gather:
+                return  # it has ended
+            del self._gathers[sequence]
+        gather.done._try_complete(None, None)
 
     # Results that are known here
 
@@ -389,7 +474,7 @@ def group_broken(operation: str, result: GatherResult, timeout: float | None) ->
     )
 
 
-def _ends_within(done: Future[GatherResult], seconds: float) -> bool:
+def _ends_within(done: Future[GatherResult | None], seconds: float) -> bool:
     try:
         done.exception(seconds)
     except CallTimeout:

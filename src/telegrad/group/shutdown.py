@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
-from telegrad.group.collectives import Collectives
+from telegrad.group.collectives import SHUTDOWN, Collectives, GatherResult
 
 _POLL = (0.001, 0.05)
 # seconds for a last round even if the time is up, so that the missing workers can be named
@@ -26,18 +27,26 @@ def wait_for_group(runtime: ShutdownRuntime, names: list[str], until: float | No
 
     In each round every worker drains and reports how many calls it has made, until the totals no
     longer change. One round is not enough: a worker that has drained may be called again by one
-    that has not, and then make calls itself.
+    that has not, and then make calls itself. A worker also reports which totals it saw in the round
+    before. So all of them end with the same round, also if one of them has restarted meanwhile and
+    is in its first.
     """
-    missing: set[str] = set()
-    previous: dict[str, Any] | None = None
+    previous = ""
     while True:
         drain(runtime, until)
         left = None if until is None else max(until - time.monotonic(), _MIN_ROUND)
-        result = runtime.collectives.gather(runtime.calls_made, names, left, "shutdown")
-        missing |= {*result.lost, *result.late}
-        if result.late or result.values == previous:
-            return missing
-        previous = result.values
+        value = (runtime.calls_made, previous)
+        result = runtime.collectives.gather(value, names, left, SHUTDOWN)
+        previous = _digest(result)
+        if result.late or all(seen == previous for _, seen in result.values.values()):
+            return {*result.lost, *result.late}
+
+
+def _digest(result: GatherResult) -> str:
+    """Return a short text that identifies the totals of a round, and who reported them."""
+    calls = sorted((name, made) for name, (made, _) in result.values.items())
+    totals = (sorted(result.reports), calls)
+    return hashlib.sha256(repr(totals).encode()).hexdigest()
 
 
 def drain(runtime: ShutdownRuntime, until: float | None) -> None:

@@ -56,7 +56,7 @@ def launch(
         )
     workers = workers_of(roles)
     folder = Path(tempfile.mkdtemp(prefix="telegrad-") if logs is None else logs)
-    environment = {**os.environ, **job_environment(os.environ, len(workers))}
+    environment = {**os.environ, **job_environment(os.environ, len(workers), restarts)}
     shown = (sys.stdout, sys.stderr) if show else (None, None)
     mp.set_forkserver_preload(_imported_by([function, *filter(callable, args)]))
     with Output([worker.name for worker in workers], folder, *shown) as output:

@@ -13,6 +13,7 @@ from typing import Any
 
 from telegrad.cluster.roles import format_roles
 
+_RESTART_TIMEOUT = "300"  # the time until a pod is replaced grows with each failure
 _FAILURES = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
 
 
@@ -43,6 +44,8 @@ def manifest(
             "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}},
         },
     ]
+    if restarts:
+        variables.append({"name": "TELEGRAD_RESTART_TIMEOUT", "value": _RESTART_TIMEOUT})
     container: dict[str, Any] = {
         "name": "worker",
         "image": image,

@@ -92,7 +92,7 @@ def run_on_ray(
     try:
         while not group.wait(_PATIENCE):
             sys.stderr.write(f"waiting until Ray has room for {len(workers)} times {bundle}\n")
-        shared = job_environment(os.environ, len(workers))
+        shared = job_environment(os.environ, len(workers), restarts)
         secret = shared.pop("TELEGRAD_SECRET")
         shared["TELEGRAD_LISTEN"] = os.environ.get("TELEGRAD_LISTEN", "0.0.0.0")
         actors = [_actor(worker, shared, group, restarts, gpus) for worker in workers]

@@ -17,7 +17,7 @@ def run_script(
 ) -> int:
     """Run ``python <command>`` in each worker. Return the exit code: that of the first failure."""
     workers = workers_of(roles)
-    environment = job_environment(os.environ, len(workers))
+    environment = job_environment(os.environ, len(workers), restarts)
     names = [worker.name for worker in workers]
     with Output(names, logs, sys.stdout, sys.stderr) as output:
         job = Job(workers, output, environment, restarts)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from telegrad.cluster.roles import format_roles
 from telegrad.errors import UsageError
+from telegrad.launcher.workers import RESTART_TIMEOUT
 
 _SCRIPT = """\
 #!/bin/bash
@@ -24,6 +25,7 @@ _SCRIPT = """\
 {options}
 export TELEGRAD_ROLES={roles}
 export TELEGRAD_LISTEN="${{TELEGRAD_LISTEN:-0.0.0.0}}"
+export TELEGRAD_RESTART_TIMEOUT="${{TELEGRAD_RESTART_TIMEOUT:-{restart_timeout}}}"
 port=$((61440 + SLURM_JOB_ID % 4096))
 export TELEGRAD_STORE="$(hostname):$port"
 {python} -m telegrad.launcher.store "$port" &
@@ -58,6 +60,7 @@ def batch_script(
         options="\n".join(f"#SBATCH {option}" for option in all_options),
         roles=shlex.quote(format_roles(roles)),
         restarts=restarts,
+        restart_timeout=RESTART_TIMEOUT if restarts else 0,
         python=shlex.quote(sys.executable),
         command=shlex.join([sys.executable, "-u", *command]),
     )

@@ -69,17 +69,27 @@ def workers_of(roles: int | Mapping[str, int]) -> list[Worker]:
     return workers
 
 
-def job_environment(environment: Mapping[str, str], size: int) -> dict[str, str]:
+RESTART_TIMEOUT = "60"
+"""`Config.restart_timeout` of workers that their launcher restarts."""
+
+
+def job_environment(environment: Mapping[str, str], size: int, restarts: int) -> dict[str, str]:
     """Return the variables that all workers of a job get, where `environment` does not set them.
 
-    A secret for their group, and settings of OpenMP for workers that share a host.
+    A secret for their group, how long they wait for a restart, and settings of OpenMP for workers
+    that share a host.
     """
-    variables = {
-        name: environment[name]
-        for name in ("TELEGRAD_SECRET", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-        if environment.get(name)
-    }
+    names = (
+        "TELEGRAD_SECRET",
+        "TELEGRAD_RESTART_TIMEOUT",
+        "OMP_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+        "GOMP_SPINCOUNT",
+    )
+    variables = {name: environment[name] for name in names if environment.get(name)}
     variables.setdefault("TELEGRAD_SECRET", secrets.token_hex(32))
+    if restarts:
+        variables.setdefault("TELEGRAD_RESTART_TIMEOUT", RESTART_TIMEOUT)
     openmp.limit_spinning(variables)
     if size > 1:
         variables.setdefault("OMP_NUM_THREADS", "1")

@@ -260,6 +260,7 @@ def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Leave the group. If `graceful`, first wait until all workers have finished their calls.
 
+    For a worker that is lost meanwhile and may be restarted, see `Config.restart_timeout`.
     `timeout` is in seconds; 0 means no limit.
     """
     runtime = _require_runtime()
