@@ -29,6 +29,7 @@ import torch
 from telegrad.client.connections import timeout_error
 from telegrad.client.dialer import DialedConnection, Dialer
 from telegrad.client.peers import PeerTable, WorkerAddress, worker_key
+from telegrad.cluster.torchrun import restarts_together
 from telegrad.config import Config
 from telegrad.cuda.transfers import CudaTransfers
 from telegrad.current import current_call, find_runtime, thread_state
@@ -195,7 +196,9 @@ class AgentRuntime:
             if self.world_size is None:
                 network_check.check_newcomer(self, until)
             else:
-                self.directory.wait_for_members(self.world_size, self.config.join_timeout)
+                self.directory.wait_for_members(
+                    self.world_size, self.config.join_timeout, self._has_ended
+                )
                 network_check.check_fixed_group(self, until)
         except BaseException:
             if self.world_size is None:
@@ -203,6 +206,12 @@ class AgentRuntime:
                     self.directory.leave(self.local_member)
             self.close()
             raise
+
+    def _has_ended(self, member: Member) -> bool:
+        """Return whether a worker has ended before its engine restarted all workers."""
+        if member.incarnation == self.local_member.incarnation or not restarts_together():
+            return False
+        return self.dialer.probe(member) is False
 
     def shutdown(self, timeout: float | None = None) -> tuple[str, ...]:
         """Finish the calls in progress, wait until the other workers do the same, then close.

@@ -16,6 +16,7 @@ from telegrad import Agent, Config, WorkerInfo, current_agent
 from telegrad.errors import AuthenticationError, JoinError, PeerLost, UsageError
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
+from tests.local.conftest import Background
 from tests.local.gates import PATIENCE, Gate, hold_at, until
 
 SECRET = "sixteen characters or more"
@@ -382,3 +383,25 @@ def test_file_and_tcp_stores_work_too(tmp_path: Any) -> None:
     for store in stores:
         with LocalCluster(2, store=store, transports=("unix",)) as workers:
             assert workers["w0"].call("w1", abs, -1) == 1
+
+
+def test_workers_that_their_engine_restarts_together_wait_for_each_other(
+    cluster: Clusters, in_background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store still has the entries of the workers that have ended."""
+    pair = cluster(2)
+    for name in ("w0", "w1"):
+        pair.kill(name)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    first = pair.agent("w0", 0)
+    pair.agents.append(first)
+
+    def join() -> str:
+        first.open()
+        return first._runtime.member("w1").incarnation
+
+    joining = in_background(join)
+    until(lambda: first._runtime.local_member.addresses != ())
+    second = pair.join("w1", 1)
+    assert joining.result(PATIENCE) == second._runtime.local_member.incarnation

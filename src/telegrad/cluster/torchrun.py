@@ -1,11 +1,13 @@
 """torchrun (TorchElastic), which `telegrad launch` is built on.
 
-The store of the agent may outlive a restart. On one node, all workers restart together, and the
-count of restarts separates the groups. On several nodes the counts differ; there, torch makes a new
-store for each rendezvous.
+All workers restart together, and the store of the agent outlives the restart. On one node, the
+count of restarts separates the groups. On several nodes, each has its own count; there, a worker
+that joins waits until all entries of workers that have ended are replaced (`restarts_together`).
 """
 
 from __future__ import annotations
+
+import os
 
 from telegrad.cluster.engine import Engine, Environment, require
 from telegrad.cluster.placement import Rendezvous
@@ -19,6 +21,13 @@ def _rendezvous(environment: Environment) -> Rendezvous:
         int(require(environment, "MASTER_PORT")),
         hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         prefix=f"restart_{restarts}" if one_node else "",
+    )
+
+
+def restarts_together(environment: Environment = os.environ) -> bool:
+    """Return whether the store may have entries of workers that ended before a restart."""
+    return (
+        bool(environment.get(TORCHRUN.marker)) and environment.get("GROUP_WORLD_SIZE", "1") != "1"
     )
 
 

@@ -216,15 +216,29 @@ class Directory:
         if self._rank is not None:
             self._store.write_unsigned(f"problem/{self._rank}", reason)
 
-    def wait_for_members(self, world_size: int, timeout: float) -> None:
-        """Wait until every rank of a group of fixed size has registered. Names must differ."""
+    def wait_for_members(
+        self, world_size: int, timeout: float, has_ended: Callable[[Member], bool]
+    ) -> None:
+        """Wait until every rank of a group of fixed size has registered. Names must differ.
+
+        An entry of which `has_ended` is true does not count.
+        """
         until, pause = time.monotonic() + timeout, _POLL[0]
         look_at = time.monotonic() + _LOOK_FOR_PROBLEMS
         problems: dict[int, str] = {}
-        while not self._read_all(range(world_size)):
+        present: set[Incarnation] = set()
+
+        def find_ended() -> list[int]:
+            new = [each for each in self._members.values() if each.incarnation not in present]
+            ended = [each for each in new if has_ended(each)]
+            present.update(each.incarnation for each in new if each not in ended)
+            return [each.rank for each in ended]
+
+        ended: list[int] = []
+        while not self._read_all(range(world_size)) or (ended := find_ended()):
             now = time.monotonic()
             if now > until:
-                missing = self._missing(range(world_size), world_size)
+                missing = sorted({*self._missing(range(world_size), world_size), *ended})
                 self._look_for_problems(missing, problems)
                 raise JoinError(
                     f"only {world_size - len(missing)} of {world_size} workers came within "
