@@ -34,7 +34,8 @@ trap "kill $!" EXIT
 # each task: run the program, and again if it fails
 srun --label --kill-on-bad-exit=1 bash -c '
 for restart in $(seq 0 {restarts}); do
-    TELEGRAD_ADVERTISE="${{TELEGRAD_ADVERTISE:-$(hostname)}}" TELEGRAD_RESTART=$restart "$@" && exit
+    export TELEGRAD_RESTART=$((restart + ${{SLURM_RESTART_COUNT:-0}}))
+    TELEGRAD_ADVERTISE="${{TELEGRAD_ADVERTISE:-$(hostname)}}" "$@" && exit
     code=$?
 done
 exit $code' task {command}
