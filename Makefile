@@ -21,7 +21,7 @@ UV  := $(shell uv --version >/dev/null 2>&1 && echo uv || echo $(BIN)/uv)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu test-frameworks check lint types public-types layers \
+.PHONY: help demo test test-slow test-gpu test-engines test-slurm test-frameworks check lint types public-types layers \
 	workflows bench bench-peers conformance docs dist release clean FORCE
 
 help:  ## list the commands
@@ -48,6 +48,18 @@ test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-conformance  ## run the test
 	$(BIN)/python -m coverage run -m pytest -m gpu $(ARGS)
 	$(BIN)/python scripts/coverage_report.py --gpu
 	$(BIN)/python tests/conformance/run.py -j 4 --limit 60 -k Cuda
+
+# Slurm and Open MPI are skipped where they are not installed. Ray gets its own environment.
+test-engines: $(VENV)/.installed-dev  ## test workers that torchrun, mpirun, Ray and Slurm start, kill and restart
+	$(MAKE) VENV=.venv-ray .venv-ray/.installed-ray
+	TELEGRAD_TEST_RAY=$(CURDIR)/.venv-ray/bin/python $(BIN)/python -m pytest -m engines tests/engines $(ARGS)
+
+# It needs root, because it installs packages of Debian (slurm-wlm with slurmctld, slurmd and srun,
+# and munge) and starts their daemons.
+test-slurm: $(VENV)/.installed-dev  ## install Slurm with apt-get, start it on this machine, and test workers in its jobs
+	command -v slurmctld && command -v slurmd && command -v munged || { apt-get update && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends slurm-wlm munge; }
+	$(BIN)/python -m pytest -m slurm tests/engines $(ARGS)
 
 # These packages have many dependencies and get their own environment.
 test-frameworks:  ## test training loops of Hugging Face, Lightning and accelerate
@@ -99,7 +111,7 @@ release: $(VENV)/.installed-dev  ## check, build, tag: VERSION=1.2.3; ARGS=--dry
 	$(BIN)/python scripts/release.py --uv $(UV) tag $(or $(VERSION),$(error VERSION=1.2.3 is missing)) $(ARGS)
 
 clean:  ## remove environments, caches and build results
-	rm -rf $(VENV) .venv-docs .venv-frameworks .venv-peers build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-docs .venv-frameworks .venv-ray .venv-peers build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- Installation --------------------------------------------------------------------------------

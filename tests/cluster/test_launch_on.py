@@ -1,6 +1,6 @@
 """`telegrad launch --on slurm`, `--on k8s` and `--on ray`: what is submitted, and that it is valid.
 
-The engines run in tests of their own; here, the script of Slurm runs with stand-ins for its
+The engines run in `tests/engines`; here, the script of Slurm runs with stand-ins for its
 programs.
 """
 
