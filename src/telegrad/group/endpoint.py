@@ -51,6 +51,9 @@ EXCLUSIVE, MULTIPLEXED, SEGMENT, PROBE, BULK, OBSERVE = PURPOSES = (
     "observe",
 )
 
+# Without TLS, the MAC of a long message takes longer than a pull, which has none.
+_MIN_BULK_WITHOUT_TLS = 512 << 10
+
 _log = logging.getLogger(__name__)
 
 
@@ -225,7 +228,10 @@ class LocalEndpoint:
         if not address or not self._bulk_address():
             return None
         bulk_peer = BulkPeer(str(peer["name"]), incarnation, str(address))
-        return BulkTransfer(self.bulk, bulk_peer, self._config.bulk_min_bytes)
+        min_bytes = self._config.bulk_min_bytes
+        if not self.tls.enabled:
+            min_bytes = min(min_bytes, _MIN_BULK_WITHOUT_TLS)
+        return BulkTransfer(self.bulk, bulk_peer, min_bytes)
 
     def _bulk_address(self) -> str:
         """Return the address at which peers pull large buffers; "" if they cannot."""
