@@ -48,11 +48,12 @@ class Link:
         with self._lock:
             if self.closed or not (self.near.is_interrupted or self.far.is_interrupted):
                 return
-            received = self.near.prepare_resume(), self.far.prepare_resume()
+            near_received, near_interruption = self.near.prepare_resume()
+            far_received, far_interruption = self.far.prepare_resume()
             near, far = connected_sockets("tcp")
             near_records, far_records = records_pair(near, far, self._with_tls)
-            self.far.resume(far, far_records, received[0])
-            self.near.resume(near, near_records, received[1])
+            self.far.resume(far, far_records, near_received, far_interruption)
+            self.near.resume(near, near_records, far_received, near_interruption)
             self.resumptions += 1
 
     def cut(self) -> None:

@@ -207,11 +207,13 @@ class Dialer:
             raise
 
     @staticmethod
-    def _resume_over(channel: TcpChannel, connection: AuthenticatedSocket) -> None:
+    def _resume_over(
+        channel: TcpChannel, connection: AuthenticatedSocket, interruption: int
+    ) -> None:
         assert connection.records is not None
         try:
             received = int(connection.peer["received"])
-            channel.resume(connection.sock, connection.records, received)
+            channel.resume(connection.sock, connection.records, received, interruption)
         except BaseException:
             connection.sock.close()
             raise
@@ -223,19 +225,22 @@ class Dialer:
         refused_since: float | None = None
         pause = _RESUME_PAUSES[0]
         while channel.is_interrupted and not self._runtime.closing:
-            session = {"session": channel.session, "received": channel.prepare_resume()}
+            received, interruption = channel.prepare_resume()
+            session = {"session": channel.session, "received": received}
             now = time.monotonic()
             try:
                 limit = min(until, now + _RESUME_ATTEMPT)
                 connection = self._endpoint.connect(address, member, purpose, limit, session)
-                self._resume_over(channel, connection)
+                self._resume_over(channel, connection, interruption)
             except ConnectionRefusedError as error:
                 reason = str(error)
                 refused_since = refused_since or now
                 if member.is_local or now - refused_since > REFUSED_TIMEOUT:
                     channel.fail(f"no process listens at {address} any more")
                     return
-            except (WrongWorker, ConnectionRefused, AuthenticationError, ChannelClosed) as error:
+            except ChannelClosed:
+                return  # it was closed, or another thread has resumed it
+            except (WrongWorker, ConnectionRefused, AuthenticationError) as error:
                 # a peer that has just accepted the channel may not know it yet
                 if not isinstance(error, ConnectionRefused) or now - started > _RESUME_PAUSES[1]:
                     channel.fail(f"it cannot be resumed: {error}")

@@ -240,7 +240,8 @@ class Listener:
         try:
             if channel is None or connection.records is None:
                 raise ChannelClosed("the channel has ended meanwhile")
-            channel.resume(connection.sock, connection.records, connection.peer["received"])
+            received, interruption = connection.peer["received"], connection.peer["interruption"]
+            channel.resume(connection.sock, connection.records, received, interruption)
         except ChannelClosed:
             connection.sock.close()
 
@@ -275,7 +276,9 @@ class Listener:
         introduction = self._endpoint.introduction("serve")
         if _resumes(peer):
             channel = self._interrupted_channel(peer)
-            introduction["received"] = 0 if channel is None else channel.prepare_resume()
+            introduction["received"], peer["interruption"] = (
+                (0, -1) if channel is None else channel.prepare_resume()
+            )
         return introduction
 
     def _reason_to_refuse(self, peer: Introduction) -> str | None:

@@ -38,6 +38,7 @@ from telegrad.wire.handshake import (
 _BACKLOG = 1024
 _PEEK_INTERVAL = 0.005  # seconds
 _BULK = b"TLGB"  # precedes TLS on a bulk connection
+_WITHOUT_RECORDS = ("bulk", "doctor")  # purposes of connections that carry no frames
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
@@ -191,7 +192,7 @@ def _check_marker(peer: Introduction, server_side: bool, bulk: bool) -> None:
     """Raise `ProtocolError` if the marker of bulk connections, which nothing authenticates, was
     added or removed on its way.
     """
-    if server_side and (peer.get("purpose") == "bulk") != bulk:
+    if server_side and (peer.get("purpose") in _WITHOUT_RECORDS) != bulk:
         raise ProtocolError("the first bytes of a connection were changed on their way")
 
 

@@ -133,12 +133,15 @@ class TcpChannel(Channel):
         self._wire = memoryview(b"")
         self._partial = memoryview(b"")
         self._acknowledge = False  # send a HEARTBEAT with the next frames
+        self._aborted = False  # a signal handler has raised inside the last `_transmit`
+        self._interruption: BaseException | None = None  # one that was not announced
         self._receive_lock = threading.Lock()
         self._read_lock = threading.Lock()
         self._decoder = self._new_decoder()
         self._frames: collections.deque[Frame] = collections.deque()
         self._received = 0
         self._acknowledged = 0  # our frames that the peer has received
+        self._sent = 0  # our frames that were sent at least once
         self._told = 0  # the value of `_received` that was sent last
         self._untold_bytes = 0
         self._peer_closed = False  # it will not resume the channel
@@ -286,6 +289,11 @@ class TcpChannel(Channel):
             if self._state is not _OPEN:
                 return True
             sock, records, generation = self._socket, self._records, self._generation
+        if self._aborted:
+            self._aborted = False
+            self.interrupt(ChannelClosed("a send was interrupted by a signal"), generation)
+            return True
+        self._aborted = True  # unless this ends in an orderly way
         try:
             while True:
                 while self._wire:
@@ -295,14 +303,19 @@ class TcpChannel(Channel):
                     break
                 self._wire = memoryview(records.encode(data))
         except BlockingIOError:
+            self._aborted = False
             return False
         except OSError as error:  # also errors of `ssl`
+            self._aborted = False
             self.interrupt(error, generation)
             return True
         except BaseException as error:
-            # A signal handler raised. Bytes may be lost, so the frames are sent again.
+            # A signal handler raised. Bytes may be lost, so the frames are sent again. If it raises
+            # once more here, the next send finds `_aborted`.
             self.interrupt(error, generation)
+            self._aborted = False
             raise
+        self._aborted = False
         if records.needs_new_keys:
             self.interrupt(ChannelClosed("the connection needs new keys"), generation)
         return True
@@ -324,6 +337,7 @@ class TcpChannel(Channel):
             except IndexError:
                 break
             self._unacknowledged.append(frame)
+            self._sent = max(self._sent, self._acknowledged + len(self._unacknowledged))
             if len(frame) > _BATCH:
                 self._partial = memoryview(frame)
                 break
@@ -357,6 +371,7 @@ class TcpChannel(Channel):
             if self._state is _CLOSED:
                 raise ChannelClosed(self._error)
             if self._state is _INTERRUPTED:
+                self._announce_interruption()
                 return True  # `resume` sends them
             acquired: list[bool] = []
             try:
@@ -420,6 +435,7 @@ class TcpChannel(Channel):
 
     def _wait_until_readable(self, deadline: float) -> tuple[socket.socket, int]:
         """Wait until the channel is open and no frame is missing its buffers only."""
+        self._announce_interruption()
         with self._condition:
             while not self._frames and (
                 self._state is _INTERRUPTED
@@ -460,6 +476,7 @@ class TcpChannel(Channel):
         return self.poll(1)
 
     def poll(self, attempts: int) -> bool:
+        self._announce_interruption()
         with self._condition:
             if self._state is _CLOSED:
                 raise ChannelClosed(self._error)
@@ -575,14 +592,16 @@ class TcpChannel(Channel):
 
     def _forget_acknowledged(self, received: int) -> None:
         """Under the receive lock: forget the frames that the peer has received."""
-        if not self._acknowledged <= received <= self._acknowledged + len(self._unacknowledged):
-            raise ProtocolError(
-                f"the peer says that it has received {received} frames, "
-                f"{self._acknowledged + len(self._unacknowledged)} were sent"
-            )
+        self._check_acknowledged(received, self._acknowledged + len(self._unacknowledged))
         while self._acknowledged < received:
             self._unacknowledged.popleft()
             self._acknowledged += 1
+
+    def _check_acknowledged(self, received: int, sent: int) -> None:
+        if not self._acknowledged <= received <= sent:
+            raise ProtocolError(
+                f"the peer says that it has received {received} frames, {sent} were sent"
+            )
 
     def next_frame(self) -> Frame | None:
         if self._frames:
@@ -621,35 +640,58 @@ class TcpChannel(Channel):
         with self._condition:
             if self._state is not _OPEN or generation not in (None, self._generation):
                 return
+            self._interruption = error  # until it is announced
             self._state = _INTERRUPTED
             self._generation += 1
             _shut(self._socket)
-        self._notify_loop()
-        self._on_interrupted(self, error)
+        self._announce_interruption()
 
-    def prepare_resume(self) -> int:
-        """Return how many frames have arrived. None arrives from now on until `resume`."""
+    def _announce_interruption(self) -> None:
+        """Tell the event loop and the owner of an interruption, if nobody has done so.
+
+        A signal handler may raise while `interrupt` runs. Then the next thread that uses the
+        channel, which is a heartbeat at the latest, does this. It may be done twice.
+        """
+        error = self._interruption
+        if error is not None:
+            self._notify_loop()
+            self._on_interrupted(self, error)
+            self._interruption = None
+
+    def prepare_resume(self) -> tuple[int, int]:
+        """Return how many frames have arrived, and the number of this interruption.
+
+        No frame arrives from now on until `resume`.
+        """
         self.interrupt(ChannelClosed("the peer opened another connection"))
         with self._receive_lock:
-            return self._received
+            return self._received, self._generation
 
-    def resume(self, sock: socket.socket, records: Records, peer_received: int) -> None:
+    def resume(
+        self, sock: socket.socket, records: Records, peer_received: int, interruption: int
+    ) -> None:
         """Go on over a new connection. The peer has received `peer_received` frames.
 
-        Raise `ChannelClosed` if the channel was closed meanwhile.
+        `interruption` is what `prepare_resume` returned for this connection. Raise `ChannelClosed`
+        if the channel was closed or resumed meanwhile: then the numbers of frames are not true.
         """
         _set_options(sock)
         self._notify_loop()  # it must not watch the old descriptor when that is closed
         with self._send_lock:
             with self._receive_lock:
-                self._forget_acknowledged(peer_received)
                 with self._condition:
-                    if self._state is not _INTERRUPTED:
+                    if self._state is not _INTERRUPTED or self._generation != interruption:
                         raise ChannelClosed(self._error)
+                    self._check_acknowledged(peer_received, self._sent)
                     with self._read_lock:  # its reader returns soon, because it was shut
                         self._socket.close()
+                    # An earlier attempt may have sent only a part of these again, so the peer may
+                    # have received frames that are in the queue.
                     self._queue.extendleft(reversed(self._unacknowledged))
                     self._unacknowledged.clear()
+                    while self._acknowledged < peer_received:
+                        self._queue.popleft()
+                        self._acknowledged += 1
                     self._wire = self._partial = memoryview(b"")
                     self._decoder = self._new_decoder()
                     self._told = self._received

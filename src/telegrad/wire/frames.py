@@ -344,7 +344,7 @@ class FrameDecoder:
             self._body,
             self._buffers,
             self._receive_error,
-            self._bulk,
+            tuple(self._bulk),
         )
         self._header, self._receive_error = None, None
         self._parts, self._buffers, self._bulk, self._body = [], [], [], memoryview(b"")
