@@ -159,12 +159,13 @@ def test_the_connection_is_interrupted_during_a_pull(
 
         def cut(count: int, stripe: Stripe, near=near, far=far) -> None:  # type: ignore[no-untyped-def]
             if count == 4:
-                received = near.prepare_resume(), far.prepare_resume()
+                near_received, near_interruption = near.prepare_resume()
+                far_received, far_interruption = far.prepare_resume()
                 stripes.shut(interceptor.stripes)
                 new = connected_sockets("tcp")
                 near_records, far_records = records_pair(*new, False)
-                far.resume(new[1], far_records, received[0])
-                near.resume(new[0], near_records, received[1])
+                far.resume(new[1], far_records, near_received, far_interruption)
+                near.resume(new[0], near_records, far_received, near_interruption)
 
         monkeypatch.setattr(interceptor, "before", cut)
         data = random_bytes(BIG)

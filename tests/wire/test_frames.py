@@ -251,6 +251,7 @@ frames = st.builds(
         max_size=4,
     ),
     receive_error=st.none(),
+    bulk=st.just(()),
 )
 
 
