@@ -14,9 +14,11 @@ when its buffers are there, and later frames may overtake it.
 HEARTBEAT frames carry the number of frames that their sender has received, and whether it ends the
 channel. They are neither counted nor sent again.
 
-State: - `_condition` guards `_state`, `_socket`, `_records`, `_generation` (counts the
-interruptions and the
-  resumptions; bytes of an earlier generation are discarded), `_error` and `_pulling`.
+State:
+
+- `_lock` guards `_state`, `_socket`, `_records`, `_generation` (counts the interruptions and the
+  resumptions; bytes of an earlier generation are discarded), `_error` and `_pulling`. `_changed`
+  is its condition.
 - `_send_lock` guards `_wire` (encoded bytes that the socket did not take yet), `_partial` (the rest
   of a large frame) and taking frames from `_queue` (not sent yet). Any thread appends to `_queue`
   and `_deferred`. A thread that finds the lock taken leaves its frames to the thread that has it,
@@ -27,7 +29,13 @@ interruptions and the
 - `_read_lock` is held while a thread receives from the socket. A socket is closed under it:
   otherwise its number could be given to another one, from which that thread would then receive.
 - `_chunk` and `_should_spin` belong to the reading thread.
-If several locks are taken, then in the order send, receive, condition.
+
+If several locks are taken, then in the order send, receive, `_lock`, read.
+
+A signal handler may raise between two operations of Python code on the main thread. So a frame is
+moved from `_queue` to `_unacknowledged` in one C call, and locks are entered by `with` on the lock
+itself: the `__enter__` of a condition is Python code and could be left with the lock taken. A send
+that was left in the middle is found by `_aborted`, and its frames are sent again.
 """
 
 from __future__ import annotations
@@ -75,6 +83,7 @@ _KEEPALIVE = (
 )
 
 _pack = HEADER.pack
+_popleft = collections.deque.popleft
 _HEARTBEAT, _LEAVE = int(Kind.HEARTBEAT), int(Kind.LEAVE)
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 _ENDS = 1  # flag of a HEARTBEAT: its sender ends the channel and will not resume it
@@ -120,7 +129,8 @@ class TcpChannel(Channel):
         self._pool = pool
         self._max_frame = max_frame
         self._peer_max_frame = peer_max_frame
-        self._condition = self.descriptor_lock = threading.Condition()
+        self._lock = self.descriptor_lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._state = _OPEN
         self._generation = 0
         self._error = "the channel was shut"
@@ -229,7 +239,7 @@ class TcpChannel(Channel):
 
         If no event loop reads the channel, this finds out that the connection has ended.
         """
-        with self._condition:
+        with self._lock:
             if self._state is _CLOSED:
                 raise ChannelClosed(self._error)
             fd, generation = self._socket.fileno(), self._generation
@@ -270,9 +280,9 @@ class TcpChannel(Channel):
 
     def _wait_for_space(self, timeout: float) -> None:
         """Wait until the socket may take bytes or the state has changed."""
-        with self._condition:
+        with self._lock:
             if self._state is _INTERRUPTED:
-                self._condition.wait(timeout)
+                self._changed.wait(timeout)
                 return
             fd = self._socket.fileno()
         if fd >= 0:
@@ -285,13 +295,13 @@ class TcpChannel(Channel):
 
         Nothing is left to do while the channel is interrupted: `resume` sends what is queued.
         """
-        with self._condition:
+        with self._lock:
             if self._state is not _OPEN:
                 return True
             sock, records, generation = self._socket, self._records, self._generation
         if self._aborted:
-            self._aborted = False
             self.interrupt(ChannelClosed("a send was interrupted by a signal"), generation)
+            self._aborted = False
             return True
         self._aborted = True  # unless this ends in an orderly way
         try:
@@ -333,10 +343,11 @@ class TcpChannel(Channel):
             frames.append(_pack(0, self._told, 0, 0, 0, _HEARTBEAT, 0, 0))
         while size < _BATCH:
             try:
-                frame = self._queue.popleft()
+                # one C call: the frame is never in neither queue
+                self._unacknowledged.extend(map(_popleft, (self._queue,)))
             except IndexError:
                 break
-            self._unacknowledged.append(frame)
+            frame = self._unacknowledged[-1]
             self._sent = max(self._sent, self._acknowledged + len(self._unacknowledged))
             if len(frame) > _BATCH:
                 self._partial = memoryview(frame)
@@ -436,7 +447,7 @@ class TcpChannel(Channel):
     def _wait_until_readable(self, deadline: float) -> tuple[socket.socket, int]:
         """Wait until the channel is open and no frame is missing its buffers only."""
         self._announce_interruption()
-        with self._condition:
+        with self._lock:
             while not self._frames and (
                 self._state is _INTERRUPTED
                 or (self._state is _OPEN and self._pulling and not self.missing_bytes)
@@ -444,7 +455,7 @@ class TcpChannel(Channel):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError("the connection is interrupted")
-                self._condition.wait(min(left, threading.TIMEOUT_MAX))
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
             if self._state is _CLOSED and not self._frames:
                 raise ChannelClosed(self._error)
             return self._socket, self._generation
@@ -477,7 +488,7 @@ class TcpChannel(Channel):
 
     def poll(self, attempts: int) -> bool:
         self._announce_interruption()
-        with self._condition:
+        with self._lock:
             if self._state is _CLOSED:
                 raise ChannelClosed(self._error)
             if self._state is _INTERRUPTED:
@@ -577,16 +588,16 @@ class TcpChannel(Channel):
         assert self._bulk is not None
 
         def on_complete(complete: Frame) -> None:
-            with self._condition:
+            with self._lock:
                 self._pulling -= 1
                 if self._state is not _CLOSED:
                     self._frames.append(complete)
-                self._condition.notify_all()
+                self._changed.notify_all()
             self.received_since_heartbeat = True
             if self.on_frame is not None:
                 self.on_frame()
 
-        with self._condition:
+        with self._lock:
             self._pulling += 1
         self._bulk.start_pull(frame, on_complete)
 
@@ -637,7 +648,7 @@ class TcpChannel(Channel):
 
         Nothing happens if `generation` is not that of the present connection.
         """
-        with self._condition:
+        with self._lock:
             if self._state is not _OPEN or generation not in (None, self._generation):
                 return
             self._interruption = error  # until it is announced
@@ -679,7 +690,7 @@ class TcpChannel(Channel):
         self._notify_loop()  # it must not watch the old descriptor when that is closed
         with self._send_lock:
             with self._receive_lock:
-                with self._condition:
+                with self._lock:
                     if self._state is not _INTERRUPTED or self._generation != interruption:
                         raise ChannelClosed(self._error)
                     self._check_acknowledged(peer_received, self._sent)
@@ -693,6 +704,7 @@ class TcpChannel(Channel):
                         self._queue.popleft()
                         self._acknowledged += 1
                     self._wire = self._partial = memoryview(b"")
+                    self._aborted = False
                     self._decoder = self._new_decoder()
                     self._told = self._received
                     self._socket, self._records = sock, records
@@ -703,7 +715,7 @@ class TcpChannel(Channel):
                     self._state = _OPEN
                     self._generation += 1
                     generation = self._generation
-                    self._condition.notify_all()
+                    self._changed.notify_all()
             complete = self._transmit()
         self.received_since_heartbeat = True
         if failure is not None:
@@ -714,23 +726,23 @@ class TcpChannel(Channel):
 
     def fail(self, reason: str) -> None:
         """End the channel, because it cannot be resumed."""
-        with self._condition:
+        with self._lock:
             if self._state is _CLOSED:
                 return
             self._error = reason
             self._state = _CLOSED
             self._generation += 1
             _shut(self._socket)
-            self._condition.notify_all()
+            self._changed.notify_all()
         if self._bulk is not None:
             self._bulk.close()
         self._notify_loop()
 
     def wait_until_closed(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds while the channel is interrupted. True: it was closed."""
-        with self._condition:
+        with self._lock:
             if self._state is _INTERRUPTED:
-                self._condition.wait(timeout)
+                self._changed.wait(timeout)
             return self._state is _CLOSED
 
     def _notify_loop(self) -> None:
@@ -746,15 +758,17 @@ class TcpChannel(Channel):
 
     def _send_close(self) -> None:
         """Tell the peer that this side will not resume the channel, if that is possible at once."""
-        if self._send_lock.acquire(blocking=False):
-            try:
-                # Frames that are queued are lost. The last record must be complete.
-                if not self._wire and not self._partial:
-                    end = _pack(0, self._received, 0, 0, 0, _HEARTBEAT, _ENDS, 0)
-                    self._socket.send(self._records.encode(end), _DONTWAIT)
-            except OSError:
-                return  # the peer finds out when it tries to resume
-            finally:
+        acquired: list[bool] = []
+        try:
+            acquired.extend(map(self._send_lock.acquire, (False,)))  # see `flush_nowait`
+            # Frames that are queued are lost. The last record must be complete.
+            if acquired[0] and not self._wire and not self._partial and not self._aborted:
+                end = _pack(0, self._received, 0, 0, 0, _HEARTBEAT, _ENDS, 0)
+                self._socket.send(self._records.encode(end), _DONTWAIT)
+        except OSError:
+            return  # the peer finds out when it tries to resume
+        finally:
+            if acquired and acquired[0]:
                 self._send_lock.release()
 
     def close(self) -> None:
