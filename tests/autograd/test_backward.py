@@ -34,12 +34,6 @@ from tests.autograd.functions import (
 )
 from tests.local.gates import PATIENCE, Gate
 
-
-@pytest.fixture
-def w0(workers: LocalCluster) -> Agent:
-    return workers["w0"]
-
-
 # Routes of tensors between workers
 
 
@@ -159,6 +153,7 @@ def test_a_call_that_was_given_up(
     workers: LocalCluster, w0: Agent, gate: Gate, how: str, answered: bool
 ) -> None:
     x = new_leaf()
+    w0.call("w1", abs, -1)  # connects: the call below has to arrive before it times out
     with autograd.context(agent=w0) as context_id:
         y = w0.call("w2", weigh, x)
         if how == "timed out while waiting":
@@ -170,7 +165,7 @@ def test_a_call_that_was_given_up(
                 functions.hold_and_weigh,
                 (gate, y),
                 None,
-                0.02 if how == "timed out" else None,
+                0.5 if how == "timed out" else None,
             )
             gate.wait_for()
             if how == "cancelled":

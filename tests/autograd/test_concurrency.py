@@ -32,11 +32,6 @@ from tests.autograd.functions import (
 )
 
 
-@pytest.fixture
-def w0(workers: LocalCluster) -> Agent:
-    return workers["w0"]
-
-
 def test_many_contexts_from_many_threads(workers: LocalCluster) -> None:
     """Each thread has its own context on one of the workers; all use the same weights."""
 

@@ -34,11 +34,6 @@ from tests.local.conftest import Background
 from tests.local.gates import PATIENCE, Gate, until
 
 
-@pytest.fixture
-def w0(workers: LocalCluster) -> Agent:
-    return workers["w0"]
-
-
 def test_it_is_available() -> None:
     assert autograd.is_available()
 

@@ -26,11 +26,6 @@ def transport() -> str:
     return "unix"
 
 
-@pytest.fixture
-def w0(workers: LocalCluster) -> Agent:
-    return workers["w0"]
-
-
 class MyParameter(nn.Parameter):
     """A subclass that pickles as parameters do."""
 

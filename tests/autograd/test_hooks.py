@@ -39,11 +39,6 @@ def transport() -> str:
     return "memory"
 
 
-@pytest.fixture
-def w0(workers: LocalCluster) -> Agent:
-    return workers["w0"]
-
-
 def weigh_with_hooks(log: Log, x: Tensor) -> Tensor:
     """Register hooks on the received tensor, on an inner one, and on the result."""
     x.register_hook(lambda gradient: log.note(("arrived", gradient.tolist())))

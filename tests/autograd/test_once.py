@@ -24,11 +24,6 @@ def transport() -> str:
     return "memory"
 
 
-@pytest.fixture
-def w0(workers: LocalCluster) -> Agent:
-    return workers["w0"]
-
-
 runs: Counter[str] = Counter()
 
 

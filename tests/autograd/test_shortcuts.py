@@ -29,11 +29,6 @@ def transport() -> str:
     return "memory"
 
 
-@pytest.fixture
-def w0(workers: LocalCluster) -> Agent:
-    return workers["w0"]
-
-
 class DeliveredMessages:
     """Records the messages of passes that workers receive."""
 

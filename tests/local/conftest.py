@@ -10,10 +10,23 @@ from typing import Any
 
 import pytest
 
+from telegrad import Agent
+from telegrad.testing import LocalCluster
+from tests.conftest import Clusters
 from tests.local.attacks import MODES, Scene
 from tests.local.gates import PATIENCE, Gate, Log
 
 Background = Callable[..., Future[Any]]
+
+
+@pytest.fixture
+def pair(cluster: Clusters) -> LocalCluster:
+    return cluster(2)
+
+
+@pytest.fixture
+def w0(pair: LocalCluster) -> Agent:
+    return pair["w0"]
 
 
 @pytest.fixture

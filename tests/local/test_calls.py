@@ -138,16 +138,6 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-@pytest.fixture
-def pair(cluster: Clusters) -> LocalCluster:
-    return cluster(2)
-
-
-@pytest.fixture
-def w0(pair: LocalCluster) -> Agent:
-    return pair["w0"]
-
-
 # Whom and how
 
 

@@ -42,11 +42,6 @@ note_always.must_run = True  # type: ignore[attr-defined]
 
 
 @pytest.fixture
-def pair(cluster: Clusters) -> LocalCluster:
-    return cluster(2)
-
-
-@pytest.fixture
 def w0(pair: LocalCluster, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Agent:
     """A worker that connects to another only when the gate is open."""
     dial = Dialer.dial

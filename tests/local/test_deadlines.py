@@ -71,16 +71,6 @@ def seconds_left() -> float | None:
     return None if deadline is None else deadline.left()
 
 
-@pytest.fixture
-def pair(cluster: Clusters) -> LocalCluster:
-    return cluster(2)
-
-
-@pytest.fixture
-def w0(pair: LocalCluster) -> Agent:
-    return pair["w0"]
-
-
 @pytest.fixture(params=["synchronous", "asynchronous"])
 def invoke(request: pytest.FixtureRequest, w0: Agent) -> Invoke:
     """Call and wait, by either way."""

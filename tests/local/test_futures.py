@@ -22,7 +22,6 @@ from telegrad import Future
 from telegrad.agent import Agent
 from telegrad.errors import CallCancelled, CallTimeout, RemoteError, RemoteTraceback
 from telegrad.futures import wait_all
-from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Log, hold_at, until
 
@@ -40,16 +39,6 @@ def fail(message: str) -> None:
 @pytest.fixture
 def transport() -> str:
     return "unix"
-
-
-@pytest.fixture
-def pair(cluster: Clusters) -> LocalCluster:
-    return cluster(2)
-
-
-@pytest.fixture
-def w0(pair: LocalCluster) -> Agent:
-    return pair["w0"]
 
 
 # Waiting

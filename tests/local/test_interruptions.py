@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import random
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -142,7 +141,7 @@ def test_a_call_outlives_the_interruption_during_which_it_runs(
     for _ in range(3):
         for channel in list(channels(workers)):
             channel.interrupt(ConnectionResetError("cut"))
-        time.sleep(0.02)
+        until(lambda: not any(channel.is_interrupted for channel in channels(workers)))
     gate.open()
     assert [future.result(PATIENCE) for future in waiting] == [0, 1, 2]
     calling.join(PATIENCE)

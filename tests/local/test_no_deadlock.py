@@ -90,16 +90,6 @@ def room_for_many_sockets() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.fixture
-def pair(cluster: Clusters) -> LocalCluster:
-    return cluster(2)
-
-
-@pytest.fixture
-def w0(pair: LocalCluster) -> Agent:
-    return pair["w0"]
-
-
 # Nesting
 
 

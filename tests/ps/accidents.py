@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from telegrad import current_agent
 from telegrad.agent import Agent
 from telegrad.futures import Future
+from telegrad.ps.server.checkpoint import CheckpointArchive
 from telegrad.ps.server.registry import ShardRegistry
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
@@ -19,6 +21,40 @@ _SILENT = {
     "receive_vote",
     "receive_verdict",
 }  # nobody waits for these, or for ever; what they raise is logged, with all that they know
+
+
+def when_cut_off(victim: Agent, action: Callable[[], None]) -> None:
+    """Run `action` when the victim is killed: its connections are closed, its threads not ended."""
+    end_threads = victim._runtime.threads.close
+
+    def close(timeout: float) -> None:
+        action()
+        end_threads(timeout)
+
+    victim._runtime.threads.close = close  # type: ignore[method-assign]
+
+
+def accident_points(shard: type, before_steps: dict[str, Any]) -> pytest.MarkDecorator:
+    """Let a test run with one and two servers that die at each point, in steps counted there."""
+    points = before_steps | {
+        "before a step": (shard, "apply", [6, 11]),
+        "before it is saved": (CheckpointArchive, "_write", [7, 12]),
+        "after a step": (shard, "_save_if_due", [8]),
+    }
+    between_servers = {
+        "asked by another": (shard, "receive_vote", [4, 7]),
+        "told by another": (shard, "receive_verdict", [4, 7]),
+    }
+    return pytest.mark.parametrize(
+        ("where", "method", "plan", "servers"),
+        [
+            *(pytest.param(*point, ["w0"], id=name) for name, point in points.items()),
+            *(
+                pytest.param(*point, ["w0", "w1"], id=f"{name}-2")
+                for name, point in (points | between_servers).items()
+            ),
+        ],
+    )
 
 
 class Accidents:
@@ -52,16 +88,13 @@ class Accidents:
         assert self._reached.acquire(timeout=PATIENCE)
         victim = self._victim
         assert victim is not None
-        end_threads = victim._runtime.threads.close
 
-        # its connections are closed by now, so nobody hears from it any more
-        def cut_off(timeout: float) -> None:
+        def cut_off() -> None:
             for shard in victim._runtime.service(ShardRegistry)._shards.values():
                 shard._archive = None  # a process that is killed writes nothing any more
             self._dead.release()
-            end_threads(timeout)
 
-        victim._runtime.threads.close = cut_off  # type: ignore[method-assign]
+        when_cut_off(victim, cut_off)
         cluster.kill(victim.name)
         victim._runtime.service(
             ShardRegistry

@@ -26,7 +26,7 @@ from telegrad.ps.trainer.shard_client import ShardClient
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
 from tests.ps import training
-from tests.ps.accidents import Accidents
+from tests.ps.accidents import Accidents, accident_points, when_cut_off
 from tests.ps.training import Trainers, check_same, model
 
 Clusters = Callable[..., LocalCluster]
@@ -75,27 +75,7 @@ def started(trainers_of: Make) -> Iterator[Callable[..., Any]]:
         thread.join(PATIENCE)
 
 
-POINTS = {
-    "before a step": (ParameterShard, "apply", [6, 11]),
-    "before it is saved": (CheckpointArchive, "_write", [7, 12]),
-    "after a step": (ParameterShard, "_save_if_due", [8]),
-}
-BETWEEN_SERVERS = {
-    "asked by another": (ParameterShard, "receive_vote", [4, 7]),
-    "told by another": (ParameterShard, "receive_verdict", [4, 7]),
-}
-
-
-@pytest.mark.parametrize(
-    ("where", "method", "plan", "servers"),
-    [
-        *(pytest.param(*point, ["w0"], id=name) for name, point in POINTS.items()),
-        *(
-            pytest.param(*point, ["w0", "w1"], id=f"{name}-2")
-            for name, point in (POINTS | BETWEEN_SERVERS).items()
-        ),
-    ],
-)
+@accident_points(ParameterShard, {})
 def test_chaos_ends_where_an_undisturbed_run_does(
     cluster: Clusters,
     started: Callable[..., Any],
@@ -173,14 +153,7 @@ def test_a_step_that_another_trainer_brings_back_counts_once(
         assert pushed.wait(PATIENCE)
         second.step()
         torch.testing.assert_close(nets[1].weight.detach(), before - 2)
-        victim = workers["w0"]
-        end_threads = victim._runtime.threads.close
-
-        def cut_off(timeout: float) -> None:
-            lost.set()
-            end_threads(timeout)
-
-        victim._runtime.threads.close = cut_off  # type: ignore[method-assign]
+        when_cut_off(workers["w0"], lost.set)
         workers.kill("w0")
         workers.join("w0", 0)
         second.step()

@@ -26,6 +26,7 @@ from telegrad.ps.server.shard import ParameterShard
 from telegrad.ps.trainer.shard_client import PushRequest, ShardClient
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE, until
+from tests.ps.accidents import when_cut_off
 
 Clusters = Callable[..., LocalCluster]
 
@@ -161,14 +162,7 @@ def test_both_servers_die_while_the_second_makes_its_step(
         stepping = pool.submit(step, net, optimizer)
         assert reached.wait(PATIENCE)
         until(lambda: workers["w0"]._runtime.service(ParameterShards).find("default").version == 3)
-        victim = workers["w1"]
-        end_threads = victim._runtime.threads.close
-
-        def cut_off(timeout: float) -> None:
-            dead.set()
-            end_threads(timeout)
-
-        victim._runtime.threads.close = cut_off  # type: ignore[method-assign]
+        when_cut_off(workers["w1"], dead.set)
         kill(workers, "w0")
         kill(workers, "w1")
         restart(workers, "w0")
@@ -225,14 +219,7 @@ def test_a_skipped_round_stays_skipped_if_the_server_dies_before_it_answers(
     with ThreadPoolExecutor(1) as pool:
         stepping = pool.submit(together, pairs)
         assert reached.wait(PATIENCE)
-        victim = workers["w0"]
-        end_threads = victim._runtime.threads.close
-
-        def cut_off(timeout: float) -> None:
-            dead.set()
-            end_threads(timeout)
-
-        victim._runtime.threads.close = cut_off  # type: ignore[method-assign]
+        when_cut_off(workers["w0"], dead.set)
         kill(workers, "w0")
         restart(workers, "w0")
         assert stepping.result(PATIENCE) == [[-1.0, -1.0]] * 2

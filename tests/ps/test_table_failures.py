@@ -19,10 +19,10 @@ from telegrad.ps.embeddings import service
 from telegrad.ps.embeddings.messages import TablesSpec
 from telegrad.ps.embeddings.row_hash import initialize
 from telegrad.ps.embeddings.shard import TableShard
-from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
+from telegrad.ps.server.checkpoint import ShardSnapshot
 from telegrad.testing import LocalCluster
 from tests.local.gates import PATIENCE
-from tests.ps.accidents import Accidents
+from tests.ps.accidents import Accidents, accident_points
 from tests.ps.test_embeddings import DIM, EVERY, EXACT, input_of, loss_of, push, row, table
 
 Clusters = Callable[..., LocalCluster]
@@ -58,28 +58,12 @@ def undisturbed(trainers: int, steps: int = STEPS) -> Tensor:
     return leaf.detach()
 
 
-POINTS = {
-    "before a pull": (TableShard, "pull", [9, 20]),
-    "before a push": (TableShard, "push", [9, 20]),
-    "before a step": (TableShard, "apply", [6, 11]),
-    "before it is saved": (CheckpointArchive, "_write", [7, 12]),
-    "after a step": (TableShard, "_save_if_due", [8]),
-}
-BETWEEN_SERVERS = {
-    "asked by another": (TableShard, "receive_vote", [4, 7]),
-    "told by another": (TableShard, "receive_verdict", [4, 7]),
-}
-
-
-@pytest.mark.parametrize(
-    ("where", "method", "plan", "servers"),
-    [
-        *(pytest.param(*point, ["w0"], id=name) for name, point in POINTS.items()),
-        *(
-            pytest.param(*point, ["w0", "w1"], id=f"{name}-2")
-            for name, point in (POINTS | BETWEEN_SERVERS).items()
-        ),
-    ],
+@accident_points(
+    TableShard,
+    {
+        "before a pull": (TableShard, "pull", [9, 20]),
+        "before a push": (TableShard, "push", [9, 20]),
+    },
 )
 def test_chaos_ends_where_an_undisturbed_run_does(
     cluster: Clusters,
