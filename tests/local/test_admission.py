@@ -86,7 +86,7 @@ def test_the_oldest_strangers_make_room_for_others(
 ) -> None:
     monkeypatch.setattr(admission, "MAX_STRANGERS", 10)
     monkeypatch.setattr(admission, "MAX_PER_SOURCE", 10)
-    monkeypatch.setattr(admission, "_MAY_STAY", 0.01)
+    monkeypatch.setattr(admission, "_MAY_STAY", 0.0)
     agent = workers["w1"]
     strangers = come(crowd, agent, transport, 30)
     until(lambda: agent.statistics().get("refused_evicted") == 20)

@@ -11,8 +11,8 @@ that has just come is not removed: it may be a member. If all have just come, no
 for a moment, and connections wait in the backlog of the kernel.
 
 State: `_strangers` (by socket), `_ready` (those that wait for a thread, by source) and `_threads`
-are changed under `_lock`. `_poller` and `_waiting` (those that have sent nothing, by descriptor)
-belong to the thread that accepts.
+are changed under `_lock`. `_poller`, `_backlog` and `_waiting` (those that have sent nothing, by
+descriptor) belong to the thread that accepts.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ class Admission:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._poller = select.poll()
+        self._backlog = select.poll()  # of the listening socket alone
 
     def __repr__(self) -> str:
         return f"<Admission {len(self._strangers)} strangers, {self._threads} handshakes>"
@@ -143,6 +144,7 @@ class Admission:
             self.listening.setblocking(False)
             descriptor = self.listening.fileno()
             self._poller.register(descriptor, select.POLLIN)
+            self._backlog.register(descriptor, select.POLLIN)
             while not self._is_closing():
                 try:
                     found = {each for each, _ in self._poller.poll(self._poll_milliseconds())}
@@ -185,6 +187,8 @@ class Admission:
 
     def _accept(self) -> None:
         for _ in range(_MAX_ACCEPTS):
+            if not self._backlog.poll(0):
+                return  # nobody has to make room for a connection that does not come
             if not self._make_room():
                 self._closed.wait(_RETRY)  # in the backlog, connections wait
                 return
