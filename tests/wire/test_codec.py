@@ -526,7 +526,7 @@ _atoms = (
 
 @given(_atoms | st.lists(_atoms | st.lists(_atoms).map(tuple), max_size=16).map(tuple))
 def test_numbers_and_texts_are_encoded_as_they_would_be_with_everything_else(value: Any) -> None:
-    body = codec.encode_atoms(value)
+    body = codec.encode_small(value)
     assert body is not None
     decoded = codec.decode(body)
     assert decoded == value
@@ -542,9 +542,52 @@ class Metre(float):
     [Metre(1), Point(1.0, torch.ones(1)), [1], (1, Metre(1)), ((1, [2]),), (torch.ones(1),)],
 )
 def test_what_a_reducer_may_have_a_say_in_is_not_encoded_as_a_number(value: Any) -> None:
-    assert codec.encode_atoms(value) is None
+    assert codec.encode_small(value) is None
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (64,), (3, 1, 2), (1,) * 8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.int64, torch.bool, torch.complex64], ids=str
+)
+def test_a_small_tensor_needs_no_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape).to(dtype)
+    body = codec.encode_small(tensor)
+    assert body is not None
+    for received in (codec.decode(body), codec.decode(memoryview(body))):
+        assert received.dtype == dtype
+        assert received.shape == shape
+        assert torch.equal(received, tensor)
+        received.zero_()  # its memory is its own
+    assert torch.equal(codec.decode(body), tensor)
+
+
+def with_attribute() -> torch.Tensor:
+    tensor = torch.ones(1)
+    tensor.unit = "m"  # type: ignore[attr-defined]
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(1, requires_grad=True),
+        nn.Parameter(torch.ones(1), requires_grad=False),
+        torch.ones(2, 3).t(),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(1000),
+        torch.empty(0),
+        torch.empty(1, device="meta"),
+        torch.ones(2).to_sparse(),
+        torch.ones((1,) * 9),
+        with_attribute(),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{tuple(tensor.shape)}",
+)
+def test_a_tensor_that_is_not_small_or_not_plain_is_pickled(tensor: torch.Tensor) -> None:
+    assert codec.encode_small(tensor) is None
 
 
 def test_long_tuples_are_no_atoms() -> None:
-    assert codec.encode_atoms(tuple(range(1000))) is None
+    assert codec.encode_small(tuple(range(1000))) is None
     assert trip(tuple(range(1000))) == tuple(range(1000))

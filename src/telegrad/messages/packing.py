@@ -148,7 +148,7 @@ def keep_until_answered(subject: object) -> bool:
 # Packing and unpacking
 
 
-_NONE = codec.encode_atoms(None)
+_NONE = codec.encode_small(None)
 
 
 def pack(
@@ -165,7 +165,7 @@ def pack(
     the resources of the call.
     """
     if not received:
-        body = codec.encode_atoms(value)
+        body = codec.encode_small(value)
         if body is not None:
             return body, []
     return _pack(_Message(context, retained), value, by_value, received)
