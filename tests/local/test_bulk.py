@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from telegrad.client.connections import MultiplexedConnection
 from telegrad.errors import CallTimeout, PeerLost, SerializationError
 from telegrad.testing import LocalCluster
 from telegrad.transport import stripes
@@ -205,6 +206,23 @@ def test_a_large_call_whose_deadline_passes_fails_alone(pair: LocalCluster, hold
         releasing.join()
     assert pair["w0"].call("w1", small, 1) == 1
     assert torch.equal(pair["w0"].call("w1", double, tensor()), tensor() * 2)
+
+
+def test_a_reply_that_overtakes_the_end_of_its_own_deadline(
+    pair: LocalCluster, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The callee learns that the sender gave up before the call has failed on the caller."""
+    pair["w0"].call("w1", small, 0)
+    abandon = MultiplexedConnection._abandon
+
+    def abandon_later(connection: MultiplexedConnection, call_id: int, *args: Any) -> None:
+        hold.opened.set()
+        until(lambda: call_id not in connection.pending)
+        abandon(connection, call_id, *args)
+
+    monkeypatch.setattr(MultiplexedConnection, "_abandon", abandon_later)
+    with pytest.raises(CallTimeout):
+        pair["w0"]._runtime.start("w1", double, (tensor(),), timeout=0.5).wait()
 
 
 @pytest.mark.parametrize("dies", ["w0", "w1"])

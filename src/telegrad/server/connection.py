@@ -63,7 +63,13 @@ from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoop, EventLoops
 from telegrad.scheduling.executor import SLOW_SECONDS, Executor, ThreadPool
 from telegrad.scheduling.poller import LoopConnection
-from telegrad.transport.channel import Channel, ChannelClosed, PeerClosed, close_with_reason
+from telegrad.transport.channel import (
+    Channel,
+    ChannelClosed,
+    PeerClosed,
+    SenderTimedOut,
+    close_with_reason,
+)
 from telegrad.wire.failures import encode_failure, encode_failure_name, remote_traceback
 from telegrad.wire.frames import (
     DEFINES_FUNCTION,
@@ -559,6 +565,9 @@ class ServerConnection(ReplyingConnection):
     ) -> None:
         epoch = loop.own_epoch if loop is not None else 0
         received: list[ReceivedResource] = []
+        if type(frame.receive_error) is SenderTimedOut:
+            self._send_empty_reply(call, "expired")
+            return
         try:
             if frame.flags or function is None or frame.receive_error is not None:
                 function, args, kwargs = self._decode_call(frame, function, received)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from telegrad.errors import SerializationError
 from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire.frames import Frame, Kind
 
@@ -41,6 +42,10 @@ class SendTimeout(TimeoutError):
     def __init__(self, begun: bool) -> None:
         super().__init__("the peer receives no data")
         self.begun = begun
+
+
+class SenderTimedOut(SerializationError):
+    """The buffers of a frame were not received, because its sender's deadline passed."""
 
 
 class PeerClosed(ChannelClosed):

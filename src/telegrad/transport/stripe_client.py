@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport import stripes
 from telegrad.transport.bulk import BulkPeer, OnPulled
+from telegrad.transport.channel import SenderTimedOut
 from telegrad.transport.stripes import DONE, OK, PULL, REFUSED, REQUEST, STATUS, Stripe
 from telegrad.wire.frames import BufferLocation
 
@@ -366,7 +367,7 @@ class StripeClient:
             pull.missing -= accepted
             is_complete = pull.missing == 0 and pull in self._unfinished
         if not accepted:
-            self.fail(pull, SerializationError("its sender gave up sending it"))
+            self.fail(pull, SenderTimedOut("its sender gave up sending it"))
         elif is_complete:
             self._finish(pull)
 
