@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -238,7 +239,9 @@ def test_a_channel_that_is_shut_ends_both_sides(
     channel = bulk.near if side == "near" else bulk.far
     monkeypatch.setattr(interceptor, "before", lambda count, stripe: channel.shutdown())
     received = background(bulk.far.recv, LATE)
-    with pytest.raises(ChannelClosed):
+    # A receiver that gives up tells the sender, which may return before the channel is closed.
+    is_closed = pytest.raises if side == "near" else contextlib.suppress
+    with is_closed(ChannelClosed):
         bulk.near.send(Kind.CALL, 1, b"", [memoryview(random_bytes(BIG))])
     assert not is_received(received)
 
