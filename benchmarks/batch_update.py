@@ -137,7 +137,16 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for _ in range(options.rounds):
             for entry, times in found.items():
                 with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-                    together(work, trainers + 1, entry, trainers, options, free_port(), folder)
+                    together(
+                        work,
+                        trainers + 1,
+                        entry,
+                        trainers,
+                        options,
+                        free_port(),
+                        folder,
+                        fresh=options.device != "cpu",
+                    )
                     for rank in range(1, trainers + 1):
                         times += json.loads(Path(folder, f"{rank}.json").read_text())
                 print(".", end="", flush=True)
@@ -148,11 +157,17 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             }
             line = {
                 "kind": "result",
+                "better": "lower",
                 "entry": entry,
                 "trainers": trainers,
                 "device": options.device,
             }
-            lines.append({**line, "rounds": [sum(each) for each in times], **phases})
+            totals = [sum(each) * 1e3 for each in times]
+            size = len(totals) // options.rounds
+            medians = [
+                statistics.median(totals[at : at + size]) for at in range(0, len(totals), size)
+            ]
+            lines.append({**line, "unit": "ms", "rounds": medians, **phases})
     return lines
 
 

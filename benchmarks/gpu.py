@@ -44,6 +44,7 @@ LIMIT_S = 300
 LIMIT = "one process"
 POLICIES = ("telegrad.batched", "telegrad.by_hand", "torch.batched", "torch.single")
 OBSERVERS, STEPS = 10, 300
+SLOW_STEPS = 4  # with CUDA tensors on torch RPC, a step of five trainers takes three seconds
 PARTS = ["calls", "ps", "cartpole"]
 
 Found = dict[tuple[str, int], float]  # by kind and amount: elements, megabytes or trainers
@@ -115,8 +116,9 @@ def measure_calls(package: str) -> Found:
 
 
 def measure_training(entry: str, trainers: int) -> Found:
+    steps = SLOW_STEPS if entry == "torch cuda" else 20
     options = argparse.Namespace(
-        model="resnet50", trainers=trainers, servers=1, device="cuda", steps=20
+        model="resnet50", trainers=trainers, servers=1, device="cuda", steps=steps
     )
     return {("ps", trainers): 1000 / ps.measure(entry, options)}
 
@@ -178,7 +180,7 @@ def one_round(
             entries.append((package, partial(measure_calls, package)))
     if "ps" in options.only:
         for trainers in options.trainers:
-            for entry in ps.ENTRIES:
+            for entry in ps.ON_A_GPU:
                 entries.append((entry, partial(measure_training, entry, trainers)))
     # the processes of this part are forked from one that started without MPS
     if "cartpole" in options.only and not mps:
@@ -208,7 +210,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--trainers", type=lambda text: list(map(int, text.split(","))), default=[2, 5]
     )
-    parser.add_argument("--plain", action="store_true", help="measure only without MPS")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--plain", action="store_true", help="measure only without MPS")
+    which.add_argument("--mps", action="store_true", help="measure only with MPS")
     parser.add_argument(
         "--rounds", type=int, default=5, help="number of measurements of each entry"
     )
@@ -225,7 +229,8 @@ def main(argv: list[str] | None = None) -> int:
     figures = results.Results()
     run = machine.heading("gpu", rounds=options.rounds, mps=False)
     for number in range(options.rounds):
-        one_round(options, number, False, run, figures)
+        if not options.mps:
+            one_round(options, number, False, run, figures)
         if not options.plain:
             with mps() as there:
                 run["mps"] = there

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine, namespaces, progress, publish, results
+from benchmarks import machine, namespaces, progress, publish, results, tutorial
 from benchmarks.processes import import_path
 
 ROUNDS = 5
@@ -46,6 +46,8 @@ class Part:
             return "no CUDA device"
         if self.name == "hosts" and (reason := namespaces.hindrance()):
             return reason
+        if self.name == "tutorial" and not tutorial.DEFAULT.exists():
+            return f"{tutorial.DEFAULT} does not exist: get {tutorial.SOURCE}"
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
         return ""
@@ -92,6 +94,13 @@ PARTS = (
     Part("embeddings", "embedding tables on servers", ("",)),
     Part("hosts", "calls and bandwidth between two hosts, encrypted and plain", ("",)),
     Part("gpu", "CUDA tensors between processes, parameter servers on a GPU", ("",), gpu=True),
+    Part(
+        "tutorial",
+        "PyTorch's tutorial on batch RPC processing, unmodified",
+        ("",),
+        needs="torchvision",
+        gpu=True,
+    ),
 )
 
 

@@ -10,8 +10,12 @@ The server runs one step of SGD with momentum with the mean of the gradients. `-
 only telegrad.ps and draws a plot. The entries:
 
     telegrad.ps        `telegrad.ps.Optimizer`
-    telegrad           the code of PyTorch's tutorial on batch RPC processing, on Telegrad
+    telegrad           the code of PyTorch's tutorial on batch RPC processing, on Telegrad. With
+                       `--device cuda` it sends gradients and model through the CPU, as the
+                       tutorial does
     torch              the same code on torch.distributed.rpc
+    telegrad cuda      only with `--device cuda`: the server has its model on the GPU, and calls
+    torch cuda         send CUDA tensors with a device map
     one process        the same steps in one process without copies: the limit for one server
 
 Every measurement starts new processes. Entries run in turn, and the tables show the median over the
@@ -93,8 +97,8 @@ class Model(nn.Module):
 
 
 class BatchUpdateServer:
-    def __init__(self, options: argparse.Namespace, future: Any) -> None:
-        self.model = Model(options.model, options.device)
+    def __init__(self, options: argparse.Namespace, future: Any, device: str) -> None:
+        self.model = Model(options.model, device)
         self.lock = threading.Lock()
         self.new_future = future
         self.future_model = future()
@@ -164,13 +168,20 @@ def train_by_calls(package: str, server: Any, options: argparse.Namespace) -> fl
     }[package]
     mine = Model(options.model, options.device)
     mine.fill_gradients()
-    gradients = [each.grad for each in mine.parameters()]
-    return timed(lambda: rpc.rpc_sync(SERVER, update, args=(server, gradients)), options)
+    gradients = [each.grad for each in mine.parameters() if each.grad is not None]
+
+    def once() -> None:
+        sent = [each.to(options.server_device) for each in gradients]
+        rpc.rpc_sync(SERVER, update, args=(server, sent)).to(options.device)
+
+    return timed(once, options)
 
 
-def tutorial(package: str, rank: int, options: argparse.Namespace) -> float:
+def tutorial(entry: str, rank: int, options: argparse.Namespace) -> float:
+    package, _, tensors = entry.partition(" ")
     rpc: Any = {"torch": torch_rpc, "telegrad": telegrad_rpc}[package]
-    on_gpu = options.device != "cpu"
+    on_gpu = tensors == "cuda"
+    options.server_device = "cuda" if on_gpu else "cpu"
     how = rpc.TensorPipeRpcBackendOptions(device_maps={SERVER: {0: 0}} if on_gpu and rank else {})
     name = SERVER if rank == 0 else f"trainer{rank}"
     rpc.init_rpc(name, rank=rank, world_size=1 + options.trainers, rpc_backend_options=how)
@@ -178,7 +189,11 @@ def tutorial(package: str, rank: int, options: argparse.Namespace) -> float:
     if rank == 0:
         kind = torch.futures.Future if package == "torch" else telegrad.Future
         server = rpc.RRef(
-            BatchUpdateServer(options, functools.partial(kind, devices=[0] if on_gpu else []))
+            BatchUpdateServer(
+                options,
+                functools.partial(kind, devices=[0] if on_gpu else []),
+                options.server_device,
+            )
         )
         arguments = (package, server, options)
         started = [
@@ -206,7 +221,7 @@ def parameter_server(rank: int, options: argparse.Namespace) -> float:
 
 
 def one_process(options: argparse.Namespace) -> float:
-    server = BatchUpdateServer(options, telegrad.Future)
+    server = BatchUpdateServer(options, telegrad.Future, options.device)
     gradients = [
         [torch.randn_like(each) for each in server.model.parameters()]
         for _ in range(options.trainers)
@@ -245,6 +260,7 @@ def measure(entry: str, options: argparse.Namespace) -> float:
 
 
 ENTRIES = ("telegrad.ps", "telegrad", "torch", "one process")
+ON_A_GPU = ("telegrad.ps", "telegrad", "telegrad cuda", "torch", "torch cuda", "one process")
 Rates = dict[str, list[float]]  # by entry, a rate for each round
 
 
@@ -265,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="device of models and gradients"
     )
-    parser.add_argument("--entries", type=names, default=list(ENTRIES))
+    parser.add_argument("--entries", type=names, help="default: all of the device")
     parser.add_argument(
         "--rounds", type=int, default=3, help="number of measurements of each entry"
     )
@@ -281,6 +297,7 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, default=Path("build/bench/ps.jsonl"), help="default %(default)s"
     )
     options = parser.parse_args(argv)
+    options.entries = options.entries or list(ENTRIES if options.device == "cpu" else ON_A_GPU)
     if options.scaling:
         options.entries, options.trainers, options.servers = (
             ["telegrad.ps"],

@@ -3,9 +3,9 @@
     telegrad bench publish build/bench/results.jsonl
     telegrad bench publish build/bench/core.jsonl build/bench/cartpole.jsonl     separate parts
 
-The README has a short table, and docs/performance.md all figures. In both files they are between two
-marks and are never edited by hand; a test checks that they match the committed results. Publishing
-needs a checkout.
+The README has a short table, docs/performance.md all figures, and docs/cuda.md those of a GPU. They are
+between two marks and are never edited by hand; a test checks that they match the committed results.
+Publishing needs a checkout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, report, results, verdicts
+from benchmarks import plots, publish_gpu, report, results, verdicts
 from benchmarks.processes import ROOT
 from benchmarks.suite import MACHINE
 
@@ -22,6 +22,7 @@ Line = dict[str, Any]
 
 README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "performance.md"
+CUDA_PAGE = ROOT / "docs" / "cuda.md"
 FOLDER = ROOT / "docs" / "benchmarks"
 BEGIN, END = "<!-- figures: made by `telegrad bench publish` -->\n", "<!-- end of figures -->\n"
 SHOWN = "results-2-cores.jsonl"  # the file whose figures the README and the page show
@@ -98,15 +99,6 @@ CHARTS = """\
 
 ![Gradients per second with 1 to 8 trainers and 1 to 4 servers](benchmarks/scaling-2-cores.png)
 """
-ELSEWHERE = (
-    "latency/1-element",
-    "rate/4-callers",
-    "bandwidth/echo-100MB",
-    "training/digits",
-    "gpu-latency/1-element",
-    "gpu-bandwidth/100MB",
-    "gpu-bandwidth/1000MB",
-)
 LIMITS = ("limit/memcpy-warm", "limit/unix-ping-pong", "limit/unix-ping-pong-c", "limit/digits")
 
 
@@ -139,8 +131,17 @@ def publish(*paths: Path) -> None:
         summary_chart(results.read(target)[1], FOLDER / "summary-2-cores.png")
     plots.save(target, FOLDER / f"gpu-{run['machine']['cores']}-cores.png", plots.ON_A_GPU)
     report.main([*(str(file) for file in files()), "--out", str(FOLDER / "index.html")])
-    for file, block in ((README, short_figures(FOLDER)), (PAGE, figures(FOLDER))):
+    for file, block in blocks(FOLDER).items():
         file.write_text(with_figures(file.read_text(), block))
+
+
+def blocks(folder: Path) -> dict[Path, str]:
+    """Return the pages with figures, and the text between their marks."""
+    return {
+        README: short_figures(folder),
+        PAGE: figures(folder),
+        CUDA_PAGE: gpu_figures(folder),
+    }
 
 
 def files() -> list[Path]:
@@ -178,6 +179,12 @@ def figures(folder: Path) -> str:
     )
 
 
+def gpu_figures(folder: Path) -> str:
+    """Return the block of the CUDA page: the figures of each machine with a GPU."""
+    runs = [results.read(path) for path in sorted(folder.glob("results-*.jsonl"))]
+    return "".join(publish_gpu.figures(*each) for each in runs if each[0]["machine"]["gpu"])
+
+
 def ratios(lines: list[Line]) -> str:
     """Return a table of the most important cases, with torch RPC only."""
     cells = {(line["case"], line["peer"]): line for line in lines if line["median"] is not None}
@@ -212,14 +219,8 @@ def summary_chart(lines: list[Line], path: Path) -> None:
 
 def conditions(run: dict[str, Any], lines: list[Line]) -> str:
     """Return how often and where the shown cases were measured."""
-    shown = [
-        len(line["rounds"])
-        for line in lines
-        if line["case"] in (*ROWS, *ENTRIES) and line["rounds"]
-    ]
-    rounds = " to ".join(map(str, sorted({min(shown), max(shown)})))
     machine, torch = run["machine"], run["versions"]["torch"].partition("+")[0]
-    return f"of {rounds} rounds on one host with {machine['cores']} cores ({machine['cpu']}, torch {torch})"
+    return f"of {rounds_of(lines)} rounds on one host with {machine['cores']} cores ({machine['cpu']}, torch {torch})"
 
 
 def table(lines: list[Line]) -> str:
@@ -274,14 +275,11 @@ def limits(lines: list[Line]) -> str:
         for line in lines
         if line["peer"] == MACHINE and line["case"] in LIMITS and line["median"] is not None
     ]
-    return (
-        "The limits of that machine: "
-        + "; ".join(f"{line['title']}: {quantity(line)}" for line in own)
-        + ".\n"
-    )
+    texts = "; ".join(f"{line['title']}: {quantity(line)}" for line in own)
+    return f"The limits of that machine: {texts}.\n" if own else ""
 
 
-def behind(lines: list[Line]) -> str:
+def behind(lines: list[Line], level: str = "## ") -> str:
     """Return a table of every comparison that Telegrad loses; those of one curve are one row."""
     lost = [verdict for verdict in verdicts.verdicts(lines) if verdict.word == "behind"]
     if not lost:
@@ -291,7 +289,7 @@ def behind(lines: list[Line]) -> str:
         ours = verdict.ours
         curves.setdefault(ours["group"] if ours["axis"] else ours["case"], []).append(verdict)
     head = "| | Telegrad | better |\n|---|---:|---|\n"
-    return f"\n## Where Telegrad is behind\n\n{head}{''.join(map(loss, curves.values()))}"
+    return f"\n{level}Where Telegrad is behind\n\n{head}{''.join(map(loss, curves.values()))}"
 
 
 def loss(curve: list[verdicts.Verdict]) -> str:
@@ -322,24 +320,29 @@ def span(lines: list[Line]) -> str:
 
 
 def elsewhere(run: dict[str, Any], lines: list[Line]) -> str:
-    """Return a section about another machine, with a table."""
+    """Return a section about another machine: the same tables."""
     found = [
         verdict
         for verdict in verdicts.verdicts(lines)
         if verdict.theirs["peer"] == results.BASELINE
     ]
-    rows = [
-        f"| {v.ours['title']} | {quantity(v.ours)} | {quantity(v.theirs)} | {v} |\n"
-        for v in found
-        if v.ours["case"] in ELSEWHERE
-    ]
     machine, torch = run["machine"], run["versions"]["torch"].partition("+")[0]
     lost = sum(verdict.word == "behind" for verdict in found)
     return (
-        f"\n## On {machine['cores']} cores\n\n{machine['cpu']}, torch {torch}. "
-        f"Telegrad is behind torch RPC in {lost} of {len(found)} comparisons there.\n\n"
-        f"| | Telegrad | torch RPC | ratio |\n|---|---:|---:|---:|\n{''.join(rows)}"
+        f"\n## On {machine['cores']} cores\n\n{machine['cpu']}, torch {torch}; medians of "
+        f"{rounds_of(lines)} rounds. Telegrad is behind torch RPC in {lost} of {len(found)} comparisons "
+        f"there.\n\n{table(lines)}\n{entries(lines)}{limits(lines)}{behind(lines, '### ')}"
     )
+
+
+def rounds_of(lines: list[Line]) -> str:
+    """Return the least and the greatest number of rounds of the shown cases."""
+    shown = [
+        len(line["rounds"])
+        for line in lines
+        if line["case"] in (*ROWS, *ENTRIES) and line["rounds"]
+    ]
+    return " to ".join(map(str, sorted({min(shown), max(shown)}))) if shown else "0"
 
 
 def named(peer: str) -> str:

@@ -29,7 +29,6 @@ DIMENSIONS = (
 USUAL = {"device": "cpu", "servers": 1}  # not shown in titles
 UNITS = {
     "callers": "calls/s",
-    "batch-update": "s",
     "ps": "rounds/s",
     "cartpole": "steps/s",
     "embeddings": "rows/s",
@@ -62,7 +61,7 @@ class Series:
     def p99(self) -> float | None:
         return statistics.median(self.p99s) if self.p99s else None
 
-    def line(self, baseline: Series | None) -> dict[str, Any]:
+    def line(self) -> dict[str, Any]:
         case = self.case
         return {
             "kind": "result",
@@ -82,8 +81,6 @@ class Series:
             "p99": self.p99,
             "p99_rounds": self.p99s,
             "samples": self.samples,
-            "ratio": ratio(case, self.median, baseline.median if baseline else None),
-            "p99_ratio": ratio(case, self.p99, baseline.p99 if baseline else None),
             "errors": self.errors,
         }
 
@@ -98,17 +95,7 @@ class Results:
         return self.series.setdefault((case.name, peer), Series(case, peer))
 
     def lines(self) -> list[dict[str, Any]]:
-        return [
-            series.line(self.series.get((series.case.name, BASELINE)))
-            for series in self.series.values()
-        ]
-
-
-def ratio(case: Case, value: float | None, baseline: float | None) -> float | None:
-    """Return how many times better the value is than the baseline, or None if one is missing."""
-    if not value or not baseline:
-        return None
-    return quotient(value, baseline, case.higher_is_better)
+        return with_rounds([], [series.line() for series in self.series.values()])
 
 
 def quotient(value: float, other: float, higher_is_better: bool) -> float:
@@ -152,6 +139,41 @@ def merge(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return run, lines
 
 
+def with_rounds(lines: list[dict[str, Any]], more: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the results with the rounds of a later run of the same cases added."""
+    found = {(line["case"], line["peer"]): line for line in lines}
+    for line in more:
+        key = (line["case"], line["peer"])
+        found[key] = added(found[key], line) if key in found else line
+    return [compared(line, found.get((line["case"], BASELINE))) for line in found.values()]
+
+
+def added(line: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    rounds, p99s = line["rounds"] + more["rounds"], line["p99_rounds"] + more["p99_rounds"]
+    return {
+        **line,
+        "rounds": rounds,
+        "median": statistics.median(rounds) if rounds else None,
+        "min": min(rounds, default=None),
+        "max": max(rounds, default=None),
+        "p99": statistics.median(p99s) if p99s else None,
+        "p99_rounds": p99s,
+        "samples": line["samples"] + more["samples"],
+        "errors": line["errors"] + more["errors"],
+    }
+
+
+def compared(line: dict[str, Any], baseline: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the line with its ratios to the baseline."""
+
+    def ratio(key: str) -> float | None:
+        if baseline is None or not line[key] or not baseline[key]:
+            return None
+        return quotient(line[key], baseline[key], line["better"] == "higher")
+
+    return {**line, "ratio": ratio("median"), "p99_ratio": ratio("p99")}
+
+
 def standard(run: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
     """Return a line with only `entry`, `rounds` and parameters in the common form."""
     if "case" in line:
@@ -163,13 +185,17 @@ def standard(run: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
     words = [
         value if isinstance(value, str) else f"{value} {key}" for key, value in dimensions.items()
     ]
+    titles = [
+        value if isinstance(value, str) else counted(value, key)
+        for key, value in dimensions.items()
+    ]
     several = f"{dimensions['servers']} servers" if "servers" in dimensions else ""
     axis = next((key for key, value in dimensions.items() if not isinstance(value, str)), "")
     benchmark, rounds = run["benchmark"], line["rounds"]
     return {
         "kind": "result",
         "case": "/".join([benchmark, *(word.replace(" ", "-") for word in words)]),
-        "title": ": ".join(filter(None, [benchmark, ", ".join(words)])),
+        "title": ": ".join(filter(None, [benchmark, ", ".join(titles)])),
         "group": " ".join(
             filter(None, [benchmark, dimensions.get("model"), dimensions.get("device"), several])
         ),
@@ -215,6 +241,12 @@ def cell(line: dict[str, Any]) -> str:
     if line["ratio"] is not None and line["peer"] != BASELINE:
         text += f" {line['ratio']:.2f}x"
     return text + (" !" if line["errors"] else "")
+
+
+def counted(number: int, things: str) -> str:
+    """Return "1 worker" or "2,000 workers"."""
+    word = things.removesuffix("s") if number == 1 else things
+    return f"{number:,} {word}"
 
 
 def number(value: float) -> str:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import publish, report, results
+from benchmarks import publish, publish_gpu, report, results
 from benchmarks.suite import Case
 from tests.bench.lines import LATENCY, heading, lines
 
 
-def test_the_readme_and_the_page_show_the_committed_results() -> None:
-    readme, page = publish.README.read_text(), publish.PAGE.read_text()
-    assert publish.with_figures(readme, publish.short_figures(publish.FOLDER)) == readme
-    assert publish.with_figures(page, publish.figures(publish.FOLDER)) == page
+def test_the_readme_and_the_pages_show_the_committed_results() -> None:
+    for page, block in publish.blocks(publish.FOLDER).items():
+        assert publish.with_figures(page.read_text(), block) == page.read_text()
 
 
 def test_the_report_shows_the_committed_results() -> None:
@@ -49,3 +48,20 @@ def test_losses_along_a_curve_are_one_item() -> None:
         "| until every worker is up, 2 to 32 workers | 1.00 to 9.00 s "
         "| gRPC 0.50 to 8.00 s, RPyC 7.00 s |"
     ]
+
+
+def test_the_gpu_page_says_which_way_was_measured() -> None:
+    update = Case("gpu-ps/5-trainers", "a round", "ms", "gpu")
+    program = Case("tutorial/program", "the program", "s", "tutorial")
+    found = lines(
+        (update, "telegrad.ps", [4.0]),
+        (update, "torch", [400.0]),
+        (update, "telegrad", [100.0]),
+        (update, "torch cuda", [2000.0]),
+        (program, "telegrad", [8.0]),
+        (program, "torch", [12.0]),
+    )
+    block = publish_gpu.figures(heading(), found)
+    assert "| 5 trainers: the tutorial's way, through the CPU | 100 ms | 400 ms | 4.00x |" in block
+    assert "| 5 trainers: the tutorial's code with CUDA tensors |  | 2,000 ms |  |" in block
+    assert "unmodified: six rounds, with its start | 8.00 s | 12.0 s | 1.50x |" in block

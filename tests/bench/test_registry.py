@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import hosts, limits, measure, results
+from benchmarks import hosts, limits, measure, published, results
 from benchmarks.namespaces import Host
 from benchmarks.parts import PARTS
 from benchmarks.peers import PEERS
@@ -52,6 +52,11 @@ def test_an_environment_is_found_by_its_variable_and_by_its_folder(
 def test_parts_that_are_there_can_run() -> None:
     there = [part for part in PARTS if not part.hindrance()]
     assert {"core", "startup", "ps"} <= {part.name for part in there}
+
+
+def test_published_parts_are_parts() -> None:
+    assert {part.module for part in published.PARTS} <= {part.name for part in PARTS}
+    assert all(isinstance(part.hindrance(), str) for part in published.PARTS)
 
 
 def test_lines_with_entries_become_results() -> None:

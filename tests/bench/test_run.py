@@ -11,6 +11,7 @@ import pytest
 
 import telegrad
 from benchmarks import compare, report, results
+from tests.bench.lines import LATENCY, RATE, lines
 
 PACKAGE = Path(telegrad.__path__[0])
 
@@ -41,6 +42,14 @@ def test_without_a_checkout_it_says_how_to_get_one(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "git clone" in done.stderr
     assert "pip install -e '.[bench]'" in done.stderr
+
+
+def test_rounds_of_another_run_are_added() -> None:
+    first = lines((LATENCY, "telegrad", [1.0]), (LATENCY, "torch", [4.0]))
+    more = lines((LATENCY, "telegrad", [3.0]), (RATE, "telegrad", [5.0]))
+    ours, torch, other = results.with_rounds(first, more)
+    assert (ours["rounds"], ours["median"], ours["ratio"]) == ([1.0, 3.0], 2.0, 2.0)
+    assert (torch["rounds"], other["case"]) == ([4.0], RATE.name)
 
 
 @pytest.mark.process
