@@ -229,7 +229,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=3.0, help="minimum time of each case")
     parser.add_argument(
-        "--out", type=Path, default=Path("build/bench/backward.jsonl"), help="default %(default)s"
+        "--out",
+        type=results.out_file,
+        default=Path("build/bench/backward.jsonl"),
+        help="default %(default)s",
     )
     options = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = import_path()

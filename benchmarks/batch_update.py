@@ -130,8 +130,8 @@ def work(
     rpc.shutdown()
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
+def measure(options: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
+    """Measure every case and add its lines."""
     for trainers in options.trainers:
         found: dict[str, list[list[float]]] = {entry: [] for entry in options.entries}
         for _ in range(options.rounds):
@@ -168,7 +168,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 statistics.median(totals[at : at + size]) for at in range(0, len(totals), size)
             ]
             lines.append({**line, "unit": "ms", "rounds": medians, **phases})
-    return lines
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -207,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=10, help="number of steps in each measurement")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=results.out_file,
         default=Path("build/bench/batch_update.jsonl"),
         help="default %(default)s",
     )
@@ -216,9 +215,10 @@ def main(argv: list[str] | None = None) -> int:
     run = machine.heading(
         "batch-update", rounds=options.rounds, steps=options.steps, device=options.device
     )
-    lines = measure(options)
+    lines: list[dict[str, Any]] = []
+    with results.kept(options.out, run, lambda: lines):
+        measure(options, lines)
     print(f"\n{table(lines)}")
-    results.write(options.out, run, lines)
     return 0
 
 

@@ -305,9 +305,8 @@ class World:
             process.join()
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a result for each entry, number of callers and number of calls in flight."""
-    lines: list[dict[str, Any]] = []
+def measure(options: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
+    """Add a result for each entry, number of callers and number of calls in flight."""
     for callers in options.callers:
         entries = [
             entry
@@ -339,7 +338,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                     print(describe(lines[-1]), flush=True)
             for world in worlds.values():
                 world.close()
-    return lines
 
 
 def describe(line: dict[str, Any]) -> str:
@@ -353,7 +351,7 @@ def describe(line: dict[str, Any]) -> str:
 
 
 def table(lines: list[dict[str, Any]], entries: list[str]) -> str:
-    rows = [["callers", "in flight", *entries, "telegrad by torch", "by epoll"]]
+    rows = [["callers", "in flight", *entries, "to torch", "to epoll"]]
     for callers, in_flight in dict.fromkeys((line["callers"], line["in flight"]) for line in lines):
         here = {
             line["entry"]: statistics.median(line["rounds"])
@@ -385,14 +383,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="duration of each measurement")
     parser.add_argument(
-        "--out", type=Path, default=Path("build/bench/callers.jsonl"), help="default %(default)s"
+        "--out",
+        type=results.out_file,
+        default=Path("build/bench/callers.jsonl"),
+        help="default %(default)s",
     )
     options = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = import_path()
     run = machine.heading("callers", rounds=options.rounds, seconds=options.seconds)
-    lines = measure(options)
+    lines: list[dict[str, Any]] = []
+    with results.kept(options.out, run, lambda: lines):
+        measure(options, lines)
     print(f"\n{table(lines, options.entries)}")
-    results.write(options.out, run, lines)
     return 0
 
 

@@ -290,7 +290,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="default: gymnasium if all peers have it",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("build/bench/cartpole.jsonl"), help="default %(default)s"
+        "--out",
+        type=results.out_file,
+        default=Path("build/bench/cartpole.jsonl"),
+        help="default %(default)s",
     )
     options = parser.parse_args(argv)
     if options.entries is None:
@@ -310,17 +313,14 @@ def main(argv: list[str] | None = None) -> int:
         "cartpole", **{key: value for key, value in vars(options).items() if key != "out"}
     )
     measured: dict[tuple[int, str], list[float]] = {}
-    for number in range(options.rounds):
-        for observers in options.observers:
-            for entry in options.entries:
-                rate = measure(entry, observers, options, context)
-                measured.setdefault((observers, entry), []).append(rate)
-                print(
-                    f"round {number + 1}: {observers} observers, {entry}: {rate:,.0f} steps/s",
-                    flush=True,
-                )
-                # write after every measurement, so that an aborted run loses nothing
-                results.write(options.out, run, written(measured))
+    with results.kept(options.out, run, lambda: written(measured)):
+        for number in range(options.rounds):
+            for observers in options.observers:
+                for entry in options.entries:
+                    rate = measure(entry, observers, options, context)
+                    measured.setdefault((observers, entry), []).append(rate)
+                    who = f"{results.counted(observers, 'observers')}, {entry}"
+                    print(f"round {number + 1}: {who}: {rate:,.0f} steps/s", flush=True)
     middle = {key: statistics.median(rates) for key, rates in measured.items()}
     print(f"\n{tabulate(middle, options.entries)}")
     draw(options.out.with_suffix(".png"), run, written(measured))

@@ -62,9 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     lines = figures.lines()
     results.write(options.out, run, lines)
     say(results.table(lines))
-    say(
-        f"\nmedian of {options.rounds} rounds; 2.00x is twice as good as {results.BASELINE}; written to {options.out}"
-    )
+    say(f"\n{results.footer(options)}")
     return 0 if any(line["peer"] != MACHINE for line in lines) and "interrupted" not in run else 1
 
 
@@ -85,7 +83,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--seconds", type=float, help=f"per case, default {FULL_SECONDS}, quick {QUICK_SECONDS}"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("build/bench/core.jsonl"), help="default %(default)s"
+        "--out",
+        type=results.out_file,
+        default=Path("build/bench/core.jsonl"),
+        help="default %(default)s",
     )
     options = parser.parse_args(argv)
     options.seconds = options.seconds or (QUICK_SECONDS if options.quick else FULL_SECONDS)

@@ -257,7 +257,10 @@ def main(argv: list[str] | None = None) -> int:
         "--steps", type=int, default=40, help="number of training steps in each measurement"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("build/bench/embeddings.jsonl"), help="default %(default)s"
+        "--out",
+        type=results.out_file,
+        default=Path("build/bench/embeddings.jsonl"),
+        help="default %(default)s",
     )
     options = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = import_path()
@@ -266,12 +269,18 @@ def main(argv: list[str] | None = None) -> int:
         "embeddings", **said, consistency=repr(options.rule or telegrad.ps.Sync())
     )
     measured: dict[str, list[tuple[float, float | None]]] = {entry: [] for entry in options.entries}
-    for number in range(options.rounds):
-        for entry, found in measured.items():
-            found.append(measure(entry, options))
-            print(f"round {number + 1}: {entry} {results.number(found[-1][0])} rows/s", flush=True)
-    print(f"\n{options.trainers} trainers\n{table(measured)}")
-    lines = [
+    with results.kept(options.out, run, lambda: written(measured)):
+        for number in range(options.rounds):
+            for entry, found in measured.items():
+                found.append(measure(entry, options))
+                rate = results.number(found[-1][0])
+                print(f"round {number + 1}: {entry} {rate} rows/s", flush=True)
+    print(f"\n{results.counted(options.trainers, 'trainers')}\n{table(measured)}")
+    return 0
+
+
+def written(measured: dict[str, list[tuple[float, float | None]]]) -> list[dict[str, Any]]:
+    return [
         {
             "kind": "result",
             "entry": entry,
@@ -279,9 +288,8 @@ def main(argv: list[str] | None = None) -> int:
             "server_mb": [mb for _, mb in found],
         }
         for entry, found in measured.items()
+        if found
     ]
-    results.write(options.out, run, lines)
-    return 0
 
 
 def table(measured: dict[str, list[tuple[float, float | None]]]) -> str:
@@ -289,7 +297,7 @@ def table(measured: dict[str, list[tuple[float, float | None]]]) -> str:
         entry: statistics.median(rate for rate, _ in found) for entry, found in measured.items()
     }
     base = middles.get(results.BASELINE, float("nan"))
-    rows = [["", "rows/s", "from", "to", "against torch", "servers hold"]]
+    rows = [["", "rows/s", "from", "to", "to torch", "servers hold"]]
     for entry, found in measured.items():
         rates = [rate for rate, _ in found]
         held = "" if found[-1][1] is None else f"{found[-1][1]:,.0f} MB"

@@ -217,7 +217,10 @@ def main(argv: list[str] | None = None) -> int:
         "--rounds", type=int, default=5, help="number of measurements of each entry"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("build/bench/gpu.jsonl"), help="default %(default)s"
+        "--out",
+        type=results.out_file,
+        default=Path("build/bench/gpu.jsonl"),
+        help="default %(default)s",
     )
     options = parser.parse_args(argv)
     if not set(options.only) <= set(PARTS):
@@ -228,14 +231,15 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["PYTHONPATH"] = import_path()
     figures = results.Results()
     run = machine.heading("gpu", rounds=options.rounds, mps=False)
-    for number in range(options.rounds):
-        if not options.mps:
-            one_round(options, number, False, run, figures)
-        if not options.plain:
-            with mps() as there:
-                run["mps"] = there
-                if there:
-                    one_round(options, number, True, run, figures)
+    with results.kept(options.out, run, figures.lines):
+        for number in range(options.rounds):
+            if not options.mps:
+                one_round(options, number, False, run, figures)
+            if not options.plain:
+                with mps() as there:
+                    run["mps"] = there
+                    if there:
+                        one_round(options, number, True, run, figures)
     print(results.table(figures.lines()))
     plots.save(options.out, groups=plots.ON_A_GPU)
     return 0

@@ -133,15 +133,17 @@ def main(argv: list[str] | None = None) -> int:
         "hosts", rounds=options.rounds, seconds=options.seconds, peers={}, skipped={}
     )
     figures = results.Results()
-    with ExitStack() as stack:
+
+    def lines() -> list[dict[str, Any]]:
+        found = figures.lines()
+        return found + both_ends(found)
+
+    with results.kept(options.out, run, lines), ExitStack() as stack:
         network = stack.enter_context(Network(2))
         entries = start(options.peers, network, stack, run)
         cases = [*CASES, *limits(network.hosts[0])]
         rounds(entries, [case for case in cases if chosen(case, options)], options, figures)
-    lines = figures.lines()
-    lines += both_ends(lines)
-    results.write(options.out, run, lines)
-    say(results.table(lines))
+    say(results.table(lines()))
     plots.save(options.out)
     return 0
 
@@ -163,7 +165,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="default %(default)s")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="per case")
     parser.add_argument(
-        "--out", type=Path, default=Path("build/bench/hosts.jsonl"), help="default %(default)s"
+        "--out",
+        type=results.out_file,
+        default=Path("build/bench/hosts.jsonl"),
+        help="default %(default)s",
     )
     return parser.parse_args(argv)
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,18 +125,18 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             bars.begin(part.name)
             try:
-                lines += measured(part, options, Path(folder), run, bars)
+                measure(part, options, Path(folder), run, lines, bars)
             except KeyboardInterrupt:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the results are written now
                 run["interrupted"] = True
                 break
             finally:
                 bars.end(part.name)
     results.write(options.out, run, lines)
-    progress.say(results.table(lines) if lines else "no results")
-    progress.say(
-        f"\nmedian of {options.rounds} rounds; 2.00x is twice as good as torch; written to {options.out}"
-    )
     complete = bool(lines) and "interrupted" not in run and not run.get("failed")
+    if not complete:  # otherwise every part has shown its own table
+        progress.say(results.table(lines) if lines else "no results")
+    progress.say(f"\nwritten to {options.out}")
     if options.publish and complete:
         publish.publish(options.out)
     return 0 if complete else 1
@@ -167,7 +169,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="default %(default)s")
     parser.add_argument(
-        "--out", type=Path, default=Path("build/bench/results.jsonl"), help="default %(default)s"
+        "--out",
+        type=results.out_file,
+        default=Path("build/bench/results.jsonl"),
+        help="default %(default)s",
     )
     parser.add_argument(
         "--publish", action="store_true", help="write the results to docs/benchmarks and the README"
@@ -180,11 +185,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def measured(
-    part: Part, options: argparse.Namespace, folder: Path, run: dict[str, Any], bars: progress.Bars
-) -> list[dict[str, Any]]:
-    """Run the part. Return its results in the common form, and add its heading to the run's."""
-    lines: list[dict[str, Any]] = []
+def measure(
+    part: Part,
+    options: argparse.Namespace,
+    folder: Path,
+    run: dict[str, Any],
+    lines: list[dict[str, Any]],
+    bars: progress.Bars,
+) -> None:
+    """Run the part. Add its results in the common form, also if it is interrupted."""
     for number, arguments in enumerate(part.full if options.full else part.quick or part.full):
         out = folder / f"{part.name}-{number}.jsonl"
         command = [sys.executable, "-m", f"benchmarks.{part.name}", *arguments.split()]
@@ -193,29 +202,42 @@ def measured(
             command += ["--peers", options.peers]
         if options.cases and part.name == "core":
             command += ["--cases", options.cases]
-        code = follow(command, part.name, bars)
-        if code:
-            bars.line(part.name, f"{part.name}: {' '.join(command[2:])} ended with status {code}")
-            run.setdefault("failed", []).append(part.name)
-        if out.exists():
-            heading, found = results.read(out)
-            run["parts"].setdefault(part.name, heading)
-            lines += [{**line, "part": part.name} for line in found]
-    return lines
+        try:
+            code = follow(command, part.name, bars)
+            if code:
+                bars.line(part.name, f"{part.name}: {' '.join(command[2:])}: exit status {code}")
+                run.setdefault("failed", []).append(part.name)
+        finally:
+            if out.exists():
+                heading, found = results.read(out)
+                run["parts"].setdefault(part.name, heading)
+                lines += [{**line, "part": part.name} for line in found]
 
 
 def follow(command: list[str], name: str, bars: progress.Bars) -> int:
     """Run a program, show its output as it arrives, and always end the program."""
-    environment = {**os.environ, "PYTHONPATH": import_path()}
+    columns = str(shutil.get_terminal_size().columns)
+    environment = {**os.environ, "PYTHONPATH": import_path(), "COLUMNS": columns}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,  # it gets Ctrl-C from this process, and only once
     ) as program:
         assert program.stdout is not None
         try:
-            for line in program.stdout:
-                bars.line(name, line.rstrip())
+            show(program.stdout, name, bars)
         except KeyboardInterrupt:
-            program.send_signal(signal.SIGINT)  # the terminal has sent it already; `kill` has not
-            program.wait()
+            program.send_signal(signal.SIGINT)
+            show(program.stdout, name, bars)  # until it has written its results
             raise
     return program.returncode
+
+
+def show(output: Iterable[str], name: str, bars: progress.Bars) -> None:
+    """Show the lines, without those about temporary files."""
+    for line in output:
+        if not line.startswith(("written to ", "plot: ")):
+            bars.line(name, line.rstrip())

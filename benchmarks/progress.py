@@ -12,6 +12,7 @@ from typing import Any
 
 try:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 except ImportError:  # optional; lines are printed instead
     Progress = None  # type: ignore[assignment,misc]
 
@@ -37,12 +38,15 @@ class Bars:
         self.tasks: dict[str, Any] = {}
         if Progress is not None and sys.stdout.isatty():
             columns = (
-                TextColumn("{task.description:12}"),
-                BarColumn(20),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[line]}"),
+                TextColumn("{task.description:12}", table_column=Column(no_wrap=True)),
+                BarColumn(12, table_column=Column(min_width=12)),
+                TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
+                TextColumn(
+                    "{task.fields[line]}",
+                    table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+                ),
             )
-            self.progress = Progress(*columns)
+            self.progress = Progress(*columns, expand=True)
             self.tasks = {
                 part: self.progress.add_task(part, start=False, total=None, line="")
                 for part in parts

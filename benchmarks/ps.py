@@ -294,7 +294,10 @@ def main(argv: list[str] | None = None) -> int:
         help="measure telegrad.ps with 1, 2, 4, 8 trainers and 1, 2, 4 servers",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("build/bench/ps.jsonl"), help="default %(default)s"
+        "--out",
+        type=results.out_file,
+        default=Path("build/bench/ps.jsonl"),
+        help="default %(default)s",
     )
     options = parser.parse_args(argv)
     options.entries = options.entries or list(ENTRIES if options.device == "cpu" else ON_A_GPU)
@@ -309,19 +312,24 @@ def main(argv: list[str] | None = None) -> int:
         "ps", **{key: value for key, value in vars(options).items() if key != "out"}
     )
     lines: list[dict[str, Any]] = []
-    for model, trainers, servers in itertools.product(
-        options.model, options.trainers, options.servers
-    ):
-        case = {"model": model, "trainers": trainers, "servers": servers, "device": options.device}
-        rates = measure_all(
-            argparse.Namespace(**case, steps=options.steps), options.entries, options.rounds
-        )
-        print(f"\n{model}, {trainers} trainers, {servers} servers\n{table(rates)}\n", flush=True)
-        lines += [
-            {"kind": "result", "entry": entry, **case, "rounds": found}
-            for entry, found in rates.items()
-        ]
-        results.write(options.out, run, lines)
+    with results.kept(options.out, run, lambda: [line for line in lines if line["rounds"]]):
+        for model, trainers, servers in itertools.product(
+            options.model, options.trainers, options.servers
+        ):
+            case = {
+                "model": model,
+                "trainers": trainers,
+                "servers": servers,
+                "device": options.device,
+            }
+            rates: Rates = {entry: [] for entry in options.entries}
+            lines += [
+                {"kind": "result", "entry": entry, **case, "rounds": found}
+                for entry, found in rates.items()
+            ]
+            measure_all(argparse.Namespace(**case, steps=options.steps), rates, options.rounds)
+            counts = (results.counted(trainers, "trainers"), results.counted(servers, "servers"))
+            print(f"\n{', '.join((model, *counts))}\n{table(rates)}\n", flush=True)
     if options.scaling:
         draw(lines, options.out.with_suffix(".png"))
     return 0
@@ -335,18 +343,16 @@ def numbers(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
 
 
-def measure_all(case: argparse.Namespace, entries: list[str], rounds: int) -> Rates:
-    measured: Rates = {entry: [] for entry in entries}
+def measure_all(case: argparse.Namespace, measured: Rates, rounds: int) -> None:
     for number in range(rounds):
         for entry, rates in measured.items():
             rates.append(measure(entry, case))
             print(f"round {number + 1}: {entry} {rates[-1]:.1f} rounds/s", flush=True)
-    return measured
 
 
 def table(measured: Rates) -> str:
     base = statistics.median(measured[results.BASELINE]) if results.BASELINE in measured else None
-    rows = [["", "rounds/s", "from", "to", "against torch"]]
+    rows = [["", "rounds/s", "from", "to", "to torch"]]
     for entry, rates in measured.items():
         middle = statistics.median(rates)
         ratio = "-" if base is None else f"{middle / base:.2f}x"

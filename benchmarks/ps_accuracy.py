@@ -283,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=results.out_file,
         default=Path("build/bench/ps-accuracy.jsonl"),
         help="default %(default)s",
     )
@@ -293,13 +293,17 @@ def main(argv: list[str] | None = None) -> int:
         "ps-accuracy", **{key: value for key, value in vars(options).items() if key != "out"}
     )
     measured: dict[str, list[Outcome]] = {entry: [] for entry in options.entries}
-    for number in range(options.rounds):
-        for entry, found in measured.items():
-            found.append(measure(entry, options.target))
-            print(
-                f"round {number + 1}: {entry} {found[-1][0]:.2f} s, {found[-1][1]} steps",
-                flush=True,
-            )
+    with results.kept(options.out, run, lambda: written(measured)):
+        for number in range(options.rounds):
+            for entry, found in measured.items():
+                found.append(measure(entry, options.target))
+                seconds, steps, _ = found[-1]
+                print(f"round {number + 1}: {entry} {seconds:.2f} s, {steps} steps", flush=True)
+    print_table(measured, options.target)
+    return 0
+
+
+def print_table(measured: dict[str, list[Outcome]], target: float) -> None:
     rows = [["", "seconds", "from", "to", "steps"]]
     for entry, found in measured.items():
         seconds = [each[0] for each in found]
@@ -311,10 +315,11 @@ def main(argv: list[str] | None = None) -> int:
                 f"{statistics.median(each[1] for each in found):.0f}",
             ]
         )
-    print(
-        f"\nuntil {100 * options.target:.0f} % of the test digits are correct\n{results.aligned(rows)}"
-    )
-    lines = [
+    print(f"\nuntil {100 * target:.0f} % of the test digits are correct\n{results.aligned(rows)}")
+
+
+def written(measured: dict[str, list[Outcome]]) -> list[dict[str, Any]]:
+    return [
         {
             "kind": "result",
             "entry": entry,
@@ -323,9 +328,8 @@ def main(argv: list[str] | None = None) -> int:
             "losses": found[0][2],
         }
         for entry, found in measured.items()
+        if found
     ]
-    results.write(options.out, run, lines)
-    return 0
 
 
 if __name__ == "__main__":

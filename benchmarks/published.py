@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         description=(__doc__ or "").partition("\n")[0],
         epilog="parts: " + ", ".join(part.name for part in PARTS),
     )
-    parser.add_argument("--out", type=Path, default=Path("build/bench/published.jsonl"))
+    parser.add_argument("--out", type=results.out_file, default=Path("build/bench/published.jsonl"))
     parser.add_argument("--minutes", type=float, default=8.5, help="default %(default)s")
     parser.add_argument("--parts", type=lambda text: text.split(","), help="run only these parts")
     options = parser.parse_args(argv)

@@ -6,14 +6,19 @@ for every case and peer. A ratio above 1 means better than torch, for rates and 
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
+import shutil
+import signal
 import statistics
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite import MACHINE, Case
+from benchmarks.suite import Case
 
 BASELINE = "torch"
 DIMENSIONS = (
@@ -106,8 +111,43 @@ def quotient(value: float, other: float, higher_is_better: bool) -> float:
 
 
 def write(path: Path, run: dict[str, Any], lines: Iterable[dict[str, Any]]) -> None:
+    """Write the file. An interruption leaves the old one or the new one, not a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in ({"kind": "run", **run}, *lines)))
+    new = path.with_name(f"{path.name}.new")
+    new.write_text("".join(json.dumps(line) + "\n" for line in ({"kind": "run", **run}, *lines)))
+    new.replace(path)
+
+
+@contextlib.contextmanager
+def kept(
+    path: Path, run: dict[str, Any], lines: Callable[[], list[dict[str, Any]]]
+) -> Iterator[None]:
+    """Write the results at the end of the block, also if Ctrl-C ends it; then end the program."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not lose the results
+        run["interrupted"] = True
+        if found := lines():
+            write(path, run, found)
+            raise SystemExit(f"interrupted; the results so far are in {path}") from None
+        raise SystemExit("interrupted; there are no results yet") from None
+    write(path, run, lines())
+
+
+def out_file(text: str) -> Path:
+    """Return the path of an option `--out`, or refuse it before anything is measured."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        message = f"cannot write {text}: {error.strerror}"
+        raise argparse.ArgumentTypeError(message) from error
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write {text}: it is a folder")
+    return path
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -218,18 +258,45 @@ def standard(run: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def table(lines: list[dict[str, Any]]) -> str:
-    """Return a table of cases and peers: median, p99 if there is one, and ratio to torch."""
-    peers = list(dict.fromkeys(line["peer"] for line in lines if line["peer"] != MACHINE))
-    limits = [line for line in lines if line["peer"] == MACHINE]
+def table(lines: list[dict[str, Any]], width: int | None = None) -> str:
+    """Return the results as text: median, p99 if there is one, and ratio to torch.
+
+    The cases of the same peers are a table, or a list if the terminal is too narrow for the table.
+    """
+    width = width or shutil.get_terminal_size().columns
+    peers: dict[str, list[str]] = {}
+    for line in lines:
+        peers.setdefault(line["case"], []).append(line["peer"])
+    parts = []
+    for entries in dict.fromkeys(map(tuple, peers.values())):
+        own = [line for line in lines if tuple(peers[line["case"]]) == entries]
+        text = side_by_side(own, entries)
+        fits = max(map(len, text.splitlines())) <= width
+        parts.append(text if fits else one_below_the_other(own))
+    return "\n\n".join(parts)
+
+
+def footer(options: argparse.Namespace) -> str:
+    """Return the lines under the results of a run."""
+    rounds = "one round" if options.rounds == 1 else f"median of {options.rounds} rounds"
+    return f"{rounds}; 2.00x is twice as good as {BASELINE}\nwritten to {options.out}"
+
+
+def side_by_side(lines: list[dict[str, Any]], peers: Sequence[str]) -> str:
     cells = {(line["case"], line["peer"]): cell(line) for line in lines}
     rows = [["", "unit", *peers]]
-    for name, line in {line["case"]: line for line in lines if line["peer"] != MACHINE}.items():
-        rows.append(
-            [line["title"], line["unit"], *(cells.get((name, peer), "-") for peer in peers)]
-        )
-    rows += [[line["title"], line["unit"], cell(line)] for line in limits]
+    for name, line in {line["case"]: line for line in lines}.items():
+        rows.append([line["title"], line["unit"], *(cells[name, peer] for peer in peers)])
     return aligned(rows)
+
+
+def one_below_the_other(lines: list[dict[str, Any]]) -> str:
+    parts = []
+    for name, first in {line["case"]: line for line in lines}.items():
+        own = [line for line in lines if line["case"] == name]
+        rows = [[f"  {line['peer']}", cell(line)] for line in own]
+        parts.append(f"{first['title']} ({first['unit']})\n{aligned(rows)}")
+    return "\n".join(parts)
 
 
 def cell(line: dict[str, Any]) -> str:
@@ -258,6 +325,6 @@ def number(value: float) -> str:
 def aligned(rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
     return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=False))
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=False)).rstrip()
         for row in rows
     )

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from benchmarks import machine, progress, results
 from benchmarks.group import ask
@@ -67,8 +68,9 @@ class Launcher:
         stop([self.worker])
 
 
-def rounds(options: argparse.Namespace, launchers: list[Launcher]) -> results.Results:
-    figures = results.Results()
+def rounds(
+    options: argparse.Namespace, launchers: list[Launcher], figures: results.Results
+) -> None:
     failed: set[tuple[str, int]] = set()
     plan = list(itertools.product(options.workers, range(options.rounds), launchers))
     for step, (size, number, launcher) in enumerate(plan, 1):
@@ -89,7 +91,10 @@ def rounds(options: argparse.Namespace, launchers: list[Launcher]) -> results.Re
         progress.say(
             f"round {number + 1}  {size:2} workers  {launcher.peer:10} {text}", step, len(plan)
         )
-    return figures
+
+
+def written(figures: results.Results) -> list[dict[str, Any]]:
+    return sorted(figures.lines(), key=lambda line: list(METRICS).index(line["group"]))
 
 
 def case(metric: str, size: int) -> Case:
@@ -118,7 +123,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--out", type=Path, default=Path("build/bench/startup.jsonl"), help="default %(default)s"
+        "--out",
+        type=results.out_file,
+        default=Path("build/bench/startup.jsonl"),
+        help="default %(default)s",
     )
     return parser.parse_args(argv)
 
@@ -136,7 +144,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `finally` blocks end the processes
     run = machine.heading("startup", rounds=options.rounds, skipped={})
-    with ExitStack() as stack:
+    figures = results.Results()
+    with results.kept(options.out, run, lambda: written(figures)), ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
         launchers = []
         for peer in options.peers:
@@ -146,12 +155,9 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             launchers.append(Launcher(peer, folder))
             stack.callback(launchers[-1].close)
-        lines = rounds(options, launchers).lines()
-    lines.sort(key=lambda line: list(METRICS).index(line["group"]))
-    results.write(options.out, run, lines)
-    progress.say(
-        f"{results.table(lines)}\n\nmedian of {options.rounds} rounds; written to {options.out}"
-    )
+        rounds(options, launchers, figures)
+    progress.say(results.table(written(figures)))
+    progress.say(f"\n{results.footer(options)}")
     return 0
 
 

@@ -66,26 +66,31 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=3, help="number of runs of each entry")
     parser.add_argument(
-        "--out", type=Path, default=Path("build/bench/tutorial.jsonl"), help="default %(default)s"
+        "--out",
+        type=results.out_file,
+        default=Path("build/bench/tutorial.jsonl"),
+        help="default %(default)s",
     )
     options = parser.parse_args(argv)
     if not options.program.exists():
         parser.error(f"{options.program} does not exist: get {SOURCE}")
     figures = results.Results()
     run = machine.heading("tutorial", rounds=options.rounds)
-    for number in range(options.rounds):
-        for entry in ENTRIES:
-            try:
-                seconds, milliseconds = measure(entry, options.program)
-            except ProgramFailed as error:
-                figures.of(PROGRAM, entry).errors.append(str(error).splitlines()[-1])
-                print(f"round {number + 1}: {entry} failed: {error}", flush=True)
-                continue
-            figures.of(PROGRAM, entry).add({"value": seconds, "n": 1})
-            figures.of(ROUND, entry).add({"value": milliseconds, "n": 1})
-            print(f"round {number + 1}: {entry} {seconds:.1f} s, {milliseconds:.0f} ms", flush=True)
-            results.write(options.out, run, figures.lines())
-    results.write(options.out, run, figures.lines())
+    with results.kept(options.out, run, figures.lines):
+        for number in range(options.rounds):
+            for entry in ENTRIES:
+                try:
+                    seconds, milliseconds = measure(entry, options.program)
+                except ProgramFailed as error:
+                    figures.of(PROGRAM, entry).errors.append(str(error).splitlines()[-1])
+                    print(f"round {number + 1}: {entry} failed: {error}", flush=True)
+                    continue
+                figures.of(PROGRAM, entry).add({"value": seconds, "n": 1})
+                figures.of(ROUND, entry).add({"value": milliseconds, "n": 1})
+                print(
+                    f"round {number + 1}: {entry} {seconds:.1f} s, {milliseconds:.0f} ms",
+                    flush=True,
+                )
     print(results.table(figures.lines()))
     return 0
 

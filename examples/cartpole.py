@@ -123,9 +123,10 @@ def train(agent: telegrad.Agent, options: argparse.Namespace) -> list[float]:
         last.extend(lengths)
         size = Learner.act.batching.statistics().mean_size
         print(
-            f"episode {len(rewards):5}   reward {np.mean(lengths):5.1f}   "
-            f"mean of the last {len(last):3}: {np.mean(last):5.1f}   "
-            f"{sum(lengths) / seconds:6.0f} steps/s   batches of {size:4.1f}"
+            f"episode {len(rewards):4}  reward {np.mean(lengths):5.1f}  "
+            f"last {len(last):3}: {np.mean(last):5.1f}  "
+            f"{sum(lengths) / seconds:6,.0f} steps/s  batch {size:4.1f}",
+            flush=True,
         )
     print(f"{'solved' if np.mean(last) > SOLVED else 'stopped'} after {len(rewards)} episodes")
     return rewards

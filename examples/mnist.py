@@ -50,9 +50,11 @@ def mnist(folder: Path) -> tuple[Data, Data]:
     """Return training and test data of MNIST, from the folder or downloaded into it."""
     try:
         from torchvision.datasets import MNIST  # noqa: PLC0415  # only `--data mnist` needs it
-
+    except ImportError:
+        sys.exit("--data mnist needs torchvision: pip install torchvision")
+    try:
         both = [MNIST(str(folder), train=train, download=True) for train in (True, False)]
-    except (ImportError, OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         sys.exit(f"MNIST is neither in {folder}/MNIST/raw nor can it be downloaded: {error}")
     first, second = [(each.data.unsqueeze(1).float() / 255, each.targets) for each in both]
     return first, second

@@ -33,6 +33,8 @@ import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from telegrad import plurals
+
 
 class TelegradError(RuntimeError):
     """Base class of all errors of Telegrad.
@@ -108,8 +110,8 @@ class WorkersFailed(TelegradError):
     def of(cls, failures: Mapping[str, BaseException]) -> WorkersFailed:
         """Return an error whose message lists these errors."""
         lines = [f"\n  {name}: {type(error).__name__}: {error}" for name, error in failures.items()]
-        count = "1 worker" if len(failures) == 1 else f"{len(failures)} workers"
-        return cls(f"{count} failed:{''.join(lines)}", failures=failures)
+        workers = plurals.count(len(failures), "worker")
+        return cls(f"{workers} failed:{''.join(lines)}", failures=failures)
 
 
 class WorkerExited(TelegradError):

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from telegrad import plurals
 from telegrad.client.connections import timeout_error
 from telegrad.client.dialer import DialedConnection, Dialer
 from telegrad.client.peers import PeerTable, WorkerAddress, worker_key
@@ -127,7 +128,8 @@ class AgentRuntime:
         if not self._opened or self.closing:
             return f"<Agent {self.name!r} {'closed' if self.closing else 'not open'}>"
         return (
-            f"<Agent {self.name!r} rank {self.local_member.rank}: {self.calls_made} calls made, "
+            f"<Agent {self.name!r} rank {self.local_member.rank}: "
+            f"{plurals.count(self.calls_made, 'call')} made, "
             f"{self.calls_served} served, {self.executor!r}, {self.threads!r}, "
             f"{self.peers.all()}, {self.listener!r}, {self.collectives!r}>"
         )

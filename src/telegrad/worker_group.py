@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
-from telegrad import thread_roles
+from telegrad import plurals, thread_roles
 from telegrad.agent import Agent, current_agent, runtime_of
 from telegrad.errors import (
     CallTimeout,
@@ -221,7 +221,9 @@ class WorkerGroup:
         """
         names = self.names
         if not 0 < count <= len(names):
-            raise UsageError(f"cannot call {count} workers: the group has {len(names)}")
+            raise UsageError(
+                f"cannot call {plurals.count(count, 'worker')}: the group has {len(names)}"
+            )
         turn = next(self._turns) * count % len(names)
         waiting = deque([*names[turn:], *names[:turn]])
         until = self._deadline()

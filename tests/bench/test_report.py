@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
-from benchmarks import plots, report, results, verdicts
+from benchmarks import parts, plots, report, results, verdicts
 from tests.bench.lines import LATENCY, RATE, heading, lines
 
 WON = (LATENCY, "telegrad", [1.0] * 5), (LATENCY, "torch", [4.0] * 5)
@@ -70,6 +71,39 @@ def test_without_matplotlib_there_are_tables(monkeypatch: pytest.MonkeyPatch) ->
     page = report.page([(heading(), lines(*WON))])
     assert "<svg" not in page
     assert "4.00x" in page
+
+
+def test_a_result_that_does_not_fit_is_a_list() -> None:
+    found = lines(*WON)
+    wide, narrow = results.table(found, 80), results.table(found, 30)
+    assert wide.splitlines()[0].split() == ["unit", "telegrad", "torch"]
+    assert narrow == "a call (us)\n  telegrad  1.00 4.00x\n  torch     4.00"
+
+
+@pytest.mark.parametrize("name", ["file/results.jsonl", "."])
+def test_a_bad_out_is_refused_before_the_run(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        parts.main(["--parts", "core", "--out", str(tmp_path / name)])
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_keeps_its_results(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    out, found = tmp_path / "a.jsonl", lines(*WON)
+    try:
+        with (
+            pytest.raises(SystemExit, match="the results so far are in"),
+            results.kept(out, heading(), lambda: found),
+        ):
+            raise KeyboardInterrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+    run, kept = results.read(out)
+    assert run["interrupted"]
+    assert kept == found
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import pty
 import re
@@ -11,17 +12,20 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import telegrad
 import telegrad.cli
 from telegrad.cli import training
+from telegrad.cli.progress import EpochReport, TrainingReport
 from tests.local.gates import until
 
 pytestmark = pytest.mark.process
@@ -95,6 +99,18 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_training(tmp_path: P
         training.run(lambda *_: None, options)
 
 
+def test_the_output_fits_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    report = TrainingReport("digits, 1 server, 2 trainers", epoch_count=2)
+    for trainer in ("trainer0", "trainer1"):
+        report.add(EpochReport(trainer, 0, 12.3456, 123456, 12, 0.9876))
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    console = Console(width=120, file=io.StringIO())
+    console.print(report._view())
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 60
+    assert all(name in shown for name in ("staleness", "accuracy", "98.76 %"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT)
 def test_a_resumed_training_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
@@ -151,7 +167,10 @@ def test_without_files_and_network_it_says_so(tmp_path: Path) -> None:
     process = start("--data", "mnist", "--folder", tmp_path, "--out", tmp_path)
     _, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 1
-    assert f"MNIST is neither in {tmp_path}/MNIST/raw nor" in errors
+    if find_spec("torchvision") is None:
+        assert "--data mnist needs torchvision: pip install torchvision" in errors
+    else:
+        assert f"MNIST is neither in {tmp_path}/MNIST/raw nor" in errors
     assert "Traceback" not in errors
 
 
@@ -202,6 +221,7 @@ def test_the_live_view(tmp_path: Path) -> None:
         (["--device", "nowhere"], "cannot be used here"),
         (["--consistency", "perhaps"], "is not one of sync"),
         (["--data", "letters"], "invalid choice"),
+        (["--trainers", "0"], "'0' is not a number of at least 1"),
     ],
 )
 def test_options_that_make_no_sense(tmp_path: Path, arguments: list[str], message: str) -> None:

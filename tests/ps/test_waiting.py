@@ -209,7 +209,7 @@ def test_the_parts_of_a_trainer_describe_themselves(cluster: Clusters) -> None:
     ((net, optimizer),) = trainers(workers, ["w1"], ["w0"])
     step(net, optimizer)
     assert repr(optimizer).startswith("<ps.Optimizer 'default' of SGD on w0, Sync(")
-    assert "1 steps, staleness 0, 0 dropped" in repr(optimizer)
+    assert "1 step, staleness 0, 0 dropped" in repr(optimizer)
     assert "default" in repr(shard(workers, "w0"))
     assert optimizer._trainer in repr(workers["w1"]._runtime.service(LocalClients))
     assert "created by" in repr(workers["w0"]._runtime.service(ParameterShards))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from telegrad import plurals
 from telegrad.autograd.gradient_exchange import GradientExchange
 from telegrad.autograd.gradient_messages import GradientMessage, GradientReply
 from telegrad.autograd.registry import ContextRegistry
@@ -59,7 +60,8 @@ def run(context: Context, local_id: int, roots: Sequence[Tensor], retain_graph: 
         context.agent.recorder.add_event("backward", seconds, context=context.context_id)
     if backward_pass.unanswered:
         raise InternalError(
-            f"the backward pass ended without the gradients of {backward_pass.unanswered} tensors; "
+            f"the backward pass ended without the gradients of "
+            f"{plurals.count(backward_pass.unanswered, 'tensor')}; "
             f"{backward_pass!r}"
         )
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
+from telegrad import plurals
 from telegrad.current import Deadline
 from telegrad.errors import TelegradError, UsageError
 from telegrad.messages.call_scope import current_scope
@@ -123,9 +124,9 @@ def split(value: Any, count: int, name: str, rows: int | None = None) -> list[An
             for row in _rows(columns, count)
         ]
     raise UsageError(
-        f"{name} returned {type(value).__name__} for a batch of {count} calls. A batched function "
-        "must return a tensor, array or list with one result for each call, a tuple, dict or "
-        "dataclass of those, or None"
+        f"{name} returned {type(value).__name__} for a batch of {plurals.count(count, 'call')}. "
+        "A batched function must return a tensor, array or list with one result for each call, "
+        "a tuple, dict or dataclass of those, or None"
     )
 
 

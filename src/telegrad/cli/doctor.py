@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from telegrad import plurals
 from telegrad.cli import doctor_link
 from telegrad.config import Config
 from telegrad.errors import AuthenticationError, JoinError, TelegradError, UsageError
@@ -320,7 +321,9 @@ def _check_rendezvous(address: str, config: Config, key: bytes) -> Iterator[Find
         if problems:
             yield from (Finding("group", PROBLEM, problem) for problem in problems)
         elif count:
-            yield Finding("group", OK, f"{count} workers, all of them can be reached from here")
+            yield Finding(
+                "group", OK, f"{plurals.count(count, 'worker')}, all can be reached from here"
+            )
         else:
             yield Finding("group", NOTE, "no worker has joined yet")
 

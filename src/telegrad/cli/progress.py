@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 try:
-    from rich.console import Console
+    from rich import box
+    from rich.console import Console, Group
     from rich.live import Live
+    from rich.progress_bar import ProgressBar
     from rich.table import Table
 except ImportError:  # print lines
     Live = None  # type: ignore[assignment,misc]
@@ -30,6 +32,7 @@ except ImportError:  # write the report without a plot
 
 __all__ = ["EpochReport", "Progress", "TrainingReport"]
 
+_WIDTH = 60
 _INTERVAL = 0.5  # seconds between two reports within an epoch
 _STYLE = (
     ":root{color-scheme:light dark}"
@@ -68,10 +71,10 @@ class EpochReport(NamedTuple):
     def line(self, metric: str) -> str:
         """Return the values as a line of text."""
         trainer, epoch, loss, speed, staleness, score = self.cells()
-        line = (
-            f"epoch {epoch:>3}  {trainer}  loss {loss}  {speed:>7} samples/s  staleness {staleness}"
-        )
-        return f"{line}  test {metric} {score}" if score else line
+        line = f"epoch {epoch:>3}  {trainer}  loss {loss}  {speed:>7}/s"
+        if self.staleness:
+            line = f"{line}  staleness {staleness}"
+        return f"{line}  {metric} {score}" if score else line
 
 
 _COLUMNS = ["trainer", "epoch", "loss", "samples/s", "staleness"]
@@ -121,20 +124,21 @@ class Progress:
 class TrainingReport:
     """The progress of all trainers. Use it as a context manager around the training.
 
-    `metric` is the name of the score.
+    `metric` is the name of the score, and `epoch_count` the number of epochs that each trainer has.
     """
 
-    def __init__(self, title: str, metric: str = "accuracy") -> None:
+    def __init__(self, title: str, metric: str = "accuracy", epoch_count: int = 0) -> None:
         self.title = title
         self.metric = metric
-        self._columns = [*_COLUMNS, f"test {metric}"]
+        self._epoch_count = epoch_count
+        self._columns = [*_COLUMNS, metric]
         self.epochs: list[EpochReport] = []  # complete ones
         self.seconds = 0.0
         self._newest: dict[str, EpochReport] = {}
         self._started = time.monotonic()
         self._live: Any = None
         if Live is not None and sys.stdout.isatty():
-            self._live = Live(console=Console(), get_renderable=self._table, refresh_per_second=4)
+            self._live = Live(console=Console(), get_renderable=self._view, refresh_per_second=4)
 
     def __enter__(self) -> TrainingReport:
         if self._live is not None:
@@ -190,11 +194,17 @@ class TrainingReport:
         )
         return [*written, folder / "report.html"]
 
-    def _table(self) -> Any:
-        table = Table(*self._columns, title=self.title)
+    def _view(self) -> Any:
+        """Return a table of the trainers over a bar of the complete epochs, in 60 columns."""
+        table = Table(title=self.title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in self._columns:
+            table.add_column(name, justify="left" if name == "trainer" else "right")
         for _, report in sorted(self._newest.items()):
             table.add_row(*report.cells())
-        return table
+        total = self._epoch_count * len(self._newest)
+        if not total:
+            return table
+        return Group(table, ProgressBar(total=total, completed=len(self.epochs), width=_WIDTH))
 
     def _plot(self) -> bytes:
         figure = Figure(figsize=(12, 3.6), layout="constrained")

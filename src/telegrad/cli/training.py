@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import telegrad.rpc as rpc
-from telegrad import cluster, ps
+from telegrad import cluster, plurals, ps
 from telegrad.cli.progress import Progress, TrainingReport
 from telegrad.errors import WorkerExited
 from telegrad.launcher.functions import launch
@@ -35,15 +36,15 @@ def parser(
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--servers", type=int, default=1)
-    parser.add_argument("--trainers", type=int, default=2)
+    parser.add_argument("--servers", type=_at_least_one, default=1)
+    parser.add_argument("--trainers", type=_at_least_one, default=2)
     parser.add_argument(
         "--consistency",
         type=_consistency,
         default=ps.Sync(),
         help="sync, sync:QUORUM, async or stale:AHEAD",
     )
-    parser.add_argument("--epochs", type=int, default=epochs)
+    parser.add_argument("--epochs", type=_at_least_one, default=epochs)
     parser.add_argument("--data", choices=data, default=data[0])
     parser.add_argument(
         "--folder",
@@ -58,7 +59,9 @@ def parser(
         help="device of the trainers: cpu, cuda, cuda:1, ...",
     )
     parser.add_argument("--checkpoint", type=Path, help="folder for the checkpoints of the servers")
-    parser.add_argument("--every", type=int, default=100, help="steps between two checkpoints")
+    parser.add_argument(
+        "--every", type=_at_least_one, default=100, help="steps between two checkpoints"
+    )
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints")
     parser.add_argument(
         "--out", type=Path, default=Path(out), help="folder for the plot and the report"
@@ -114,12 +117,10 @@ def run(train: Train, options: argparse.Namespace, metric: str = "accuracy") -> 
     Show the progress, and write a plot and a report. `metric` is the name of the score that `train`
     reports for the test data.
     """
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # now, and not after the training
-        sys.exit(f"cannot write into --out {options.out}: {error.strerror}")
-    servers, trainers = _count(options.servers, "server"), _count(options.trainers, "trainer")
-    report = TrainingReport(f"{options.data}, {servers}, {trainers}", metric)
+    _check_folder(options.out)  # now, and not after the training
+    servers = plurals.count(options.servers, "server")
+    trainers = plurals.count(options.trainers, "trainer")
+    report = TrainingReport(f"{options.data}, {servers}, {trainers}", metric, options.epochs)
     roles = {"ps": options.servers, "trainer": options.trainers}
     reports = mp.get_context("forkserver").SimpleQueue()
     try:
@@ -139,8 +140,13 @@ def run(train: Train, options: argparse.Namespace, metric: str = "accuracy") -> 
     return report
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _check_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        sys.exit(f"cannot write into --out {folder}: {error.strerror}")
 
 
 def _write(report: TrainingReport, folder: Path) -> None:
@@ -179,6 +185,12 @@ def _work(train: Train, options: argparse.Namespace, reports: Any) -> None:
     if place.role == "trainer":
         train(place.role_rank or 0, options, Progress(str(place.name), reports.put))
     rpc.shutdown()  # a server serves calls until all workers are here
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
 
 
 def _consistency(text: str) -> ps.Sync | ps.Async | ps.Stale:

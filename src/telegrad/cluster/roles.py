@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from telegrad import plurals
 from telegrad.errors import UsageError
 
 
@@ -29,4 +30,6 @@ def role_of_rank(text: str, rank: int) -> tuple[str, int]:
         if rank < first + int(size):
             return role, rank - first
         first += int(size)
-    raise UsageError(f"TELEGRAD_ROLES={text!r} has {first} workers, and none of rank {rank}")
+    raise UsageError(
+        f"TELEGRAD_ROLES={text!r} has {plurals.count(first, 'worker')}, and none of rank {rank}"
+    )

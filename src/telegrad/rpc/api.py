@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from telegrad import autograd, cluster, futures, profiling, refs
+from telegrad import autograd, cluster, futures, plurals, profiling, refs
 from telegrad.agent import Agent
 from telegrad.config import Config
 from telegrad.current import process_state
@@ -117,8 +117,9 @@ def init_rpc(
 def _check_rank(rank: int, world_size: int | None) -> None:
     if world_size is not None and not 0 <= rank < world_size:
         raise UsageError(
-            f"rank {rank} is outside a group of {world_size} workers, whose ranks go from 0 to "
-            f"{world_size - 1}. Pass rank= and world_size= to init_rpc, or set RANK and WORLD_SIZE"
+            f"rank {rank} is outside a group of {plurals.count(world_size, 'worker')}, whose "
+            f"ranks go from 0 to {world_size - 1}. Pass rank= and world_size= to init_rpc, "
+            "or set RANK and WORLD_SIZE"
         )
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from telegrad import plurals
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.ps.checkpoints import Checkpoint
@@ -110,7 +111,8 @@ class Tables:
         servers = ", ".join(client.server for client in self._clients)
         return (
             f"<ps.Tables {self.name!r}: {len(self._definitions)} on {servers}, "
-            f"{self._consistency}: {self.steps} steps, staleness {self.staleness}, "
+            f"{self._consistency}: {plurals.count(self.steps, 'step')}, "
+            f"staleness {self.staleness}, "
             f"{self.dropped} dropped>"
         )
 

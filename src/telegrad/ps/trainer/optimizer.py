@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn, optim
 
-from telegrad import param_groups
+from telegrad import param_groups, plurals
 from telegrad.errors import UsageError
 from telegrad.futures import Future, wait_all
 from telegrad.param_groups import Options
@@ -174,7 +174,8 @@ class Optimizer(optim.Optimizer):
         name = getattr(self._optimizer_class, "__name__", repr(self._optimizer_class))
         return (
             f"<ps.Optimizer {self.name!r} of {name} on {servers}, {self._consistency}: "
-            f"{self.steps} steps, staleness {self.staleness}, {self.dropped} dropped>"
+            f"{plurals.count(self.steps, 'step')}, staleness {self.staleness}, "
+            f"{self.dropped} dropped>"
         )
 
     def __enter__(self) -> Optimizer:
