@@ -67,15 +67,16 @@ ON_A_GPU = (
 )
 GROUP_WIDTH = 0.84
 FAR_APART = 10
+# The colours of Okabe and Ito, which colour-blind people can distinguish, and two darker ones.
 COLOURS = {
-    "telegrad": "#d62839",
-    "torch": "#1f5fa8",
-    "torch-uv": "#74a9d8",
-    "moolib": "#2f9e60",
-    "ray": "#7b4fa6",
-    "monarch": "#e0912f",
-    "grpc": "#17a2a8",
-    "rpyc": "#8a6d4f",
+    "telegrad": "#d55e00",
+    "torch": "#0072b2",
+    "torch-uv": "#332288",
+    "moolib": "#009e73",
+    "ray": "#cc79a7",
+    "monarch": "#e69f00",
+    "grpc": "#56b4e9",
+    "rpyc": "#7a6a3a",
     "bare": "#8c8c8c",
     "one": "#8c8c8c",
 }
@@ -140,8 +141,13 @@ def svg(panel: Panel) -> str:
     draw(panel, figure.subplots())
     text = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.group}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
+        figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
+    drawn = text.getvalue()[text.getvalue().index("<svg") :]
+    return (
+        drawn.replace("#000000", "currentColor")
+        .replace("#333333", "currentColor")
+        .replace("<svg ", '<svg fill="currentColor" ', 1)
+    )
 
 
 def save(path: Path, picture: Path | None = None, groups: tuple[str, ...] = ()) -> Path | None:
@@ -185,11 +191,11 @@ def draw(panel: Panel, axis: Any) -> None:
         bars(axis, panel)
     limits = sorted(panel.limits, key=lambda line: float(line["median"]))
     for line in limits:
-        axis.axhline(line["median"], linestyle=(0, (4, 3)), linewidth=1, color="#666666")
+        axis.axhline(line["median"], linestyle=(0, (4, 3)), linewidth=1, color="#808080")
         above = "bottom" if line is limits[-1] else "top"  # two limits may be close to each other
         place = {"xy": (1.005, line["median"]), "xycoords": ("axes fraction", "data"), "va": above}
         axis.annotate(
-            wrapped(line["title"]), **place, fontsize=7, color="#666666", annotation_clip=False
+            wrapped(line["title"]), **place, fontsize=7, color="#808080", annotation_clip=False
         )
     axis.set_title(panel.title, loc="left", fontsize=11, pad=22)
     axis.spines[["top", "right"]].set_visible(False)
@@ -250,7 +256,7 @@ def bars(axis: Any, panel: Panel) -> None:
         }
         drawn = axis.bar(places, heights, width * 0.92, yerr=whiskers(own), **look)
         axis.bar_label(
-            drawn, [results.number(line["median"]) for line in own], fontsize=6.5, padding=2
+            drawn, [results.number(line["median"]) for line in own], fontsize=6, padding=2
         )
     scale(axis, panel)
     axis.set_xticks(range(len(cases)), [wrapped(titles[case]) for case in cases], fontsize=8)
@@ -290,7 +296,7 @@ def whiskers(lines: list[Line]) -> list[list[float]]:
 
 def colour(peer: str) -> str:
     """Return the colour of the library; entries of one library differ in style."""
-    return COLOURS.get(peer) or COLOURS.get(peer.replace(".", " ").split()[0], "#444444")
+    return COLOURS.get(peer) or COLOURS.get(peer.replace(".", " ").split()[0], "#7f7f7f")
 
 
 def style(peer: str, peers: list[str]) -> str:

@@ -14,16 +14,26 @@ from benchmarks.verdicts import Verdict
 
 Line = dict[str, Any]
 
+# Blue, vermilion and grey differ for colour-blind people too, and each badge has its own sign.
 STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:1180px;margin:2em auto;padding:0 1.5em}
-h1{margin-bottom:.2em}h2{margin-top:2.2em;border-bottom:2px solid #ddd}h3{margin:1.8em 0 .4em}
-.scroll{overflow-x:auto}table{border-collapse:collapse;margin:.6em 0 1.4em} th,td{padding:.3em
-.8em;text-align:right;vertical-align:top;border-bottom:1px solid #e6e6e6;white-space:nowrap}
-th{background:#f6f6f6}td:first-child,th:first-child{text-align:left;white-space:normal;min-width:15em}
-small{color:#777;display:block}.ours{background:#fdf3f4;font-weight:600}.limit{color:#666;font-style:italic}
+:root{color-scheme:light dark;--text:#222;--page:#fff;--soft:#6b6b6b;--line:#ddd;--head:#f4f5f7;
+--ours:#fdf1e7;--ahead:#00609a;--behind:#b04a00;--even:#6e6e6e}
+@media(prefers-color-scheme:dark){:root{--text:#dcdcdc;--page:#17191c;--soft:#9a9a9a;--line:#3a3d42;
+--head:#22252a;--ours:#33271c;--ahead:#2f83b8;--behind:#c8641c;--even:#757575}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--text);background:var(--page);max-width:1180px;
+margin:2em auto;padding:0 1.2em;overflow-wrap:break-word}
+h1{margin-bottom:.2em;line-height:1.2}h2{margin-top:2.2em;border-bottom:2px solid var(--line)}
+h3{margin:1.8em 0 .4em}.scroll{overflow-x:auto}.scroll svg{width:100%;min-width:820px;height:auto}
+table{border-collapse:collapse;margin:.6em 0 1.4em;font-variant-numeric:tabular-nums}
+th,td{padding:.3em .8em;text-align:right;vertical-align:top;border-bottom:1px solid var(--line);
+white-space:nowrap}th{background:var(--head)}
+td:first-child,th:first-child{text-align:left;white-space:normal;min-width:10em}
+td.text{text-align:left;white-space:normal;min-width:15em}
+small{color:var(--soft);display:block}.ours{background:var(--ours);font-weight:600}
+.limit{color:var(--soft);font-style:italic}.failed{color:var(--behind)}li{margin:.25em 0}
 .badge{display:inline-block;border-radius:.7em;padding:0 .6em;color:#fff;font-size:.85em}
-.ahead{background:#1d7f4e}.behind{background:#c4473a}.even{background:#8b8b8b}.failed{color:#c4473a}
-svg{width:100%;height:auto}li{margin:.25em 0}
+.ahead{background:var(--ahead)}.behind{background:var(--behind)}.even{background:var(--even)}
+.ahead::before{content:"\\25b2\\00a0"}.behind::before{content:"\\25bc\\00a0"}.even::before{content:"\\2248\\00a0"}
 """
 RULES = """
 <ul><li>All peers do the same work on the same machine in the same run. Every case runs on one peer
@@ -65,17 +75,19 @@ def page(runs: list[tuple[dict[str, Any], list[Line]]]) -> str:
     """Return the whole page, with a chapter for each file."""
     chapters = "".join(chapter(run, lines) for run, lines in runs)
     configurations = "".join(
-        f"<tr><td>{html.escape(name)}<td style='text-align:left;white-space:normal'>{html.escape(spec.about)}"
+        f'<tr><td>{html.escape(name)}<td class="text">{html.escape(spec.about)}'
         for name, spec in PEERS.items()
     )
     return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Telegrad: benchmarks</title>'
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width"><title>Telegrad: benchmarks</title>'
         f"<style>{STYLE}</style>"
         "<h1>Telegrad, its peers, and the limits of the machine</h1>"
         "<p>Written by <code>telegrad bench</code>. A badge under a peer's figure shows how many times "
         f"better Telegrad's is: {badge('ahead', 'Telegrad ahead')} {badge('behind', 'Telegrad behind')} "
-        f"{badge('even', 'the middle halves of the rounds overlap')}.{RULES}{chapters}"
-        f"<h2>Peers and their configuration</h2><table>{configurations}</table></html>\n"
+        f"{badge('even', 'the middle halves of the rounds overlap')}.{chapters}"
+        f"<h2>How it was measured</h2>{RULES}<h2>Peers and their configuration</h2>"
+        f'<div class="scroll"><table>{configurations}</table></div></html>\n'
     )
 
 
@@ -99,7 +111,11 @@ def facts(run: dict[str, Any]) -> str:
     machine = run["machine"]
     heads = [run, *run.get("parts", {}).values()]
     peers = {name: versions for head in heads for name, versions in head.get("peers", {}).items()}
-    skipped = {name: reason for head in heads for name, reason in head.get("skipped", {}).items()}
+    skipped = {
+        f"{name} in the part {head['benchmark']}" if head is not run else name: reason
+        for head in heads
+        for name, reason in head.get("skipped", {}).items()
+    }
     versions = ", ".join(
         f"{name} {found.get(PEERS[name].package, '')}"
         for name, found in peers.items()
@@ -111,7 +127,7 @@ def facts(run: dict[str, Any]) -> str:
         f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}; {machine['memory_gb']:g} GB, "
         f"Linux {machine['kernel']}, Python {run['versions']['python']}, torch "
         f"{run['versions']['torch']}; {versions}. "
-        f"{run['rounds']} rounds; load before: {loads[0]:g} to {loads[-1]:g}."
+        f"{results.counted(run['rounds'], 'rounds')}; load before: {loads[0]:g} to {loads[-1]:g}."
     )
     missing = "".join(
         f"<li>Not measured: {html.escape(name)}: {html.escape(why)}"
@@ -149,7 +165,8 @@ def sections(lines: list[Line]) -> list[str]:
     found = []
     for group in dict.fromkeys(line["group"] for line in lines if line["peer"] != MACHINE):
         own = [line for line in lines if line["group"] == group]
-        pictures = "".join(plots.svg(panel) for panel in drawn if panel.group == group)
+        images = [plots.svg(panel) for panel in drawn if panel.group == group]
+        pictures = "".join(f'<div class="scroll">{image}</div>' for image in images if image)
         found.append(
             f"<h3>{html.escape(plots.GROUPS.get(group, group))}</h3>{pictures}{table(own)}"
         )

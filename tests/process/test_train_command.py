@@ -111,6 +111,16 @@ def test_the_output_fits_the_terminal(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(name in shown for name in ("staleness", "accuracy", "98.76 %"))
 
 
+def test_the_report_of_a_training_that_was_stopped(tmp_path: Path) -> None:
+    report = TrainingReport("digits, 1 server, 1 trainer")
+    report.add(EpochReport("trainer0", 0, 1.5, 1000))
+    report.write(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert "Stopped before the first test" in text
+    assert text.count("<svg") == 3
+    assert "#000000" not in text  # black would not be seen in dark mode
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT)
 def test_a_resumed_training_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:

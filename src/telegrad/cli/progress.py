@@ -6,10 +6,10 @@ epoch and trainer. After the run, `TrainingReport.write` writes a plot and an HT
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +26,9 @@ except ImportError:  # print lines
     Live = None  # type: ignore[assignment,misc]
 
 try:
+    import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
 except ImportError:  # write the report without a plot
     Figure = None  # type: ignore[assignment,misc]
 
@@ -37,9 +39,11 @@ _INTERVAL = 0.5  # seconds between two reports within an epoch
 _STYLE = (
     ":root{color-scheme:light dark}"
     "body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
-    "img{max-width:100%;border-radius:4px}.scroll{overflow-x:auto}"
+    ".plots{display:flex;flex-wrap:wrap;gap:1em}.plots svg{flex:1 1 18em;height:auto}"
+    ".scroll{overflow-x:auto;margin-top:1em}"
     "table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
-    "td,th{padding:.2em 1em;text-align:right;border-bottom:1px solid #8884}"
+    "td,th{padding:.2em .6em;text-align:right;border-bottom:1px solid #8884}"
+    "td:first-child,th:first-child{text-align:left}"
 )
 # The colours of Okabe and Ito, which colour-blind people can distinguish.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -170,29 +174,35 @@ class TrainingReport:
         """Write a plot, if matplotlib is installed, and a report. Return the files."""
         folder.mkdir(parents=True, exist_ok=True)
         written = []
-        image = ""
+        plots = ""
         if Figure is not None:
-            plot = self._plot()
-            (folder / "plot.png").write_bytes(plot)
-            written.append(folder / "plot.png")
-            data = base64.b64encode(plot).decode()
-            image = (
-                f'<p><img alt="loss, {self.metric} and speed" src="data:image/png;base64,{data}">'
-            )
+            plot = folder / "plot.png"
+            figure = Figure(figsize=(12, 3.6), layout="constrained")
+            for draw, axis in zip(self._plots(), figure.subplots(1, 3), strict=True):
+                draw(axis)
+            figure.savefig(plot, dpi=110)
+            written.append(plot)
+            plots = f'<div class="plots">{"".join(map(_svg, self._plots()))}</div>'
         head = "".join(f"<th>{name}" for name in self._columns)
         rows = "".join(
-            "<tr>" + "".join(f"<td>{cell}" for cell in report.cells()) for report in self.epochs
+            "<tr>" + "".join(f"<td>{cell}" for cell in report.cells())
+            for report in sorted(self.epochs, key=lambda report: (report.epoch, report.trainer))
         )
         title = html.escape(self.title)
         (folder / "report.html").write_text(
             '<!doctype html><html lang="en"><meta charset="utf-8">'
             f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
             f"<style>{_STYLE}</style><h1>{title}</h1>"
-            f"<p>Test {self.metric} {100 * self.score:.2f} % after {self.seconds:.1f} s, "
-            "including the start of the workers."
-            f'{image}<div class="scroll"><table><tr>{head}{rows}</table></div></html>\n'
+            f"<p>{self._summary()}"
+            f'{plots}<div class="scroll"><table><tr>{head}{rows}</table></div></html>\n'
         )
         return [*written, folder / "report.html"]
+
+    def _summary(self) -> str:
+        after = f"after {self.seconds:.1f} s, including the start of the workers."
+        if math.isnan(self.score):
+            return f"Stopped before the first test, {after}"
+        return f"Test {self.metric} {100 * self.score:.2f} % {after}"
 
     def _view(self) -> Any:
         """Return a table of the trainers over a bar of the complete epochs, in 60 columns."""
@@ -206,26 +216,45 @@ class TrainingReport:
             return table
         return Group(table, ProgressBar(total=total, completed=len(self.epochs), width=_WIDTH))
 
-    def _plot(self) -> bytes:
-        figure = Figure(figsize=(12, 3.6), layout="constrained")
-        axes = figure.subplots(1, 3)
-        names = sorted({report.trainer for report in self.epochs})
-        for name, colour in zip(names, itertools.cycle(_COLOURS), strict=False):
-            reports = [report for report in self.epochs if report.trainer == name]
-            epochs = [report.epoch for report in reports]
-            axes[0].plot(epochs, [report.loss for report in reports], color=colour, label=name)
-            axes[2].plot(epochs, [report.speed for report in reports], color=colour, label=name)
-        scored = [report for report in self.epochs if report.score is not None]
-        axes[1].plot(
-            [report.epoch for report in scored],
-            [100 * (report.score or 0.0) for report in scored],
-            color="black",
-        )
-        titles = ("training loss", f"test {self.metric} (%)", "samples/s per trainer")
-        for axis, title in zip(axes, titles, strict=True):
-            axis.set(title=title, xlabel="epoch")
-        axes[0].set_yscale("log")
-        axes[0].legend()
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=110)
-        return buffer.getvalue()
+    def _plots(self) -> list[Callable[[Any], None]]:
+        """Return functions that draw the loss, the score and the speed."""
+
+        def lines(axis: Any, value: Callable[[EpochReport], float]) -> None:
+            names = sorted({report.trainer for report in self.epochs})
+            for name, colour in zip(names, itertools.cycle(_COLOURS), strict=False):
+                own = [report for report in self.epochs if report.trainer == name]
+                epochs = [report.epoch for report in own]
+                axis.plot(
+                    epochs, [value(report) for report in own], color=colour, label=name, marker="."
+                )
+
+        def loss(axis: Any) -> None:
+            lines(axis, lambda report: report.loss)
+            axis.set(title="training loss", xlabel="epoch", yscale="log")
+            axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+            axis.legend(frameon=False)
+
+        def score(axis: Any) -> None:
+            scored = [report for report in self.epochs if report.score is not None]
+            percent = [100 * (report.score or 0.0) for report in scored]
+            axis.plot([report.epoch for report in scored], percent, color="black", marker=".")
+            axis.set(title=f"test {self.metric} (%)", xlabel="epoch")
+
+        def speed(axis: Any) -> None:
+            lines(axis, lambda report: report.speed)
+            axis.set(title="samples/s per trainer", xlabel="epoch")
+
+        return [loss, score, speed]
+
+
+def _svg(draw: Callable[[Any], None]) -> str:
+    """Return a plot for the page, in which black has the colour of the text."""
+    figure = Figure(figsize=(4, 3.2), layout="constrained")
+    draw(figure.subplots())
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", transparent=True)
+    drawn = text.getvalue()[text.getvalue().index("<svg") :]
+    drawn = drawn.replace("#000000", "currentColor")
+    return drawn.replace("<svg ", '<svg fill="currentColor" ', 1)
