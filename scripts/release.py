@@ -59,7 +59,8 @@ def release(version: str, uv: str, *, dry_run: bool) -> None:
     if dry_run:
         print(f"v{version} could be tagged")
         return
-    _run("git", "tag", "--annotate", f"v{version}", "--message", f"Telegrad {version}")
+    message = f"Telegrad {version}\n\n{notes((ROOT / 'CHANGELOG.md').read_text(), version)}\n"
+    _run("git", "tag", "--annotate", "--cleanup=whitespace", f"v{version}", "--message", message)
     print(f"tagged; publish it with: git push origin v{version}")
 
 
@@ -106,6 +107,13 @@ def changes(changelog: str, version: str) -> str:
         re.MULTILINE,
     )
     return section["text"].strip() if section else ""
+
+
+def notes(changelog: str, version: str) -> str:
+    """Return the release notes: what the changelog says about the version before its lists."""
+    return re.split(r"^### ", changes(changelog, version), maxsplit=1, flags=re.MULTILINE)[
+        0
+    ].strip()
 
 
 def build(uv: str) -> None:

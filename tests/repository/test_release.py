@@ -90,6 +90,18 @@ def test_changes_of_a_version(release: ModuleType, version: str, text: str) -> N
     assert release.changes(CHANGELOG, version) == text
 
 
+def test_a_tag_has_the_notes_of_its_version(release: ModuleType) -> None:
+    text = CHANGELOG.replace("### Added", "The notes.\n\n### Added")
+    assert release.notes(text, "1.2.3") == "The notes."
+    assert release.notes(CHANGELOG, "1.2.3") == ""
+
+
+def test_this_version_can_be_tagged(release: ModuleType) -> None:
+    """The changelog has notes about the version of the package."""
+    version, text = release.package_version(ROOT), (ROOT / "CHANGELOG.md").read_text()
+    assert release.notes(text, version)
+
+
 def test_the_wheel_has_what_users_need_and_nothing_else(release: ModuleType, wheel: Path) -> None:
     release.check_contents(wheel)
 
