@@ -23,6 +23,7 @@ import telegrad
 import telegrad.rpc as rpc
 
 ROOT = Path(__file__).parent.parent
+REFERENCE = ROOT / "docs" / "reference"
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^    (telegrad .+?) *(?:#|$)", README, re.MULTILINE)
 PAGES = [
@@ -98,6 +99,12 @@ def test_blocks_of_the_pages(block: Block) -> None:
     code = compile("\n" * block.line + block.code, str(ROOT / block.page), "exec")
     if block.runs:
         exec(code, {"__name__": "page"})
+
+
+@pytest.mark.parametrize("page", sorted(page.stem for page in REFERENCE.glob("*.md")))
+def test_pages_of_the_reference_have_an_example(page: str) -> None:
+    if page not in ("index", "command-line"):
+        assert any(block.page == f"docs/reference/{page}.md" and block.runs for block in BLOCKS)
 
 
 def test_the_readme_shows_code_that_runs() -> None:
