@@ -37,6 +37,9 @@ PUBLIC = (
     "telegrad.rpc.backend_registry",
     "telegrad.rpc.options",
 )
+CONSTANTS = {
+    "telegrad.rpc.UNSET_RPC_TIMEOUT": "As a `timeout`: the timeout of the options of `init_rpc`.",
+}
 _MODULE = re.compile(r"~(?:\w+\.)*~?")  # of a type in a signature
 
 
@@ -90,8 +93,9 @@ class PublicNames(SphinxDirective):
                 lines.append("   :show-inheritance:")
         elif callable(value):
             lines = [f".. autofunction:: {path}"]
-        else:
-            lines = [f".. autodata:: {path}"]
+        else:  # a constant; its docstring is that of its type
+            lines = [f".. py:data:: {path.rpartition('.')[2]}", f"   :value: {value!r}"]
+            lines += ["", f"   {CONSTANTS[path]}"]
         return [*lines, ""]
 
 
