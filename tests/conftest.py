@@ -36,6 +36,8 @@ def own_key_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         patch.delenv("TELEGRAD_SECRET", raising=False)
+        # one module of tests imports OpenTelemetry; the agents of others do not use it
+        patch.setenv("OTEL_SDK_DISABLED", "true")
         yield
 
 

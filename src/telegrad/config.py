@@ -103,6 +103,12 @@ class Config:
     """Number of calls that a worker remembers for `telegrad status` and `telegrad trace`, with a
     quarter as many other events. 0: none."""
 
+    metrics_port: int | None = None
+    """Port at which the worker with rank 0 serves metrics for Prometheus; others add their rank.
+    0: a free one, which the log names. None: there are none. It needs ``telegrad[prometheus]``."""
+    metrics_listen: str = "127.0.0.1"
+    """Address to listen on for metrics. Who can connect to it can read them without the secret."""
+
     def __post_init__(self) -> None:
         def require(condition: bool, message: str) -> None:
             if not condition:
@@ -143,6 +149,10 @@ class Config:
             self.heartbeat_timeout > self.heartbeat_interval,
             f"heartbeat_timeout ({self.heartbeat_timeout}) must exceed heartbeat_interval "
             f"({self.heartbeat_interval})",
+        )
+        require(
+            self.metrics_port is None or 0 <= self.metrics_port < 1 << 16,
+            f"metrics_port must be a port, or None, not {self.metrics_port!r}",
         )
         require(self.tls in ("on", "off"), f"tls must be 'on' or 'off', not {self.tls!r}")
         certificates = (self.tls_ca, self.tls_cert, self.tls_key)

@@ -10,8 +10,7 @@ reads one thread-local variable more.
 
 The profiler of torch has no interface for events of other processes. So `enable_remote_events`
 wraps two of its functions: the one that starts a profile, and the one that creates the list of
-events. The other profiler, `torch.profiler.profile`, is unchanged; torch does not show remote
-events there either.
+events. For the other profiler, `torch.profiler.profile`, see `telegrad.telemetry.kineto`.
 
 Times are microseconds of the wall clock, as in torch's profiler. Times of a callee are shifted so
 that the middle of its part is the middle of the call.

@@ -190,6 +190,7 @@ class AgentRuntime:
             torch=str(torch.__version__),
             tls=self.endpoint.tls.describe(),
         )
+        importlib.import_module("telegrad.telemetry.tools").start(self)  # a layer above
 
     def wait_for_members(self) -> None:
         """Wait for the other workers of a group of fixed size, and check the network."""
@@ -562,6 +563,11 @@ def active_runtime() -> AgentRuntime | None:
     """Return the runtime that runs the current remote function, else that of `init_rpc`'s agent."""
     runtime: AgentRuntime | None = find_runtime()
     return runtime
+
+
+def open_runtimes() -> list[AgentRuntime]:
+    """Return the runtimes of this process that are open."""
+    return list(_runtimes)
 
 
 def _close_all() -> None:

@@ -48,6 +48,7 @@ from telegrad.messages.call_scope import CallScope, current_scope
 from telegrad.messages.device_routes import ANY_DEVICE, ANY_DEVICE_MARK
 from telegrad.messages.packing import MessageContext, pack, unpack
 from telegrad.messages.remote_functions import Function, FunctionTable, defined_in_main, describe
+from telegrad.messages.trace_context import append_trace, tracer
 from telegrad.recorder import FlightRecorder, MadeCall
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoops
@@ -65,6 +66,7 @@ from telegrad.wire.frames import (
     DEFINES_FUNCTION,
     HAS_KEYWORDS,
     HAS_SCOPE,
+    HAS_TRACE,
     INLINE_FUNCTION,
     Frame,
     Kind,
@@ -115,6 +117,11 @@ class RequestCodec:
             if scope_data:
                 flags |= HAS_SCOPE
                 body = scopes.append_scope(body, scope_data)
+            if tracer.current is not None:
+                trace = tracer.current()
+                if trace:
+                    flags |= HAS_TRACE
+                    body = append_trace(body, trace)
             return function_id, flags, body, buffers
         except SerializationError as error:
             error.peer, error.call = self._context.peer, describe(function)

@@ -45,6 +45,26 @@ class ClockOffset(NamedTuple):
     clock: str
 
 
+def group_state(name: str, replies: Sequence[WorkerReply]) -> dict[str, Any]:
+    """Return the snapshots of all workers of a group, and who waits for whom, as values of JSON."""
+    found = waits(replies)
+    return {
+        "group": name,
+        "time": time.time(),
+        "workers": [
+            {
+                "name": reply.worker.name,
+                "rank": reply.worker.rank,
+                "problem": reply.problem,
+                "snapshot": reply.value,
+            }
+            for reply in replies
+        ],
+        "waits": [wait._asdict() for wait in found],
+        "cycles": cycles(found),
+    }
+
+
 class Group:
     """A running group, seen from outside."""
 
@@ -87,22 +107,7 @@ class Group:
         Rates and latencies are those of the last `window` seconds.
         """
         replies = self.ask("snapshot", timeout, window=window)
-        found = waits(replies)
-        return {
-            "group": self.name,
-            "time": time.time(),
-            "workers": [
-                {
-                    "name": reply.worker.name,
-                    "rank": reply.worker.rank,
-                    "problem": reply.problem,
-                    "snapshot": reply.value,
-                }
-                for reply in replies
-            ],
-            "waits": [wait._asdict() for wait in found],
-            "cycles": cycles(found),
-        }
+        return group_state(self.name, replies)
 
     def clock_offsets(self, timeout: float = 2.0) -> dict[str, ClockOffset]:
         """Return the offset of the clock of each worker that answers, by name.

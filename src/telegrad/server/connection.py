@@ -41,6 +41,7 @@ from telegrad.errors import ProtocolError, SerializationError, TelegradError, Us
 from telegrad.futures import Future
 from telegrad.group.endpoint import MULTIPLEXED
 from telegrad.messages import call_scope as scopes
+from telegrad.messages import trace_context
 from telegrad.messages.call_scope import current_scope
 from telegrad.messages.device_routes import ANY_DEVICE, DeviceRoute, reply_route
 from telegrad.messages.packing import (
@@ -75,6 +76,7 @@ from telegrad.wire.frames import (
     DEFINES_FUNCTION,
     HAS_KEYWORDS,
     HAS_SCOPE,
+    HAS_TRACE,
     INLINE_FUNCTION,
     Frame,
     Kind,
@@ -546,7 +548,8 @@ class ServerConnection(ReplyingConnection):
         call: ServedCall,
         loop: EventLoop | None,
     ) -> None:
-        scope = scopes.open_scope(frame.body, self._context)
+        body = trace_context.without(frame.body) if frame.flags & HAS_TRACE else frame.body
+        scope = scopes.open_scope(body, self._context)
         token = current_scope.set(scope)
         try:
             if scope is None:

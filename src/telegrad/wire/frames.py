@@ -65,6 +65,7 @@ DEFINES_FUNCTION = 1  # the body starts with the pickled function that gets the 
 HAS_KEYWORDS = 2  # the pickle is (args, kwargs) instead of args
 INLINE_FUNCTION = 4  # the pickle is (function, args, kwargs): the function has no id
 HAS_SCOPE = 8  # the body ends with the description of the scope that the call runs under
+HAS_TRACE = 16  # the body ends, after the scope, with the context of a tracer
 
 
 class BufferLocation(NamedTuple):
