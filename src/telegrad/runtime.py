@@ -531,7 +531,7 @@ class AgentRuntime:
 
     def serve_observer(self, connection: AuthenticatedSocket) -> None:
         """Answer the requests of an observer until it closes its connection."""
-        serve_observer(connection, self.diagnosis.answer)
+        serve_observer(connection, self.diagnosis.answer, self.name)
 
     def add_statistics(self, counters: Callable[[], dict[str, int]]) -> None:
         """Add the result of `counters()` to `statistics`."""

@@ -11,6 +11,8 @@ import pytest
 import telegrad.rpc as rpc
 from telegrad import Config
 from telegrad.observer import attach
+from telegrad.observer.connection import NoAnswer
+from telegrad.observer.debugger import debug
 from telegrad.observer.tables import stacks_text, status_text
 from telegrad.observer.trace import collect_trace
 from tests.process import test_kills
@@ -49,6 +51,11 @@ def test_a_dead_a_frozen_and_a_busy_worker_do_not_stop_the_diagnosis(tmp_path: P
                 snapshot = group.snapshot(timeout=1.0)
                 stacks = group.ask("stacks", timeout=1.0)
                 trace = collect_trace(group, 10.0, 1.0)
+                for name in ("w1", "w2"):
+                    with pytest.raises(NoAnswer, match=r"ended|no answer for"):
+                        debug(group.connection(name), str, str, timeout=1.0)
+                shown: list[str] = []
+                debug(group.connection("w3"), lambda prompt: "quit", shown.append, timeout=20.0)
             finally:
                 fleet[2].signal(signal.SIGCONT)
         problems = ["", "ended (connection refused)", "no answer for 1 s", ""]
@@ -59,6 +66,7 @@ def test_a_dead_a_frozen_and_a_busy_worker_do_not_stop_the_diagnosis(tmp_path: P
         assert "does not answer" in text  # w0 waits for w2
         assert "no answer for 1 s" in text
         assert "in compute" in stacks_text(stacks)
+        assert "serves compute for w0" in "".join(shown)
         names = {event["name"] for event in trace["traceEvents"]}
         assert {"compute on w3", "compute for w0", "block on w2"} <= names
 

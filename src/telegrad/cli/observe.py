@@ -1,4 +1,4 @@
-"""`telegrad status`, `top`, `stacks` and `trace`: look at a running group.
+"""`telegrad status`, `top`, `stacks`, `trace` and `debug`: look at a running group.
 
 They attach to the group through its store, through one worker, or on this host, and are no members
 of it. A worker that does not answer in time gets a line that says so.
@@ -14,8 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from telegrad.errors import TelegradError
+from telegrad.errors import TelegradError, UsageError
 from telegrad.observer import Group, attach
+from telegrad.observer.connection import NoAnswer
+from telegrad.observer.debugger import attach_to_process, debug
 from telegrad.observer.tables import stacks_text, status_text
 from telegrad.observer.trace import collect_trace
 
@@ -23,6 +25,7 @@ _EXAMPLES = """\
   telegrad status                                 the group on this host
   telegrad status --rendezvous 10.0.0.1:29500     through its store (MASTER_ADDR:MASTER_PORT)
   telegrad stacks --pid 4711                      the group of a process on this host
+  telegrad debug worker3                          pdb in that worker
   telegrad trace --seconds 5 -o trace.json        open it at https://ui.perfetto.dev
 """
 _CLEAR = "\033[H\033[2J"
@@ -45,6 +48,14 @@ def add(commands: Any) -> None:
         )
     stacks = _add(commands, "stacks", _stacks, "show the Python stacks of all workers")
     stacks.add_argument("--all", action="store_true", help="show waiting threads of Telegrad, too")
+    debug = _add(commands, "debug", _debug, "open pdb in a worker of a running group")
+    debug.add_argument("worker", help="the name of the worker")
+    debug.add_argument("--thread", default="", help="the name of a thread; `stacks` shows them")
+    debug.add_argument(
+        "--main-thread",
+        action="store_true",
+        help="attach by process id and stop the main thread (Python 3.14, the same host)",
+    )
     trace = _add(commands, "trace", _trace, "write the last seconds of all workers for Perfetto")
     trace.add_argument("--seconds", type=float, default=10.0, help="how far back")
     trace.add_argument("-o", "--out", type=Path, default=Path("trace.json"), help="the file")
@@ -66,7 +77,7 @@ def _add(commands: Any, name: str, command: Command, summary: str) -> argparse.A
     parser.add_argument(
         "--timeout", type=float, default=2.0, help="seconds that each worker has to answer"
     )
-    if name != "trace":
+    if name not in ("trace", "debug"):
         parser.add_argument("--json", action="store_true", help="write JSON")
     parser.set_defaults(command=lambda options: _run(command, options))
     return parser
@@ -114,6 +125,22 @@ def _stacks(group: Group, options: argparse.Namespace) -> None:
         sys.stdout.write(_json(workers))
     else:
         sys.stdout.write(stacks_text(replies, options.all))
+
+
+def _debug(group: Group, options: argparse.Namespace) -> None:
+    connection = group.connection(options.worker)
+    try:
+        if options.main_thread:
+            attach_to_process(connection.request("members", options.timeout)["worker"])
+        else:
+            debug(connection, input, _write, options.timeout, options.thread)
+    except NoAnswer as error:
+        raise UsageError(f"worker {options.worker!r} cannot be debugged: {error}") from error
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _trace(group: Group, options: argparse.Namespace) -> None:

@@ -27,7 +27,7 @@ def stacks() -> list[dict[str, Any]]:
         if ident == threading.get_ident():
             continue  # the thread that answers
         thread = names.get(ident)
-        call = _served_call(frame)
+        call = served_call(frame)
         found.append(
             {
                 "thread": thread.name if thread is not None else f"thread {ident}",
@@ -59,7 +59,7 @@ def _frames(innermost: FrameType) -> list[dict[str, Any]]:
     return frames[::-1]
 
 
-def _served_call(innermost: FrameType) -> ServedCall | None:
+def served_call(innermost: FrameType) -> ServedCall | None:
     """Return the innermost call that a thread serves: a local variable of `_execute`."""
     frame: FrameType | None = innermost
     while frame is not None:

@@ -22,7 +22,7 @@ from telegrad.transport.json_messages import JsonStream
 from telegrad.transport.tls import TlsContexts
 from telegrad.wire import handshake
 
-_MAX_REPLY = 1 << 28  # bytes
+MAX_REPLY = 1 << 28  # bytes
 _log = logging.getLogger(__name__)
 _INCARNATION = f"observer-{secrets.token_hex(8)}"
 
@@ -73,7 +73,7 @@ class WorkerConnection:
         if self._stream is not None:
             try:
                 self._stream.send(request, until)
-                reply = self._stream.receive(_MAX_REPLY, until)
+                reply = self._stream.receive(MAX_REPLY, until)
                 if reply is not None:
                     return dict(reply)
             except ConnectionError as error:
@@ -81,10 +81,30 @@ class WorkerConnection:
             self.close()
         self._stream = self._connect(until)
         self._stream.send(request, until)
-        reply = self._stream.receive(_MAX_REPLY, until)
+        reply = self._stream.receive(MAX_REPLY, until)
         if reply is None:
             raise ProtocolError("it has closed the connection")
         return dict(reply)
+
+    def converse(
+        self, operation: str, timeout: float, **options: Any
+    ) -> tuple[JsonStream, dict[str, Any]]:
+        """Open a connection for a request with many answers. Return it with the first of them."""
+        until = time.monotonic() + timeout
+        stream: JsonStream | None = None
+        try:
+            stream = self._connect(until)
+            stream.send({"operation": operation, **options}, until)
+            reply = stream.receive(MAX_REPLY, until)
+            if reply is None:
+                raise ProtocolError("it has closed the connection")
+            return stream, dict(reply)
+        except (OSError, ProtocolError) as error:
+            if stream is not None:
+                stream.close()
+            if isinstance(error, TimeoutError):
+                raise NoAnswer(f"no answer for {timeout:g} s") from None
+            raise NoAnswer(_reason(error)) from error
 
     def close(self) -> None:
         """Close the connection. The next request opens another."""

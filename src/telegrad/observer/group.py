@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from telegrad.errors import UsageError
 from telegrad.observer.connection import Credentials, NoAnswer, WorkerConnection
 from telegrad.observer.graph import cycles, waits
 from telegrad.transport.sockets import clock_id
@@ -92,6 +93,14 @@ class Group:
         """Close all connections."""
         for connection in self._connections.values():
             connection.close()
+
+    def connection(self, name: str) -> WorkerConnection:
+        """Return the connection to the worker with this name."""
+        for worker in self.workers:
+            if worker.name == name:
+                return self._connections[worker.incarnation]
+        names = ", ".join(worker.name for worker in self.workers)
+        raise UsageError(f"the group has no worker {name!r}; it has {names}")
 
     def ask(self, operation: str, timeout: float = 2.0, **options: Any) -> list[WorkerReply]:
         """Ask every worker within `timeout` seconds. The replies are in the order of ranks."""

@@ -7,6 +7,7 @@ connection the bytes travel in records, like frames.
 from __future__ import annotations
 
 import json
+import select
 import struct
 from typing import Any
 
@@ -53,6 +54,13 @@ class JsonStream:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"received a message that is not JSON: {error}") from None
+
+    def is_readable(self) -> bool:
+        """Return whether something was received, or the connection has ended."""
+        try:
+            return bool(select.select([self._sock], [], [], 0)[0])
+        except (OSError, ValueError):  # it was closed here
+            return True
 
     def close(self) -> None:
         """Close the connection."""
