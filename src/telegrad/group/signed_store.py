@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from telegrad.errors import JoinError, StoreTampered
+from telegrad.group.store_connection import StoreConnection
 
 Store = Any  # torch.distributed.Store; that name is missing in builds of torch without distributed
 
@@ -43,6 +44,7 @@ class SignedStore:
     def __init__(self, store: Store, key: bytes) -> None:
         self.group = ""
         self._store = store
+        self._connection = StoreConnection(store)
         self._key = hmac.digest(key, b"telegrad directory", hashlib.sha256)
         self._seen: dict[str, Entry] = {}
         self._lock = threading.Lock()
@@ -163,6 +165,7 @@ class SignedStore:
         self._store = None
 
     def _have(self, keys: Sequence[str]) -> bool:
+        self._connection.require_open()
         try:
             return bool(self._store.check(list(keys)))
         except (RuntimeError, AttributeError) as error:  # as in `_get`
@@ -178,6 +181,7 @@ class SignedStore:
             raise _no_answer(error) from error
 
     def _compare_set(self, key: str, expected: str, text: str) -> str:
+        self._connection.require_open()
         try:
             found = self._store.compare_set(key, expected, text)
         except (RuntimeError, AttributeError) as error:
@@ -209,4 +213,5 @@ def _removed(key: str, subject: str) -> StoreTampered:
 
 
 def _no_answer(error: BaseException) -> JoinError:
-    return JoinError(f"the group's store does not answer: {error}")
+    reason = str(error).partition("\n")[0]  # without the C++ frames of torch
+    return JoinError(f"the group's store does not answer: {reason}")
