@@ -346,3 +346,16 @@ def test_a_shard_that_waits_names_the_trainers_that_are_missing() -> None:
     }
     reply = WorkerReply(ObservedWorker("ps", 0, "x", ()), snapshot)
     assert waits([reply, reply._replace(value=None)]) == [Wait("ps", "t1", "a step of s")]
+
+
+def a_function_with_a_name_that_does_not_fit_into_a_column_of_the_table() -> None: ...
+
+
+def test_recent_calls_show_the_peer_beside_a_long_name(cluster: Clusters, observe: Observe) -> None:
+    workers = cluster(2)
+    function = a_function_with_a_name_that_does_not_fit_into_a_column_of_the_table
+    workers["w0"].call("w1", function)
+    text = status_text(observe(workers).snapshot())
+    (line,) = [each for each in text.splitlines() if "made a_" in each]
+    assert " w1 " in line
+    assert len(line) <= 80

@@ -156,7 +156,8 @@ def _latencies(workers: list[Json], internal: bool) -> str:
     rows = [
         [
             name,
-            f"{row['direction']} {_label(row)}",
+            f"{row['direction']} {row['function']}",
+            row["peer"],
             _rate(row["per_second"]),
             _seconds(row["p50"]),
             _seconds(row["p99"]),
@@ -166,7 +167,7 @@ def _latencies(workers: list[Json], internal: bool) -> str:
         ]
         for name, row in found[:_MAX_LATENCIES]
     ]
-    columns = ["WORKER", "CALL", ">CALLS/S", ">P50", ">P99", ">QUEUE P99", ">SIZE", ">FAILED"]
+    columns = ["WORKER", "CALL", "PEER", ">CALLS/S", ">P50", ">P99", ">QUEUED", ">SIZE", ">FAILED"]
     return table("Recent calls", columns, rows)
 
 
