@@ -121,6 +121,7 @@ def train(agent: telegrad.Agent, options: argparse.Namespace) -> list[float]:
         lengths = [float(len(actions)) for _, actions, _ in episodes]
         rewards += lengths
         last.extend(lengths)
+        agent.report(len(rewards), samples=int(sum(lengths)), reward=float(np.mean(lengths)))
         size = Learner.act.batching.statistics().mean_size
         print(
             f"episode {len(rewards):4}  reward {np.mean(lengths):5.1f}  "

@@ -36,6 +36,7 @@ if _typing.TYPE_CHECKING:
     from telegrad.messages.remote_functions import expose as expose
     from telegrad.refs import RRef as RRef
     from telegrad.refs import remote as remote
+    from telegrad.scalars import report as report
     from telegrad.worker_group import GroupResult as GroupResult
     from telegrad.worker_group import WorkerGroup as WorkerGroup
 
@@ -59,6 +60,7 @@ _DEFINED_IN = {
     "expose": "telegrad.messages.remote_functions",
     "launch": "telegrad.launcher.functions",
     "remote": "telegrad.refs",
+    "report": "telegrad.scalars",
 }
 
 __all__ = [
@@ -84,6 +86,7 @@ __all__ = [
     "optim",
     "ps",
     "remote",
+    "report",
     "rpc",
 ]
 

@@ -11,7 +11,7 @@ import copy
 import math
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, SupportsFloat, TypeVar
 
 from telegrad import cluster
 from telegrad.client.peers import WorkerAddress
@@ -194,6 +194,10 @@ class Agent:
     def snapshot(self) -> dict[str, Any]:
         """Return what `telegrad status` shows of this worker, as values of JSON."""
         return self._runtime.snapshot()
+
+    def report(self, step: int | None = None, *, samples: int = 0, **values: SupportsFloat) -> None:
+        """Report values of a training; see `telegrad.report`."""
+        self._runtime.scalars.report(step, samples, values)
 
     def statistics(self) -> dict[str, int]:
         """Return counters of calls, connections, shared memory, references and contexts."""

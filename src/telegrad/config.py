@@ -102,6 +102,9 @@ class Config:
     flight_recorder: int = 4096
     """Number of calls that a worker remembers for `telegrad status` and `telegrad trace`, with a
     quarter as many other events. 0: none."""
+    tensorboard: str | None = None
+    """Directory for TensorBoard: the values of `telegrad.report` and `ps.Optimizer` are written
+    into it, a folder for each worker. None: they are not written."""
 
     metrics_port: int | None = None
     """Port at which the worker with rank 0 serves metrics for Prometheus; others add their rank.

@@ -53,6 +53,7 @@ from telegrad.messages.device_routes import DeviceRoute
 from telegrad.messages.packing import MessageContext
 from telegrad.messages.remote_functions import Function, FunctionRegistry, FunctionTable, describe
 from telegrad.recorder import FlightRecorder, MadeCall
+from telegrad.scalars import ScalarLog
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoops
 from telegrad.scheduling.executor import Executor, ThreadPool
@@ -110,6 +111,8 @@ class AgentRuntime:
         self.agent: Any = None  # the `Agent` of the user
         self.forked = False  # this process is a fork of the one that opened the agent
         self.recorder = FlightRecorder(self.config.flight_recorder)
+        self.scalars = ScalarLog(name, self.config.tensorboard)
+        self.on_end(self.scalars.close)
         # of exceptions that served functions raise and that their callers receive
         self.failure_log_level = logging.INFO
         self.diagnosis = Diagnosis(self)

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from telegrad.scalars import report as report_values
+
 try:
     from rich import box
     from rich.console import Console, Group
@@ -85,11 +87,18 @@ _COLUMNS = ["trainer", "epoch", "loss", "samples/s", "staleness"]
 
 
 class Progress:
-    """Reports of one trainer, from its own process: `step` and `end_epoch` send them."""
+    """Reports of one trainer, from its own process: `step` and `end_epoch` send them.
 
-    def __init__(self, trainer: str, put: Callable[[EpochReport], None]) -> None:
+    They go to `put`, and with `telegrad.report` to the dashboard. `metric` names the score.
+    """
+
+    def __init__(
+        self, trainer: str, put: Callable[[EpochReport], None], metric: str = "accuracy"
+    ) -> None:
         self._trainer = trainer
         self._put = put
+        self._metric = metric
+        self._all_steps = 0
         self._begin_epoch(0)
 
     def __repr__(self) -> str:
@@ -107,6 +116,8 @@ class Progress:
         self._loss += loss
         self._samples += samples
         self._steps += 1
+        self._all_steps += 1
+        report_values(self._all_steps, samples=samples, loss=loss)
         self._staleness = max(self._staleness, staleness)
         self._last_step = time.perf_counter()
         if self._last_step - self._last_report > _INTERVAL:
@@ -116,6 +127,8 @@ class Progress:
     def end_epoch(self, score: float | None = None) -> None:
         """End the epoch, with the score of the test data if this trainer has computed it."""
         self._put(self._report()._replace(score=score))
+        if score is not None:
+            report_values(self._all_steps, samples=0, **{self._metric: score})
         self._begin_epoch(self._epoch + 1)
 
     def _report(self) -> EpochReport:

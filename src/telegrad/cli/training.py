@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import tempfile
 import threading
@@ -63,6 +64,12 @@ def parser(
         "--every", type=_at_least_one, default=100, help="steps between two checkpoints"
     )
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints")
+    parser.add_argument(
+        "--tensorboard",
+        type=Path,
+        metavar="DIR",
+        help="write loss, score, speed, version and staleness for TensorBoard",
+    )
     parser.add_argument(
         "--out", type=Path, default=Path(out), help="folder for the plot and the report"
     )
@@ -125,7 +132,7 @@ def run(train: Train, options: argparse.Namespace, metric: str = "accuracy") -> 
     reports = mp.get_context("forkserver").SimpleQueue()
     try:
         with report, _received(reports, report):
-            launch(_work, roles, (train, options, reports), show=False)
+            launch(_work, roles, (train, options, metric, reports), show=False)
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
         if report.epochs:
@@ -177,13 +184,15 @@ def _received(reports: Any, report: TrainingReport) -> Iterator[None]:
     receive()
 
 
-def _work(train: Train, options: argparse.Namespace, reports: Any) -> None:
+def _work(train: Train, options: argparse.Namespace, metric: str, reports: Any) -> None:
     # the first trainer that joins provides the initial model: make it the same on all
     torch.manual_seed(0)
     place = cluster.detect()
+    if options.tensorboard is not None:
+        os.environ["TELEGRAD_TENSORBOARD"] = str(options.tensorboard)
     rpc.init_rpc()
     if place.role == "trainer":
-        train(place.role_rank or 0, options, Progress(str(place.name), reports.put))
+        train(place.role_rank or 0, options, Progress(str(place.name), reports.put, metric))
     rpc.shutdown()  # a server serves calls until all workers are here
 
 

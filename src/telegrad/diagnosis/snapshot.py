@@ -30,6 +30,7 @@ from telegrad.group.endpoint import LocalEndpoint
 from telegrad.group.failure_detector import FailureDetector
 from telegrad.group.membership import Directory, Member
 from telegrad.recorder import FlightRecorder, MadeCall
+from telegrad.scalars import ScalarLog
 from telegrad.scheduling.event_loop import EventLoops
 from telegrad.scheduling.executor import Executor, ThreadPool
 from telegrad.server.listener import Listener
@@ -59,6 +60,7 @@ class DiagnosisRuntime(Protocol):
     collectives: Collectives
     failures: FailureDetector
     recorder: FlightRecorder
+    scalars: ScalarLog
 
     def connecting_calls(self) -> list[MadeCall]: ...
     def statistics(self) -> dict[str, int]: ...
@@ -101,6 +103,7 @@ class Diagnosis:
             "calls": [dataclasses.asdict(call) for call in self.calls()],
             "latencies": latencies(history, now, now - window),
             "events": recorded_events(runtime.recorder, now - window),
+            "scalars": runtime.scalars.latest(),
             "gathers": runtime.collectives.waiting(),
             "peers": [peer.describe() for peer in runtime.peers.all()],
             "lost": runtime.failures.lost_names(),
@@ -169,6 +172,8 @@ class Diagnosis:
                 "events": recorded_events(self._runtime.recorder, since),
                 "in_progress": [dataclasses.asdict(call) for call in self.calls()],
             }
+        if operation == "scalars":
+            return {"worker": self.identity(), "series": self._runtime.scalars.series()}
         raise UsageError(f"unknown operation {operation!r}")
 
     def _sections(self) -> Json:

@@ -13,6 +13,7 @@ WIDTH = 80
 _MAX_CALLS = 30
 _MAX_LATENCIES = 20
 _MAX_WAITS = 30
+_MAX_SCALARS = 30
 _COUNTERS = ("owned_objects", "held_objects", "autograd_contexts", "cuda_bytes_lent")
 _START = ("Thread._bootstrap", "Thread.run")  # functions of the standard library
 
@@ -32,6 +33,7 @@ def status_text(snapshot: Json, internal: bool = False) -> str:
         _memory(answering),
         _batches(answering),
         _shards(answering),
+        _scalars(answering),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -229,6 +231,15 @@ def _shards(workers: list[Json]) -> str:
     return table("Parameter servers", columns, rows)
 
 
+def _scalars(workers: list[Json]) -> str:
+    rows = [
+        [each["name"], name, str(last["step"]), _value(last["value"])]
+        for each in workers
+        for name, last in sorted(each["snapshot"]["scalars"].items())
+    ]
+    return table("Reported values", ["WORKER", "NAME", ">STEP", ">VALUE"], rows[:_MAX_SCALARS])
+
+
 def _section(worker: Json, name: str) -> list[Json]:
     """Return the rows of a section; none if the worker could not make it in time."""
     found = worker["snapshot"].get(name)
@@ -292,6 +303,10 @@ def _bytes(value: float) -> str:
             return f"{value:.0f} {unit}"
         value /= 1000
     return f"{value:.1f} GB"
+
+
+def _value(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.6g}"
 
 
 def _rate(value: float) -> str:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from telegrad.agent import Agent
 
 _trainer_counter = itertools.count(1)
+_REPORT_INTERVAL = 0.25  # seconds between two reports to TensorBoard
 
 
 class Optimizer(optim.Optimizer):
@@ -232,6 +233,7 @@ class Optimizer(optim.Optimizer):
         self._apply_replies(replies)
         for tables in self._tables:
             tables.finish_step()
+        self._report()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -399,6 +401,12 @@ class Optimizer(optim.Optimizer):
         self.staleness = max(reply.staleness for reply in replies)
         self.dropped += any(reply.dropped for reply in replies)
         self.skipped += any(reply.skipped for reply in replies)
+
+    def _report(self) -> None:
+        """Report how far this trainer is, as `telegrad.report` does."""
+        prefix = "" if self.name == "default" else f"{self.name}/"
+        values = {f"{prefix}version": self.version, f"{prefix}staleness": self.staleness}
+        self._runtime.scalars.add(values, self.steps, interval=_REPORT_INTERVAL)
 
     def _write_state(self, state: State, index: int, first: int, values: State) -> None:
         """Write the state of some elements of a parameter, from `first` on, into its state."""
