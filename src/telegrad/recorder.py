@@ -64,6 +64,11 @@ class FlightRecorder:
     def __repr__(self) -> str:
         return f"<FlightRecorder {len(self._calls)} calls, {len(self._events)} events>"
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it has forgotten calls, or is about to."""
+        return len(self._calls) == self._calls.maxlen
+
     def add_event(self, kind: str, seconds: float = 0.0, **fields: Any) -> None:
         """Record something that has just ended and took `seconds`."""
         self._events.append(Event(time.monotonic() - seconds, kind, seconds, fields))

@@ -250,6 +250,25 @@ def test_latencies_by_function_and_peer() -> None:
     assert latencies([], 100.0, 0.0) == []
 
 
+def test_one_recent_call_is_no_high_rate(cluster: Clusters) -> None:
+    workers = cluster(2)
+    workers["w0"].call("w1", max, 1, 2)
+    found = workers["w0"].snapshot()
+    (row,) = [row for row in found["latencies"] if not row["internal"]]
+    assert 0 < row["per_second"] <= 1
+    assert found["totals"]["made"]["per_second"] == row["per_second"]
+    assert found["totals"]["served"] is None
+
+
+def test_the_rate_of_a_full_recorder_is_that_of_what_it_remembers(cluster: Clusters) -> None:
+    workers = cluster(2, flight_recorder=4)
+    diagnosis = workers["w0"]._runtime.diagnosis
+    diagnosis._opened -= 100
+    for _ in range(8):
+        workers["w0"].call("w1", max, 1, 2)
+    assert diagnosis.snapshot(50.0)["totals"]["made"]["per_second"] > 1
+
+
 @pytest.mark.parametrize(("fraction", "value"), [(0.0, 1), (0.5, 2), (0.51, 3), (0.99, 4), (1, 4)])
 def test_percentile(fraction: float, value: int) -> None:
     assert percentile([1, 2, 3, 4], fraction) == value

@@ -12,6 +12,7 @@ from telegrad.recorder import FlightRecorder, MadeCall
 
 Json = dict[str, Any]
 OK = "ok"
+_MIN_SECONDS = 1.0  # a rate is not that of a shorter time
 
 
 def recorded_calls(recorder: FlightRecorder, since: float = 0.0) -> list[Json]:
@@ -66,37 +67,52 @@ def _describe(call: MadeCall | ServedCall) -> Json:
 def latencies(calls: list[Json], now: float, since: float) -> list[Json]:
     """Return rate, p50, p99 and so on of the calls since `since`, by direction, function and peer.
 
-    The recorder may have forgotten the older ones; then the rate is that of the rest. The time of a
-    made call is until its reply, that of a served call until its function returned. `queued` is the
-    time from the arrival of a call to the start of its function.
+    `calls` are all calls since then. The time of a made call is until its reply, that of a served
+    call until its function returned. `queued` is the time from the arrival of a call to the start
+    of its function.
     """
     groups: defaultdict[tuple[str, str, str, bool], list[Json]] = defaultdict(list)
     for call in calls:
         groups[call["direction"], call["function"], call["peer"], call["internal"]].append(call)
-    seconds = max(now - max(min((each["end"] for each in calls), default=now), since), 1e-3)
-    rows = []
-    for (direction, function, peer, internal), group in groups.items():
-        times = sorted(each.get("returned", each["end"]) - each["start"] for each in group)
-        queued = sorted(each["start"] - each.get("received", each["start"]) for each in group)
-        rows.append(
-            {
-                "direction": direction,
-                "function": function,
-                "peer": peer,
-                "internal": internal,
-                "calls": len(group),
-                "per_second": len(group) / seconds,
-                "failed": sum(each["outcome"] != OK for each in group),
-                "p50": percentile(times, 0.5),
-                "p99": percentile(times, 0.99),
-                "longest": times[-1],
-                "queued_p50": percentile(queued, 0.5),
-                "queued_p99": percentile(queued, 0.99),
-                "request_bytes": sum(each["request_bytes"] for each in group),
-                "reply_bytes": sum(each["reply_bytes"] for each in group),
-            }
-        )
+    seconds = max(now - since, _MIN_SECONDS)
+    rows = [
+        {
+            "direction": direction,
+            "function": function,
+            "peer": peer,
+            "internal": internal,
+            **_summary(group, seconds),
+        }
+        for (direction, function, peer, internal), group in groups.items()
+    ]
     return sorted(rows, key=lambda row: -row["per_second"])
+
+
+def totals(calls: list[Json], now: float, since: float) -> Json:
+    """Return the same of all calls of the user that were made, and of all that were served."""
+    seconds = max(now - since, _MIN_SECONDS)
+    found: Json = {}
+    for direction in (MADE, SERVED):
+        group = [call for call in calls if call["direction"] == direction and not call["internal"]]
+        found[direction] = _summary(group, seconds) if group else None
+    return found
+
+
+def _summary(calls: list[Json], seconds: float) -> Json:
+    times = sorted(each.get("returned", each["end"]) - each["start"] for each in calls)
+    queued = sorted(each["start"] - each.get("received", each["start"]) for each in calls)
+    return {
+        "calls": len(calls),
+        "per_second": len(calls) / seconds,
+        "failed": sum(each["outcome"] != OK for each in calls),
+        "p50": percentile(times, 0.5),
+        "p99": percentile(times, 0.99),
+        "longest": times[-1],
+        "queued_p50": percentile(queued, 0.5),
+        "queued_p99": percentile(queued, 0.99),
+        "request_bytes": sum(each["request_bytes"] for each in calls),
+        "reply_bytes": sum(each["reply_bytes"] for each in calls),
+    }
 
 
 def percentile(ordered: list[float], fraction: float) -> float:

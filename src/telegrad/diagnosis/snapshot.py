@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from telegrad.client.peers import PeerTable
 from telegrad.diagnosis.calls import CallInProgress, calls_to, made_calls, served_calls
-from telegrad.diagnosis.history import Json, latencies, recorded_calls, recorded_events
+from telegrad.diagnosis.history import Json, latencies, recorded_calls, recorded_events, totals
 from telegrad.diagnosis.stacks import stacks
 from telegrad.errors import UsageError, error_text
 from telegrad.group.collectives import Collectives
@@ -97,11 +97,15 @@ class Diagnosis:
         """
         now, runtime = time.monotonic(), self._runtime
         history = recorded_calls(runtime.recorder, now - window)
+        since = max(now - window, self._opened)
+        if runtime.recorder.is_full and history:  # it may have forgotten some of this time
+            since = max(since, min(call["end"] for call in history))
         return {
             "worker": self.identity(),
             "members": self.members(),
             "calls": [dataclasses.asdict(call) for call in self.calls()],
-            "latencies": latencies(history, now, now - window),
+            "latencies": latencies(history, now, since),
+            "totals": totals(history, now, since),
             "events": recorded_events(runtime.recorder, now - window),
             "scalars": runtime.scalars.latest(),
             "gathers": runtime.collectives.waiting(),
