@@ -19,6 +19,7 @@ PACKAGES = [
     "telegrad.batching",
     "telegrad.cli",
     "telegrad.cluster",
+    "telegrad.dashboard",
     "telegrad.observer",
     "telegrad.ps",
     "telegrad.refs",

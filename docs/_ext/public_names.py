@@ -29,6 +29,7 @@ PUBLIC = (
     "telegrad.testing",
     "telegrad.testing.faults",
     "telegrad.observer",
+    "telegrad.dashboard",
     "telegrad.cluster",
     "telegrad.compat",
     "telegrad.errors",

@@ -45,10 +45,10 @@ class Gate(Shared):
     def open(self) -> None:
         self._opened.set()
 
-    def hold(self) -> None:
+    def hold(self, patience: float = PATIENCE) -> None:
         """Wait here until the gate is open."""
         self._arrived.release()
-        if not self._opened.wait(PATIENCE):
+        if not self._opened.wait(patience):
             raise AssertionError("nobody opened the gate")
 
     def wait_for(self, count: int = 1) -> None:

@@ -5,6 +5,7 @@ The command runs in this process, and its workers are real processes.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ import telegrad.cli
 import telegrad.rpc as rpc
 from telegrad.errors import PeerLost, UsageError, WorkerExited
 from telegrad.launcher.workers import workers_of
+from tests.dashboard.requests import states
 
 pytestmark = [
     pytest.mark.process,
@@ -323,3 +327,52 @@ def test_names_and_ranks_of_roles() -> None:
     ]
     with pytest.raises(UsageError, match="at least one worker"):
         workers_of({})
+
+
+# The dashboard
+
+
+def test_the_launcher_serves_a_dashboard(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = tmp_path / "done"
+    path = script(
+        f"""
+        import os, time
+        import telegrad.rpc as rpc
+
+        rpc.init_rpc()
+        while not os.path.exists({str(done)!r}):
+            time.sleep(0.02)
+        rpc.shutdown()
+        """
+    )
+    errors = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", errors)
+    monkeypatch.delenv("TELEGRAD_DASHBOARD", raising=False)
+    shown: list[dict[str, str]] = []
+
+    def look() -> None:
+        until = time.monotonic() + LIMIT
+        while shown[-1:] != [{"worker0": "alive"}] and time.monotonic() < until:
+            time.sleep(0.05)
+            found = re.search("^dashboard: (.*)$", errors.getvalue(), re.MULTILINE)
+            if found:
+                shown.append(states(found[1]))
+        done.touch()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        assert launch("-n", 1, "--dashboard", path) == 0
+    finally:
+        os.environ.pop("TELEGRAD_DASHBOARD", None)
+        done.touch()
+        looking.join()
+    assert shown[-1] == {"worker0": "alive"}
+
+
+def test_a_dashboard_is_for_workers_on_this_host(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        launch("-n", "1", "--dashboard", "--on", "slurm", __file__)
+    assert "telegrad dashboard --rendezvous HOST:PORT" in capsys.readouterr().err

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 import telegrad.rpc as rpc
-from telegrad import Config
+from telegrad import Config, dashboard
 from telegrad.observer import attach
 from telegrad.observer.connection import NoAnswer
 from telegrad.observer.debugger import debug
 from telegrad.observer.tables import stacks_text, status_text
 from telegrad.observer.trace import collect_trace
+from tests.dashboard.requests import get, states
+from tests.local.gates import until
 from tests.process import test_kills
 from tests.process.fleet import Fleet
 from tests.process.test_kills import call_error, join, start_blocked_calls
@@ -78,3 +80,26 @@ def test_a_process_kills_itself_at_a_planned_call(tmp_path: Path) -> None:
         assert fleet[0].do(call_error, "w1")[0] == "PeerLost"
         fleet[1].process.join(20)
         assert fleet[1].process.exitcode == -signal.SIGKILL
+
+
+def test_the_dashboard_shows_a_dead_a_frozen_and_a_busy_worker(tmp_path: Path) -> None:
+    with Fleet(4, join, str(tmp_path / "store"), {"threads": 1, "max_threads": 4}) as fleet:
+        fleet[0].do(start_computing, "w3")
+        with dashboard.serve(
+            pid=fleet[0].process.pid, config=CONFIG, port=0, timeout=2.0
+        ) as served:
+            until(lambda: set(states(served.url).values()) == {"alive"})
+            fleet[1].kill()
+            fleet[2].signal(signal.SIGSTOP)
+            try:
+                expected = {"w0": "alive", "w1": "dead", "w2": "silent", "w3": "alive"}
+                until(lambda: states(served.url) == expected)
+                stacks = {each["name"]: each for each in get(served.url, "/api/stacks").json}
+                trace = get(served.url, "/api/trace").json
+            finally:
+                fleet[2].signal(signal.SIGCONT)
+            assert stacks["w2"]["problem"] == "no answer for 2 s"
+            frames = [frame for thread in stacks["w3"]["threads"] for frame in thread["frames"]]
+            assert "compute" in {frame["function"] for frame in frames}
+            assert "compute on w3" in {event["name"] for event in trace["traceEvents"]}
+            until(lambda: states(served.url)["w2"] == "alive")

@@ -23,6 +23,7 @@ _EXAMPLES = """\
   telegrad launch --role ps=1 --role trainer=4 train.py         ps0, trainer0, ..., trainer3
   telegrad launch -n 3 --restarts 2 -m project.train            a module; restart what fails
   telegrad launch -n 2 -m telegrad run old.py                   a torch.distributed.rpc script
+  telegrad launch -n 3 --dashboard train.py                     show them on a web page
   telegrad launch -n 8 --on slurm --sbatch=--partition=gpu train.py
   telegrad launch -n 8 --on k8s --image example/train train.py | kubectl apply -f -
 
@@ -59,6 +60,12 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="keep the output here (default: a new folder)"
+    )
+    parser.add_argument(
+        "--dashboard",
+        action="store_true",
+        help="show the workers on a web page of this host; TELEGRAD_DASHBOARD=1 or =PORT does the "
+        "same",
     )
     parser.add_argument(
         "--on",
@@ -102,6 +109,14 @@ def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
         parser.error("give the number of workers: either -n N or --role NAME=N")
     if not options.module and options.on != "k8s" and not Path(options.program).exists():
         parser.error(f"cannot launch {options.program!r}: there is no such file")
+    if options.dashboard:
+        if options.on != "local":
+            parser.error(
+                f"--dashboard shows workers on this host; with --on {options.on}, run "
+                "`telegrad dashboard --rendezvous HOST:PORT` on a host of the job"
+            )
+        if os.environ.get("TELEGRAD_DASHBOARD", "0") in ("", "0"):
+            os.environ["TELEGRAD_DASHBOARD"] = "1"
     options.roles = dict(options.roles) or {"worker": options.workers}
     program = ["-m", options.program] if options.module else [options.program]
     options.name = options.name or _name(options.program)

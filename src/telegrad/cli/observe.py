@@ -1,4 +1,4 @@
-"""`telegrad status`, `top`, `stacks`, `trace` and `debug`: look at a running group.
+"""`telegrad status`, `top`, `stacks`, `trace`, `debug` and `dashboard`: look at a running group.
 
 They attach to the group through its store, through one worker, or on this host, and are no members
 of it. A worker that does not answer in time gets a line that says so.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from telegrad import dashboard
 from telegrad.errors import TelegradError, UsageError
 from telegrad.observer import Group, attach
 from telegrad.observer.connection import NoAnswer
@@ -27,6 +29,7 @@ _EXAMPLES = """\
   telegrad stacks --pid 4711                      the group of a process on this host
   telegrad debug worker3                          pdb in that worker
   telegrad trace --seconds 5 -o trace.json        open it at https://ui.perfetto.dev
+  telegrad dashboard                              a web page that shows all of this
 """
 _CLEAR = "\033[H\033[2J"
 
@@ -59,9 +62,23 @@ def add(commands: Any) -> None:
     trace = _add(commands, "trace", _trace, "write the last seconds of all workers for Perfetto")
     trace.add_argument("--seconds", type=float, default=10.0, help="how far back")
     trace.add_argument("-o", "--out", type=Path, default=Path("trace.json"), help="the file")
+    page = _add_parser(commands, "dashboard", "show a running group on a web page of this host")
+    page.add_argument("--port", type=int, help="port of 127.0.0.1 (default: 8642, if free)")
+    page.add_argument(
+        "--wait", action="store_true", help="start also if the group does not exist yet"
+    )
+    page.set_defaults(command=lambda options: _catch(lambda: _dashboard(options)))
 
 
 def _add(commands: Any, name: str, command: Command, summary: str) -> argparse.ArgumentParser:
+    parser = _add_parser(commands, name, summary)
+    if name not in ("trace", "debug"):
+        parser.add_argument("--json", action="store_true", help="write JSON")
+    parser.set_defaults(command=lambda options: _catch(lambda: _run(command, options)))
+    return parser
+
+
+def _add_parser(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -77,18 +94,18 @@ def _add(commands: Any, name: str, command: Command, summary: str) -> argparse.A
     parser.add_argument(
         "--timeout", type=float, default=2.0, help="seconds that each worker has to answer"
     )
-    if name not in ("trace", "debug"):
-        parser.add_argument("--json", action="store_true", help="write JSON")
-    parser.set_defaults(command=lambda options: _run(command, options))
     return parser
 
 
-def _run(command: Command, options: argparse.Namespace) -> int:
+def _run(command: Command, options: argparse.Namespace) -> None:
+    with attach(options.rendezvous, options.address, options.pid, timeout=options.timeout) as group:
+        command(group, options)
+
+
+def _catch(work: Callable[[], None]) -> int:
+    """Return the exit code of a command."""
     try:
-        with attach(
-            options.rendezvous, options.address, options.pid, timeout=options.timeout
-        ) as group:
-            command(group, options)
+        work()
     except TelegradError as error:
         sys.stderr.write(f"telegrad: {error}\n")
         return 1
@@ -149,6 +166,20 @@ def _trace(group: Group, options: argparse.Namespace) -> None:
     for name, note in trace["otherData"].items():
         sys.stdout.write(f"{name}: {note}\n")
     sys.stdout.write(f"wrote {options.out}; open it at https://ui.perfetto.dev\n")
+
+
+def _dashboard(options: argparse.Namespace) -> None:
+    with dashboard.serve(
+        options.rendezvous,
+        options.address,
+        options.pid,
+        timeout=options.timeout,
+        port=options.port,
+        wait=options.wait,
+    ) as server:
+        sys.stdout.write(f"open {server.url}\nCtrl-C ends it\n")
+        sys.stdout.flush()
+        threading.Event().wait()
 
 
 def _json(value: Any) -> str:

@@ -12,6 +12,7 @@ VARIABLES = (
     "TELEGRAD_RESTART",
     "TELEGRAD_ROLES",
     "TELEGRAD_STORE",
+    "TELEGRAD_DASHBOARD",  # for the launcher
 )
 
 

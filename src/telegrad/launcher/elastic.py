@@ -16,8 +16,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +37,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from telegrad.dashboard import serve_job
 from telegrad.launcher.output import STDERR, STDOUT, Output
 from telegrad.launcher.workers import Worker
 
@@ -91,8 +94,8 @@ class Job:
     ) -> Outcome:
         """Run a function, or a program, in each worker, with `args(worker)`."""
         store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        self._environment["TELEGRAD_STORE"] = f"{HOST}:{store.port}"
-        with _signals(self._events), _quiet_torch():
+        rendezvous = self._environment["TELEGRAD_STORE"] = f"{HOST}:{store.port}"
+        with _signals(self._events), _quiet_torch(), self._dashboard(rendezvous):
             threads = [
                 threading.Thread(
                     target=self._run_worker,
@@ -109,6 +112,17 @@ class Job:
             finally:
                 for thread in threads:
                     thread.join()
+
+    @contextlib.contextmanager
+    def _dashboard(self, rendezvous: str) -> Iterator[None]:
+        """Serve a dashboard if the environment asks for it, and say where."""
+        dashboard = serve_job({**os.environ, **self._environment}, rendezvous)
+        if dashboard is None:
+            yield
+            return
+        with dashboard:
+            sys.stderr.write(f"dashboard: {dashboard.url}\n")
+            yield
 
     def _supervise(self) -> Outcome:
         """Wait for the ends of all workers. After the first failure, stop the others."""

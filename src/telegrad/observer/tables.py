@@ -254,7 +254,7 @@ def _stack_lines(reply: WorkerReply, idle: bool) -> Iterator[str]:
     yield f"=== {worker['name']}: process {worker['pid']} on {worker['host']}"
     left_out = 0
     for thread in reply.value["threads"]:
-        if not idle and _is_idle(thread):
+        if not idle and is_idle(thread):
             left_out += 1
             continue
         serves = thread["serves"]
@@ -272,7 +272,7 @@ def _stack_lines(reply: WorkerReply, idle: bool) -> Iterator[str]:
         yield f"--- {left_out} waiting threads of Telegrad (--all shows them)"
 
 
-def _is_idle(thread: Json) -> bool:
+def is_idle(thread: Json) -> bool:
     """Return whether a thread belongs to Telegrad and waits for work."""
     innermost = thread["frames"][-3:]
     return bool(
