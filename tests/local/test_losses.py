@@ -297,6 +297,11 @@ def _answers(agent: Agent, to: str) -> bool:
 # Barriers and gathers
 
 
+def until_missing(leader: Agent, *names: str) -> None:
+    """Wait until a gather that an agent leads waits for these workers only."""
+    until(lambda: f"{list(names)}" in repr(leader._runtime.collectives))
+
+
 def test_everybody_meets(trio: LocalCluster, in_background: Background) -> None:
     for _ in range(3):
         assert (
@@ -376,6 +381,36 @@ def test_the_leader_dies_after_it_has_come_itself(
     for error in (follower.exception(PATIENCE), latecomer.exception(PATIENCE)):
         assert isinstance(error, GroupBroken)
         assert error.missing == ("w0",)
+
+
+def test_a_leader_that_comes_back_leads_again(
+    trio: LocalCluster, in_background: Background
+) -> None:
+    """w1 leads without w0 when w2 reports to the next incarnation of w0."""
+    w1, w2 = trio["w1"], trio["w2"]
+    waiting = [in_background(w1.barrier)]
+    until_missing(trio["w0"], "w0", "w2")
+    trio.kill("w0")
+    until_missing(w1, "w2")
+    successor = trio.join("w0", 0)
+    waiting.append(in_background(w2.barrier))
+    until_missing(successor, "w0", "w1")
+    waiting.append(in_background(successor.barrier))
+    assert [each.exception(PATIENCE) for each in waiting] == [None] * 3
+
+
+def test_the_lost_are_told_that_they_are_lost(
+    trio: LocalCluster, in_background: Background
+) -> None:
+    """The others have counted w2 as lost, but it is alive."""
+    w0, w1, w2 = trio.agents
+    waiting = [in_background(agent.barrier) for agent in (w0, w1)]
+    until_missing(w0, "w2")
+    w0._runtime.collectives.worker_lost("w2", w2._runtime.local_member.incarnation)
+    for each in (*waiting, in_background(w2.barrier)):
+        error = each.exception(PATIENCE)
+        assert isinstance(error, GroupBroken)
+        assert error.missing == ("w2",)
 
 
 @pytest.fixture
@@ -480,11 +515,6 @@ def test_a_death_during_shutdown(trio: LocalCluster, in_background: Background) 
 
 
 # Restarts during shutdown
-
-
-def until_missing(leader: Agent, *names: str) -> None:
-    """Wait until a gather that an agent leads waits for these workers only."""
-    until(lambda: f"{list(names)}" in repr(leader._runtime.collectives))
 
 
 def test_the_report_of_a_dead_worker_is_not_that_of_its_next_incarnation(

@@ -4,16 +4,19 @@ Every participant reports to a leader, the first participant that is alive. The 
 that have not reported; a lost worker no longer counts. When all others have reported, every
 participant gets the values and the names of the lost workers. If the leader is lost, the next
 participant leads and starts again; a participant that already has the result passes it on. If an
-earlier participant has come back, it leads again, and everybody reports to it.
+earlier participant has come back, it leads again, and everybody reports to it: of two workers that
+both lead a gather, the later one in the order of participants hands it over, whichever of them asks
+the other first.
 
 The report of a worker that is lost before the gather ends does not count. Its next incarnation may
 report in its place. The gathers of a shutdown wait for that, for `Config.restart_timeout` after the
-loss, so that the engine can restart the worker; others do not.
+loss, so that the engine can restart the worker; others do not. If the lost incarnation is alive, it
+gets the result that counts it as lost.
 
 Each participant numbers its own gathers of a sequence (equal topic and names), from the start of
 its incarnation. The numbers of two workers may differ, since one may have restarted, so the leader
 never compares them with each other. A report belongs to the last gather if that gather has this
-very report, or counted its sender as late; otherwise it belongs to the next gather. Only the leader
+very report, or counted its sender as late or lost; otherwise to the next gather. Only the leader
 knows whether a late worker has reported since. So a worker never replaces a result that it knows by
 the same one, or by an earlier one, from another worker.
 
@@ -97,10 +100,15 @@ class GatherResult(NamedTuple):
     late: tuple[str, ...]
     reports: dict[Incarnation, int] = {}  # noqa: RUF012  # the counts of those that reported
     late_incarnations: tuple[Incarnation, ...] = ()
+    lost_incarnations: tuple[Incarnation, ...] = ()
 
     def answers(self, incarnation: Incarnation, number: int) -> bool:
         """Return whether this is the result of the gather that a report belongs to."""
-        return self.reports.get(incarnation) == number or incarnation in self.late_incarnations
+        return (
+            self.reports.get(incarnation) == number
+            or incarnation in self.late_incarnations
+            or incarnation in self.lost_incarnations
+        )
 
 
 class _Gather:
@@ -132,6 +140,10 @@ class _Gather:
             return incarnation is not None
         return self._directory.is_current(name, incarnation)
 
+    def is_led_first_by(self, name: str, other: str) -> bool:
+        """Return whether `name` comes before `other` in the order of participants."""
+        return self.expected.index(name) < self.expected.index(other)
+
     @property
     def numbers(self) -> dict[Incarnation, int]:
         """The reports without names. A dict of text and numbers is packed and unpacked fast."""
@@ -141,9 +153,11 @@ class _Gather:
         """Return the result if the gather ends now; `incarnations` are those of all members."""
         late = tuple(self.missing)
         late_incarnations = tuple(incarnations[name] for name in late if name in incarnations)
-        reports = self.numbers
         lost = tuple(sorted(filter(self._lost, self.lost)))
-        return GatherResult(dict(self.values), lost, late, reports, late_incarnations)
+        lost_incarnations = tuple(self.lost[name] for name in lost)
+        return GatherResult(
+            dict(self.values), lost, late, self.numbers, late_incarnations, lost_incarnations
+        )
 
 
 class Collectives:
@@ -186,10 +200,12 @@ class Collectives:
         with self._lock:
             self._started[sequence] += 1
             report = Report(self._runtime.name, member.incarnation, self._started[sequence])
+        until = None if timeout is None else time.monotonic() + timeout
         pause = _REPORT_AGAIN[0]
         while (result := self._report_to_first(sequence, names, report, value, timeout)) is None:
             time.sleep(pause)
             pause = min(2 * pause, _REPORT_AGAIN[1])
+            timeout = None if until is None else max(until - time.monotonic(), _RETRY[0])
         with self._lock:
             # If this worker leads, it already knows this result and may know of late reports.
             if not self._is_known(sequence, result):
@@ -363,7 +379,7 @@ class Collectives:
                 return
             if result is not None:
                 self._complete(sequence, gather, result)
-            elif gather.expected.index(name) < gather.expected.index(self._runtime.name):
+            elif gather.is_led_first_by(name, self._runtime.name):
                 self._hand_over(sequence, gather)  # it has come back, and leads again
 
         def on_failure(name: str, incarnation: Incarnation) -> None:
@@ -381,7 +397,8 @@ class Collectives:
                 incarnation = Incarnation("")
                 try:
                     incarnation = directory.find(name).incarnation
-                    reply = self._start(name, _result_for, (sequence, numbers), None)
+                    args = (sequence, numbers, self._runtime.name)
+                    reply = self._start(name, _result_for, args, None)
                 except TelegradError:
                     on_failure(name, incarnation)
                 else:
@@ -433,13 +450,24 @@ class Collectives:
 
     # Results that are known here
 
-    def result_for(self, sequence: str, reports: Mapping[Incarnation, int]) -> GatherResult | None:
-        """Return the result of the gather, led by another worker, that these reports belong to."""
+    def result_for(
+        self, sequence: str, reports: Mapping[Incarnation, int], leader: str
+    ) -> GatherResult | None:
+        """Return the result of the gather, led by `leader`, that these reports belong to.
+
+        If there is none and this agent leads this gather, too, only the first of both shall.
+        """
         with self._lock:
             last = self._results.get(sequence)
-        if last is None or not any(last.answers(*each) for each in reports.items()):
-            return None
-        return last
+            gather = self._gathers.get(sequence)
+        if last is not None and any(last.answers(*each) for each in reports.items()):
+            return last
+        if gather is not None and gather.is_led_first_by(leader, self._runtime.name):
+            runtime = self._runtime
+            runtime.threads.start_with_retry(
+                lambda: self._hand_over(sequence, gather), runtime.clock
+            )
+        return None
 
     def _is_known(self, sequence: str, result: GatherResult) -> bool:
         """Return whether this is the last result known of a sequence, or an earlier one.
@@ -500,5 +528,7 @@ def _report(
 
 
 @internal
-def _result_for(sequence: str, reports: Mapping[Incarnation, int]) -> GatherResult | None:
-    return _local_collectives().result_for(sequence, reports)
+def _result_for(
+    sequence: str, reports: Mapping[Incarnation, int], leader: str
+) -> GatherResult | None:
+    return _local_collectives().result_for(sequence, reports, leader)
