@@ -40,7 +40,7 @@ from telegrad.diagnosis.snapshot import Diagnosis
 from telegrad.errors import JoinError, PeerLost, TelegradError, UsageError
 from telegrad.futures import CompletionListener, Future
 from telegrad.group import maintenance, network_check, shutdown
-from telegrad.group.collectives import Collectives, group_broken
+from telegrad.group.collectives import BARRIER, SHUTDOWN, Collectives, group_broken
 from telegrad.group.endpoint import LocalEndpoint
 from telegrad.group.failure_detector import FailureDetector, LossListener, lost_notice
 from telegrad.group.hosts import host_id
@@ -68,7 +68,7 @@ S = TypeVar("S")
 DEFAULT = object()  # a timeout that was not given: the config's
 _JOIN_THREADS = 2.0  # seconds to wait for threads when the agent closes
 _MAX_NAMES = 8  # in a message of the log
-_WAIT_FOR_OTHERS = 5.0  # seconds that the leader of a shutdown waits for the others to close
+_WAIT_FOR_OTHERS = 5.0  # seconds that the leader of a shutdown waits for the next one to close
 
 _log = logging.getLogger(__name__)
 _runtimes: weakref.WeakSet[AgentRuntime] = weakref.WeakSet()  # those that are open
@@ -170,7 +170,8 @@ class AgentRuntime:
         self.endpoint = LocalEndpoint(self, self.config, key, self.threads.start)
         self.dialer = Dialer(self, self.endpoint, self.config)
         self.listener = Listener(self, self.endpoint, self.config)
-        self.collectives = Collectives(self)
+        summaries = {BARRIER: lambda _: None, SHUTDOWN: shutdown.summarize}
+        self.collectives = Collectives(self, summaries)
         self.directory = Directory(
             self._store, key, self.name, self._rank, self.world_size is not None
         )
@@ -423,7 +424,7 @@ class AgentRuntime:
         Raise `GroupBroken`, which names the missing workers, if one is lost or `timeout` passes.
         """
         self.require_open()
-        result = self.collectives.gather(None, self._participants(names), timeout, "barrier")
+        result = self.collectives.gather(None, self._participants(names), timeout, BARRIER)
         if result.lost or result.late:
             raise group_broken("the barrier", result, timeout)
 
@@ -435,7 +436,8 @@ class AgentRuntime:
         result = self.collectives.gather(value, self._participants(names), timeout)
         if result.lost or result.late:
             raise group_broken("the gather", result, timeout)
-        return result.values
+        values: dict[str, Any] = result.values
+        return values
 
     def _participants(self, names: Sequence[str] | None) -> list[str]:
         """Return names in the order of ranks, which decides who leads; None: all members."""

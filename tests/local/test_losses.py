@@ -6,9 +6,11 @@ import operator
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from telegrad.errors import GroupBroken, PeerLost, UsageError
 from telegrad.group import collectives, maintenance
 from telegrad.group.membership import Member
 from telegrad.runtime import AgentRuntime
+from telegrad.server import listener
 from telegrad.testing import LocalCluster
 from telegrad.wire.handshake import Incarnation
 from tests.conftest import Clusters
@@ -512,6 +515,23 @@ def test_a_death_during_shutdown(trio: LocalCluster, in_background: Background) 
     until(lambda: "['w2']" in repr(trio["w0"]._runtime.collectives))
     trio.kill("w2")
     assert [each.result(PATIENCE) for each in leaving] == [("w2",)] * 2
+
+
+def test_a_leader_waits_for_the_others_while_they_leave(
+    trio: LocalCluster, in_background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its patience counts from the last one that left."""
+    passed = [0.0]
+    fake = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    for name in ("w1", "w2"):
+        trio[name].call("w0", abs, -1)
+    monkeypatch.setattr(listener, "time", fake)
+    waiting = in_background(trio["w0"]._runtime.listener.wait_until_unused, PATIENCE)
+    until(trio["w0"]._runtime.listener._changed._waiters.__len__)  # type: ignore[attr-defined]
+    for name in ("w1", "w2"):
+        passed[0] += PATIENCE * 0.7
+        trio.kill(name)
+    assert waiting.result(PATIENCE)
 
 
 # Restarts during shutdown

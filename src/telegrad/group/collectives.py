@@ -33,12 +33,20 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from telegrad.config import Config
 from telegrad.current import thread_state
-from telegrad.errors import CallTimeout, GroupBroken, InternalError, PeerLost, TelegradError
+from telegrad.errors import (
+    CallTimeout,
+    GroupBroken,
+    InternalError,
+    JoinError,
+    PeerLost,
+    StoreTampered,
+    TelegradError,
+)
 from telegrad.futures import Future
 from telegrad.group.membership import Directory, Member
 from telegrad.messages.remote_functions import DeferredReply, internal
@@ -56,6 +64,7 @@ _ASK_AFTER = 0.001
 _MAX_NAMES_TEXT = 200
 _RETRY = (0.02, 1.0)  # seconds until a leader that cannot be reached is tried again
 _REPORT_AGAIN = (0.05, 1.0)  # seconds until a participant looks for another leader
+BARRIER = "barrier"  # a topic
 SHUTDOWN = "shutdown"  # the topic of the gathers that wait for restarts
 _log = logging.getLogger(__name__)
 
@@ -95,7 +104,7 @@ class Report(NamedTuple):
 class GatherResult(NamedTuple):
     """The values of all participants that reported, and the names of the others."""
 
-    values: dict[str, Any]
+    values: Any  # a dict by name, or what the leader has made of it (see `Summary`)
     lost: tuple[str, ...]
     late: tuple[str, ...]
     reports: dict[Incarnation, int] = {}  # noqa: RUF012  # the counts of those that reported
@@ -109,6 +118,11 @@ class GatherResult(NamedTuple):
             or incarnation in self.late_incarnations
             or incarnation in self.lost_incarnations
         )
+
+
+# What the leader sends to all participants instead of the values, which every participant would
+# have to receive and unpack.
+Summary = Callable[[GatherResult], Any]
 
 
 class _Gather:
@@ -163,8 +177,11 @@ class _Gather:
 class Collectives:
     """The barriers and gathers of one agent."""
 
-    def __init__(self, runtime: CollectivesRuntime) -> None:
+    def __init__(
+        self, runtime: CollectivesRuntime, summaries: Mapping[str, Summary] | None = None
+    ) -> None:
         self._runtime = runtime
+        self._summaries = summaries or {}  # by topic
         self._gathers: dict[str, _Gather] = {}
         self._results: dict[str, GatherResult] = {}
         self._started: Counter[str] = Counter()
@@ -264,7 +281,11 @@ class Collectives:
 
         If it is out of reach, make sure that it is declared lost if it has ended.
         """
-        member = self._runtime.directory.find(name)
+        directory = self._runtime.directory
+        try:
+            member = directory.find(name, refresh=not error.sent)
+        except (JoinError, StoreTampered):  # the store is gone; use what was read last
+            member = directory.find(name)
         if error.sent or member.left or self._runtime.is_lost(member.incarnation):
             return True
         self._runtime.watch(member.incarnation)
@@ -436,9 +457,13 @@ class Collectives:
             if result is not None and self._is_known(sequence, result):
                 return  # it is the result of an earlier gather
             del self._gathers[sequence]
-            result = result or gather.result(incarnations)
+            result = result or self._summarize(sequence, gather.result(incarnations))
             self._results[sequence] = result
         gather.done._try_complete(result, None)
+
+    def _summarize(self, sequence: str, result: GatherResult) -> GatherResult:
+        summary = self._summaries.get(sequence.partition(":")[0])
+        return result if summary is None else result._replace(values=summary(result))
 
     def _hand_over(self, sequence: str, gather: _Gather) -> None:
         """Let the participants of a gather report to another leader."""

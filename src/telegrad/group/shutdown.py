@@ -37,16 +37,22 @@ def wait_for_group(runtime: ShutdownRuntime, names: list[str], until: float | No
         left = None if until is None else max(until - time.monotonic(), _MIN_ROUND)
         value = (runtime.calls_made, previous)
         result = runtime.collectives.gather(value, names, left, SHUTDOWN)
-        previous = _digest(result)
-        if result.late or all(seen == previous for _, seen in result.values.values()):
+        if result.late:
             return {*result.lost, *result.late}
+        previous, is_last = result.values
+        if is_last:
+            return {*result.lost}
 
 
-def _digest(result: GatherResult) -> str:
-    """Return a short text that identifies the totals of a round, and who reported them."""
+def summarize(result: GatherResult) -> tuple[str, bool]:
+    """Return a digest of the totals of a round, and whether all saw it in the round before.
+
+    The leader makes it, so that no other worker gets the totals of all.
+    """
     calls = sorted((name, made) for name, (made, _) in result.values.items())
     totals = (sorted(result.reports), calls)
-    return hashlib.sha256(repr(totals).encode()).hexdigest()
+    digest = hashlib.sha256(repr(totals).encode()).hexdigest()
+    return digest, all(seen == digest for _, seen in result.values.values())
 
 
 def drain(runtime: ShutdownRuntime, until: float | None) -> None:

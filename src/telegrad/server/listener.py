@@ -363,15 +363,27 @@ class Listener:
         else:
             self._runtime.failures.check_silent_peer(name, incarnation)
 
-    def wait_until_unused(self, timeout: float) -> bool:
-        """Wait until every other worker has closed its connections to this one."""
-        until = time.monotonic() + timeout
+    def wait_until_unused(self, patience: float) -> bool:
+        """Wait until every other worker has closed its connections to this one.
+
+        Give up if none of them does for `patience` seconds.
+        """
         local_incarnation = self._runtime.local_member.incarnation
+
+        def users() -> int:
+            return sum(each.incarnation != local_incarnation for each in self._connections)
+
+        until = time.monotonic() + patience
         with self._lock:
-            while any(each.incarnation != local_incarnation for each in self._connections):
+            before = users()
+            while before:
                 left = until - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
                     return False
+                now = users()
+                if now < before:
+                    until = time.monotonic() + patience
+                before = now
         return True
 
     # Closing
