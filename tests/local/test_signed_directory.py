@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from telegrad import Agent, Config
 from telegrad.errors import AuthenticationError, JoinError, PeerLost, StoreTampered
+from telegrad.group import membership
 from telegrad.group.signed_store import SignedStore
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
+from tests.local.counting_store import CountingStore
 from tests.local.gates import until
 
 SECRET = "sixteen characters or more"
@@ -222,7 +224,7 @@ def test_an_entry_is_written_once_for_each_previous_one(make_store: Callable[[],
     assert not second.write("key", "a", None)
     entry = second.read("key", "it")
     assert entry is not None
-    assert entry[:2] == (1, "a")
+    assert (entry.number, entry.value) == (1, "a")
     assert second.write("key", "b", entry)
     assert not first.write("key", "c", first.last_seen("key"))
     assert first.read("key", "it") == second.last_seen("key")
@@ -243,3 +245,30 @@ def test_a_group_in_a_store_that_ends_is_an_error() -> None:
     for use in (lambda: signed.read("key", "it"), lambda: signed.write("key", "a", None)):
         with pytest.raises(JoinError, match="does not answer"):
             use()
+
+
+def test_workers_that_come_at_once_do_not_compete_for_numbers() -> None:
+    shared = dist.HashStore()
+    stores = [CountingStore(shared) for _ in range(40)]
+    signed = [SignedStore(store, b"secret") for store in stores]
+    for each in signed:  # none has seen what the others wrote since it started
+        each.claim("slot", str)
+    assert {store.count for store in stores} == {2}
+
+
+def test_a_number_that_was_taken_but_not_used_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may end between the two requests that register it."""
+    monkeypatch.setattr(membership, "_FILL_AFTER", 0.0)
+    with LocalCluster(2, fixed_size=False) as cluster:
+        cluster.store.add("slots", 2)
+        cluster.join("late")
+        assert [each.name for each in cluster["w0"].get_worker_infos()] == ["w0", "w1", "late"]
+        assert cluster["w0"].call("late", abs, -1) == 1
+
+
+def test_a_counter_that_was_changed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_FILL_AFTER", 0.0)
+    with LocalCluster(1, fixed_size=False) as cluster:
+        cluster.store.add("slots", 10**9)
+        with pytest.raises(StoreTampered, match="counter of workers"):
+            cluster.join("late")

@@ -6,6 +6,7 @@ group's secret (`SignedStore`):
     group            whether the size is fixed, a random id, and the worker that wrote this entry;
                      other groups cannot connect
     slot/<i>         the rank of the i-th worker that has registered, also if it came back
+    ranks, slots     counters of the ranks and slots that were taken; not signed
     rank/<r>         JSON of the member with that rank: the fields of `Member`
     name/<name>      the rank of the worker with that name
     check/<r>        what the network check of that worker has found, as JSON
@@ -27,6 +28,7 @@ import json
 import logging
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -41,6 +43,8 @@ _LOOK_FOR_PROBLEMS = 1.0  # seconds between two looks for problems of missing wo
 _MAX_PROBLEM = 500  # characters
 _MAX_PROBLEMS = 16  # missing workers whose problems are looked for while this one waits
 _POLLS_PER_SECOND = 2000  # of all workers that wait for the others, together
+_FILL_AFTER = 2.0  # seconds for a worker to write its slot before another one does
+_MAX_GAP = 4096  # free slots that are filled
 _MANY = 64  # entries that are read together
 
 _log = logging.getLogger(__name__)
@@ -87,7 +91,7 @@ def check_name(name: str) -> None:
         raise UsageError(f"Worker name must match {_NAME.pattern}, but got {name!r}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Member:
     """A worker of the group, as it is registered in the directory."""
 
@@ -182,7 +186,27 @@ class Directory:
         self._remember(member)
         self._write_name(member)
         self._slot = self._store.claim("slot", lambda _: str(rank))
+        self._fill_gap(self._slot, str(rank))
         return member
+
+    def _fill_gap(self, slot: int, value: str) -> None:
+        """Make sure that there are no free slots before one: others read until the first.
+
+        A worker that has just taken a number may have ended before it wrote its entry.
+        """
+        until, pause = time.monotonic() + _FILL_AFTER, _POLL[0]
+        for free in range(slot - 1, -1, -1):
+            while not self._store.exists(f"slot/{free}") and time.monotonic() < until:
+                time.sleep(pause)
+                pause = min(pause * 1.5, _POLL[1])
+            if not self._store.write(f"slot/{free}", value, None):
+                return  # it is not free
+            if slot - free > _MAX_GAP:
+                raise StoreTampered(
+                    f"the store's counter of workers ({slot}) was changed by someone who is no "
+                    "worker of the group. Find out who can write to the store, then start the "
+                    "group again"
+                )
 
     def has_come_back(self, member: Member) -> bool:
         """Return whether an earlier worker has had the rank of this member."""
@@ -235,7 +259,7 @@ class Directory:
             return [each.rank for each in ended]
 
         ended: list[int] = []
-        while not self._read_all(range(world_size)) or (ended := find_ended()):
+        while not self._read_world(world_size) or (ended := find_ended()):
             now = time.monotonic()
             if now > until:
                 missing = sorted({*self._missing(range(world_size), world_size), *ended})
@@ -429,6 +453,13 @@ class Directory:
             self._remember(_from_json(entry))
         return entries is not None
 
+    def _read_world(self, world_size: int) -> bool:
+        """Read the entries of a group of fixed size. Return False if one is missing.
+
+        While few workers have registered, it is one small request to the store.
+        """
+        return self._store.exists(f"slot/{world_size - 1}") and self._read_all(range(world_size))
+
     def _subject(self, rank: int) -> str:
         known = self._members.get(rank)
         return f"the worker with rank {rank}" if known is None else f"worker {known.name!r}"
@@ -462,6 +493,7 @@ def read_members(store: Store, key: bytes) -> tuple[str, list[Member]]:
 
 
 _FIELDS = tuple(field.name for field in fields(Member))
+_REPEATED = ("main", "host", "python", "torch", "tls")  # many members have the same text
 
 
 def _to_json(member: Member) -> str:
@@ -471,8 +503,12 @@ def _to_json(member: Member) -> str:
 def _from_json(entry: Entry) -> Member:
     """Return the member of an entry. Fields that this version does not have are ignored."""
     values = json.loads(entry.value)
-    known = {name: values[name] for name in _FIELDS if name in values}
-    return Member(**{**known, "addresses": tuple(known["addresses"])})
+    values["addresses"] = tuple(values["addresses"])
+    for name in _REPEATED:
+        values[name] = sys.intern(values.get(name, ""))
+    if len(values) != len(_FIELDS):
+        values = {name: values[name] for name in _FIELDS if name in values}
+    return Member(**values)
 
 
 def _taken(member: Member, name: str) -> JoinError:

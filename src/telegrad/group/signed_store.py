@@ -31,11 +31,15 @@ _SEPARATOR = "\0"
 
 
 class Entry(NamedTuple):
-    """A value in the store, its number, and both with the HMAC as they are stored."""
+    """A number, and the text with the HMAC, a random part, this number and a value, as stored."""
 
     number: int
-    value: str
     text: str
+
+    @property
+    def value(self) -> str:
+        """The value in the store."""
+        return self.text.split(" ", 3)[3]
 
 
 class SignedStore:
@@ -119,7 +123,7 @@ class SignedStore:
         number = 1 if previous is None else previous.number + 1
         # the random part tells this text from one that another worker writes at the same time
         signed = f"{secrets.token_hex(8)} {number} {value}"
-        entry = Entry(number, value, f"{self._sign(key, signed)} {signed}")
+        entry = Entry(number, f"{self._sign(key, signed)} {signed}")
         with self._lock:
             found = self._compare_set(key, "" if previous is None else previous.text, entry.text)
             if found != entry.text:
@@ -128,22 +132,16 @@ class SignedStore:
         return True
 
     def claim(self, prefix: str, value: Callable[[int], str]) -> int:
-        """Write `value(number)` under the first free key ``<prefix>/<number>``. Return the number.
+        """Write `value(number)` under a free key ``<prefix>/<number>``. Return the number.
 
-        Keys are taken in this order, so a search by halves finds a free one.
+        A counter in the store gives the numbers. If the workers looked for the first free key
+        instead, those that come at once would compete for each key, and the number of requests
+        would grow with the square of their number.
         """
-        taken, free = -1, 0
-        while self.exists(f"{prefix}/{free}"):
-            taken, free = free, 2 * free + 1
-        while free - taken > 1:
-            middle = (taken + free) // 2
-            if self.exists(f"{prefix}/{middle}"):
-                taken = middle
-            else:
-                free = middle
-        while not self.write(f"{prefix}/{free}", value(free), None):
-            free += 1
-        return free
+        while True:
+            number = self._count(f"{prefix}s") - 1
+            if self.write(f"{prefix}/{number}", value(number), None):
+                return number
 
     def exists(self, *keys: str) -> bool:
         """Return whether the store has all these keys, whoever wrote them."""
@@ -188,6 +186,13 @@ class SignedStore:
             raise _no_answer(error) from error
         return bytes(found).decode("utf-8", "replace")
 
+    def _count(self, key: str) -> int:
+        with self._lock:
+            try:
+                return int(self._store.add(key, 1))
+            except (RuntimeError, AttributeError) as error:
+                raise _no_answer(error) from error
+
     def _sign(self, key: str, signed: str) -> str:
         message = _SEPARATOR.join((self.group, key, signed)).encode()
         return hmac.digest(self._key, message, hashlib.sha256).hex()
@@ -197,8 +202,7 @@ class SignedStore:
         signature, _, signed = text.partition(" ")
         if not hmac.compare_digest(signature.encode(), self._sign(key, signed).encode()):
             return None
-        _, number, value = signed.split(" ", 2)
-        return Entry(int(number), value, text)
+        return Entry(int(signed.split(" ", 2)[1]), text)
 
 
 def _tampered(key: str, subject: str, what: str) -> StoreTampered:
