@@ -377,11 +377,15 @@ def _dump_stacked(pickler: Any, value: Any) -> Encoded:
     return b"".join((header, blocks, body)), block_buffers + buffers
 
 
+class _StackedUnpickler(pickle.Unpickler):
+    """An unpickler whose attributes can be set, which Python 3.13.0 permits only in subclasses."""
+
+
 def _load_stacked(body: memoryview, buffers: Iterator[Any]) -> Any:
     _, length = _STACKED_HEADER.unpack_from(body)
     start = _STACKED_HEADER.size
     blocks = pickle.loads(body[start:], buffers=buffers)
-    unpickler = pickle.Unpickler(_BytesIO(body[start + length :]), buffers=buffers)
+    unpickler = _StackedUnpickler(_BytesIO(body[start + length :]), buffers=buffers)
     unpickler.persistent_load = unstack(blocks)  # type: ignore[method-assign]
     return unpickler.load()
 
