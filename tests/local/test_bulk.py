@@ -74,10 +74,10 @@ class Hold:
         self.reached = threading.Event()
         send = stripes.send_chunk
 
-        def held(stripe: Stripe, chunk: memoryview) -> None:
+        def held(stripe: Stripe, chunk: memoryview, about: bytes) -> None:
             self.reached.set()
             assert self.opened.wait(PATIENCE)
-            send(stripe, chunk)
+            send(stripe, chunk, about)
 
         monkeypatch.setattr(stripes, "send_chunk", held)
 
@@ -249,10 +249,10 @@ def test_stripes_that_break_all_the_time(
 ) -> None:
     send, count = stripes.send_chunk, iter(range(10**6))
 
-    def unreliable(stripe: Stripe, chunk: memoryview) -> None:
+    def unreliable(stripe: Stripe, chunk: memoryview, about: bytes) -> None:
         if next(count) % 3 == 0:
             stripes.shut([stripe])
-        send(stripe, chunk)
+        send(stripe, chunk, about)
 
     monkeypatch.setattr(stripes, "send_chunk", unreliable)
     value = tensor()

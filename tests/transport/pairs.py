@@ -21,6 +21,7 @@ from telegrad.transport.segments import SegmentAllocator, SegmentMappings, Share
 from telegrad.transport.shared_memory import SharedMemoryTransfer
 from telegrad.transport.stream import StreamChannel
 from telegrad.transport.striped_tcp import StripedTcp
+from telegrad.transport.stripes import SealedStripe, Stripe
 from telegrad.transport.tcp import TcpChannel
 from telegrad.transport.tls import TlsContexts
 from telegrad.wire.frames import Kind, encode_header
@@ -45,7 +46,7 @@ class End:
     allocator: SegmentAllocator = field(default_factory=lambda: SegmentAllocator(FLOOR, 1 << 30))
     mappings: SegmentMappings = field(default_factory=SegmentMappings)
     other: End | None = None
-    stripes: list[socket.socket] = field(default_factory=list)  # those that this side opened
+    stripes: list[Stripe] = field(default_factory=list)  # those that this side opened
     _threads: list[threading.Thread] = field(default_factory=list)
 
     def sharing_with(self, other: End) -> SharedMemoryTransfer:
@@ -72,9 +73,9 @@ class End:
     def engine(self) -> StripedTcp:
         return StripedTcp(self._connect, self._start, 3, GIVE_UP, GIVE_UP)
 
-    def _connect(self, peer: BulkPeer) -> socket.socket:
+    def _connect(self, peer: BulkPeer) -> Stripe:
         """Open a stripe to the other end, which serves it on a thread of its own."""
-        near, far = connected_sockets("tcp")
+        near, far = connected_stripes()
         other, name = self.other, Incarnation(self.name)
         assert other is not None
         other._start(lambda: other.engine.serve(far, name))
@@ -83,8 +84,8 @@ class End:
 
     def _start(self, job: Callable[[], None]) -> None:
         thread = threading.Thread(target=job, name=f"telegrad-{self.name}")
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)  # `close` may run meanwhile, and joins only what runs
 
     def close(self) -> None:
         self.engine.close()
@@ -119,6 +120,15 @@ def connected_sockets(family: str) -> tuple[socket.socket, socket.socket]:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
     return near, far
+
+
+def connected_stripes() -> tuple[Stripe, Stripe]:
+    """Two stripes that are each other's peer."""
+    near, far = connected_sockets("tcp")
+    return (
+        SealedStripe(near, b"k" * 32, server_side=False),
+        SealedStripe(far, b"k" * 32, server_side=True),
+    )
 
 
 def fill_with_frames(sock: socket.socket) -> None:

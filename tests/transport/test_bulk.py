@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import struct
 import threading
 import time
@@ -27,6 +26,7 @@ from tests.transport.pairs import (
     Pair,
     connected,
     connected_sockets,
+    connected_stripes,
     records_pair,
     tcp_channels,
 )
@@ -74,13 +74,13 @@ class Interceptor:
     def before(self, count: int, stripe: Stripe) -> None:
         """Do nothing."""
 
-    def _intercept(self, stripe: Stripe, chunk: memoryview) -> None:
+    def _intercept(self, stripe: Stripe, chunk: memoryview, about: bytes) -> None:
         with self._lock:
             self.count += 1
             count = self.count
         self.stripes.append(stripe)
         self.before(count, stripe)
-        self._send(stripe, chunk)
+        self._send(stripe, chunk, about)
 
 
 @pytest.mark.parametrize("size", [30_000, (1 << 18) - 1, 1 << 18, (1 << 18) + 1, 5_000_003, BIG])
@@ -136,7 +136,7 @@ def test_a_stripe_that_breaks_is_opened_again(
 
     def break_some(count: int, stripe: Stripe) -> None:
         if count in (2, 5, 6, 7, 11):
-            stripe.sendall(STATUS.pack(OK) + b"half of a chunk")
+            stripe._sock.sendall(b"half of a record")
             stripes.shut([stripe])
 
     monkeypatch.setattr(interceptor, "before", break_some)
@@ -269,7 +269,7 @@ def test_a_lost_peer_ends_its_transfers(
 def test_a_sender_that_cannot_be_reached_fails_the_call_alone(
     bulk: Pair, background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(peer: BulkPeer) -> socket.socket:
+    def refuse(peer: BulkPeer) -> Stripe:
         raise ConnectionRefusedError("nobody listens")
 
     monkeypatch.setattr(bulk.far_end.engine, "_connect", refuse)
@@ -313,10 +313,16 @@ def test_idle_stripes_are_closed_and_opened_again(
 # What a peer may ask for
 
 
-def request(stripe: socket.socket, *fields: int) -> int:
-    stripe.sendall(REQUEST.pack(*fields))
-    status: int = STATUS.unpack(stripe.recv(STATUS.size, socket.MSG_WAITALL))[0]
+def request(stripe: Stripe, *fields: int) -> int:
+    stripe.send(REQUEST.pack(*fields))
+    status: int = STATUS.unpack(read(stripe, STATUS.size, *fields))[0]
     return status
+
+
+def read(stripe: Stripe, size: int, *fields: int) -> bytes:
+    memory = bytearray(size)
+    stripe.receive(memoryview(memory), REQUEST.pack(*fields))
+    return bytes(memory)
 
 
 @pytest.fixture
@@ -333,7 +339,7 @@ def test_only_chunks_of_own_registrations_are_served(
     key = registration.registration_id
     stripe = bulk.far_end._connect(registration.peer)
     assert request(stripe, PULL, 0, key, 2, 3) == OK
-    assert stripe.recv(3, socket.MSG_WAITALL) == b"234"
+    assert read(stripe, 3, PULL, 0, key, 2, 3) == b"234"
     for wrong in [
         (PULL, 0, key ^ 1, 0, 1),  # no such registration
         (PULL, 1, key, 0, 1),  # no such buffer
@@ -348,7 +354,7 @@ def test_only_chunks_of_own_registrations_are_served(
 
 
 def test_another_peer_gets_nothing(bulk: Pair, registration: Registration) -> None:
-    stripe, served = connected_sockets("tcp")
+    stripe, served = connected_stripes()
     engine = bulk.near_end.engine
     bulk.near_end._start(lambda: engine.serve(served, Incarnation("somebody else")))
     assert request(stripe, PULL, 0, registration.registration_id, 0, 1) == REFUSED

@@ -13,12 +13,11 @@ import pytest
 
 from telegrad.config import Config
 from telegrad.errors import AuthenticationError, ProtocolError
-from telegrad.transport import records, sockets
+from telegrad.transport import records
 from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.records import MacRecords, RecordError, TlsRecords
 from telegrad.transport.tcp import TcpChannel
 from telegrad.transport.tls import TlsContexts
-from telegrad.wire import handshake
 from telegrad.wire.frames import Kind
 from tests.transport.pairs import Background, connected_sockets, records_pair, tcp_channels
 
@@ -286,30 +285,3 @@ def test_a_peer_that_does_not_speak_tls_fails_the_handshake(background: Backgrou
     near.shutdown(socket.SHUT_RDWR)
     near.close()
     far.close()
-
-
-@pytest.mark.parametrize("added", [True, False])
-def test_a_marker_that_was_added_or_removed_is_found(background: Background, added: bool) -> None:
-    """Nothing authenticates the bytes before TLS that mark a bulk connection."""
-    key, contexts = b"k" * 32, TlsContexts(Config(), b"k" * 32)
-    near, far = connected_sockets("tcp")
-    purpose = "exclusive" if added else "bulk"
-    accepting = background(
-        lambda: sockets.authenticate(
-            far,
-            contexts,
-            lambda binding: handshake.server(key, lambda peer: {}, lambda peer: None, binding),
-            server_side=True,
-            timeout=LATE,
-        )
-    )
-    if added:
-        near.sendall(b"TLGB")
-    tls = TlsRecords(near, contexts.context(False), server_side=False)
-    deadline = time.monotonic() + LATE
-    tls.shake_hands(deadline)
-    steps = handshake.client(key, {"purpose": purpose}, contexts.binding(tls.tls, False))
-    sockets._run(tls, steps, deadline)
-    with pytest.raises(ProtocolError, match="changed on their way"):
-        accepting.result(LATE)
-    near.close()

@@ -19,6 +19,7 @@ import telegrad
 from telegrad.config import Config
 from telegrad.errors import ProtocolError
 from telegrad.transport import sockets
+from telegrad.transport.stripes import Stripe, cipher, open_stripe
 from telegrad.transport.tls import TlsContexts
 from telegrad.wire import handshake
 
@@ -52,6 +53,7 @@ def versions(config: Config, key: bytes) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch,
         "tls": TlsContexts(config, key).describe(),
+        "cipher": cipher(),
     }
 
 
@@ -82,21 +84,22 @@ def serve_one(listening: socket.socket, config: Config, key: bytes) -> dict[str,
         server_side=True,
         timeout=config.connect_timeout,
     )
-    with connection.sock as stream:
-        stream.settimeout(config.connect_timeout + 10 * _SECONDS)
+    with connection.sock:
+        connection.sock.settimeout(config.connect_timeout + 10 * _SECONDS)
+        stripe = open_stripe(connection, server_side=True)
         while True:
-            kind, size = _REQUEST.unpack(_read(stream, _REQUEST.size))
+            kind, size = _REQUEST.unpack(_read(stripe, _REQUEST.size))
             if kind == _END:
                 return {**connection.peer, "address": address[0]}
             if size > _MAX_BYTES:
                 raise ProtocolError(f"a request for {size} bytes")
             if kind == _ECHO:
-                stream.sendall(_read(stream, size))
+                stripe.send(_read(stripe, size))
             elif kind == _UPLOAD:
-                _skip(stream, size)
-                stream.sendall(b"k")
+                _skip(stripe, size)
+                stripe.send(b"k")
             elif kind == _DOWNLOAD:
-                _send(stream, size)
+                _send(stripe, size)
             else:
                 raise ProtocolError(f"a request of kind {kind}")
 
@@ -111,13 +114,13 @@ def measure(address: str, config: Config, key: bytes) -> Link:
         lambda binding: handshake.client(key, _introduction(config, key), binding),
         server_side=False,
         timeout=config.connect_timeout,
-        bulk=True,
     )
-    with connection.sock as stream:
-        stream.settimeout(config.connect_timeout + 10 * _SECONDS)
-        round_trip = statistics.median(_echo(stream) for _ in range(_ECHOES))
-        upload, download = _rate(stream, _UPLOAD), _rate(stream, _DOWNLOAD)
-        stream.sendall(_REQUEST.pack(_END, 0))
+    with connection.sock:
+        connection.sock.settimeout(config.connect_timeout + 10 * _SECONDS)
+        stripe = open_stripe(connection, server_side=False)
+        round_trip = statistics.median(_echo(stripe) for _ in range(_ECHOES))
+        upload, download = _rate(stripe, _UPLOAD), _rate(stripe, _DOWNLOAD)
+        stripe.send(_REQUEST.pack(_END, 0))
     return Link(connection.peer, round_trip, upload, download)
 
 
@@ -129,52 +132,47 @@ def _reason_to_refuse(peer: dict[str, Any]) -> str | None:
     return None if peer.get("purpose") == _PURPOSE else "this is `telegrad doctor`, not a worker"
 
 
-def _echo(stream: socket.socket) -> float:
+def _echo(stripe: Stripe) -> float:
     start = time.perf_counter()
-    stream.sendall(_REQUEST.pack(_ECHO, 8) + b"12345678")
-    _read(stream, 8)
+    stripe.send(_REQUEST.pack(_ECHO, 8))
+    stripe.send(b"12345678")
+    _read(stripe, 8)
     return time.perf_counter() - start
 
 
-def _rate(stream: socket.socket, kind: int) -> float:
+def _rate(stripe: Stripe, kind: int) -> float:
     """Return the bytes per second of one stream. Transfer more until it takes long enough."""
     size = _CHUNK
     while True:
         start = time.perf_counter()
-        stream.sendall(_REQUEST.pack(kind, size))
+        stripe.send(_REQUEST.pack(kind, size))
         if kind == _UPLOAD:
-            _send(stream, size)
-            _read(stream, 1)
+            _send(stripe, size)
+            _read(stripe, 1)
         else:
-            _skip(stream, size)
+            _skip(stripe, size)
         seconds = time.perf_counter() - start
         if seconds > _SECONDS / 4 or 4 * size > _MAX_BYTES:
             return size / seconds
         size *= 4
 
 
-def _send(stream: socket.socket, size: int) -> None:
+def _send(stripe: Stripe, size: int) -> None:
     chunk = memoryview(bytes(_CHUNK))
-    while size:
-        part = min(size, _CHUNK)
-        stream.sendall(chunk[:part])
-        size -= part
+    for start in range(0, size, _CHUNK):
+        stripe.send(chunk[: size - start])
 
 
-def _skip(stream: socket.socket, size: int) -> None:
+def _skip(stripe: Stripe, size: int) -> None:
     space = memoryview(bytearray(_CHUNK))
-    while size:
-        received = stream.recv_into(space[: min(size, _CHUNK)])
-        if not received:
-            raise ProtocolError("the other doctor closed the connection")
-        size -= received
+    for start in range(0, size, _CHUNK):
+        stripe.receive(space[: size - start])
 
 
-def _read(stream: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = stream.recv(size - len(data))
-        if not part:
-            raise ProtocolError("the other doctor closed the connection")
-        data += part
-    return data
+def _read(stripe: Stripe, size: int) -> bytes:
+    data = bytearray(size)
+    try:
+        stripe.receive(memoryview(data))
+    except ConnectionError:
+        raise ProtocolError("the other doctor closed the connection") from None
+    return bytes(data)

@@ -37,6 +37,7 @@ from telegrad.transport.shared_memory import SegmentSender, SharedMemoryTransfer
 from telegrad.transport.sockets import AuthenticatedSocket
 from telegrad.transport.stream import StreamChannel
 from telegrad.transport.striped_tcp import StripedTcp
+from telegrad.transport.stripes import Stripe, cipher, open_stripe
 from telegrad.transport.tcp import TcpChannel
 from telegrad.transport.tls import TlsContexts
 from telegrad.wire import handshake
@@ -134,6 +135,7 @@ class LocalEndpoint:
             "max_frame": self._config.max_frame,
             "unix": unix_address(self.addresses),
             "bulk": self._bulk_address(),
+            "cipher": cipher(),
             "devices": dict(self._config.device_maps.get(to, {})),
             "address": "",
             "session": "",
@@ -170,7 +172,6 @@ class LocalEndpoint:
                 lambda binding: handshake.client(self.key, introduction, binding),
                 server_side=False,
                 timeout=timeout,
-                bulk=purpose == BULK,
             )
             try:
                 if member is not None:
@@ -201,7 +202,7 @@ class LocalEndpoint:
         Large buffers use shared memory if the peer is on this host: `unix` is its unix address.
         `session` and `on_interrupted` are those of a TCP channel.
         """
-        sock, peer, records = connection
+        sock, peer, records = connection.sock, connection.peer, connection.records
         peer_limit = peer.get("max_frame")
         if not isinstance(peer_limit, int):
             peer_limit = self._config.max_frame
@@ -239,9 +240,9 @@ class LocalEndpoint:
             return ""
         return next((address for address in self.addresses if address.startswith("tcp:")), "")
 
-    def _connect_stripe(self, peer: BulkPeer) -> socket.socket:
+    def _connect_stripe(self, peer: BulkPeer) -> Stripe:
         member = Member(peer.name, -1, peer.incarnation, (peer.address,))
-        return self.connect(peer.address, member, BULK).sock
+        return open_stripe(self.connect(peer.address, member, BULK), server_side=False)
 
     def _shared_memory_transfer(self, incarnation: Incarnation, unix: str) -> SharedMemoryTransfer:
         def announce(segment: SharedSegment, until: float) -> bool:

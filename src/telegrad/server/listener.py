@@ -49,6 +49,7 @@ from telegrad.transport.channel import (
 )
 from telegrad.transport.shared_memory import receive_segment
 from telegrad.transport.sockets import AuthenticatedSocket
+from telegrad.transport.stripes import open_stripe
 from telegrad.transport.tcp import TcpChannel
 from telegrad.wire import handshake
 from telegrad.wire.handshake import Incarnation, Introduction
@@ -180,7 +181,8 @@ class Listener:
             # not on this thread: those of handshakes are limited
             if peer["purpose"] == BULK:
                 self._forget_unauthenticated(sock)
-                serve = functools.partial(self._endpoint.bulk.serve, connection.sock, incarnation)
+                stripe = open_stripe(connection, server_side=True)
+                serve = functools.partial(self._endpoint.bulk.serve, stripe, incarnation)
                 self._runtime.threads.start(serve)  # until it ends
                 return
             if peer["purpose"] == OBSERVE:

@@ -46,10 +46,17 @@ class BulkPeer(NamedTuple):
     address: str  # where it serves its registrations
 
 
+class Reader(Protocol):
+    """What sends a chunk of a registration."""
+
+    def shut(self) -> None:
+        """Wake the thread that sends."""
+
+
 class Registration:
     """Buffers that one peer may pull until they are withdrawn.
 
-    State: `ended` is set once, by the thread that sets `error`. `readers` (sockets to which a
+    State: `ended` is set once, by the thread that sets `error`. `readers` (stripes on which a
     chunk is being sent) and `withdrawn` are changed by single operations: a reader adds itself
     before it checks `withdrawn`, which is set before `readers` is checked.
     """
@@ -74,7 +81,7 @@ class Registration:
         self.buffers = [buffer.cast("B") for buffer in buffers]
         self.ended = thread_roles.OneShotEvent()  # the peer has pulled them, or never will
         self.error: BaseException | None = None
-        self.readers: set[object] = set()
+        self.readers: set[Reader] = set()
         self.withdrawn = False
         self.unread = thread_roles.OneShotEvent()  # no reader is left after `withdrawn`
 

@@ -35,6 +35,7 @@ _TLS_RECORD = 1 << 14  # bytes
 _RECORDS_PER_KEY = 1 << 23
 
 _CLOSED = "the peer closed the connection during the handshake"
+_UNEXPECTED = "the peer sent data before it was asked for"
 _NO_TLS = (
     "the peer closed the connection during the TLS handshake: if this happens again, give every "
     "worker the same TELEGRAD_TLS"
@@ -68,6 +69,13 @@ class Records(ABC):
         """Write received data to the start of `space`. Return its size, 0 if there is none now.
 
         Raise `RecordError` if the records were changed on their way.
+        """
+
+    @abstractmethod
+    def check_nothing_received(self) -> None:
+        """Raise `ProtocolError` if bytes were received that `read_into` has not returned.
+
+        After this the connection may carry something else.
         """
 
 
@@ -107,6 +115,10 @@ class MacRecords(Records):
         space[:count] = self._data[:count]
         self._data = self._data[count:]
         return count
+
+    def check_nothing_received(self) -> None:
+        if self._input or self._data:
+            raise ProtocolError(_UNEXPECTED)
 
     def _next_record(self) -> bool:
         """Verify the next record, if it is complete, and let `_data` be its content."""
@@ -169,6 +181,10 @@ class TlsRecords(Records):
                 return 0
             except ssl.SSLError as error:
                 raise RecordError(str(error)) from None
+
+    def check_nothing_received(self) -> None:
+        if self._incoming.pending or self.tls.pending():
+            raise ProtocolError(_UNEXPECTED)
 
     # The handshakes, before there are frames
 
@@ -247,6 +263,35 @@ class PlainStream:
                 raise ProtocolError(_CLOSED)
             data += part
         return data
+
+
+class RecordStream:
+    """A connection that carries bytes in records, for blocking operations of one thread."""
+
+    def __init__(self, sock: socket.socket, records: Records) -> None:
+        self.sock = sock
+        self._records = records
+        self._chunk = memoryview(bytearray(_CHUNK))
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        """Send data."""
+        view = memoryview(data)
+        for start in range(0, view.nbytes, _CHUNK):
+            self.sock.sendall(self._records.encode(view[start : start + _CHUNK]))
+
+    def receive(self, memory: memoryview) -> None:
+        """Fill `memory`. Raise `ConnectionError` if the connection ends before."""
+        while memory.nbytes:
+            try:
+                size = self._records.read_into(memory)
+            except RecordError as error:
+                raise ProtocolError(f"a connection failed: {error}") from None
+            if not size:
+                received = self.sock.recv_into(self._chunk)
+                if not received:
+                    raise ConnectionError("the peer closed the connection")
+                self._records.feed(self._chunk[:received])
+            memory = memory[size:]
 
 
 def set_timeout(sock: socket.socket, deadline: float) -> None:

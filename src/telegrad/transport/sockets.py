@@ -9,7 +9,6 @@ import os
 import secrets
 import select
 import socket
-import ssl
 import struct
 import sys
 import time
@@ -23,7 +22,6 @@ from telegrad.transport.records import (
     PlainStream,
     Records,
     TlsRecords,
-    explain_tls_error,
     set_timeout,
 )
 from telegrad.transport.tls import TlsContexts
@@ -37,8 +35,6 @@ from telegrad.wire.handshake import (
 
 _BACKLOG = 1024
 _PEEK_INTERVAL = 0.005  # seconds
-_BULK = b"TLGB"  # precedes TLS on a bulk connection
-_WITHOUT_RECORDS = ("bulk", "doctor")  # purposes of connections that carry no frames
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
@@ -105,9 +101,11 @@ def check_same_user(sock: socket.socket) -> None:
 class AuthenticatedSocket(NamedTuple):
     """A connection after its handshake."""
 
-    sock: socket.socket  # with TLS, that of a bulk connection is an `ssl.SSLSocket`
+    sock: socket.socket
     peer: Introduction
-    records: Records | None  # of a TCP connection that carries frames
+    records: Records | None  # of a TCP connection
+    session_key: bytes  # that only the two ends know; with TLS, it has forward secrecy
+    encrypted: bool
 
 
 def authenticate(
@@ -117,48 +115,29 @@ def authenticate(
     *,
     server_side: bool,
     timeout: float,
-    bulk: bool = False,
 ) -> AuthenticatedSocket:
     """Run the TLS handshake, if the connection needs one, and then that of Telegrad.
 
-    `make_steps(binding)` returns the steps of this side. `bulk`: the connection carries no frames;
-    the side that accepts finds that out. `sock` is closed if this raises. There is one deadline for
-    all of it: a peer cannot extend it by sending single bytes.
+    `make_steps(binding)` returns the steps of this side. `sock` is closed if this raises. There is
+    one deadline for all of it: a peer cannot extend it by sending single bytes.
     """
     deadline = time.monotonic() + timeout
     try:
         if sock.family == socket.AF_UNIX:
-            return AuthenticatedSocket(
-                sock, _run(PlainStream(sock), make_steps(b""), deadline)[0], None
-            )
+            result = _run(PlainStream(sock), make_steps(b""), deadline)
+            return AuthenticatedSocket(sock, result.peer, None, result.session_key, False)
         # Nagle's algorithm would delay the short messages of the handshake by 40 ms each.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if server_side:
-            bulk = _check_first_bytes(sock, tls.enabled, deadline)
+            _check_first_bytes(sock, tls.enabled, deadline)
         if not tls.enabled:
-            peer, session_key = _run(PlainStream(sock), make_steps(b""), deadline)
-            records = None if bulk else MacRecords(session_key, server_side)
-            return AuthenticatedSocket(sock, peer, records)
-        context = tls.context(server_side)
-        if not bulk:
-            tls_records = TlsRecords(sock, context, server_side)
-            tls_records.shake_hands(deadline)
-            binding = tls.binding(tls_records.tls, server_side)
-            peer = _run(tls_records, make_steps(binding), deadline).peer
-            _check_marker(peer, server_side, bulk)
-            return AuthenticatedSocket(sock, peer, tls_records)
-        if not server_side:
-            sock.sendall(_BULK)
-        set_timeout(sock, deadline)
-        try:
-            sock = context.wrap_socket(sock, server_side=server_side)
-        except ssl.SSLError as error:
-            raise explain_tls_error(error) from None
-        assert isinstance(sock, ssl.SSLSocket)
-        binding = tls.binding(sock, server_side)
-        peer = _run(PlainStream(sock), make_steps(binding), deadline).peer
-        _check_marker(peer, server_side, bulk)
-        return AuthenticatedSocket(sock, peer, None)
+            peer, key = _run(PlainStream(sock), make_steps(b""), deadline)
+            return AuthenticatedSocket(sock, peer, MacRecords(key, server_side), key, False)
+        records = TlsRecords(sock, tls.context(server_side), server_side)
+        records.shake_hands(deadline)
+        binding = tls.binding(records.tls, server_side)
+        peer, key = _run(records, make_steps(binding), deadline)
+        return AuthenticatedSocket(sock, peer, records, key, True)
     except TimeoutError:
         sock.close()
         raise ProtocolError(f"the peer did not finish its handshake within {timeout} s") from None
@@ -188,30 +167,14 @@ def _run(stream: TlsRecords | PlainStream, steps: Steps, deadline: float) -> Han
         return result
 
 
-def _check_marker(peer: Introduction, server_side: bool, bulk: bool) -> None:
-    """Raise `ProtocolError` if the marker of bulk connections, which nothing authenticates, was
-    added or removed on its way.
-    """
-    if server_side and (peer.get("purpose") in _WITHOUT_RECORDS) != bulk:
-        raise ProtocolError("the first bytes of a connection were changed on their way")
-
-
-def _check_first_bytes(sock: socket.socket, with_tls: bool, deadline: float) -> bool:
-    """Return whether a peer opens a bulk connection. Raise `ProtocolError` if it uses TLS
-    differently than this worker.
-    """
+def _check_first_bytes(sock: socket.socket, with_tls: bool, deadline: float) -> None:
+    """Raise `ProtocolError` if a peer uses TLS differently than this worker."""
     first = _peek(sock, len(MAGIC), deadline)
-    if not with_tls:
-        if first != MAGIC:
-            raise ProtocolError("the peer uses TLS, which is off here, or is no worker")
-        return False
-    if first == MAGIC:
+    if not with_tls and first != MAGIC:
+        raise ProtocolError("the peer uses TLS, which is off here, or is no worker")
+    if with_tls and first == MAGIC:
         PlainStream(sock).send(refuse_without_tls(), deadline)
         raise ProtocolError("the peer does not use TLS, which is required here")
-    if first == _BULK:
-        sock.recv(len(_BULK))
-        return True
-    return False
 
 
 def _peek(sock: socket.socket, count: int, deadline: float) -> bytes:

@@ -212,7 +212,7 @@ class StripeClient:
 
     def _run(self) -> None:
         """Use one stripe as long as there are requests. This runs on a thread of its own."""
-        stripe: Stripe = None
+        stripe: Stripe | None = None
         backoff = _BACKOFF
         try:
             while self._wait_for_request():
@@ -261,7 +261,7 @@ class StripeClient:
         if stripe not in self._open:
             stripe.close()
             raise ConnectionError("the peer is lost")
-        stripes.prepare(stripe)
+        stripe.prepare()
         return stripe
 
     def _close_one(self, stripe: Stripe | None) -> None:
@@ -311,14 +311,15 @@ class StripeClient:
                 new = self._take(_PIPELINE - len(outstanding))
                 if new:
                     outstanding.extend(new)
-                    stripe.sendall(b"".join([request.data for request in new]))
+                    for request in new:
+                        stripe.send(request.data)
                 if not outstanding:
                     return
                 request = outstanding[0]
-                stripes.receive(stripe, status)
+                stripe.receive(status, request.data)
                 (value,) = STATUS.unpack(status)
                 if value == OK:
-                    stripes.receive(stripe, request.memory)
+                    stripe.receive(request.memory, request.data)
                 elif value != REFUSED:
                     raise ProtocolError(f"a response with the unknown status {value}")
                 outstanding.popleft()

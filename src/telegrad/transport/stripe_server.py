@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from telegrad.errors import SerializationError
+from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport import stripes
 from telegrad.transport.bulk import BulkPeer, Registration
 from telegrad.transport.channel import ChannelClosed
@@ -97,12 +97,12 @@ class StripeServer:
         try:
             if self._closed:
                 return
-            stripes.prepare(stripe)
+            stripe.prepare()
             request = memoryview(bytearray(REQUEST.size))
             while True:
-                stripes.receive(stripe, request)
-                self._answer(stripe, incarnation, *REQUEST.unpack(request))
-        except OSError as error:
+                stripe.receive(request)
+                self._answer(stripe, incarnation, bytes(request))
+        except (OSError, ProtocolError) as error:
             _log.debug("a bulk connection has ended: %s", error)
         finally:
             with self._lock:
@@ -110,38 +110,35 @@ class StripeServer:
                 self._last_seen[incarnation] = time.monotonic()
             stripe.close()
 
-    def _answer(
-        self,
-        stripe: Stripe,
-        incarnation: Incarnation,
-        operation: int,
-        index: int,
-        registration_id: int,
-        offset: int,
-        length: int,
-    ) -> None:
+    def _answer(self, stripe: Stripe, incarnation: Incarnation, request: bytes) -> None:
+        operation, index, registration_id, offset, length = REQUEST.unpack(request)
         registration = self._registrations.get(registration_id)
         if registration is not None and registration.peer.incarnation != incarnation:
             registration = None
         if operation == DONE:
             if registration is not None:
                 registration.end(None)
-            stripe.sendall(STATUS.pack(OK))
+            stripe.send(STATUS.pack(OK), request)
         elif operation != PULL or registration is None or index >= len(registration.buffers):
-            stripe.sendall(STATUS.pack(REFUSED))
+            stripe.send(STATUS.pack(REFUSED), request)
         else:
-            self._send_chunk(stripe, registration, index, offset, length)
+            chunk = registration.buffers[index][offset : offset + length]
+            self._send_chunk(stripe, registration, chunk, length, request)
 
     def _send_chunk(
-        self, stripe: Stripe, registration: Registration, index: int, offset: int, length: int
+        self,
+        stripe: Stripe,
+        registration: Registration,
+        chunk: memoryview,
+        length: int,
+        request: bytes,
     ) -> None:
-        buffer = registration.buffers[index]
         registration.readers.add(stripe)
         try:
-            if registration.withdrawn or offset + length > buffer.nbytes:
-                stripe.sendall(STATUS.pack(REFUSED))
+            if registration.withdrawn or chunk.nbytes != length:
+                stripe.send(STATUS.pack(REFUSED), request)
             else:
-                stripes.send_chunk(stripe, buffer[offset : offset + length])
+                stripes.send_chunk(stripe, chunk, request)
         finally:
             registration.readers.discard(stripe)
             if registration.withdrawn and not registration.readers:

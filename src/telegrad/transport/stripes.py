@@ -4,66 +4,222 @@
     response   status u64, then the bytes of the chunk if the status is OK and a chunk was requested
 
 The receiver of the buffers opens a stripe and sends requests, several before the first response.
-The sender answers them in order.
+The sender answers them in order. So both sides know the size of every message before it arrives.
+
+`SealedStripe` encrypts and authenticates messages, in records of up to `_RECORD` bytes. A record is
+the encrypted bytes and a tag. The tag covers the number of the record, the request that it answers
+and its place in the response: one that was changed, repeated, moved or left out is an error.
+The keys are derived from the session key of the connection, which nobody else can compute, even if
+he learns the secret of the group later: the nonces of the handshake were encrypted by TLS. No key
+has two records with the same number, because every connection and direction has keys of its own.
+
+`RecordStripe` is used if AES-GCM is not available at both ends, and `PlainStripe` where TLS is
+switched off. The latter does not authenticate the contents of buffers, which are not unpickled: a
+MAC by AES-GCM takes three quarters of the time of the encryption, and sockets with it reach half of
+the bandwidth of those without, on the same cores. Who needs it can use TLS.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import socket
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any
 
-Stripe = Any  # a connected socket, or an object with its methods, such as one over TLS
+from telegrad.errors import ProtocolError
+from telegrad.transport import aead
+from telegrad.transport.bulk import Reader
+from telegrad.transport.records import RecordStream
+from telegrad.transport.sockets import AuthenticatedSocket
 
 REQUEST = struct.Struct("<IIQQQ")
 STATUS = struct.Struct("<Q")
 PULL, DONE = 1, 2  # operations
 OK, REFUSED = 1, 2  # statuses; REFUSED: there is no such registration or chunk
 
+# It stays in the cache of a core between two steps, such as receiving it and decrypting it.
+_RECORD = 1 << 19
+_RECORDS_PER_KEY = 1 << 19  # 256 GB; RFC 8446 permits 2 ** 24.5 records of 16 KB, 380 GB
+_NONCE = struct.Struct(">4xQ")
+_PLACE = struct.Struct("<Q")
 _KEEPALIVE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _WAITALL = int(socket.MSG_WAITALL)
 _MORE = int(getattr(socket, "MSG_MORE", 0))
 _log = logging.getLogger(__name__)
 
-
-def prepare(stripe: Stripe) -> None:
-    """Let operations block, send without delay, and end a connection whose peer has gone."""
-    stripe.settimeout(None)
-    if stripe.family in (socket.AF_INET, socket.AF_INET6):
-        stripe.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stripe.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE_OPTIONS.items():
-            if hasattr(socket, name):
-                stripe.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+CIPHER = "aes-256-gcm"
 
 
-def receive(stripe: Stripe, memory: memoryview) -> None:
-    """Fill `memory`. Raise `ConnectionError` if the connection ends before."""
-    # Only a plain socket has flags. With MSG_WAITALL one call receives a whole chunk.
-    flags = (0, _WAITALL) if type(stripe) is socket.socket else ()
+def cipher() -> str:
+    """Return the cipher that this process can use for stripes; "" if there is none.
+
+    Peers tell it in their introductions, which their proofs cover.
+    """
+    return CIPHER if aead.is_available() else ""
+
+
+class Stripe(ABC):
+    """A connection that carries requests and chunks, used by one thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._sock!r}>"
+
+    @abstractmethod
+    def send(self, data: bytes | memoryview, about: bytes = b"", more: bool = False) -> None:
+        """Send a message that answers the request `about`. `more`: another one follows at once."""
+
+    @abstractmethod
+    def receive(self, memory: memoryview, about: bytes = b"") -> None:
+        """Fill `memory` with the answer to the request `about`.
+
+        Raise `ConnectionError` if the connection ends before, `ProtocolError` if what arrives is
+        not what the peer sent.
+        """
+
+    def prepare(self) -> None:
+        """Let operations block, send without delay, and end a connection whose peer has gone."""
+        sock = self._sock
+        sock.settimeout(None)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE_OPTIONS.items():
+                if hasattr(socket, name):
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def shut(self) -> None:
+        """Wake the thread that sends or receives."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            _log.debug("a bulk connection was closed already: %s", error)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._sock.close()
+
+
+class PlainStripe(Stripe):
+    """A stripe whose messages are neither encrypted nor authenticated."""
+
+    def send(self, data: bytes | memoryview, about: bytes = b"", more: bool = False) -> None:
+        self._sock.sendall(data, _MORE if more else 0)
+
+    def receive(self, memory: memoryview, about: bytes = b"") -> None:
+        _fill(self._sock, memory)
+
+
+class RecordStripe(Stripe):
+    """A stripe whose messages travel in the records of TLS."""
+
+    def __init__(self, stream: RecordStream) -> None:
+        super().__init__(stream.sock)
+        self._stream = stream
+
+    def send(self, data: bytes | memoryview, about: bytes = b"", more: bool = False) -> None:
+        self._stream.sendall(data)
+
+    def receive(self, memory: memoryview, about: bytes = b"") -> None:
+        self._stream.receive(memory)
+
+
+class _Direction:
+    """The keys and the number of records of one direction of a stripe."""
+
+    def __init__(self, session_key: bytes, label: bytes, seals: bool) -> None:
+        self._seals = seals
+        self._key = hmac.digest(session_key, b"telegrad bulk " + label, "sha256")
+        self._records = 0
+        self._cipher = aead.make_cipher(self._key, seals)
+
+    def next_record(self) -> tuple[aead.Cipher, bytes]:
+        """Return the cipher and the nonce of the next record."""
+        if self._records and self._records % _RECORDS_PER_KEY == 0:
+            self._key = hmac.digest(self._key, b"telegrad bulk next", "sha256")
+            self._cipher = aead.make_cipher(self._key, self._seals)
+        nonce = _NONCE.pack(self._records)
+        self._records += 1
+        return self._cipher, nonce
+
+
+class SealedStripe(Stripe):
+    """A stripe that is encrypted and authenticated by AES-256-GCM."""
+
+    def __init__(self, sock: socket.socket, session_key: bytes, server_side: bool) -> None:
+        super().__init__(sock)
+        labels = [b"client to server", b"server to client"]
+        if server_side:
+            labels.reverse()
+        self._sending = _Direction(session_key, labels[0], seals=True)
+        self._receiving = _Direction(session_key, labels[1], seals=False)
+        # a record that is being sent or received; as large as the largest record so far
+        self._buffer = memoryview(b"")
+
+    def send(self, data: bytes | memoryview, about: bytes = b"", more: bool = False) -> None:
+        view, flags = memoryview(data), _MORE if more else 0
+        for start in range(0, view.nbytes, _RECORD):
+            part = view[start : start + _RECORD]
+            record = self._space(part.nbytes + aead.TAG_BYTES)
+            cipher, nonce = self._sending.next_record()
+            cipher.seal(nonce, about + _PLACE.pack(start), part, record)
+            self._sock.sendall(record, flags)
+
+    def receive(self, memory: memoryview, about: bytes = b"") -> None:
+        for start in range(0, memory.nbytes, _RECORD):
+            part = memory[start : start + _RECORD]
+            record = self._space(part.nbytes + aead.TAG_BYTES)
+            _fill(self._sock, record)
+            cipher, nonce = self._receiving.next_record()
+            try:
+                cipher.open(nonce, about + _PLACE.pack(start), record, part)
+            except aead.TagError as error:
+                raise ProtocolError(f"a bulk connection failed: {error}") from None
+
+    def _space(self, size: int) -> memoryview:
+        if self._buffer.nbytes < size:
+            self._buffer = memoryview(bytearray(size))
+        return self._buffer[:size]
+
+
+def _fill(sock: socket.socket, memory: memoryview) -> None:
+    """Receive into `memory`. With MSG_WAITALL one call receives a whole chunk."""
     while memory.nbytes:
-        count = stripe.recv_into(memory, *flags)
+        count = sock.recv_into(memory, 0, _WAITALL)
         if not count:
             raise ConnectionError("the peer closed a bulk connection")
         memory = memory[count:]
 
 
-def send_chunk(stripe: Stripe, chunk: memoryview) -> None:
+def open_stripe(
+    connection: AuthenticatedSocket, server_side: bool, own_cipher: str | None = None
+) -> Stripe:
+    """Return the stripe over a connection whose handshake has ended.
+
+    `own_cipher` is the cipher that this side has told; None: that of `cipher`.
+    """
+    sock, peer, records, session_key, encrypted = connection
+    assert records is not None
+    if not encrypted:
+        return PlainStripe(sock)
+    own_cipher = cipher() if own_cipher is None else own_cipher
+    if own_cipher and own_cipher == peer.get("cipher"):
+        records.check_nothing_received()
+        return SealedStripe(sock, session_key, server_side)
+    return RecordStripe(RecordStream(sock, records))
+
+
+def send_chunk(stripe: Stripe, chunk: memoryview, about: bytes) -> None:
     """Send a response with a chunk."""
-    if type(stripe) is socket.socket:
-        stripe.send(STATUS.pack(OK), _MORE)
-    else:
-        stripe.sendall(STATUS.pack(OK))
-    stripe.sendall(chunk)
+    stripe.send(STATUS.pack(OK), about, more=True)
+    stripe.send(chunk, about)
 
 
-def shut(stripes: Iterable[Stripe]) -> None:
+def shut(stripes: Iterable[Reader]) -> None:
     """Wake the threads that send to or receive from these stripes."""
     for stripe in stripes:
-        try:
-            # not the method of an `SSLSocket`: it would send what follows without encryption
-            socket.socket.shutdown(stripe, socket.SHUT_RDWR)
-        except OSError as error:
-            _log.debug("a bulk connection was closed already: %s", error)
+        stripe.shut()
