@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +18,7 @@ from telegrad.group.signed_store import SignedStore
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.counting_store import CountingStore
-from tests.local.gates import until
+from tests.local.gates import PATIENCE, until
 
 SECRET = "sixteen characters or more"
 
@@ -191,6 +192,53 @@ def test_those_who_wait_for_a_worker_with_another_secret_are_told(
         with pytest.raises(JoinError, match=r"missing ranks: \[1\].*'stranger' has another secret"):
             member._runtime.wait_for_members()
     assert "'stranger' has another secret" in caplog.text
+
+
+def test_nobody_waits_long_for_a_worker_with_another_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "_PROBLEM_GRACE", 0.05)
+    monkeypatch.setattr(membership, "_LOOK_FOR_PROBLEMS", 0.02)
+    store = dist.HashStore()
+    config = Config(secret=SECRET, join_timeout=3600.0)
+    member = Agent("member", store=store, rank=0, world_size=3, config=config)
+    member.open(wait=False)
+    stranger = Agent(
+        "stranger", store=store, rank=1, world_size=3, config=Config(secret="another " + SECRET)
+    )
+    with pytest.raises(AuthenticationError):
+        stranger.open()
+    with pytest.raises(JoinError, match=r"2 of 3 workers are missing.*'stranger' has another"):
+        member._runtime.wait_for_members()
+
+
+def test_a_worker_that_is_started_again_with_the_right_secret_joins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "_LOOK_FOR_PROBLEMS", 0.02)
+    store = dist.HashStore()
+
+    def make(name: str, rank: int, secret: str) -> Agent:
+        config = Config(secret=secret, join_timeout=PATIENCE)
+        return Agent(name, store=store, rank=rank, world_size=2, config=config)
+
+    member = make("member", 0, SECRET)
+    member.open(wait=False)
+    with pytest.raises(AuthenticationError):
+        make("other", 1, "another " + SECRET).open()
+    joined = threading.Event()
+
+    def wait() -> None:
+        member._runtime.wait_for_members()
+        joined.set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    with make("other", 1, SECRET) as other:
+        assert joined.wait(PATIENCE)
+        waiting.join(PATIENCE)
+        assert other.call("member", abs, -1) == 1
+        member.close()
 
 
 def test_a_message_of_an_outsider_is_shortened_and_quoted(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,8 @@ group's secret (`SignedStore`):
 An *incarnation* is the random id of one start of a worker. A worker that restarts keeps its name
 and replaces its entry with a new incarnation. Nothing that is read from the store is unpickled.
 A worker that cannot join writes the reason under problem/<rank>, for the errors of the others. It
-may not know the secret, so that text is not signed, and nothing depends on it.
+may not know the secret, so that text is not signed: it can end the
+waiting for that worker, and nothing else.
 
 State: `_members` (the entries read so far, by rank), `_by_name` (the same), `_names` (by
 incarnation) and `_slots` (ranks, by slot) are written by atomic operations of the dict. Entries are
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import secrets
 import sys
@@ -41,6 +43,7 @@ from telegrad.wire.handshake import Incarnation
 _POLL = (0.002, 0.1)
 _LOOK_FOR_PROBLEMS = 1.0  # seconds between two looks for problems of missing workers
 _MAX_PROBLEM = 500  # characters
+_PROBLEM_GRACE = 5.0  # seconds for a worker that could not join to be started again
 _MAX_PROBLEMS = 16  # missing workers whose problems are looked for while this one waits
 _POLLS_PER_SECOND = 2000  # of all workers that wait for the others, together
 _FILL_AFTER = 2.0  # seconds for a worker to write its slot before another one does
@@ -245,11 +248,14 @@ class Directory:
     ) -> None:
         """Wait until every rank of a group of fixed size has registered. Names must differ.
 
-        An entry of which `has_ended` is true does not count.
+        An entry of which `has_ended` is true does not count. Do not wait for workers that have said
+        that they cannot join, unless they are started again soon. (Who can write to the store could
+        say so in their place. He could as well spoil its entries.)
         """
         until, pause = time.monotonic() + timeout, _POLL[0]
         look_at = time.monotonic() + _LOOK_FOR_PROBLEMS
         problems: dict[int, str] = {}
+        give_up_at = math.inf
         present: set[Incarnation] = set()
 
         def find_ended() -> list[int]:
@@ -273,6 +279,15 @@ class Directory:
                 missing = self._missing(range(world_size), _MAX_PROBLEMS)
                 self._look_for_problems(missing, problems)
                 look_at = now + _LOOK_FOR_PROBLEMS
+                if not any(rank in problems for rank in missing):
+                    give_up_at = math.inf
+                elif now > give_up_at:
+                    raise JoinError(
+                        f"{len(missing)} of {world_size} workers are missing, and some of them "
+                        f"cannot join{_describe_problems(missing, problems)}"
+                    )
+                else:
+                    give_up_at = min(give_up_at, now + _PROBLEM_GRACE)
             time.sleep(pause)
             # In a large group, not all workers poll the store all the time.
             pause = min(pause * 1.5, max(_POLL[1], world_size / _POLLS_PER_SECOND))

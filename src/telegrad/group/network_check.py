@@ -158,12 +158,20 @@ def version_problems(members: Sequence[Member]) -> list[str]:
     if protocols:
         problems.append(f"{protocols}. Install the same version of telegrad on all of them")
     tls = _differences(members, lambda each: each.tls, "settings of TLS")
-    if tls and len({member.host for member in members}) > 1:
+    if tls and _use_tcp(members):
         problems.append(
             f"{tls}. Set TELEGRAD_TLS and the certificates alike for all of them. Python before "
             "3.13 has no pre-shared keys: use one version everywhere, or certificates of your own"
         )
     return problems
+
+
+def _use_tcp(members: Sequence[Member]) -> bool:
+    """Return whether some of these workers connect to others by TCP."""
+    return len({member.host for member in members}) > 1 or any(
+        bool(member.addresses) and len(tcp_addresses(member)) == len(member.addresses)
+        for member in members
+    )
 
 
 def _minor(field: str) -> Callable[[Member], str]:
