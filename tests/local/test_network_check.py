@@ -5,6 +5,7 @@ The workers are agents of this process that believe to be on different hosts.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 import socket
@@ -17,12 +18,13 @@ import pytest
 import torch.distributed as dist
 
 from telegrad import Agent, Config
-from telegrad.errors import JoinError
+from telegrad.errors import JoinError, UsageError
 from telegrad.group import network_check
 from telegrad.group.hosts import host_id, interfaces, is_loopback
 from telegrad.group.membership import Directory, Member
 from telegrad.group.network_check import compare_versions, targets
 from telegrad.testing import LocalCluster
+from telegrad.transport import tls
 from telegrad.wire.handshake import Incarnation
 from tests.local.gates import PATIENCE
 
@@ -224,7 +226,15 @@ def test_tls_on_some_workers_only_is_an_error(hosts: dict[str, Any]) -> None:
     for text in errors_of(open_all([config(), config(tls="off")])):
         assert "off (w1)" in text
 
-    compare_versions(members({"tls": "psk"}, {"tls": "off"}))  # on one host, nobody needs TLS
+    # on one host, nobody needs TLS unless a worker has TCP only
+    unix, tcp = "unix:@name", "tcp:127.0.0.1:1"
+    compare_versions(
+        members({"tls": "psk", "addresses": (unix, tcp)}, {"tls": "off", "addresses": (unix,)})
+    )
+    with pytest.raises(JoinError, match=r"TLS: psk \(w0\), off \(w1\).*TELEGRAD_TLS"):
+        compare_versions(
+            members({"tls": "psk", "addresses": (unix, tcp)}, {"tls": "off", "addresses": (tcp,)})
+        )
     with pytest.raises(JoinError, match=r"TLS: psk \(w0\), off \(w1\).*TELEGRAD_TLS"):
         compare_versions(members({"tls": "psk"}, {"tls": "off", "host": "another"}))
 
@@ -243,6 +253,29 @@ def test_other_versions_of_python_and_torch_are_warnings(
 def test_a_long_list_of_workers_is_shortened() -> None:
     with pytest.raises(JoinError, match=r"w7 and 92 more\), 4 \(w100\)"):
         compare_versions(members(*[{}] * 100, {"protocol": 4}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_refused"),
+    [
+        ({"transports": ("tcp",)}, True),
+        ({"listen": "0.0.0.0"}, True),
+        ({"listen": "0.0.0.0", "tls": "off"}, False),
+        ({}, False),  # on one host, unix sockets are used
+    ],
+)
+def test_a_missing_package_for_tls_is_an_error_when_a_worker_joins(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], is_refused: bool
+) -> None:
+    monkeypatch.setattr(tls, "HAS_PSK", False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    agent = Agent("w0", store=dist.HashStore(), config=Config(secret=SECRET, **settings))
+    if is_refused:
+        with pytest.raises(UsageError, match="pip install cryptography"):
+            agent.open()
+    else:
+        with agent:
+            assert agent.call("w0", abs, -1) == 1
 
 
 # Who connects to whom

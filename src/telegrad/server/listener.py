@@ -32,6 +32,7 @@ from telegrad.group.endpoint import (
     shut_sockets,
 )
 from telegrad.group.failure_detector import FailureDetector
+from telegrad.group.hosts import is_loopback
 from telegrad.group.joins import JoinWatcher
 from telegrad.group.membership import Member
 from telegrad.messages.device_routes import is_device_map
@@ -114,8 +115,8 @@ class Listener:
 
     def listen(self) -> None:
         """Open every transport of the config. Peers can connect; `accept` serves them."""
-        if self._config.tls_cert is not None and "tcp" in self._config.transports:
-            self._endpoint.tls.context(server_side=True)  # a wrong file is an error now
+        if "tcp" in self._config.transports:
+            self._check_tls()
         addresses = []
         for transport in self._config.transports:
             if transport == "memory":
@@ -137,6 +138,13 @@ class Listener:
                     address = self._advertised(address)
             addresses.append(address)
         self._endpoint.addresses = tuple(addresses)
+
+    def _check_tls(self) -> None:
+        """Raise `UsageError` if TLS cannot be used, but peers will need it."""
+        # Peers on this host use unix sockets if both sides can.
+        local = self._config.transports != ("tcp",) and is_loopback(self._config.listen)
+        if self._config.tls_cert is not None or not local:
+            self._endpoint.tls.check_usable()
 
     def _advertised(self, address: str) -> str:
         """Return the address of a TCP socket as other hosts should use it."""

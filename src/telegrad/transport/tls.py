@@ -18,6 +18,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import hmac
+import importlib.util
 import os
 import ssl
 import tempfile
@@ -28,6 +29,10 @@ from telegrad.config import Config
 from telegrad.errors import AuthenticationError, UsageError
 
 _IDENTITY = "telegrad"
+_NO_CRYPTOGRAPHY = (
+    "TLS between hosts needs the package 'cryptography' before Python 3.13: "
+    "pip install cryptography, or set TELEGRAD_TLS=off on every worker"
+)
 HAS_PSK = getattr(ssl, "HAS_PSK", False)
 
 
@@ -61,6 +66,13 @@ class TlsContexts:
         if self._config.tls_cert is not None:
             return "TLS 1.3 with given certificates"
         return "TLS 1.3 with a pre-shared key" if HAS_PSK else "TLS 1.3 with ephemeral certificates"
+
+    def check_usable(self) -> None:
+        """Raise `UsageError` if files or packages are missing that TLS needs here."""
+        if self._config.tls_cert is not None:
+            self.context(server_side=True)
+        elif self.enabled and not HAS_PSK and importlib.util.find_spec("cryptography") is None:
+            raise UsageError(_NO_CRYPTOGRAPHY)
 
     def context(self, server_side: bool) -> ssl.SSLContext:
         """Return the context for connections of one side."""
@@ -149,10 +161,7 @@ def _make_certificate() -> tuple[bytes, bytes]:
         from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
         from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
     except ImportError as error:
-        raise UsageError(
-            "TLS between hosts needs the package 'cryptography' before Python 3.13: "
-            "pip install cryptography, or set TELEGRAD_TLS=off on every worker"
-        ) from error
+        raise UsageError(_NO_CRYPTOGRAPHY) from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _IDENTITY)])
     certificate = (
