@@ -31,7 +31,8 @@ def _in_order(env: BuildEnvironment, page: str) -> list[str]:
 
 
 def _entry(env: BuildEnvironment, page: str) -> str:
-    first = next(iter(env.get_doctree(page).findall(nodes.paragraph)), None)
+    paragraphs = env.get_doctree(page).findall(nodes.paragraph)
+    first = next((each for each in paragraphs if not isinstance(each.parent, nodes.entry)), None)
     text = "" if first is None else " ".join(first.astext().split())
     suffix = Path(env.doc2path(page)).suffix
     return f"- [{env.titles[page].astext()}](_sources/{page}{suffix}.txt): {text}"
