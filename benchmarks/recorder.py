@@ -1,128 +1,211 @@
 """The cost of the flight recorder: the time of a call without tensors, with it and without.
 
-    python -m benchmarks.recorder                             # Config.flight_recorder 4096 and 0
-    python -m benchmarks.recorder --baseline ../before/src    # this tree and another one
+    python -m benchmarks.recorder
 
 Two processes that call each other are up to 5 % faster or slower than the next two, because memory
-and threads are placed differently. So each variant is measured with several pairs of processes,
-which are started anew, and within a pair of pairs in turn. The result is the median of the
-differences between pairs that ran at the same time.
+and threads are placed differently. So all variants are measured in turn in the same two processes:
+the methods are compiled again without the statements in `_RECORDING` (what the recorder adds) or in
+`_ALL` (that, and the description of the calls in progress). The result is the median of the
+differences between rounds that follow each other, over several pairs of processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from typing import Any
 
-_SOURCE = Path(__file__).parents[1] / "src"
-_CHILD = """
-import statistics, sys, time
-from multiprocessing import get_context
 import torch.distributed as dist
+
 from telegrad import Agent, Config
+from telegrad.client.peers import Peer
+from telegrad.current import ServedCall
+from telegrad.server.connection import ReplyingConnection, ServerConnection
 
-SECRET = "only for this benchmark"
+_the_call = ServedCall()  # without recording, a call has only its id
+_the_call.timeout_ms = 0
+_the_call.outcome = ""
+# The beginnings of the statements that are removed from a method, and what replaces them.
+Removed = dict[Callable[..., Any], dict[str, str]]
+_RECORDING: Removed = {
+    Peer.call: {"function_id, _, body, buffers =": "", "self._record(": ""},
+    ReplyingConnection._send_reply: {"call.reply_bytes =": "", "if buffers:": ""},
+    ReplyingConnection._mark_answered: {"self._record(call)": ""},
+}
+_ALL: Removed = {
+    Peer.call: {
+        "if role is not None:": "",
+        "self._busy[connection] =": "self._busy[connection] = None",
+        "function_id, _, body, buffers =": "",
+        "self._record(": "",
+    },
+    ServerConnection._begin: {
+        "call = _new(ServedCall)": "self._unanswered[frame.call_id] = True; "
+        "_the_call.call_id = frame.call_id; return _the_call"
+    },
+    ServerConnection._execute: {
+        "thread_state.call =": "thread_state.caller = self.peer_name; thread_state.deadline = None"
+    },
+    ServerConnection._run: {
+        "call.function =": "",
+        "call.started_at =": "started = _now()",
+        "call.returned_at =": "returned = _now()",
+    },
+    ReplyingConnection._send_reply: {"call.reply_bytes =": "", "if buffers:": ""},
+    ReplyingConnection._mark_answered: {
+        "if self._unanswered.pop": "self._unanswered.pop(call.call_id, None)"
+    },
+}
 
-def serve(path):
-    with Agent("callee", store=dist.FileStore(path, 2), rank=1, world_size=2,
-               config=Config.from_environment()):
-        time.sleep(3600)
 
-def main(path):
-    callee = get_context("fork").Process(target=serve, args=(path,), daemon=True)
+class _Variants:
+    """The methods as they are, and without recording; and the switch between them."""
+
+    def __init__(self) -> None:
+        self._methods = {
+            name: [
+                (_owner(method), method.__name__, _without(method, removed.get(method, {})))
+                for method in _ALL
+            ]
+            for name, removed in (("as it is", {}), ("no recording", _RECORDING), ("none", _ALL))
+        }
+
+    def __repr__(self) -> str:
+        return f"<_Variants {', '.join(self._methods)}>"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._methods)
+
+    def use(self, variant: str) -> None:
+        for owner, name, method in self._methods[variant]:
+            setattr(owner, name, method)
+
+
+def _owner(method: Callable[..., Any]) -> type:
+    found = getattr(sys.modules[method.__module__], method.__qualname__.partition(".")[0])
+    assert isinstance(found, type)
+    return found
+
+
+class _Remover(ast.NodeTransformer):
+    def __init__(self, removed: dict[str, str]) -> None:
+        self._removed = removed
+        self.found: set[str] = set()
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef):
+            text = ast.unparse(node)
+            for beginning, replacement in self._removed.items():
+                if text.startswith(beginning):
+                    self.found.add(beginning)
+                    return ast.parse(replacement or "pass").body
+        return self.generic_visit(node)
+
+
+def _without(method: Callable[..., Any], removed: dict[str, str]) -> Callable[..., Any]:
+    """Return a method without some of its statements. All of them must be there."""
+    if not removed:
+        return method
+    remover = _Remover(removed)
+    tree = remover.visit(ast.parse(textwrap.dedent(inspect.getsource(method))))
+    missing = removed.keys() - remover.found
+    if missing:
+        raise SystemExit(f"{method.__qualname__} has no statement that begins with {missing}")
+    namespace = {**vars(sys.modules[method.__module__]), "_the_call": _the_call}
+    tree.body.insert(0, ast.parse("from __future__ import annotations").body[0])
+    exec(compile(ast.fix_missing_locations(tree), f"<{method.__name__}>", "exec"), namespace)
+    made: Callable[..., Any] = namespace[method.__name__]
+    return made
+
+
+_variants = _Variants()
+
+
+def _serve(path: str, switch: Connection) -> None:
+    with Agent("callee", store=dist.FileStore(path, 2), rank=1, world_size=2, config=_config()):
+        while True:  # until this process is killed
+            _variants.use(switch.recv())
+            switch.send(None)
+
+
+def _config() -> Config:
+    return Config(secret="only for this benchmark")
+
+
+def run_pair(rounds: int, calls: int) -> None:
+    """Print the median time of a call in microseconds with each variant, one line per round."""
+    path = os.path.join(tempfile.mkdtemp(), "store")
+    switch, other_end = Pipe()
+    callee = get_context("fork").Process(target=_serve, args=(path, other_end), daemon=True)
     callee.start()
-    with Agent("caller", store=dist.FileStore(path, 2), rank=0, world_size=2,
-               config=Config.from_environment()) as agent:
-        for line in sys.stdin:
+    store = dist.FileStore(path, 2)
+    with Agent("caller", store=store, rank=0, world_size=2, config=_config()) as agent:
+
+        def measure(variant: str) -> float:
+            switch.send(variant)
+            switch.recv()
+            _variants.use(variant)
             times, call, now = [], agent.call, time.perf_counter
-            for _ in range(int(line)):
+            for _ in range(calls):
                 started = now()
                 call("callee", max, 1, 2)
                 times.append(now() - started)
-            print(statistics.median(times) * 1e6, flush=True)
+            return statistics.median(times[calls // 4 :]) * 1e6
+
+        for _ in range(12):
+            measure("as it is")  # warm up, and fill the recorder
+        names = list(_variants)
+        for index in range(rounds):
+            order = names[index % 3 :] + names[: index % 3]
+            found = {variant: measure(variant) for variant in order}
+            print(*(found[variant] for variant in names), flush=True)
+        _variants.use("as it is")
     callee.kill()
-
-if __name__ == "__main__":
-    main(sys.argv[1])
-"""
-
-
-class Variant:
-    """A caller and a callee process with one source tree and one size of the recorder."""
-
-    def __init__(self, name: str, source: Path, size: int, folder: Path) -> None:
-        self.name = name
-        self.rounds: list[float] = []
-        path = folder / name.replace(" ", "-")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(source),
-            "TELEGRAD_SECRET": "only for this benchmark",
-            "TELEGRAD_FLIGHT_RECORDER": str(size),
-            "OMP_NUM_THREADS": "1",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    def measure(self, calls: int) -> float:
-        """Return the median time of a call in microseconds."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{calls}\n")
-        self._process.stdin.flush()
-        return float(self._process.stdout.readline())
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
-def measure_pair(baseline: Path | None, rounds: int, calls: int) -> tuple[float, float]:
-    """Return the time of a call in microseconds without and with the recorder."""
-    with tempfile.TemporaryDirectory() as folder:
-        before = Variant("before", baseline or _SOURCE, 0, Path(folder))
-        after = Variant("after", _SOURCE, 4096, Path(folder))
-        try:
-            for variant in (before, after):
-                variant.measure(5000)  # warm up, and fill the recorder
-            for index in range(rounds):
-                for variant in (before, after) if index % 2 else (after, before):
-                    variant.rounds.append(variant.measure(calls))
-        finally:
-            before.close()
-            after.close()
-    return statistics.median(before.rounds), statistics.median(after.rounds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--baseline", type=Path, help="src folder of another tree")
-    parser.add_argument("--pairs", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--calls", type=int, default=400, help="calls in a round")
+    parser.add_argument("--pairs", type=int, default=6, help="pairs of processes")
+    parser.add_argument("--rounds", type=int, default=100, help="rounds of each pair")
+    parser.add_argument("--calls", type=int, default=300, help="calls in a round")
+    parser.add_argument("--pair", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    pairs = [
-        measure_pair(options.baseline, options.rounds, options.calls) for _ in range(options.pairs)
-    ]
-    before = statistics.median(pair[0] for pair in pairs)
-    differences = sorted(after - before for before, after in pairs)
-    low, high = differences[len(pairs) // 4], differences[-1 - len(pairs) // 4]
-    middle = statistics.median(differences)
-    print(f"without   {before:6.2f} us")
-    print(f"with      {statistics.median(pair[1] for pair in pairs):6.2f} us")
-    print(f"recorder  {middle:+6.2f} us ({100 * middle / before:+.1f} %)")
-    print(f"quartiles of {len(pairs)} pairs: {low:+.2f} us, {high:+.2f} us")
+    if options.pair:
+        run_pair(options.rounds, options.calls)
+        return
+    command = [sys.executable, "-m", "benchmarks.recorder", "--pair"]
+    command += ["--rounds", str(options.rounds), "--calls", str(options.calls)]
+    rounds: list[list[float]] = []
+    by_pair = []
+    for _ in range(options.pairs):
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found = [list(map(float, line.split())) for line in printed.splitlines()]
+        rounds += found
+        by_pair.append(_costs(found))
+    without = statistics.median(each[2] for each in rounds)
+    print(f"a call without both  {without:6.2f} us")
+    for name, index in (("recorder", 0), ("with the calls in progress", 1)):
+        costs = [pair[index] for pair in by_pair]
+        middle = statistics.median(costs)
+        text = ", ".join(f"{cost:+.2f}" for cost in costs)
+        print(f"{name}: {middle:+.2f} us ({100 * middle / without:+.1f} %); pairs: {text}")
+
+
+def _costs(rounds: list[list[float]]) -> tuple[float, float]:
+    """Return the cost of recording, and of it and of describing the calls in progress."""
+    recording = statistics.median(each[0] - each[1] for each in rounds)
+    return recording, statistics.median(each[0] - each[2] for each in rounds)
 
 
 if __name__ == "__main__":
