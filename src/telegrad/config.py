@@ -82,6 +82,9 @@ class Config:
     large buffers are sent in the connection of their call."""
     bulk_min_bytes: int = 2 << 20
     """Bytes in large buffers (256 KB) from which on a message sends them over these connections."""
+    bulk_engine: str = "auto"
+    """How large buffers travel between hosts: "tcp", "nixl" (RDMA; `pip install telegrad[nixl]`),
+    or "auto": NIXL if it is installed, this host has an RDMA device, and TLS is off."""
     max_idle_connections: int = 16
     """Largest number of idle connections to one peer that are kept open for further calls."""
     only_registered: bool = False
@@ -158,6 +161,10 @@ class Config:
             f"metrics_port must be a port, or None, not {self.metrics_port!r}",
         )
         require(self.tls in ("on", "off"), f"tls must be 'on' or 'off', not {self.tls!r}")
+        require(
+            self.bulk_engine in ("auto", "tcp", "nixl"),
+            f"bulk_engine must be 'auto', 'tcp' or 'nixl', not {self.bulk_engine!r}",
+        )
         certificates = (self.tls_ca, self.tls_cert, self.tls_key)
         require(
             all(certificates) or not any(certificates),

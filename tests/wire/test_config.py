@@ -138,6 +138,7 @@ def test_every_field_can_be_set_from_the_environment() -> None:
         if entry.type == "bool"
     }
     given |= {"device_maps": '{"ps": {"cuda:0": "cpu"}}', "unmapped_devices": "refuse"}
+    given |= {"bulk_engine": "tcp"}
     given |= {"tls": "on"}  # the default: certificates, which are also given, need it
     config = Config.from_environment(
         {"TELEGRAD_" + name.upper(): text for name, text in given.items()}

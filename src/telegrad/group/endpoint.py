@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import socket
 import threading
 import time
@@ -28,10 +29,11 @@ from typing import Protocol
 from telegrad.config import Config
 from telegrad.errors import ProtocolError
 from telegrad.group.membership import Member
-from telegrad.transport import sockets
+from telegrad.transport import nixl_engine, sockets
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.bulk import BulkPeer, BulkTransfer
 from telegrad.transport.channel import Channel
+from telegrad.transport.nixl_engine import NixlEngine
 from telegrad.transport.segments import SegmentAllocator, SegmentMappings, SharedSegment
 from telegrad.transport.shared_memory import SegmentSender, SharedMemoryTransfer
 from telegrad.transport.sockets import AuthenticatedSocket
@@ -108,13 +110,19 @@ class LocalEndpoint:
         self.mappings = SegmentMappings()
         self.addresses: tuple[str, ...] = ()
         self._segments = SegmentSender(self.connect)
+        start = start_thread or _start_thread
         self.bulk = StripedTcp(
             self._connect_stripe,
-            start_thread or _start_thread,
+            start,
             config.bulk_streams,
             config.heartbeat_timeout,
             config.resume_timeout,
         )
+        self._nixl: NixlEngine | None = None
+        if "tcp" in config.transports and nixl_engine.is_wanted(config):
+            # a name of its own: that of the worker may be used again
+            name = secrets.token_hex(16)
+            self._nixl = NixlEngine(name, self.bulk, self._connect_stripe, start)
         self._connecting: dict[str, set[socket.socket]] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -136,6 +144,7 @@ class LocalEndpoint:
             "unix": unix_address(self.addresses),
             "bulk": self._bulk_address(),
             "cipher": cipher(),
+            "nixl": self._nixl is not None,
             "devices": dict(self._config.device_maps.get(to, {})),
             "address": "",
             "session": "",
@@ -232,7 +241,8 @@ class LocalEndpoint:
         min_bytes = self._config.bulk_min_bytes
         if not self.tls.enabled:
             min_bytes = min(min_bytes, _MIN_BULK_WITHOUT_TLS)
-        return BulkTransfer(self.bulk, bulk_peer, min_bytes)
+        engine = self._nixl if self._nixl is not None and peer.get("nixl") else self.bulk
+        return BulkTransfer(engine, bulk_peer, min_bytes)
 
     def _bulk_address(self) -> str:
         """Return the address at which peers pull large buffers; "" if they cannot."""
@@ -256,6 +266,8 @@ class LocalEndpoint:
             shut_sockets(self._connecting.get(incarnation, ()))
         self._segments.forget_peer(incarnation)
         self.bulk.forget_peer(incarnation)
+        if self._nixl is not None:
+            self._nixl.forget_peer(incarnation)
         self.allocator.connection_closed(incarnation, None)
         self.mappings.unmap(incarnation)
 
@@ -269,6 +281,8 @@ class LocalEndpoint:
     def close(self) -> None:
         """End bulk transfers and free the shared memory. No connection may be in use."""
         self.bulk.close()
+        if self._nixl is not None:
+            self._nixl.close()
         self.allocator.close()
         self.mappings.close()
 

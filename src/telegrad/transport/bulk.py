@@ -35,7 +35,7 @@ from telegrad.wire.handshake import Incarnation
 _MIN_BUFFER = 1 << 18
 _CHECK_INTERVAL = 0.25  # seconds between two checks that the receiver of a registration is there
 
-OnPulled = Callable[[BaseException | None], None]
+OnPulled = Callable[[BaseException | None], object]
 
 
 class BulkPeer(NamedTuple):

@@ -10,13 +10,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport import stripes
 from telegrad.transport.bulk import BulkPeer, Registration
 from telegrad.transport.channel import ChannelClosed
-from telegrad.transport.stripes import DONE, OK, PULL, REFUSED, REQUEST, STATUS, Stripe
+from telegrad.transport.stripes import (
+    CHECK,
+    DESCRIBE,
+    DONE,
+    OK,
+    PULL,
+    REFUSED,
+    REQUEST,
+    STATUS,
+    Stripe,
+)
 from telegrad.wire.handshake import Incarnation
 
 _log = logging.getLogger(__name__)
@@ -29,6 +39,8 @@ class StripeServer:
         """A peer gets nothing if it has no stripe for so many seconds, `connect_limit` at first."""
         self._connect_limit = connect_limit
         self._resume_limit = resume_limit
+        # of another engine: describes a registration to a peer
+        self.describe: Callable[[Registration], bytes] | None = None
         self._registrations: dict[int, Registration] = {}
         self._stripes: dict[Stripe, Incarnation] = {}
         self._last_seen: dict[Incarnation, float] = {}
@@ -118,6 +130,13 @@ class StripeServer:
         if operation == DONE:
             if registration is not None:
                 registration.end(None)
+            stripe.send(STATUS.pack(OK), request)
+        elif operation == DESCRIBE and registration is not None and self.describe is not None:
+            description = self.describe(registration)
+            stripe.send(STATUS.pack(OK), request, more=True)
+            stripe.send(STATUS.pack(len(description)), request, more=True)
+            stripe.send(description, request)
+        elif operation == CHECK and registration is not None and not registration.withdrawn:
             stripe.send(STATUS.pack(OK), request)
         elif operation != PULL or registration is None or index >= len(registration.buffers):
             stripe.send(STATUS.pack(REFUSED), request)

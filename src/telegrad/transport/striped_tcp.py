@@ -67,6 +67,10 @@ class StripedTcp(BulkEngine):
     def check_reachable(self, registration: Registration) -> None:
         self._server.check_reachable(registration)
 
+    def serve_descriptions(self, describe: Callable[[Registration], bytes]) -> None:
+        """Let another engine describe registrations to peers that ask for it."""
+        self._server.describe = describe
+
     def serve(self, stripe: Stripe, incarnation: Incarnation) -> None:
         """Answer the requests of an authenticated peer until it closes the stripe."""
         self._server.serve(stripe, incarnation)

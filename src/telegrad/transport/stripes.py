@@ -3,6 +3,9 @@
     request    operation u32, buffer index u32, registration id u64, offset u64, length u64
     response   status u64, then the bytes of the chunk if the status is OK and a chunk was requested
 
+Two requests are for other engines: DESCRIBE, whose response has a length and a description of the
+registration, and CHECK, which is accepted as long as the registration is valid.
+
 The receiver of the buffers opens a stripe and sends requests, several before the first response.
 The sender answers them in order. So both sides know the size of every message before it arrives.
 
@@ -36,7 +39,7 @@ from telegrad.transport.sockets import AuthenticatedSocket
 
 REQUEST = struct.Struct("<IIQQQ")
 STATUS = struct.Struct("<Q")
-PULL, DONE = 1, 2  # operations
+PULL, DONE, DESCRIBE, CHECK = 1, 2, 3, 4  # operations
 OK, REFUSED = 1, 2  # statuses; REFUSED: there is no such registration or chunk
 
 # It stays in the cache of a core between two steps, such as receiving it and decrypting it.
