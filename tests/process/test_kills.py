@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 import telegrad.rpc as rpc
-from telegrad import Config
+from telegrad import Config, current_agent
 from telegrad.errors import GroupBroken, PeerLost
 from telegrad.futures import Future
+from tests.local.gates import until
 from tests.process.fleet import Fleet, Worker
 
 pytestmark = pytest.mark.process
@@ -103,6 +104,31 @@ def test_the_death_of_rank_0_is_survived(tmp_path: Path) -> None:
         for rank in (1, 2):
             fleet[rank].begin(shut_down)
         assert [fleet[rank].result() for rank in (1, 2)] == [("w0",)] * 2
+
+
+def wait_until_missing(*names: str) -> None:
+    """Wait until a gather that this worker leads waits for these workers only."""
+    agent = current_agent()
+    assert agent is not None
+    collectives = agent._runtime.collectives
+    until(lambda: [each["missing"] for each in collectives.waiting()] == [list(names)])
+
+
+def meet() -> None:
+    agent = current_agent()
+    assert agent is not None
+    agent.barrier()
+
+
+def test_a_barrier_survives_a_restart_of_its_leader(tmp_path: Path) -> None:
+    with Fleet(3, join, str(tmp_path / "store"), {}) as fleet:
+        fleet[1].begin(meet)
+        fleet[0].do(wait_until_missing, "w0", "w2")
+        fleet[0].kill()
+        fleet.restart(0)
+        for rank in (2, 0):
+            fleet[rank].begin(meet)
+        assert [fleet[rank].result() for rank in range(3)] == [None] * 3
 
 
 def test_a_frozen_worker_is_found_by_its_silence(tmp_path: Path) -> None:
