@@ -108,7 +108,9 @@ def test_slurm_says_why_it_refuses_a_job(
 def manifest(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
     assert launch("--on", "k8s", "--image", "example/train:1", *arguments) == 0
     documents = list(yaml.safe_load_all(capsys.readouterr().out))
-    return {document["kind"]: document for document in documents}
+    return {
+        document["kind"]: document for document in documents
+    }  # of two Services, that of the Job
 
 
 def test_a_manifest_for_kubernetes(
@@ -136,8 +138,24 @@ def test_a_manifest_for_kubernetes(
 
 def test_the_manifest_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     validate = pytest.importorskip("kubernetes_validate")
-    for document in manifest(capsys, "-n", 2, "-m", "project.train").values():
-        validate.validate(document, "1.31", strict=True)
+    for restarts in (0, 2):
+        arguments = ("-n", 2, "--restarts", restarts, "-m", "project.train")
+        assert launch("--on", "k8s", "--image", "example/train:1", *arguments) == 0
+        documents = list(yaml.safe_load_all(capsys.readouterr().out))
+        assert len(documents) == (5 if restarts else 3)
+        for document in documents:
+            validate.validate(document, "1.31", strict=True)
+
+
+def test_with_restarts_a_pod_of_its_own_hosts_the_store(capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise the group would be lost with the pod of rank 0."""
+    made = manifest(capsys, *ROLES, "--restarts", 1, "train.py")
+    (store,) = made["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert store["command"] == ["python", "-m", "telegrad.launcher.store", "29500"]
+    variables = made["Job"]["spec"]["template"]["spec"]["containers"][0]["env"]
+    environment = {each["name"]: each["value"] for each in variables if "value" in each}
+    place = cluster.detect(environment={**environment, "JOB_COMPLETION_INDEX": "0"})
+    assert place.rendezvous == cluster.Rendezvous("train-store", 29500, hosted=True)
 
 
 def test_a_worker_in_a_pod_of_the_manifest_knows_its_place(

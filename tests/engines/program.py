@@ -38,23 +38,25 @@ def calls() -> None:
     rpc.shutdown()
 
 
-def restart(folder: str) -> None:
-    """The last rank is killed in its first life. In its second life it is called again.
+def restart(folder: str, *killed: str) -> None:
+    """The last rank, or `killed`, is killed in its first life. In its second it calls another.
 
-    Rank 0 waits in its shutdown when the other comes back.
+    The one that is called waits in its shutdown when the other comes back.
     """
     rpc.init_rpc()
     place = cluster.detect()
     last = (place.world_size or 0) - 1
+    victim = int(killed[0]) if killed else last
+    other = last if victim == 0 else 0
     name = rpc.get_worker_info().name
     print("life", name, place.restart, flush=True)
-    if place.rank == last:
+    if place.rank == victim:
         if not place.restart:
             signal.pause()
-        print("called", *rpc.rpc_sync(0, who)[:2], flush=True)
-    elif place.rank == 0 and not place.restart:
+        print("called", *rpc.rpc_sync(other, who)[:2], flush=True)
+    elif place.rank == other and not place.restart:
         try:
-            rpc.rpc_sync(last, pause_at, (folder,), timeout=0)
+            rpc.rpc_sync(victim, pause_at, (folder,), timeout=0)
         except PeerLost as error:
             print("lost", error.peer, flush=True)
     rpc.shutdown()

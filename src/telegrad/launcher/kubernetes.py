@@ -1,8 +1,10 @@
 """`telegrad launch --on k8s`: a manifest with an Indexed Job, a headless Service and a Secret.
 
 Each index of the Job is a worker. Kubernetes replaces a pod that fails, under the same index and
-name in the network, up to the number of restarts; an index that fails for good ends the Job. The
-worker with rank 0 hosts the store: if its pod is replaced, the group is lost.
+name in the network, up to the number of restarts; an index that fails for good ends the Job.
+
+Without restarts, the worker with rank 0 hosts the store. With restarts, a Deployment with a Service
+hosts it, so that every worker may be replaced. A Deployment does not end with the Job.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 from telegrad.cluster.roles import format_roles
 
 _RESTART_TIMEOUT = "300"  # the time until a pod is replaced grows with each failure
+_PORT = 29500  # of the store
 _FAILURES = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
 
 
@@ -44,8 +47,11 @@ def manifest(
             "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}},
         },
     ]
+    documents: list[dict[str, Any]] = []
     if restarts:
         variables.append({"name": "TELEGRAD_RESTART_TIMEOUT", "value": _RESTART_TIMEOUT})
+        variables.append({"name": "TELEGRAD_STORE", "value": f"{name}-store:{_PORT}"})
+        documents = _store(f"{name}-store", image)
     container: dict[str, Any] = {
         "name": "worker",
         "image": image,
@@ -54,7 +60,7 @@ def manifest(
     }
     if gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
-    documents: list[dict[str, Any]] = [
+    documents += [
         {
             "apiVersion": "v1",
             "kind": "Secret",
@@ -94,6 +100,40 @@ def manifest(
         },
     ]
     return "---\n".join("\n".join(_yaml(document)) + "\n" for document in documents)
+
+
+def _store(name: str, image: str) -> list[dict[str, Any]]:
+    """Return a Service and a Deployment that host the store."""
+    labels = {"app.kubernetes.io/name": name}
+    container = {
+        "name": "store",
+        "image": image,
+        "command": ["python", "-m", "telegrad.launcher.store", str(_PORT)],
+        "ports": [{"containerPort": _PORT}],
+        "readinessProbe": {"tcpSocket": {"port": _PORT}},
+    }
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": name, "labels": labels},
+            "spec": {"selector": labels, "ports": [{"port": _PORT}]},
+        },
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": name, "labels": labels},
+            "spec": {
+                "replicas": 1,
+                "strategy": {"type": "Recreate"},
+                "selector": {"matchLabels": labels},
+                "template": {
+                    "metadata": {"labels": labels},
+                    "spec": {"enableServiceLinks": False, "containers": [container]},
+                },
+            },
+        },
+    ]
 
 
 def _yaml(value: Any, indent: str = "") -> Iterator[str]:

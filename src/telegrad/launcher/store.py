@@ -11,6 +11,9 @@ import sys
 import torch.distributed as dist
 
 if __name__ == "__main__":
+    # In a container this is process 1, which the default action of a signal does not end.
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     # keeps it open
     store = dist.TCPStore("0.0.0.0", int(sys.argv[1]), is_master=True, wait_for_workers=False)
-    signal.pause()
+    signal.sigwait(ends)
