@@ -103,7 +103,7 @@ def test_strangers_that_stop_within_tls_keep_nobody_out(
     monkeypatch.setattr(admission, "_MAY_STAY", 0.1)
     agent = workers["w1"]
     for sock in come(crowd, agent, transport, 6):
-        sock.send(b"TLGB" + b"\x16\x03\x01")  # of a bulk connection
+        sock.send(b"\x16\x03\x01")  # the beginning of a record
     until(lambda: admission_of(agent)._threads == 2)
     assert workers.join("new").call("w1", abs, -1) == 1
 
