@@ -25,6 +25,7 @@ PACKAGES = [
     "telegrad.refs",
     "telegrad.rpc",
     "telegrad.testing",
+    "telegrad.weights",
 ]
 MODULES = [
     "telegrad.cli.progress",

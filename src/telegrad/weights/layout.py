@@ -1,0 +1,161 @@
+"""`Layout`: where the tensors of a `state_dict` are in an image.
+
+An image is one contiguous range of bytes with all tensors of a version. Tensors with elements of
+the same width are next to each other, so that a delta is coded in a few long runs. Tensors that
+share memory (tied weights) are there once if they are equal views; other overlapping views are
+stored separately. Tensors on the meta device have no values: only their names, types and shapes are
+kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from telegrad.errors import UsageError
+from telegrad.weights.deltas import Section
+
+Weights = nn.Module | Mapping[str, Tensor]
+_ALIGNMENT = 64  # bytes
+_WIDTHS = (8, 4, 2, 1)
+
+
+class Entry(NamedTuple):
+    """A tensor of an image. `offset` is -1 if it has no values."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The entries of an image by name, its sections and its size."""
+
+    entries: dict[str, Entry]
+    sections: tuple[Section, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+        """Return the layout of the images of these tensors."""
+        entries: dict[str, Entry] = {}
+        stored: dict[object, Entry] = {}  # by the identity of the memory
+        sections = []
+        end = 0
+        for width in _WIDTHS:
+            start = end
+            for name, tensor in tensors.items():
+                if _width(name, tensor) != width:
+                    continue
+                identity = _identity(tensor)
+                entry = stored.get(identity)
+                if entry is None:
+                    offset = -1 if tensor.is_meta else end
+                    entry = Entry(offset, tensor.dtype, tuple(tensor.shape))
+                    stored[identity] = entry
+                    if not tensor.is_meta:
+                        end += _aligned(entry.nbytes)
+                entries[name] = entry
+            if end > start:
+                sections.append(Section(start, end, width))
+        in_order = {name: entries[name] for name in tensors}
+        return cls(in_order, tuple(sections), end)
+
+    def write(self, tensors: Mapping[str, Tensor], image: Tensor) -> None:
+        """Copy the values of all tensors into an image."""
+        written = set()
+        for name, entry in self.entries.items():
+            if entry.offset >= 0 and entry.nbytes and entry.offset not in written:
+                written.add(entry.offset)
+                entry_of(image, entry).copy_(tensors[name].detach())
+
+    def tensors(self, image: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of an image by name, as views. Equal entries are the same tensor."""
+        views: dict[Entry, Tensor] = {}
+        for entry in self.entries.values():
+            if entry not in views:
+                views[entry] = entry_of(image, entry)
+        return {name: views[entry] for name, entry in self.entries.items()}
+
+
+def entry_of(image: Tensor, entry: Entry) -> Tensor:
+    """Return the tensor of an entry as a view of the image."""
+    if entry.offset < 0:
+        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    values = image[entry.offset : entry.offset + entry.nbytes]
+    return values.view(entry.dtype).view(entry.shape)
+
+
+def tensors_of(weights: Weights) -> dict[str, Tensor]:
+    """Return the tensors of a module or of a `state_dict` by name."""
+    if isinstance(weights, nn.Module):
+        # With `keep_vars`, tied parameters are the same object.
+        weights = weights.state_dict(keep_vars=True)
+    # A `state_dict` may contain other values, such as the extra state of a module.
+    return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+
+
+Rename = Mapping[str, str] | Callable[[str], str | None]
+
+
+def pairs(
+    layout: Layout, target: Mapping[str, Tensor], names: Rename | None
+) -> Iterator[tuple[Tensor, Entry]]:
+    """Return each tensor of `target` with the entry that it gets.
+
+    `names` has the published name of each name of the target, or is a function that returns it; a
+    name that it does not have, or for which it returns None, is not written. None: the same names,
+    and all of them must have been published.
+    """
+    for name, tensor in target.items():
+        published: str | None = name
+        if names is not None:
+            published = names(name) if callable(names) else names.get(name)
+        if published is None:
+            continue
+        entry = layout.entries.get(published)
+        if entry is None:
+            raise UsageError(
+                f"the published weights have no tensor {published!r} for {name!r} of the model; "
+                "pass `names` to rename tensors or to leave some out"
+            )
+        if tuple(tensor.shape) != entry.shape:
+            raise UsageError(
+                f"{name!r} has the shape {tuple(tensor.shape)}, and the published tensor "
+                f"{published!r} has {entry.shape}"
+            )
+        if tensor.is_meta or entry.offset < 0:
+            continue
+        yield tensor, entry
+
+
+def _width(name: str, tensor: Tensor) -> int:
+    """Return the bytes of what is compared as one integer: complex numbers are two of them."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise UsageError(f"{name!r} is a {kind} tensor; only dense tensors can be published")
+    return tensor.dtype.itemsize // 2 if tensor.dtype.is_complex else tensor.dtype.itemsize
+
+
+def _identity(tensor: Tensor) -> object:
+    if tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    place = tensor.data_ptr(), tensor.device, tensor.dtype
+    return *place, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
