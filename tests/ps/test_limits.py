@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from telegrad import ps
 from telegrad.errors import JoinError, StaleReference, UsageError
-from telegrad.ps import flat_memory
 from telegrad.ps.messages import worker_of
 from telegrad.ps.server.registry import ShardRegistry
 from telegrad.ps.server.service import ParameterShards
 from telegrad.ps.trainer.shard_client import PushRequest
 from telegrad.testing import LocalCluster
+from telegrad.transport import flat_memory
 from tests.local.gates import until
 from tests.ps import training
 from tests.ps.training import check_same, model

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from telegrad import ps
 from telegrad.errors import StaleReference
-from telegrad.ps import flat_memory, gradient_buckets
+from telegrad.ps import gradient_buckets
 from telegrad.ps.gradient_buckets import divide_into_buckets
 from telegrad.ps.layout import ParameterLayout
 from telegrad.ps.server.gradient_buffer import GradientBuffer
@@ -20,6 +20,7 @@ from telegrad.ps.server.service import ParameterShards
 from telegrad.ps.server.shard import ParameterShard
 from telegrad.ps.trainer.overlap import OverlappedPush
 from telegrad.testing import LocalCluster
+from telegrad.transport import flat_memory
 from tests.local.gates import until
 from tests.ps import training
 from tests.ps.training import check_same, model

@@ -5,7 +5,7 @@ modules `Embedding` and `EmbeddingBag`, whose rows are on the servers. Workers n
 own to be servers.
 
 `ps.trainer` and `ps.server` are the two sides. They know each other's remote functions, and share
-only the modules of this package: messages, layout, memory, buckets, compression and the
+only the modules of this package: messages, layout, buckets, compression and the
 consistency rules. `ps.embeddings` has both sides of embedding tables.
 """
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import UsageError
-from telegrad.ps import flat_memory
 from telegrad.ps.gradient_buckets import GradientBucket
 from telegrad.ps.layout import DtypeRange, ServerRange
+from telegrad.transport import flat_memory
 
 _COMPRESSED_DTYPES = (torch.float32, torch.float64)
 _TARGET_DTYPES = (torch.float16, torch.bfloat16)

@@ -11,8 +11,8 @@ from torch import Tensor, optim
 from telegrad.param_groups import Options
 from telegrad.ps.checkpoints import Checkpoint
 from telegrad.ps.consistency import Consistency
-from telegrad.ps.flat_memory import SegmentHandle
 from telegrad.ps.layout import ServerRange
+from telegrad.transport.flat_memory import SegmentHandle
 from telegrad.wire.handshake import Incarnation
 
 # The gradients of a server's range: all of them as bytes; compressed, one tensor for each dtype

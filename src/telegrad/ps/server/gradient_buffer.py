@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from telegrad.errors import StaleReference
-from telegrad.ps import flat_memory
 from telegrad.ps.gradient_buckets import divide_into_buckets
 from telegrad.ps.layout import ServerRange
+from telegrad.transport import flat_memory
 
 
 class GradientBuffer:

@@ -20,8 +20,6 @@ from telegrad.errors import JoinError, UsageError
 from telegrad.messages.device_routes import allow_any_device
 from telegrad.messages.remote_functions import trusted
 from telegrad.param_groups import Options
-from telegrad.ps import flat_memory
-from telegrad.ps.flat_memory import SegmentHandle
 from telegrad.ps.messages import (
     Gradients,
     JoinReply,
@@ -36,6 +34,8 @@ from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
 from telegrad.ps.server.leader_protocol import LeaderProtocol
 from telegrad.ps.server.registry import ShardRegistry, value_or_deferred
 from telegrad.ps.server.shard import ParameterShard
+from telegrad.transport import flat_memory
+from telegrad.transport.flat_memory import SegmentHandle
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime

@@ -24,9 +24,8 @@ from torch import Tensor
 from telegrad.errors import UsageError
 from telegrad.futures import Future
 from telegrad.param_groups import Options
-from telegrad.ps import compression, flat_memory
+from telegrad.ps import compression
 from telegrad.ps.consistency import Sync
-from telegrad.ps.flat_memory import MappedMemory, SegmentHandle
 from telegrad.ps.messages import Gradients, JoinReply, PushReply, ShardSpec, Steps
 from telegrad.ps.optimizer_types import State, works_by_element
 from telegrad.ps.server.base_shard import SINGLE_SERVER, BaseShard, ServerRole, run_actions
@@ -34,6 +33,8 @@ from telegrad.ps.server.checkpoint import CheckpointArchive, ShardSnapshot
 from telegrad.ps.server.coordinator import StepReport
 from telegrad.ps.server.gradient_buffer import GradientBuffer
 from telegrad.ps.server.shard_optimizer import ShardOptimizer
+from telegrad.transport import flat_memory
+from telegrad.transport.flat_memory import MappedMemory, SegmentHandle
 
 
 class _PushPayload(NamedTuple):

@@ -40,8 +40,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from telegrad.errors import UsageError
-from telegrad.ps import flat_memory
 from telegrad.ps.layout import ParameterLayout, ParameterPart, ParameterSlot, ServerRange
+from telegrad.transport import flat_memory
 
 GradientReady = Callable[[int], None]  # takes the index of a parameter
 _COMPARED_NBYTES = 1 << 16  # in one step

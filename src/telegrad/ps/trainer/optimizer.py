@@ -28,7 +28,6 @@ from telegrad.errors import UsageError
 from telegrad.futures import Future, wait_all
 from telegrad.param_groups import Options
 from telegrad.ps import compression as gradient_compression
-from telegrad.ps import flat_memory
 from telegrad.ps.checkpoints import Checkpoint
 from telegrad.ps.consistency import Consistency, Sync, waits_for_quorum
 from telegrad.ps.embeddings.row_gradients import RowsParameter
@@ -51,6 +50,7 @@ from telegrad.ps.trainer.server_calls import ServerCall, gather_replies
 from telegrad.ps.trainer.server_client import LOSS_ERRORS
 from telegrad.ps.trainer.shard_client import PushRequest, ShardClient
 from telegrad.ps.trainer.trainer_registry import TrainerRegistry
+from telegrad.transport import flat_memory
 
 if TYPE_CHECKING:
     from telegrad.agent import Agent

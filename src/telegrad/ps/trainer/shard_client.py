@@ -25,9 +25,7 @@ from torch import Tensor
 from telegrad.errors import StaleReference
 from telegrad.futures import Future
 from telegrad.param_groups import Options
-from telegrad.ps import flat_memory
 from telegrad.ps.compression import Compressor
-from telegrad.ps.flat_memory import MappedMemory, SegmentHandle
 from telegrad.ps.gradient_buckets import GradientBucket
 from telegrad.ps.messages import Gradients, JoinReply, PushReply, SavedVersions, ShardSpec
 from telegrad.ps.optimizer_types import State
@@ -35,6 +33,8 @@ from telegrad.ps.server import service
 from telegrad.ps.trainer.flat_parameters import FlatParameters
 from telegrad.ps.trainer.overlap import OverlappedPush
 from telegrad.ps.trainer.server_client import ServerClient, retry_while_lost
+from telegrad.transport import flat_memory
+from telegrad.transport.flat_memory import MappedMemory, SegmentHandle
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime

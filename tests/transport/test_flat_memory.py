@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from telegrad.ps.flat_memory import SegmentHandle, allocate_shared, open_shared
+from telegrad.transport.flat_memory import SegmentHandle, allocate_shared, open_shared
 from telegrad.transport.segments import PAGE
 
 

@@ -1,4 +1,4 @@
-"""The flat memory of trainers and servers: shared between processes, or private.
+"""Flat memory that workers of one host share, and private memory in its place.
 
 Two workers of the same user on the same host can map the same segment of shared memory. One writes
 what the other reads, and nothing has to be sent.
@@ -74,7 +74,7 @@ class SharedMemory(MappedMemory):
     """A segment that this worker owns."""
 
     def __init__(self, nbytes: int) -> None:
-        descriptor = create_memfd("telegrad-ps", PAGE + nbytes, self)
+        descriptor = create_memfd("telegrad-flat", PAGE + nbytes, self)
         super().__init__(descriptor, nbytes)
         self._map[:_TOKEN] = secrets.token_bytes(_TOKEN)
         self.handle = SegmentHandle(os.getpid(), descriptor, self.token, nbytes)
