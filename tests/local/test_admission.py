@@ -269,3 +269,28 @@ def test_a_stranger_that_speaks_when_it_has_to_make_room(
         finally:
             door.close()
         running.result(PATIENCE)
+
+
+def test_the_thread_ends_if_the_agent_closes_just_before_it_polls(
+    workers: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    number = listening.fileno()
+    runtime = workers["w0"]._runtime
+    accepting = Admission(runtime, listening, lambda sock: None, PATIENCE, Counter(), RefusalLog())
+    mine, others = socket.socketpair()  # nothing ever arrives there
+
+    def close_and_reuse_the_number() -> None:
+        accepting.close()
+        if listening.fileno() < 0:
+            os.dup2(mine.fileno(), number)
+
+    monkeypatch.setattr(accepting, "_poll_milliseconds", close_and_reuse_the_number)
+    thread = threading.Thread(target=accepting.run)
+    thread.start()
+    thread.join(PATIENCE)
+    has_ended = not thread.is_alive()
+    others.close()  # ends the thread in any case
+    thread.join()
+    mine.close()
+    assert has_ended

@@ -102,6 +102,7 @@ class Admission:
         self._threads = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._is_polled = False  # then the thread that accepts closes the listening socket
         self._poller = select.poll()
         self._backlog = select.poll()  # of the listening socket alone
 
@@ -132,7 +133,10 @@ class Admission:
             self.listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         except OSError as error:
             _log.debug("a listening socket was closed already: %s", error)
-        self.listening.close()
+        with self._lock:
+            is_polled = self._is_polled
+        if not is_polled:
+            self.listening.close()
         for stranger in self._snapshot():
             stranger.shut()
 
@@ -141,6 +145,10 @@ class Admission:
     def run(self) -> None:
         """Accept connections until the agent closes, whatever strangers do."""
         try:
+            with self._lock:
+                self._is_polled = not self._closed.is_set()
+            if not self._is_polled:
+                return
             self.listening.setblocking(False)
             descriptor = self.listening.fileno()
             self._poller.register(descriptor, select.POLLIN)
@@ -162,6 +170,8 @@ class Admission:
             if not self._is_closing():  # else the socket was closed before it was polled
                 raise
         finally:
+            # Closed earlier, its number could be reused while this thread is about to poll it.
+            self.listening.close()
             for stranger in self._snapshot():
                 stranger.shut()
             for stranger in (*self._waiting.values(), *self._take_ready()):
