@@ -28,6 +28,7 @@ MODULES = [
     "telegrad.refs",
     "telegrad.rpc",
     "telegrad.testing",
+    "telegrad.weights",
 ]
 # Only Telegrad makes these objects, and the parameters are of internal types.
 INTERNAL = {"telegrad.autograd.worker_context.Context.__init__"}

@@ -22,6 +22,7 @@ if _typing.TYPE_CHECKING:
     from telegrad import optim as optim
     from telegrad import ps as ps
     from telegrad import rpc as rpc
+    from telegrad import weights as weights
     from telegrad.agent import Agent as Agent
     from telegrad.agent import current_agent as current_agent
     from telegrad.batching import batched as batched
@@ -42,7 +43,7 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_PACKAGES = frozenset({"autograd", "cluster", "errors", "nn", "optim", "ps", "rpc"})
+_PACKAGES = frozenset({"autograd", "cluster", "errors", "nn", "optim", "ps", "rpc", "weights"})
 _DEFINED_IN = {
     "Agent": "telegrad.agent",
     "Config": "telegrad.config",
@@ -88,6 +89,7 @@ __all__ = [
     "remote",
     "report",
     "rpc",
+    "weights",
 ]
 
 

@@ -57,6 +57,8 @@ class Clock:
     def call_at(self, moment: float, run: Callable[[], None]) -> None:
         """Run a short function once, at a moment of `time.monotonic`."""
         with self._lock:
+            if self._closed:
+                return
             soonest = not self._timers or moment < self._timers[0][0]
             heapq.heappush(self._timers, (moment, next(self._order), run))
             if soonest:
@@ -94,6 +96,7 @@ class Clock:
         """End the thread, and wait for it unless this is called by a timer."""
         with self._lock:
             self._closed = True
+            self._timers.clear()  # they may refer to much memory
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()

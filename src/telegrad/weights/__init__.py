@@ -1,3 +1,15 @@
-"""Weights from a trainer to many workers: versioned, equal to the bit, as deltas."""
+"""Weights from a trainer to many workers: versioned, equal to the bit, as deltas.
 
-__all__: list[str] = []
+A `Publisher` makes versions of the weights of a model. A `Subscriber` in any other worker has the
+newest version that has arrived and copies it into a model. Only what changed is sent, one worker of
+each host receives it for all, and hosts pass it on to each other.
+
+`deltas` and `layout` code versions, `versions` stores them, `topology` decides who sends to whom,
+`receiver` receives, and `service` has the remote functions.
+"""
+
+from telegrad.weights.publisher import Publisher, PublishReport
+from telegrad.weights.receiver import ReceiverCounters
+from telegrad.weights.subscriber import Subscriber
+
+__all__ = ["PublishReport", "Publisher", "ReceiverCounters", "Subscriber"]

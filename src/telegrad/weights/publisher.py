@@ -1,0 +1,215 @@
+"""`Publisher`: the trainer's side. It makes versions of the weights and serves them.
+
+`publish` copies the weights into memory that is shared with the workers of this host, and returns.
+A thread compares the copy with the version before it and makes the delta; subscribers get its parts
+as they are made. If `publish` is called again before that thread begins, the version in between is
+skipped.
+
+State, under `_lock`: `_pending`, the copy that is coded next, `_is_coding`, and `_error`. Only one
+thread at a time codes, and only it changes the store.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from telegrad import thread_roles
+from telegrad.agent import Agent, runtime_of
+from telegrad.errors import CallTimeout, UsageError
+from telegrad.transport import flat_memory
+from telegrad.weights import deltas
+from telegrad.weights.layout import Layout, Weights, tensors_of
+from telegrad.weights.service import PublisherEntry, WeightsRegistry
+from telegrad.weights.streams import Image, StreamInfo
+from telegrad.weights.topology import Topology
+from telegrad.weights.versions import VersionStore
+
+_REPORTS = 1000  # that are kept
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What a version has in comparison with the one before it."""
+
+    version: int
+    changed: int
+    """Elements that differ from the version before."""
+    elements: int
+    """All elements."""
+    delta_bytes: int
+    """Bytes that a subscriber with the version before it receives."""
+    full_bytes: int
+    """Bytes of the weights."""
+    seconds: float
+    """How long it took to make the delta, in the background."""
+
+    @property
+    def changed_share(self) -> float:
+        """The share of the elements that changed."""
+        return self.changed / self.elements if self.elements else 0.0
+
+
+class Publisher:
+    """Publishes versions of the weights of a module or `state_dict` under a name.
+
+    >>> from telegrad.testing import LocalCluster
+    >>> from telegrad.weights import Subscriber
+    >>> with LocalCluster(2) as cluster:
+    ...     model, copy = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    ...     publisher = Publisher(model, name="policy", agent=cluster["w0"])
+    ...     subscriber = Subscriber(name="policy", agent=cluster["w1"])
+    ...     publisher.publish(1)
+    ...     subscriber.pull_into(copy)
+    ...     torch.equal(model.weight, copy.weight)
+    1
+    1
+    True
+
+    `fan_out` is the number of hosts that each host sends to. `history` is the memory for recent
+    deltas in bytes; None: as much as the weights have. A subscriber that is further behind gets a
+    snapshot. `bandwidth` limits the bytes per second that each worker sends to other hosts.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str = "default",
+        *,
+        agent: Agent | None = None,
+        fan_out: int = 2,
+        history: int | None = None,
+        bandwidth: float | None = None,
+    ) -> None:
+        runtime = runtime_of(agent)
+        if runtime is None:
+            raise UsageError("a publisher needs an agent: pass `agent`, or call `init_rpc` first")
+        runtime.require_open()
+        if fan_out < 1 or (history is not None and history < 0):
+            raise UsageError(f"not valid: fan_out={fan_out!r}, history={history!r}")
+        if bandwidth is not None and not bandwidth > 0:
+            raise UsageError(f"a bandwidth is a positive number of bytes/s, not {bandwidth!r}")
+        self.name = name
+        self.reports: deque[PublishReport] = deque(maxlen=_REPORTS)
+        self._weights = weights
+        self._runtime = runtime
+        self._layout = Layout.of(tensors_of(weights))
+        history = self._layout.nbytes if history is None else history
+        shared = flat_memory.may_share(runtime.config)
+        # Subscribers of an earlier publisher of this name have versions of another epoch.
+        epoch = f"{time.time_ns():x}-{secrets.token_hex(8)}"
+        self._store = VersionStore(
+            epoch, self._layout, shared=shared, history=history, bandwidth=bandwidth
+        )
+        host = runtime.local_member.host if shared else None
+        self._topology = Topology(runtime.name, host, fan_out)
+        self._version: int | None = None
+        self._publishing = threading.Lock()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._pending: tuple[int, Image] | None = None
+        self._is_coding = False
+        self._error: Exception | None = None
+        self._registry = runtime.service(WeightsRegistry)
+        self._registry.add_publisher(name, PublisherEntry(self._store, self._topology, history))
+
+    def __repr__(self) -> str:
+        return f"<Publisher of {self.name!r}: version {self._version}>"
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def version(self) -> int | None:
+        """The version that was published last."""
+        return self._version
+
+    def publish(self, version: int | None = None) -> int:
+        """Publish the present weights as a version, by default the next one. Return its number.
+
+        This copies the weights; all else happens in the background. Versions must increase.
+        """
+        with self._publishing:
+            self._runtime.require_open()
+            if self._error is not None:
+                raise self._error
+            last = -1 if self._version is None else self._version
+            version = last + 1 if version is None else version
+            if version <= last:
+                raise UsageError(f"version {version} does not follow version {last}")
+            tensors = tensors_of(self._weights)
+            if Layout.of(tensors) != self._layout:
+                raise UsageError(
+                    "the names, shapes, dtypes or ties of the weights have changed; close this "
+                    "publisher and make a new one"
+                )
+            image = self._store.take_image()
+            with torch.no_grad():
+                self._layout.write(tensors, image.contents)
+            self._version = version
+            with self._lock:
+                skipped, self._pending = self._pending, (version, image)
+                must_start, self._is_coding = not self._is_coding, True
+            if skipped is not None:
+                self._store.give_back(skipped[1])
+            if must_start:
+                self._runtime.threads.start(self._code_pending)
+            return version
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until subscribers can get all that was published. Raise `CallTimeout` after it."""
+        role = thread_roles.pause()
+        try:
+            with self._changed:
+                if not self._changed.wait_for(lambda: not self._is_coding, timeout):
+                    raise CallTimeout(f"version {self._version} is not ready after {timeout} s")
+            if self._error is not None:
+                raise self._error
+        finally:
+            thread_roles.resume(role)
+
+    def close(self) -> None:
+        """Stop publishing. Subscribers keep the version that they have."""
+        self._registry.remove_publisher(self.name)
+
+    def _code_pending(self) -> None:
+        while True:
+            with self._changed:
+                pending, self._pending = self._pending, None
+                if pending is None or self._error is not None:
+                    self._is_coding = False
+                    self._changed.notify_all()
+                    return
+            try:
+                self._code(*pending)
+            except Exception as error:  # such as no memory: the next `publish` raises it
+                self._store.remove_unfinished(f"the publisher failed: {error}")
+                self._error = error
+
+    def _code(self, version: int, image: Image) -> None:
+        started = time.perf_counter()
+        base = self._store.current()
+        elements = changed = sum(
+            (section.stop - section.start) // section.width for section in self._layout.sections
+        )
+        nbytes = self._layout.nbytes
+        if base is not None:
+            stream = self._store.begin(StreamInfo(base.version, version))
+            changed = 0
+            for part in deltas.encode(base.contents, image.contents, self._layout.sections):
+                stream.append(part)
+                changed += part.changed
+            stream.finish()
+            nbytes = stream.nbytes
+        self._store.complete(image, version)
+        seconds = time.perf_counter() - started
+        report = PublishReport(version, changed, elements, nbytes, self._layout.nbytes, seconds)
+        self.reports.append(report)

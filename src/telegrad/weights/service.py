@@ -1,0 +1,253 @@
+"""The calls between workers that publish, pass on and read weights.
+
+State: `WeightsRegistry`, one per agent. `_publishers` has the publishers of this worker by name,
+and `_stores` the store of each name that other workers may read; both are changed under `_lock`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from telegrad.errors import StaleReference, UsageError
+from telegrad.futures import Future
+from telegrad.messages.remote_functions import DeferredReply, trusted
+from telegrad.runtime import active_runtime
+from telegrad.weights.deltas import Part
+from telegrad.weights.layout import Layout
+from telegrad.weights.topology import Source, Topology
+from telegrad.weights.versions import SharedVersion, VersionStore
+from telegrad.wire.handshake import Incarnation
+
+if TYPE_CHECKING:
+    from telegrad.runtime import AgentRuntime
+
+
+class JoinReply(NamedTuple):
+    """What a subscriber needs to follow a publisher."""
+
+    epoch: str
+    layout: Layout
+    source: Source
+    history: int
+    bandwidth: float | None
+
+
+class PublisherEntry(NamedTuple):
+    """What the registry needs of a publisher."""
+
+    store: VersionStore
+    topology: Topology
+    history: int
+
+
+class WeightsRegistry:
+    """The publishers and stores of one agent."""
+
+    def __init__(self, runtime: AgentRuntime) -> None:
+        self.runtime = runtime
+        self._publishers: dict[str, PublisherEntry] = {}
+        self._stores: dict[str, VersionStore] = {}
+        self._lock = threading.Lock()
+        runtime.on_loss(self._worker_lost)
+        runtime.on_end(self._end)
+
+    def __repr__(self) -> str:
+        return f"<WeightsRegistry of {self.runtime.name}: {self._stores}>"
+
+    @classmethod
+    def here(cls) -> WeightsRegistry:
+        """Return the registry of the agent that serves the current call."""
+        runtime = active_runtime()
+        if runtime is None:
+            raise StaleReference("a worker that passes on weights is leaving")
+        return runtime.service(cls)
+
+    def add_publisher(self, name: str, publisher: PublisherEntry) -> None:
+        """Let subscribers join a publisher."""
+        with self._lock:
+            if name in self._stores:
+                raise UsageError(
+                    f"worker {self.runtime.name!r} already publishes or receives weights named "
+                    f"{name!r}; close the other one, or pass another name"
+                )
+            self._publishers[name] = publisher
+            self._stores[name] = publisher.store
+
+    def remove_publisher(self, name: str) -> None:
+        """Undo `add_publisher`."""
+        with self._lock:
+            self._publishers.pop(name, None)
+            store = self._stores.pop(name, None)
+        if store is not None:
+            store.close()
+
+    def publisher(self, name: str) -> PublisherEntry | None:
+        """Return a publisher of this worker, if there is one of this name."""
+        return self._publishers.get(name)
+
+    def set_store(self, name: str, store: VersionStore | None) -> None:
+        """Let other workers read a store; None: no longer."""
+        with self._lock:
+            if name in self._publishers:
+                raise UsageError(f"worker {self.runtime.name!r} publishes {name!r} itself")
+            old = self._stores.pop(name, None)
+            if store is not None:
+                self._stores[name] = store
+        if old is not None and old is not store:
+            old.close()
+
+    def store(self, name: str, epoch: str) -> VersionStore:
+        """Return a store. Raise `StaleReference` if it is not here, or is of another epoch."""
+        store = self._stores.get(name)
+        if store is None or store.epoch != epoch:
+            raise StaleReference(
+                f"worker {self.runtime.name!r} does not pass on the current weights {name!r}"
+            )
+        return store
+
+    def join(self, name: str, worker: str, host: str | None, failed: str | None) -> JoinReply:
+        """Tell a subscriber from where it gets the weights."""
+        with self._lock:
+            publisher = self._publishers.get(name)
+            if publisher is None:
+                raise StaleReference(f"worker {self.runtime.name!r} does not publish {name!r}")
+            source = publisher.topology.join(worker, host, failed)
+        store = publisher.store
+        return JoinReply(store.epoch, store.layout, source, publisher.history, store.bandwidth)
+
+    def leave(self, name: str, worker: str) -> None:
+        """Remove a subscriber from the tree."""
+        with self._lock:
+            publisher = self._publishers.get(name)
+            if publisher is not None:
+                publisher.topology.remove(worker)
+
+    def forget_if_lost(self, store: VersionStore, reader: str) -> None:
+        """Remove a reader whose loss was noticed before its call was served."""
+        if self.runtime.is_lost(Incarnation(reader)):
+            store.reader_lost(reader)
+
+    def _end(self) -> None:
+        with self._lock:
+            stores = list(self._stores.values())
+            self._stores.clear()
+            self._publishers.clear()
+        for store in stores:
+            store.close()
+
+    def _worker_lost(self, name: str, incarnation: Incarnation) -> None:
+        with self._lock:
+            stores = list(self._stores.values())
+            for publisher in self._publishers.values():
+                publisher.topology.remove(name)
+        for store in stores:
+            store.reader_lost(str(incarnation))
+
+
+# Calls of subscribers
+
+
+@trusted
+def publishes(name: str) -> str | None:
+    """Return the epoch of the publisher of this name, if this worker has it."""
+    publisher = WeightsRegistry.here().publisher(name)
+    return None if publisher is None else publisher.store.epoch
+
+
+@trusted
+def join(name: str, worker: str, host: str | None, failed: str | None) -> JoinReply:
+    """Tell a subscriber from where it gets the weights."""
+    return WeightsRegistry.here().join(name, worker, host, failed)
+
+
+@trusted
+def leave(name: str, worker: str) -> None:
+    """Remove a subscriber from the tree."""
+    WeightsRegistry.here().leave(name, worker)
+
+
+@trusted
+def next_update(name: str, epoch: str, reader: str, have: int | None, seconds: float) -> Any:
+    """Return an `Update` that leads to the newest version; None if there is none in `seconds`."""
+    store = WeightsRegistry.here().store(name, epoch)
+    return _wait(store, store.wait_for_update(reader, have), reader, seconds)
+
+
+@trusted
+def next_version(name: str, epoch: str, reader: str, have: int | None, seconds: float) -> Any:
+    """Return the newest complete version; None if there is no other than `have` in `seconds`."""
+    store = WeightsRegistry.here().store(name, epoch)
+    return _wait(store, store.wait_for_version(reader, have), reader, seconds)
+
+
+@trusted
+def part(name: str, epoch: str, ticket: int, stream: int, index: int) -> Any:
+    """Return a part of an update, None after the last one."""
+    registry = WeightsRegistry.here()
+    store = registry.store(name, epoch)
+    found = store.part(ticket, stream, index)
+    if isinstance(found, Future) and found.done():
+        found = found.wait()
+    if store.bandwidth is not None:
+        return DeferredReply(_paced(registry.runtime, store, found))
+    return DeferredReply(found) if isinstance(found, Future) else found
+
+
+@trusted
+def is_alive(name: str, epoch: str) -> None:
+    """Return if this worker still passes on these weights."""
+    WeightsRegistry.here().store(name, epoch)
+
+
+@trusted
+def acquire(name: str, epoch: str, reader: str) -> SharedVersion:
+    """Let a reader of this host use the newest version."""
+    registry = WeightsRegistry.here()
+    store = registry.store(name, epoch)
+    version = store.acquire(reader)
+    registry.forget_if_lost(store, reader)
+    return version
+
+
+@trusted
+def release(name: str, epoch: str, ticket: int) -> None:
+    """End the use of a version."""
+    WeightsRegistry.here().store(name, epoch).release(ticket)
+
+
+def _wait(store: VersionStore, future: Future[Any], reader: str, seconds: float) -> Any:
+    """Reply when there is something newer, and with None after `seconds`."""
+    registry = WeightsRegistry.here()
+    registry.forget_if_lost(store, reader)
+    if future.done():
+        return future.wait()
+    expire: Callable[[], None] = lambda: store.expire(future)  # noqa: E731
+    registry.runtime.clock.call_at(time.monotonic() + seconds, expire)
+    return DeferredReply(future, on_abandoned=expire)
+
+
+def _paced(
+    runtime: AgentRuntime, store: VersionStore, found: Part | Future[Part | None] | None
+) -> Future[Part | None]:
+    """Return a future that completes when a part is there and the bandwidth allows it."""
+    paced: Future[Part | None] = Future()
+
+    def send(part: Part | None) -> None:
+        delay = 0.0 if part is None else store.delay(part)
+        runtime.clock.call_at(time.monotonic() + delay, lambda: paced.set_result(part))
+
+    def on_done(done: Any) -> None:
+        error = done.exception()
+        if error is None:
+            send(done.value())
+        else:
+            paced.set_exception(error)
+
+    if isinstance(found, Future):
+        found.add_done_callback(on_done)
+    else:
+        send(found)
+    return paced

@@ -1,0 +1,189 @@
+"""`Subscriber`: a worker's side. It reads the newest version that has arrived.
+
+State: `Receivers`, one per agent, which subscribers of the same name share.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from telegrad.agent import Agent, runtime_of
+from telegrad.errors import CallCancelled, UsageError
+from telegrad.futures import Future
+from telegrad.runtime import DEFAULT
+from telegrad.weights.layout import Rename, Weights, entry_of, pairs, tensors_of
+from telegrad.weights.receiver import Receiver, ReceiverCounters
+
+if TYPE_CHECKING:
+    from telegrad.runtime import AgentRuntime
+
+
+class Receivers:
+    """The receivers of one agent, by name. Changed under `_lock`."""
+
+    def __init__(self, runtime: AgentRuntime) -> None:
+        self._runtime = runtime
+        self._lock = threading.Lock()
+        self._receivers: dict[str, tuple[Receiver, int]] = {}
+        runtime.on_close(partial(self._close, True))
+        runtime.on_end(partial(self._close, False))
+
+    def open(self, name: str, publisher: str | None, patience: float) -> Receiver:
+        """Return the receiver of these weights, for one more subscriber."""
+        with self._lock:
+            receiver, users = self._receivers.get(name, (None, 0))
+            if receiver is None:
+                receiver = Receiver(self._runtime, name, publisher, patience)
+            self._receivers[name] = receiver, users + 1
+            return receiver
+
+    def release(self, receiver: Receiver) -> None:
+        """Close a receiver if this was its last subscriber."""
+        with self._lock:
+            _, users = self._receivers.get(receiver.name, (receiver, 0))
+            if users > 1:
+                self._receivers[receiver.name] = receiver, users - 1
+                return
+            self._receivers.pop(receiver.name, None)
+        receiver.close(leave=not self._runtime.closing)
+
+    def _close(self, leave: bool) -> None:
+        with self._lock:
+            receivers = [receiver for receiver, _ in self._receivers.values()]
+        for receiver in receivers:
+            receiver.close(leave)
+
+
+class Subscriber:
+    """The newest version of the weights that are published under a name.
+
+    Versions arrive in the background. A subscriber may be made before the publisher, and continues
+    with the next version if the publisher is restarted. `publisher` is the worker that publishes;
+    without it, it is searched for. If a worker that passes the weights on is silent for `patience`
+    seconds, another one takes its place.
+    """
+
+    def __init__(
+        self,
+        name: str = "default",
+        *,
+        agent: Agent | None = None,
+        publisher: str | None = None,
+        patience: float = 10.0,
+    ) -> None:
+        runtime = runtime_of(agent)
+        if runtime is None:
+            raise UsageError("a subscriber needs an agent: pass `agent`, or call `init_rpc` first")
+        runtime.require_open()
+        if not patience > 0:
+            raise UsageError(f"patience is a positive number of seconds, not {patience!r}")
+        self.name = name
+        self._runtime = runtime
+        self._receivers = runtime.service(Receivers)
+        self._receiver = self._receivers.open(name, publisher, patience)
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Subscriber of {self.name!r}: version {self.version}>"
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that has arrived; None before the first."""
+        return self._receiver.version
+
+    @property
+    def received(self) -> ReceiverCounters:
+        """What this worker has received over connections, not through shared memory."""
+        return self._receiver.counters
+
+    def pull_into(
+        self,
+        weights: Weights,
+        *,
+        names: Rename | None = None,
+        timeout: float | object | None = DEFAULT,
+    ) -> int:
+        """Copy the newest version into a module or `state_dict`. Return its number.
+
+        All tensors are of this version. `names` has the published name of each tensor that is
+        written, or is a function that returns it, or None for tensors that keep their values.
+        Without it, all tensors are written. Tensors of another dtype are converted. Wait up to
+        `timeout` seconds for the first version; None: without a limit.
+        """
+        target = tensors_of(weights)
+        with self._receiver.read(self._seconds(timeout)) as found:
+            copies = [
+                (tensor, entry_of(found.image, entry))
+                for tensor, entry in pairs(found.layout, target, names)
+            ]
+            try:
+                _copy(copies)
+            except BaseException:  # such as `KeyboardInterrupt`: never leave a mix of two versions
+                _copy(copies)
+                raise
+            return found.version
+
+    def state_dict(
+        self, *, timeout: float | object | None = DEFAULT
+    ) -> tuple[int, dict[str, Tensor]]:
+        """Return the newest version and its tensors, as copies. Tied tensors are the same."""
+        with self._receiver.read(self._seconds(timeout)) as found:
+            image = found.image.clone()
+            return found.version, found.layout.tensors(image)
+
+    def newer_than(self, version: int | None) -> Future[int]:
+        """Return a future for the newest version once it is newer than `version`.
+
+        It can be awaited. None: any version. It fails with `CallCancelled` after `close`.
+        """
+        return self._receiver.newer_than(version)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield each version that arrives, without those that were superseded meanwhile."""
+        version: int | None = None
+        while True:
+            try:
+                version = self.newer_than(version).wait()
+            except CallCancelled:
+                return
+            yield version
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        version: int | None = None
+        while True:
+            try:
+                version = await self.newer_than(version)
+            except CallCancelled:
+                return
+            yield version
+
+    def close(self) -> None:
+        """Stop receiving. May be repeated."""
+        if not self._closed:
+            self._closed = True
+            self._receivers.release(self._receiver)
+
+    def _seconds(self, timeout: float | object | None) -> float | None:
+        if timeout is DEFAULT:
+            return self._runtime.timeout
+        if timeout is None or isinstance(timeout, int | float):
+            return timeout
+        raise UsageError(f"a timeout is a number of seconds or None, not {timeout!r}")
+
+
+def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for target, source in copies:
+            target.copy_(source)

@@ -1,0 +1,337 @@
+"""`VersionStore`: the versions that one worker has and passes on.
+
+A publisher and every worker that receives for its host have one. It has the image of the newest
+complete version and the recent deltas as streams of parts. A stream may still be arriving: readers
+get each part as soon as it is there, so a chain of workers forwards a version while receiving it.
+
+A reader holds a ticket for what it reads. Streams live as long as a ticket refers to them. An image
+is not written again while a ticket refers to it. If the reader is lost, its images are discarded:
+its process may be frozen in the middle of a copy.
+
+State, all under `_lock`: `_current`, the newest complete image; `_free`, images to write next;
+`_chain`, the recent streams, each of which begins where the one before ends; `_tickets`;
+`_waiters`, futures of readers that wait for a newer version. Futures are completed without the
+lock. What must never be true: an image in `_free`, or returned by `take_image`, has a ticket.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from telegrad.errors import StaleReference
+from telegrad.futures import Future
+from telegrad.transport import flat_memory
+from telegrad.transport.flat_memory import SegmentHandle
+from telegrad.weights.deltas import Part
+from telegrad.weights.layout import Layout
+from telegrad.weights.streams import (
+    ArrivingStream,
+    Image,
+    Pacer,
+    SnapshotStream,
+    Stream,
+    StreamInfo,
+)
+
+_CLOSED = "the worker no longer passes on these weights"
+
+
+class Update(NamedTuple):
+    """What leads a reader to the newest version. The ticket is for the parts of the streams."""
+
+    ticket: int
+    streams: tuple[StreamInfo, ...]
+
+
+class SharedVersion(NamedTuple):
+    """A complete version in the memory of a worker of this host."""
+
+    ticket: int
+    version: int
+    handle: SegmentHandle | None  # None: it is not in shared memory
+
+
+@dataclass(eq=False)
+class _Ticket:
+    reader: str
+    is_update: bool
+    streams: tuple[Stream, ...] = ()
+    images: list[Image] = field(default_factory=list)
+
+
+class _Waiter(NamedTuple):
+    reader: str
+    have: int | None
+    for_update: bool
+    future: Future[Update | int | None]
+
+
+class VersionStore:
+    """The versions of one `epoch`, the life of one publisher."""
+
+    def __init__(
+        self, epoch: str, layout: Layout, *, shared: bool, history: int, bandwidth: float | None
+    ) -> None:
+        self.epoch = epoch
+        self.layout = layout
+        self._shared = shared
+        self._history = history  # bytes of deltas that are kept
+        self.bandwidth = bandwidth  # bytes per second
+        self._pacer = Pacer(bandwidth)
+        self._current: Image | None = None
+        self._free: list[Image] = []
+        self._chain: deque[ArrivingStream] = deque()
+        self._tickets: dict[int, _Ticket] = {}
+        self._ticket_ids = itertools.count(1)
+        self._waiters: list[_Waiter] = []
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return (
+            f"<VersionStore {self.epoch}: version {self.version}, {list(self._chain)}, "
+            f"{len(self._tickets)} tickets, {len(self._waiters)} waiters>"
+        )
+
+    @property
+    def version(self) -> int | None:
+        """The newest complete version."""
+        current = self._current
+        return None if current is None else current.version
+
+    # For the worker that writes the versions
+
+    def take_image(self) -> Image:
+        """Return memory for a version that nobody reads. `complete` or `give_back` returns it."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        memory = flat_memory.allocate_shared(self.layout.nbytes) if self._shared else None
+        if memory is None:
+            return Image(flat_memory.allocate_private(self.layout.nbytes), None, None)
+        return Image(memory.contents, memory.handle, memory)
+
+    def give_back(self, image: Image) -> None:
+        """Return memory that no reader has seen."""
+        with self._lock:
+            self._free.append(image)
+
+    def current(self) -> Image | None:
+        """Return the newest complete image. Only the writer calls this: it is not kept alive."""
+        return self._current
+
+    def begin(self, info: StreamInfo) -> ArrivingStream:
+        """Add a stream whose parts follow. Readers are told of it at once."""
+        stream = ArrivingStream(info)
+        with self._lock:
+            if info.base is None:
+                self._chain.clear()
+            self._chain.append(stream)
+            ready = self._ready_updates()
+        _complete(ready)
+        return stream
+
+    def complete(self, image: Image, version: int) -> None:
+        """Make an image the newest complete version."""
+        with self._lock:
+            image.version = version
+            old, self._current = self._current, image
+            if old is not None and not old.readers and not old.is_discarded:
+                self._free.append(old)
+            self._drop_history()
+            ready = self._ready_updates()
+        _complete(ready)
+
+    def remove_unfinished(self, reason: str) -> None:
+        """Remove the streams after the newest complete version: they will not arrive."""
+        with self._lock:
+            version = self.version
+            removed = [
+                each for each in self._chain if version is None or each.info.version > version
+            ]
+            self._chain = deque(each for each in self._chain if each not in removed)
+        for stream in removed:
+            stream.finish(reason)
+
+    def close(self) -> None:
+        """Let all readers fail: there is a newer epoch, or this worker leaves."""
+        with self._lock:
+            self._closed = True
+            waiters, self._waiters = self._waiters, []
+        self.remove_unfinished(_CLOSED)
+        for waiter in waiters:
+            waiter.future.set_exception(StaleReference(_CLOSED))
+
+    # For readers
+
+    def wait_for_update(self, reader: str, have: int | None) -> Future[Update | int | None]:
+        """Return a future for what leads from version `have` to the newest one."""
+        return self._wait(_Waiter(reader, have, True, Future()))
+
+    def wait_for_version(self, reader: str, have: int | None) -> Future[Update | int | None]:
+        """Return a future for the newest complete version, once it is newer than `have`."""
+        return self._wait(_Waiter(reader, have, False, Future()))
+
+    def expire(self, future: Future[Update | int | None]) -> None:
+        """Complete a future of a waiter with None, so that the reader knows that this one lives."""
+        with self._lock:
+            found = [each for each in self._waiters if each.future is future]
+            self._waiters = [each for each in self._waiters if each.future is not future]
+        for waiter in found:
+            waiter.future.set_result(None)
+
+    def part(self, ticket: int, stream: int, index: int) -> Part | Future[Part | None] | None:
+        """Return a part of a stream of a ticket, or a future of it."""
+        with self._lock:
+            found = self._tickets.get(ticket)
+            streams = () if found is None else found.streams
+        if stream >= len(streams):
+            raise StaleReference("these weights are no longer kept for this reader")
+        return streams[stream].get(index)
+
+    def delay(self, part: Part) -> float:
+        """Return in how many seconds a part may be sent, so that the bandwidth is not exceeded."""
+        return self._pacer.reserve(part.nbytes)
+
+    def acquire(self, reader: str) -> SharedVersion:
+        """Let a reader use the newest complete image until it calls `release`."""
+        with self._lock:
+            image = self._current
+            if image is None:
+                raise StaleReference("there is no version of these weights yet")
+            ticket = self._add_ticket(_Ticket(reader, False), [image])
+            return SharedVersion(ticket, image.version, image.handle)
+
+    def image_of(self, ticket: int) -> Image:
+        """Return the image of a ticket of `acquire`."""
+        with self._lock:
+            return self._tickets[ticket].images[0]
+
+    def release(self, ticket: int) -> None:
+        """End the use of what a ticket stands for. May be repeated."""
+        with self._lock:
+            found = self._tickets.pop(ticket, None)
+            if found is not None:
+                self._release_images(found)
+
+    def reader_lost(self, reader: str) -> None:
+        """Remove a reader. What it was reading is not written again: it may only be frozen."""
+        with self._lock:
+            waiters = [each for each in self._waiters if each.reader == reader]
+            self._waiters = [each for each in self._waiters if each.reader != reader]
+            for number, ticket in list(self._tickets.items()):
+                if ticket.reader == reader:
+                    del self._tickets[number]
+                    for image in ticket.images:
+                        image.is_discarded = image.is_discarded or not ticket.is_update
+                    self._release_images(ticket)
+        for waiter in waiters:
+            waiter.future.set_result(None)
+
+    # Under the lock
+
+    def _wait(self, waiter: _Waiter) -> Future[Update | int | None]:
+        with self._lock:
+            if self._closed:
+                raise StaleReference(_CLOSED)
+            self._waiters.append(waiter)
+            ready = self._ready_updates()
+        _complete(ready)
+        return waiter.future
+
+    def _ready_updates(self) -> list[Callable[[], None]]:
+        """Remove the waiters for which there is something newer. Return how to complete them."""
+        ready: list[Callable[[], None]] = []
+        waiting = []
+        for waiter in self._waiters:
+            value: Update | int | None = None
+            if waiter.for_update:
+                value = self._find_update(waiter)
+            elif is_newer(self.version, waiter.have):
+                value = self.version
+            if value is None:
+                waiting.append(waiter)
+            else:
+                ready.append(_completion(waiter.future, value))
+        self._waiters = waiting
+        return ready
+
+    def _find_update(self, waiter: _Waiter) -> Update | None:
+        newest = self._chain[-1].info.version if self._chain else self.version
+        if not is_newer(newest, waiter.have):
+            return None
+        recent = [] if waiter.have is None else self._streams_from(waiter.have)
+        streams: list[Stream] = list(recent)
+        images = []
+        if not recent or sum(each.nbytes for each in recent) > self.layout.nbytes:
+            if self._chain and self._chain[0].info.base is None:  # a snapshot is arriving
+                streams = list(self._chain)
+            elif self._current is not None:
+                images = [self._current]
+                after = self._streams_from(self._current.version)
+                streams = [SnapshotStream(self._current), *after]
+        if not streams:
+            return None
+        ticket = _Ticket(waiter.reader, True, tuple(streams))
+        number = self._add_ticket(ticket, images)
+        return Update(number, tuple(stream.info for stream in streams))
+
+    def _streams_from(self, base: int) -> list[ArrivingStream]:
+        """Return the streams that lead from a version to the newest."""
+        for index, stream in enumerate(self._chain):
+            if stream.info.base == base:
+                return list(itertools.islice(self._chain, index, None))
+        return []
+
+    def _add_ticket(self, ticket: _Ticket, images: list[Image]) -> int:
+        if ticket.is_update:  # a reader follows one update at a time
+            for number, other in list(self._tickets.items()):
+                if other.is_update and other.reader == ticket.reader:
+                    self._release_images(self._tickets.pop(number))
+        ticket.images = images
+        for image in images:
+            image.readers += 1
+        number = next(self._ticket_ids)
+        self._tickets[number] = ticket
+        return number
+
+    def _release_images(self, ticket: _Ticket) -> None:
+        for image in ticket.images:
+            image.readers -= 1
+            if not image.readers and image is not self._current and not image.is_discarded:
+                self._free.append(image)
+
+    def _drop_history(self) -> None:
+        """Keep the newest deltas up to the limit. Snapshots that have arrived are in the image."""
+        version = self.version
+        while self._chain and (
+            (self._chain[0].info.base is None and self._chain[0].info.version == version)
+            or (
+                len(self._chain) > 1
+                and self._chain[0].info.version != version
+                and sum(each.nbytes for each in self._chain) > self._history
+            )
+        ):
+            self._chain.popleft()
+        del self._free[2:]  # more were needed while readers were slow
+
+
+def _completion(
+    future: Future[Update | int | None], value: Update | int | None
+) -> Callable[[], None]:
+    return lambda: future.set_result(value)
+
+
+def _complete(ready: list[Callable[[], None]]) -> None:
+    for complete in ready:
+        complete()
+
+
+def is_newer(version: int | None, than: int | None) -> bool:
+    """Return whether a version is newer than another one. None: there is none."""
+    return version is not None and (than is None or version > than)

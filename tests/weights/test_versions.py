@@ -1,0 +1,267 @@
+"""Versions arrive whole, in order, and equal to the bit, as long as nothing fails."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import telegrad
+from telegrad.errors import CallCancelled, CallTimeout, UsageError
+from telegrad.transport import flat_memory
+from telegrad.weights import Publisher, Subscriber
+from tests.conftest import Clusters
+from tests.weights.conftest import PATIENCE, Model, Subscribe, fill, values_of
+
+
+def bits(model: nn.Module) -> dict[str, bytes]:
+    return {
+        name: tensor.flatten().view(torch.uint8).numpy().tobytes()
+        for name, tensor in model.state_dict().items()
+        if not tensor.is_meta and tensor.dim()
+    }
+
+
+def test_all_subscribers_get_each_version(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(5)
+    model = Model()
+    publisher = Publisher(model, "policy", agent=workers["w0"])
+    subscribers = [subscribe(workers, f"w{number}") for number in range(1, 5)]
+    copies = [Model() for _ in subscribers]
+    for version in (3, 4, 10):
+        with torch.no_grad():
+            model.layer.weight[version] = float("nan")
+            model.embedding.weight[0] *= -0.0
+            model.norm.weight.fill_(version)
+        assert publisher.publish(version) == version
+        for subscriber, copy in zip(subscribers, copies, strict=True):
+            assert subscriber.newer_than(version - 1).result(PATIENCE) == version
+            assert subscriber.pull_into(copy) == version
+            assert bits(copy) == bits(model)
+            assert copy.norm.num_batches_tracked == 0
+            assert copy.head.weight is copy.embedding.weight
+            assert copy.layer.weight.requires_grad
+    publisher.flush(PATIENCE)
+    first, _, last = publisher.reports
+    assert first.delta_bytes == first.full_bytes
+    assert last.version == 10
+    assert 0 < last.changed < last.elements
+    assert last.delta_bytes < last.full_bytes / 5
+    assert last.changed_share == last.changed / last.elements
+    assert publisher.version == 10
+
+
+def test_a_chain_of_hosts_receives_deltas(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(5, transports=("tcp",))
+    model = nn.Linear(300, 300)
+    publisher = Publisher(model, "policy", agent=workers["w0"], fan_out=1)
+    subscribers = [subscribe(workers, f"w{number}") for number in range(1, 5)]
+    for version in range(5):
+        with torch.no_grad():
+            model.weight[version] += 1
+        publisher.publish()
+        for subscriber in subscribers:
+            subscriber.newer_than(version - 1).result(PATIENCE)
+            copy = nn.Linear(300, 300)
+            assert subscriber.pull_into(copy) == version
+            assert torch.equal(copy.weight, model.weight)
+    size = 301 * 300 * 4
+    for subscriber in subscribers:
+        assert subscriber.received.snapshots == 1
+        assert subscriber.received.versions == 5
+        assert size < subscriber.received.nbytes < 1.1 * size
+
+
+def test_large_weights_arrive_in_many_parts(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(3)
+    weights = {"w": torch.randn(3 << 20), "h": torch.randn(1 << 20).half()}
+    publisher = Publisher(weights, "policy", agent=workers["w0"], fan_out=1, bandwidth=1e9)
+    subscribers = [subscribe(workers, f"w{number}") for number in (1, 2)]
+    for version in range(3):
+        weights["w"] += torch.randn(3 << 20)
+        weights["h"][:1000] += version
+        publisher.publish(version)
+        for subscriber in subscribers:
+            subscriber.newer_than(version - 1).result(PATIENCE)
+            found, tensors = subscriber.state_dict()
+            assert found == version
+            assert torch.equal(tensors["w"], weights["w"])
+            assert torch.equal(tensors["h"], weights["h"])
+
+
+def test_names_can_be_mapped_and_left_out(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(2)
+    model = Model()
+    publisher = Publisher(model, "policy", agent=workers["w0"])
+    publisher.publish()
+    subscriber = subscribe(workers, "w1")
+    layer = nn.Linear(40, 30, bias=False)
+    subscriber.pull_into(layer, names={"weight": "layer.weight"})
+    assert torch.equal(layer.weight, model.layer.weight)
+    half = nn.Linear(40, 30, dtype=torch.float16)
+    subscriber.pull_into(half, names=lambda name: f"layer.{name}" if name == "weight" else None)
+    assert torch.equal(half.weight, model.layer.weight.half())
+    before = layer.weight.clone()
+    with pytest.raises(UsageError, match="no tensor 'weight'"):
+        subscriber.pull_into(layer)
+    with pytest.raises(UsageError, match=r"shape \(30, 40\)"):
+        subscriber.pull_into(layer, names={"weight": "layer.bias"})
+    assert torch.equal(layer.weight, before)
+
+
+def test_a_late_subscriber_gets_a_snapshot(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(3)
+    model = Model()
+    publisher = Publisher(model, "policy", agent=workers["w0"], history=0)
+    early = subscribe(workers, "w1")
+    for version in range(6):
+        fill(model, version)
+        publisher.publish()
+        early.newer_than(version - 1).result(PATIENCE)
+    late = subscribe(workers, "w2")
+    copy = Model()
+    assert late.pull_into(copy) == 5
+    assert values_of(copy.state_dict()) == {5.0}
+
+
+def test_subscribers_may_come_first(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(2)
+    subscriber = subscribe(workers, "w1")
+    assert subscriber.version is None
+    with pytest.raises(CallTimeout, match="no version of the weights 'policy'"):
+        subscriber.pull_into(Model(), timeout=0.1)
+    future = subscriber.newer_than(None)
+    publisher = Publisher(Model(), "policy", agent=workers["w0"])
+    publisher.publish(7)
+    assert future.result(PATIENCE) == 7
+
+
+def test_iteration_ends_with_the_subscriber(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(3)
+    publisher = Publisher(Model(), "policy", agent=workers["w0"])
+    publisher.publish(0)
+    subscriber, other = subscribe(workers, "w1"), subscribe(workers, "w2")
+    seen = []
+    for version in subscriber:
+        seen.append(version)
+        if version == 3:
+            subscriber.close()
+        else:
+            publisher.publish()
+    assert seen == [0, 1, 2, 3]
+    with pytest.raises(UsageError):
+        subscriber.pull_into(Model())
+    with pytest.raises(CallCancelled):
+        subscriber.newer_than(99).wait()
+
+    async def follow() -> list[int]:
+        versions = []
+        async for version in other:
+            versions.append(version)
+            if version >= 5:
+                break
+            publisher.publish()
+        return versions
+
+    versions = asyncio.run(asyncio.wait_for(follow(), PATIENCE))
+    assert versions == sorted(set(versions))
+    assert versions[-1] >= 5
+
+
+def test_pulls_never_mix_two_versions(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(4)
+    weights = {f"t{number}": torch.zeros(50_000) for number in range(10)}
+    publisher = Publisher(weights, "policy", agent=workers["w0"])
+    publisher.publish(0)
+    subscribers = [subscribe(workers, f"w{number}") for number in (1, 2, 3)]
+    errors: list[Any] = []
+
+    def pull(subscriber: Subscriber) -> None:
+        copy = {name: torch.empty(50_000) for name in weights}
+        version = -1
+        while version < 60 and not errors:
+            found = subscriber.pull_into(copy)
+            if found < version or values_of(copy) != {float(found)}:
+                errors.append((version, found, values_of(copy)))
+            version = found
+
+    threads = [threading.Thread(target=pull, args=(each,)) for each in subscribers]
+    for thread in threads:
+        thread.start()
+    for version in range(1, 61):
+        for tensor in weights.values():
+            tensor.fill_(version)
+        publisher.publish(version)
+        publisher.flush(PATIENCE)
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert errors == []
+
+
+def test_memory_is_reused(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(2)
+    model = Model()
+    publisher = Publisher(model, "policy", agent=workers["w0"])
+    subscriber = subscribe(workers, "w1")
+    images = set()
+    for version in range(20):
+        publisher.publish()
+        publisher.flush(PATIENCE)
+        subscriber.newer_than(version - 1).result(PATIENCE)
+        subscriber.pull_into(Model())
+        current = publisher._store.current()
+        assert current is not None
+        images.add(id(current))
+    assert len(images) <= 4
+
+
+def test_memory_that_cannot_be_mapped_is_received(
+    cluster: Clusters, subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = cluster(2, transports=("unix",))
+    monkeypatch.setattr(flat_memory, "open_shared", lambda handle: None)
+    model, copy = Model(), Model()
+    publisher = Publisher(model, "policy", agent=workers["w0"])
+    publisher.publish()
+    subscriber = subscribe(workers, "w1")
+    subscriber.pull_into(copy)
+    assert bits(copy) == bits(model)
+    assert subscriber.received.snapshots == 1
+
+
+def test_wrong_use_is_explained(cluster: Clusters, subscribe: Subscribe) -> None:
+    workers = cluster(2)
+    model = Model()
+    publisher = Publisher(model, "policy", agent=workers["w0"])
+    with pytest.raises(UsageError, match="already publishes"):
+        Publisher(model, "policy", agent=workers["w0"])
+    with pytest.raises(UsageError, match="itself"):
+        Subscriber("policy", agent=workers["w0"])
+    publisher.publish(4)
+    with pytest.raises(UsageError, match="version 4 does not follow version 4"):
+        publisher.publish(4)
+    model.head.weight = nn.Parameter(model.head.weight.clone())
+    with pytest.raises(UsageError, match="have changed"):
+        publisher.publish()
+    with pytest.raises(UsageError, match="needs an agent"):
+        Publisher(model)
+    with pytest.raises(UsageError, match="needs an agent"):
+        Subscriber()
+    with pytest.raises(UsageError, match="bandwidth"):
+        Publisher(model, "other", agent=workers["w0"], bandwidth=0)
+    with pytest.raises(UsageError, match="fan_out"):
+        Publisher(model, "other", agent=workers["w0"], fan_out=0)
+    with pytest.raises(UsageError, match="patience"):
+        Subscriber("policy", agent=workers["w1"], patience=0)
+    assert "version 4" in repr(publisher)
+    publisher.close()
+    Publisher(model, "policy", agent=workers["w0"]).close()
+
+
+def test_the_names_are_part_of_the_package() -> None:
+    assert telegrad.weights.Publisher is Publisher
