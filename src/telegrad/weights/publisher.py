@@ -1,9 +1,9 @@
 """`Publisher`: the trainer's side. It makes versions of the weights and serves them.
 
 `publish` copies the weights into memory that is shared with the workers of this host, and returns.
-A thread compares the copy with the version before it and makes the delta; subscribers get its parts
-as they are made. If `publish` is called again before that thread begins, the version in between is
-skipped.
+A thread makes the copy the newest version, compares it with the one before, and makes the delta;
+subscribers on other hosts get its parts as they are made. If `publish` is called again before that
+thread begins, the version in between is skipped.
 
 State, under `_lock`: `_pending`, the copy that is coded next, `_is_coding`, and `_error`. Only one
 thread at a time codes, and only it changes the store.
@@ -26,7 +26,7 @@ from telegrad.transport import flat_memory
 from telegrad.weights import deltas
 from telegrad.weights.layout import Layout, Weights, tensors_of
 from telegrad.weights.service import PublisherEntry, WeightsRegistry
-from telegrad.weights.streams import Image, StreamInfo
+from telegrad.weights.streams import ArrivingStream, Image
 from telegrad.weights.topology import Topology
 from telegrad.weights.versions import VersionStore
 
@@ -191,25 +191,33 @@ class Publisher:
             try:
                 self._code(*pending)
             except Exception as error:  # such as no memory: the next `publish` raises it
-                self._store.remove_unfinished(f"the publisher failed: {error}")
                 self._error = error
 
     def _code(self, version: int, image: Image) -> None:
+        """Let workers of this host read a version, and make the delta for the others."""
         started = time.perf_counter()
-        base = self._store.current()
         elements = changed = sum(
             (section.stop - section.start) // section.width for section in self._layout.sections
         )
         nbytes = self._layout.nbytes
-        if base is not None:
-            stream = self._store.begin(StreamInfo(base.version, version))
-            changed = 0
-            for part in deltas.encode(base.contents, image.contents, self._layout.sections):
-                stream.append(part)
-                changed += part.changed
-            stream.finish()
+        advanced = self._store.advance(image, version)
+        if advanced is not None:
+            base, stream = advanced
+            changed = self._make_delta(base, image, stream)
             nbytes = stream.nbytes
-        self._store.complete(image, version)
         seconds = time.perf_counter() - started
         report = PublishReport(version, changed, elements, nbytes, self._layout.nbytes, seconds)
         self.reports.append(report)
+
+    def _make_delta(self, base: Image, image: Image, stream: ArrivingStream) -> int:
+        """Add the parts of a delta to its stream. Return the number of changed elements."""
+        changed, failure = 0, "the publisher could not make this delta"
+        try:
+            for part in deltas.encode(base.contents, image.contents, self._layout.sections):
+                stream.append(part)
+                changed += part.changed
+            failure = ""
+        finally:
+            stream.finish(failure)
+            self._store.end_delta(base)
+        return changed

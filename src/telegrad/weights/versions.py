@@ -147,6 +147,26 @@ class VersionStore:
             ready = self._ready_updates()
         _complete(ready)
 
+    def advance(self, image: Image, version: int) -> tuple[Image, ArrivingStream] | None:
+        """Make an image the newest version at once, before its delta is made.
+
+        Return the image before it, which stays unchanged until `end_delta`, and the stream for the
+        delta; None if this is the first version.
+        """
+        with self._lock:
+            base, stream = self._current, None
+            if base is not None:
+                base.readers += 1
+                stream = ArrivingStream(StreamInfo(base.version, version))
+                self._chain.append(stream)
+        self.complete(image, version)
+        return None if base is None or stream is None else (base, stream)
+
+    def end_delta(self, base: Image) -> None:
+        """Note that a delta is made, so that the image before it may be written again."""
+        with self._lock:
+            self._unpin(base)
+
     def remove_unfinished(self, reason: str) -> None:
         """Remove the streams after the newest complete version: they will not arrive."""
         with self._lock:
@@ -302,9 +322,12 @@ class VersionStore:
 
     def _release_images(self, ticket: _Ticket) -> None:
         for image in ticket.images:
-            image.readers -= 1
-            if not image.readers and image is not self._current and not image.is_discarded:
-                self._free.append(image)
+            self._unpin(image)
+
+    def _unpin(self, image: Image) -> None:
+        image.readers -= 1
+        if not image.readers and image is not self._current and not image.is_discarded:
+            self._free.append(image)
 
     def _drop_history(self) -> None:
         """Keep the newest deltas up to the limit. Snapshots that have arrived are in the image."""
