@@ -10,7 +10,8 @@ on the first one and the subscribers are on the others. The entries:
 
     telegrad.weights   `Publisher` and `Subscriber`
     telegrad           the trainer sends all weights to each subscriber by a call
-    torch              the same with torch.distributed.rpc
+    torch              the same with torch.distributed.rpc (only on one host: in several namespaces
+                       of one machine it uses shared memory)
     gloo               torch.distributed.broadcast of one flat tensor
     torch.save         a file in a folder that all processes see (memory; only on one host)
     memcpy             the limit on one host: each subscriber copies the weights from shared memory
@@ -480,8 +481,8 @@ def main() -> int:
             hosts = tuple(network.hosts)
         for subscribers in map(int, options.subscribers.split(",")):
             for entry in options.entries.split(","):
-                if hosts and entry in ("torch.save", "memcpy"):
-                    continue  # they use no network
+                if hosts and entry in ("torch", "torch.save", "memcpy"):
+                    continue  # they use the memory of this machine
                 print(json.dumps(measure(entry, subscribers, options, hosts)), flush=True)
     return 0
 
