@@ -114,7 +114,7 @@ def test_every_tensor_is_restored_to_the_bit() -> None:
     orders = st.sampled_from(["contiguous", "strided", "transposed", "channels_last"])
     tensor = st.tuples(st.sampled_from(DTYPES), shapes, orders)
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(
         st.lists(tensor, max_size=6),
         st.sampled_from([0.0, 0.01, 0.2, 1.0]),

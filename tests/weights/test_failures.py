@@ -121,7 +121,7 @@ def test_lost_and_late_replies(cluster: Clusters, subscribe: Subscribe) -> None:
         faults.drop("reply", function="join", at=2),
     ):
         subscribers = [subscribe(workers, f"w{i}", patience=0.3) for i in (1, 2, 3)]
-        for version in range(6):
+        for version in range(3):
             publish(publisher, tensors, version)
             for subscriber in subscribers:
                 check(subscriber, version)

@@ -104,6 +104,10 @@ def tensors_of(weights: Weights) -> dict[str, Tensor]:
     if isinstance(weights, nn.Module):
         # With `keep_vars`, tied parameters are the same object.
         weights = weights.state_dict(keep_vars=True)
+    if not isinstance(weights, Mapping):
+        raise UsageError(
+            f"weights are a module or a dict of tensors by name, not {type(weights).__name__}"
+        )
     # A `state_dict` may contain other values, such as the extra state of a module.
     return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
