@@ -110,6 +110,7 @@ def accidents(path: Path, transport: str, seed: int, events: int, size: int = 4)
             worker.do(end)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_kills_and_freezes(tmp_path: Path, transport: str) -> None:
     accidents(tmp_path, transport, 3, 4)
