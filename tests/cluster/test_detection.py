@@ -283,6 +283,16 @@ def test_without_an_engine_the_error_says_what_to_do(start: Start) -> None:
         start()
 
 
+def test_a_batch_script_of_slurm_is_told_to_use_srun(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in SLURM.items():
+        if not name.startswith("SLURM_STEP"):
+            monkeypatch.setenv(name, text)
+    with pytest.raises(UsageError, match=r"SLURM_STEP_NUM_TASKS is missing.*srun"):
+        start()
+
+
 def test_an_agent_with_a_store_needs_a_name() -> None:
     with pytest.raises(UsageError, match="an agent needs a name"):
         Agent(store=object())

@@ -5,6 +5,8 @@ The marker is set in steps only: the batch script itself also has a ``SLURM_PROC
 
 from __future__ import annotations
 
+import os
+
 from telegrad.cluster.engine import Engine, Environment, port_of_job, require
 from telegrad.cluster.placement import Rendezvous
 from telegrad.cluster.slurm_hosts import first_host
@@ -26,3 +28,13 @@ SLURM = Engine(
     rendezvous=_rendezvous,
     advice="start the workers with srun",
 )
+
+
+def advice_outside_step(environment: Environment = os.environ) -> str:
+    """Return what to do if this process is in a job of Slurm, but `srun` did not start it."""
+    if not environment.get("SLURM_JOB_ID") or environment.get(SLURM.marker):
+        return ""
+    return (
+        f". This process is in a job of Slurm, but {SLURM.marker} is missing, because it is not "
+        f"in a step: {SLURM.advice}"
+    )

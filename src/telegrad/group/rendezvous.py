@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from telegrad.cluster import Placement
+from telegrad.cluster import Placement, slurm
 from telegrad.current import process_state
 from telegrad.errors import JoinError, UsageError
 from telegrad.group.signed_store import Store
@@ -32,7 +32,7 @@ def open_store(place: Placement, timeout: float) -> Store:
     """
     rendezvous = place.rendezvous
     if rendezvous is None:
-        raise UsageError(_NO_RENDEZVOUS)
+        raise UsageError(_NO_RENDEZVOUS + slurm.advice_outside_step())
     if place.rank is None and not rendezvous.hosted:
         raise UsageError("the rank of this worker is unknown: pass rank=, or set RANK")
     try:
