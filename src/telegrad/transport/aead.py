@@ -10,8 +10,8 @@ are hardly faster than one. There are two faster ways, which have the same resul
   buffers. It holds the interpreter lock, but brings a newer OpenSSL, which is three times as fast
   as OpenSSL 3.0 on processors with vector instructions for AES.
 
-The first is used unless the second is much faster here. Without both, `is_available` returns False,
-and stripes use TLS.
+The first is used unless the second is faster than several threads of it. Without both,
+`is_available` returns False, and stripes use TLS.
 
 State: a cipher is used by one thread at a time.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import ssl
 import time
 from abc import ABC, abstractmethod
@@ -32,8 +33,9 @@ KEY_BYTES, NONCE_BYTES, TAG_BYTES = 32, 12, 16
 _LIBRARIES = ("libcrypto.so.3", "libcrypto.so.1.1")
 _GET_TAG, _SET_TAG = 0x10, 0x11  # EVP_CTRL_AEAD_...
 _KEEP = -1  # the direction of the context stays
-# A cipher that holds the interpreter lock must be faster by this factor to be used.
-_WORTH_THE_LOCK = 1.5
+# Threads that can encrypt at the same time: one per core, and per stripe by default. A cipher that
+# holds the interpreter lock must be faster than all of them together to be used.
+_THREADS = min(len(os.sched_getaffinity(0)), 4)
 _TRIAL = 1 << 17  # bytes, to compare speeds
 
 _POINTER, _INT, _BYTES = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
@@ -204,7 +206,7 @@ def _fastest() -> type[Cipher] | None:
         implementations.append(PackageCipher)
     if len(implementations) == 2:
         without_lock, with_lock = (_seconds(each) for each in implementations)
-        if without_lock > _WORTH_THE_LOCK * with_lock:
+        if without_lock > _THREADS * with_lock:
             implementations.reverse()
     return implementations[0] if implementations else None
 
