@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -28,6 +29,10 @@ _MOMENT = 5.0  # seconds that what a test started may take to end
 _BEFORE_TIMEOUT = 2.0
 
 Clusters = Callable[..., LocalCluster]
+
+# A shell starts its background jobs with SIGINT ignored, and child processes inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -273,11 +273,14 @@ def test_the_command(cluster: Clusters) -> None:
     with subprocess.Popen(
         [*command, "--port", "0"], env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().removeprefix("open ").strip()
-        assert states(url) == {"w0": "alive", "w1": "alive"}
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().removeprefix("open ").strip()
+            assert states(url) == {"w0": "alive", "w1": "alive"}
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+        finally:
+            process.kill()
 
 
 # Views
