@@ -45,10 +45,10 @@ def test_calls_are_ranges_of_the_caller(cluster: Clusters) -> None:
         with pytest.raises(TypeError):
             agent.call("w1", double)  # type: ignore[call-arg]
     assert {
-        "rpc_sync#double(w0 -> w1)",
-        "rpc_async#double(w0 -> w1)",
-        "rpc_sync#max(w0 -> w1)",
-        "rpc_remote#double(w0 -> w1)",
+        "telegrad.call#double(w0 -> w1)",
+        "telegrad.submit#double(w0 -> w1)",
+        "telegrad.call#max(w0 -> w1)",
+        "telegrad.create#double(w0 -> w1)",
     } <= names(profiled)
 
 
@@ -59,8 +59,8 @@ def test_calls_are_ranges_of_the_callee(cluster: Clusters) -> None:
         with pytest.raises(TypeError):
             agent.call("w1", double)  # type: ignore[call-arg]
     events = [event for event in profiled.events() or [] if "double" in event.name]
-    served = [event for event in events if event.name == "rpc_serve#double(w0 -> w1)"]
-    made = [event for event in events if event.name == "rpc_sync#double(w0 -> w1)"]
+    served = [event for event in events if event.name == "telegrad.serve#double(w0 -> w1)"]
+    made = [event for event in events if event.name == "telegrad.call#double(w0 -> w1)"]
     assert len(served) == len(made) == 2
     assert all(each.thread != made[0].thread for each in served)
     inner = {event.name for event in served[0].cpu_children}

@@ -1,10 +1,10 @@
 """Remote calls in profiles of `torch.profiler.profile`.
 
-While a profile runs in this process, each call is a range with the name that torch's own RPC gives
-it, such as ``rpc_sync#f(w0 -> w1)``, on the thread that makes it, and ``rpc_serve#f(w0 -> w1)`` on
-the thread that serves it. The range of an asynchronous call ends when it has been sent. A profile
-shows the thread that started it. With ``profile_all_threads`` in its `experimental_config`, it
-shows the threads that serve calls, too.
+While a profile runs in this process, each call is a range such as ``telegrad.call#f(w0 -> w1)`` on
+the thread that makes it, and ``telegrad.serve#f(w0 -> w1)`` on the thread that serves it. (torch's
+RPC has no ranges in such profiles, and its tests look for names such as ``rpc_async#``.) The range
+of an asynchronous call ends when it has been sent. A profile shows the thread that started it. With
+``profile_all_threads`` in its `experimental_config`, it shows the threads that serve calls, too.
 
 torch has no list of listeners for the start of a profile, so `enable` wraps the two functions that
 torch calls then. State: `_profiles`, the number of profiles that run, under `_lock`.
@@ -18,13 +18,13 @@ from typing import Any
 
 from torch.autograd import profiler
 
-from telegrad.profiling import profiling_key
 from telegrad.telemetry import instruments
 from telegrad.telemetry.instruments import CallInfo, Span
 from telegrad.wire.frames import Frame
 
 __all__ = ["enable"]
 
+_VERBS = {"sync": "call", "async": "submit", "remote": "create", "serve": "serve"}
 _lock = threading.Lock()
 _profiles = 0
 
@@ -34,7 +34,9 @@ class _Range:
 
     def __init__(self, call: CallInfo) -> None:
         record: Any = profiler.record_function
-        self._range = record(profiling_key(*call))
+        self._range = record(
+            f"telegrad.{_VERBS[call.mode]}#{call.function}({call.caller} -> {call.callee})"
+        )
         self._range.__enter__()
 
     def leave(self) -> None:
