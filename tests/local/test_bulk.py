@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -206,6 +208,18 @@ def test_a_large_call_whose_deadline_passes_fails_alone(pair: LocalCluster, hold
         releasing.join()
     assert pair["w0"].call("w1", small, 1) == 1
     assert torch.equal(pair["w0"].call("w1", double, tensor()), tensor() * 2)
+
+
+def test_small_calls_load_no_cipher() -> None:
+    """It takes 20 ms and 9 MB, which a group that sends no large tensors does not need."""
+    program = (
+        "import sys\n"
+        "from telegrad.testing import LocalCluster\n"
+        "with LocalCluster(2, transports=('unix',)) as cluster:\n"
+        "    assert cluster['w0'].call('w1', abs, -1) == 1\n"
+        "assert 'cryptography' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_a_reply_that_overtakes_the_end_of_its_own_deadline(

@@ -143,7 +143,8 @@ class LocalEndpoint:
             "max_frame": self._config.max_frame,
             "unix": unix_address(self.addresses),
             "bulk": self._bulk_address(),
-            "cipher": cipher(),
+            # Only stripes use it, and choosing one loads the package `cryptography`.
+            "cipher": cipher() if purpose == BULK else "",
             "nixl": self._nixl is not None,
             "devices": dict(self._config.device_maps.get(to, {})),
             "address": "",

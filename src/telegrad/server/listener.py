@@ -283,7 +283,7 @@ class Listener:
 
     def _introduce(self, peer: Introduction) -> Introduction:
         """Return what this worker tells about itself to a peer that it accepts."""
-        introduction = self._endpoint.introduction("serve")
+        introduction = self._endpoint.introduction(BULK if peer.get("purpose") == BULK else "serve")
         if _resumes(peer):
             channel = self._interrupted_channel(peer)
             introduction["received"], peer["interruption"] = (
