@@ -1,4 +1,4 @@
-"""`StreamChannel`: a channel over a unix socket.
+"""`StreamChannel`: a channel over a unix socket. `SocketChannel`: what it shares with TCP.
 
 Large buffers may go through shared memory instead of the stream (`shared_memory`).
 
@@ -17,14 +17,15 @@ soon polls for the next one for `SPIN_SECONDS` before it sleeps in the kernel. A
 a process does so at a time: it holds `spin_permit`.
 
 State: `_send_lock` guards the sending side: `_unsent`, `_pending`, `_frame_begun`, and removing
-from `_corked`. Any thread appends to `_corked` and `_deferred`. A thread that finds the lock taken
-leaves its corked frames to the thread that has it, which checks `_corked` again after releasing it.
+from `_queue`. Any thread appends to `_queue` and `_deferred`. A thread that finds the lock taken
+leaves its corked frames to the thread that has it, which checks `_queue` again after releasing it.
 The decoder, `_receive_timeout` and `_should_spin` belong to the reading thread.
 """
 
 from __future__ import annotations
 
 import collections
+import enum
 import itertools
 import math
 import os
@@ -32,6 +33,7 @@ import socket
 import struct
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from telegrad import thread_roles
@@ -105,7 +107,119 @@ class PendingSend:
         return b"".join(parts)
 
 
-class StreamChannel(Channel):
+class ConnectionState(enum.Enum):
+    """Whether frames can be sent and received now."""
+
+    OPEN = "open"
+    INTERRUPTED = "interrupted"
+    CLOSED = "shut"
+
+
+OPEN, INTERRUPTED, CLOSED = ConnectionState
+
+
+class SocketChannel(Channel):
+    """A channel over a socket: the part that unix sockets and TCP share.
+
+    Frames wait in `_queue` until a thread that has `_send_lock` sends them.
+    """
+
+    _decoder: FrameDecoder
+
+    def __init__(self, peer_max_frame: int) -> None:
+        self._peer_max_frame = peer_max_frame
+        self._send_lock = threading.Lock()
+        self._queue: collections.deque[bytes] = collections.deque()  # encoded frames
+        # encoded frames that only `flush_deferred` sends
+        self._deferred: collections.deque[bytes] = collections.deque()
+        self._unsent: bytes | memoryview = b""  # rest of earlier frames, sent before anything else
+        self._state = OPEN  # only that of a TCP channel changes
+        self._acknowledge = False  # send a HEARTBEAT with the next frames; TCP only
+        self._receive_timeout: float | None = None
+        self._should_spin = False  # the last frame arrived soon, so `recv` polls before it sleeps
+
+    def _on_flush_not_open(self) -> None:
+        """Frames cannot be sent now. Raise `ChannelClosed` if they will never be."""
+
+    @abstractmethod
+    def _send_queued(self) -> bool:
+        """Under the send lock: send without blocking what is left of earlier frames, and `_queue`.
+
+        Return False if some are left.
+        """
+
+    def _too_large(self, size: int) -> SerializationError:
+        """Return the error for a message that the peer does not accept."""
+        return SerializationError(
+            f"a message of {size} bytes exceeds the limit of {self._peer_max_frame} bytes "
+            "that its receiver accepts; raise Config.max_frame there"
+        )
+
+    def cork(self, kind: int, call: int, body: bytes) -> None:
+        self._queue.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
+
+    def cork_deferred(self, kind: int, call: int, body: bytes) -> None:
+        self._deferred.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
+
+    def flush_deferred(self) -> None:
+        try:
+            while True:
+                self._queue.append(self._deferred.popleft())
+        except IndexError:  # empty; two threads may run this loop
+            self.flush_nowait()
+
+    def flush_nowait(self) -> bool:
+        while self._queue or self._unsent or self._acknowledge:
+            if self._state is not OPEN:
+                self._on_flush_not_open()
+                return True  # they are sent when the channel is open again
+            acquired: list[bool] = []
+            try:
+                # one C call: no signal handler runs between acquiring the lock and recording it
+                acquired.extend(map(self._send_lock.acquire, (False,)))
+                if not acquired[0]:
+                    return True  # the thread that has the lock sends the frames
+                complete = self._send_queued()
+            finally:
+                if acquired and acquired[0]:
+                    self._send_lock.release()
+            if not complete:
+                if self.on_send_blocked is not None:
+                    self.on_send_blocked()
+                return False
+        return True
+
+    def _spin(self, started: float) -> bool:
+        """Poll for bytes for a moment without sleeping. Return True if some arrived.
+
+        Return at once if another thread of this process does so already.
+        """
+        acquired: list[bool] = []
+        try:
+            # one C call: no signal handler runs between acquiring the lock and recording it
+            acquired.extend(map(spin_permit.acquire, (False,)))
+            if not acquired[0]:
+                return False
+            now = started
+            while not self.poll(_POLLS_PER_CLOCK_READ):
+                before, now = now, time.monotonic()
+                if now > started + SPIN_SECONDS or now > before + CONTENDED_SECONDS:
+                    self._should_spin = False
+                    return False
+            return True
+        finally:
+            if acquired and acquired[0]:
+                spin_permit.release()
+
+    def receive(self) -> bool:
+        return self.poll(1)
+
+    @property
+    def missing_bytes(self) -> int:
+        return self._decoder.missing_bytes
+
+
+class StreamChannel(SocketChannel):
     """A channel over a connected stream socket."""
 
     kind = "unix"
@@ -118,23 +232,16 @@ class StreamChannel(Channel):
         sharing: SharedMemoryTransfer | None = None,
         peer_max_frame: int | None = None,
     ) -> None:
+        super().__init__(max_frame if peer_max_frame is None else peer_max_frame)
         self._sock = sock
         self._sharing = sharing
-        self._peer_max_frame = max_frame if peer_max_frame is None else peer_max_frame
-        locate = sharing.locate if sharing is not None else _no_segments
+        locate = sharing.locate if sharing is not None else no_segments
         self._decoder = FrameDecoder(pool.reserve, locate, max_frame)
         # an instance attribute instead of the method: one call fewer per frame
         self.next_frame = self._decoder.next_frame  # type: ignore[method-assign]
-        self._send_lock = threading.Lock()
-        self._corked: collections.deque[bytes] = collections.deque()  # encoded frames
-        # encoded frames that only `flush_deferred` sends
-        self._deferred: collections.deque[bytes] = collections.deque()
-        self._unsent = b""  # rest of earlier frames, sent before anything else
         self._pending: PendingSend | None = None  # a send that is running or was interrupted
         self._frame_begun = False  # whether the caller's frame of the last send has begun
-        self._receive_timeout: float | None = None
         self._is_shut = False
-        self._should_spin = False  # the last frame arrived soon, so `recv` polls before it sleeps
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(_SEND_TIMEOUT))
 
@@ -159,7 +266,7 @@ class StreamChannel(Channel):
             data = _pack(size, call, function, timeout_ms, 0, kind, flags, 0) + body
             with self._send_lock:
                 # the fast path: nothing is to be sent before this frame
-                if not self._unsent and not self._corked and self._pending is None:
+                if not self._unsent and not self._queue and self._pending is None:
                     pending = self._pending = PendingSend([memoryview(data)])
                     try:
                         pending.sent_counts.extend(map(self._sock.send, (data,), (_DONTWAIT,)))
@@ -173,15 +280,12 @@ class StreamChannel(Channel):
                         self._send_pending(pending, timeout)
                 else:
                     self._send_all([memoryview(data)], timeout)
-            if self._corked:  # corked by a thread that found the lock taken
+            if self._queue:  # corked by a thread that found the lock taken
                 self.flush_nowait()
             return
         total = size + sum(buffer.nbytes for buffer in buffers)
         if total > self._peer_max_frame:
-            raise SerializationError(
-                f"a message of {total} bytes exceeds the limit of {self._peer_max_frame} bytes "
-                "that its receiver accepts; raise Config.max_frame there"
-            )
+            raise self._too_large(total)
         places = [BufferLocation(buffer.nbytes) for buffer in buffers]
         in_stream = list(buffers)
         begun = False
@@ -204,7 +308,7 @@ class StreamChannel(Channel):
                     self._send_all([memoryview(start), memoryview(body), *in_stream], left)
                 finally:
                     begun = self._frame_begun
-            if self._corked:
+            if self._queue:
                 self.flush_nowait()
         except BaseException:
             if self._sharing is not None and not begun:
@@ -223,59 +327,24 @@ class StreamChannel(Channel):
             return
         try:
             if not self._unsent:  # else the unsent bytes are a sign of life themselves
-                self._corked.append(_pack(0, 0, 0, 0, 0, kind, 0, 0))
+                self._queue.append(_pack(0, 0, 0, 0, 0, kind, 0, 0))
             complete = self._send_all([], 0.0, wait=False)
         finally:
             self._send_lock.release()
         if not complete and self.on_send_blocked is not None:
             self.on_send_blocked()
-        if complete and self._corked:  # corked by a thread that found the lock taken
+        if complete and self._queue:  # corked by a thread that found the lock taken
             self.flush_nowait()
 
-    def cork(self, kind: int, call: int, body: bytes) -> None:
-        self._corked.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
-
-    def cork_deferred(self, kind: int, call: int, body: bytes) -> None:
-        self._deferred.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
-
-    def flush_deferred(self) -> None:
-        try:
-            while True:
-                self._corked.append(self._deferred.popleft())
-        except IndexError:  # empty; two threads may run this loop
-            self.flush_nowait()
-
-    def flush_nowait(self) -> bool:
-        while self._corked or self._unsent:
-            acquired: list[bool] = []
-            try:
-                # one C call: no signal handler runs between acquiring the lock and recording it
-                acquired.extend(map(self._send_lock.acquire, (False,)))
-                if not acquired[0]:
-                    return True  # the thread that has the lock sends the corked frames
-                complete = self._send_corked()
-            finally:
-                if acquired and acquired[0]:
-                    self._send_lock.release()
-            if not complete:
-                if self.on_send_blocked is not None:
-                    self.on_send_blocked()
-                return False
-        return True
-
-    def _send_corked(self) -> bool:
-        """Under the lock: send unsent bytes and corked frames without blocking.
-
-        Return False if some are left.
-        """
+    def _send_queued(self) -> bool:
         if self._unsent or self._pending is not None or _thread_id() == _main_thread:
             return self._send_all([], None, wait=False)
         # No signal handler runs on this thread, so no `PendingSend` is needed.
-        corked = self._corked
-        if len(corked) == 1:
-            data = corked.popleft()
+        queue = self._queue
+        if len(queue) == 1:
+            data = queue.popleft()
         else:
-            data = b"".join([corked.popleft() for _ in range(len(corked))])
+            data = b"".join([queue.popleft() for _ in range(len(queue))])
         sent = 0
         try:
             sent = self._sock.send(data, _DONTWAIT)
@@ -295,7 +364,7 @@ class StreamChannel(Channel):
         """
         if self._pending is not None:
             self._finish_send(self._pending)  # a signal handler interrupted that send
-        corked = snapshot(self._corked)
+        corked = snapshot(self._queue)
         earlier = [memoryview(data) for data in (self._unsent, *corked) if data]
         earlier_bytes = sum(view.nbytes for view in earlier)
         own = [view for view in frame if view.nbytes]
@@ -341,7 +410,7 @@ class StreamChannel(Channel):
         """
         pending.advance()
         left = pending.corked_count - len(pending.popped_frames)
-        pending.popped_frames.extend(map(_popleft, itertools.repeat(self._corked, left)))
+        pending.popped_frames.extend(map(_popleft, itertools.repeat(self._queue, left)))
         self._unsent = pending.unsent_bytes() if pending.views else b""
         self._frame_begun = pending.bytes_before_frame < 0
         self._pending = None
@@ -380,33 +449,8 @@ class StreamChannel(Channel):
                     raise TimeoutError("nothing arrived in time")
                 self._set_receive_timeout(left)
 
-    def _spin(self, started: float) -> bool:
-        """Poll for bytes for a moment without sleeping. Return True if some arrived.
-
-        Return at once if another thread of this process does so already.
-        """
-        acquired: list[bool] = []
-        try:
-            # one C call: no signal handler runs between acquiring the lock and recording it
-            acquired.extend(map(spin_permit.acquire, (False,)))
-            if not acquired[0]:
-                return False
-            now = started
-            while not self.poll(_POLLS_PER_CLOCK_READ):
-                before, now = now, time.monotonic()
-                if now > started + SPIN_SECONDS or now > before + CONTENDED_SECONDS:
-                    self._should_spin = False
-                    return False
-            return True
-        finally:
-            if acquired and acquired[0]:
-                spin_permit.release()
-
     def fileno(self) -> int | None:
         return self._sock.fileno()
-
-    def receive(self) -> bool:
-        return self.poll(1)
 
     def poll(self, attempts: int) -> bool:
         receive, space = self._sock.recv_into, self._decoder.get_buffer()
@@ -429,10 +473,6 @@ class StreamChannel(Channel):
 
     def next_frame(self) -> Frame | None:
         return self._decoder.next_frame()
-
-    @property
-    def missing_bytes(self) -> int:
-        return self._decoder.missing_bytes
 
     def has_frame(self) -> bool:
         return self._decoder.has_frame()
@@ -471,5 +511,6 @@ def timeval(seconds: float | None) -> bytes:
     return struct.pack("ll", whole, max(int((seconds - whole) * 1e6), 0 if whole else 1000))
 
 
-def _no_segments(place: BufferLocation) -> memoryview:
+def no_segments(place: BufferLocation) -> memoryview:
+    """Refuse a buffer in shared memory: what a channel that uses none passes to its decoder."""
     raise ProtocolError("a buffer is in shared memory, but this connection does not use any")

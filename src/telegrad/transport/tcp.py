@@ -19,10 +19,8 @@ State:
 - `_lock` guards `_state`, `_socket`, `_records`, `_generation` (counts the interruptions and the
   resumptions; bytes of an earlier generation are discarded), `_error` and `_pulling`. `_changed`
   is its condition.
-- `_send_lock` guards `_wire` (encoded bytes that the socket did not take yet), `_partial` (the rest
-  of a large frame) and taking frames from `_queue` (not sent yet). Any thread appends to `_queue`
-  and `_deferred`. A thread that finds the lock taken leaves its frames to the thread that has it,
-  which checks `_queue` again after releasing it.
+- `_send_lock` guards `_unsent` (encoded bytes that the socket did not take yet), `_partial` (the
+  rest of a large frame) and taking frames from `_queue` (not sent yet).
 - `_receive_lock` guards the decoder, `_frames` (complete frames that were not taken), `_received`
   (how many frames have arrived) and taking frames from `_unacknowledged` (sent, but perhaps not
   received).
@@ -41,7 +39,6 @@ that was left in the middle is found by `_aborted`, and its frames are sent agai
 from __future__ import annotations
 
 import collections
-import enum
 import math
 import os
 import select
@@ -51,17 +48,20 @@ import time
 from collections.abc import Callable, Sequence
 
 from telegrad import thread_roles
-from telegrad.errors import ProtocolError, SerializationError
+from telegrad.errors import ProtocolError
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.bulk import BulkTransfer
-from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
+from telegrad.transport.channel import ChannelClosed, SendTimeout
 from telegrad.transport.records import RecordError, Records
 from telegrad.transport.shared_memory import SharedCopies
 from telegrad.transport.stream import (
-    CONTENDED_SECONDS,
+    CLOSED,
     CORES,
+    INTERRUPTED,
+    OPEN,
     SPIN_SECONDS,
-    spin_permit,
+    SocketChannel,
+    no_segments,
     timeval,
 )
 from telegrad.wire.frames import HEADER, BufferLocation, Frame, FrameDecoder, Kind, encode_header
@@ -73,7 +73,6 @@ _FRAMES_PER_ACKNOWLEDGEMENT = 64
 _BYTES_PER_ACKNOWLEDGEMENT = 1 << 20
 _MAX_QUEUED = 1 << 20  # bytes that the event loop sends later; with more, `send` waits
 _MAX_QUEUED_INTERRUPTED = 1 << 26
-_POLLS_PER_CLOCK_READ = 8
 _WAIT = 0.25  # seconds after which a blocked `send` compares the time with its deadline
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),
@@ -89,16 +88,7 @@ _DONTWAIT = int(socket.MSG_DONTWAIT)
 _ENDS = 1  # flag of a HEARTBEAT: its sender ends the channel and will not resume it
 
 
-class _State(enum.Enum):
-    OPEN = "open"
-    INTERRUPTED = "interrupted"
-    CLOSED = "shut"
-
-
-_OPEN, _INTERRUPTED, _CLOSED = _State
-
-
-class TcpChannel(Channel):
+class TcpChannel(SocketChannel):
     """A channel over TCP; see the module's docstring.
 
     `on_interrupted(channel, error)` is called once per interruption, by any thread. It must arrange
@@ -120,6 +110,7 @@ class TcpChannel(Channel):
         on_interrupted: Callable[[TcpChannel, BaseException], None],
         bulk: BulkTransfer | None = None,
     ) -> None:
+        super().__init__(peer_max_frame)
         self.session = session
         self.incarnation = incarnation  # of the peer
         self.silence_limit = silence_limit
@@ -128,22 +119,15 @@ class TcpChannel(Channel):
         self._pulling = 0  # frames whose buffers are being pulled
         self._pool = pool
         self._max_frame = max_frame
-        self._peer_max_frame = peer_max_frame
         self._lock = self.descriptor_lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._state = _OPEN
         self._generation = 0
         self._error = "the channel was shut"
         self._socket = sock
         self._records = records
-        self._send_lock = threading.Lock()
-        self._queue: collections.deque[bytes] = collections.deque()
-        self._deferred: collections.deque[bytes] = collections.deque()
         self._unacknowledged: collections.deque[bytes] = collections.deque()
-        self._wire = memoryview(b"")
         self._partial = memoryview(b"")
-        self._acknowledge = False  # send a HEARTBEAT with the next frames
-        self._aborted = False  # a signal handler has raised inside the last `_transmit`
+        self._aborted = False  # a signal handler has raised inside the last `_send_queued`
         self._interruption: BaseException | None = None  # one that was not announced
         self._receive_lock = threading.Lock()
         self._read_lock = threading.Lock()
@@ -156,8 +140,6 @@ class TcpChannel(Channel):
         self._untold_bytes = 0
         self._peer_closed = False  # it will not resume the channel
         self._chunk = memoryview(bytearray(_CHUNK))
-        self._should_spin = False
-        self._receive_timeout: float | None = None
         _set_options(sock)
         self._decode_buffered(0)
 
@@ -170,7 +152,7 @@ class TcpChannel(Channel):
 
     def _new_decoder(self) -> FrameDecoder:
         return FrameDecoder(
-            self._pool.reserve, _no_segments, self._max_frame, self._bulk is not None
+            self._pool.reserve, no_segments, self._max_frame, self._bulk is not None
         )
 
     # Sending
@@ -189,10 +171,7 @@ class TcpChannel(Channel):
     ) -> None:
         total = len(body) + sum(buffer.nbytes for buffer in buffers)
         if total > self._peer_max_frame:
-            raise SerializationError(
-                f"a message of {total} bytes exceeds the limit of {self._peer_max_frame} bytes "
-                "that its receiver accepts; raise Config.max_frame there"
-            )
+            raise self._too_large(total)
         if not buffers:
             data = _pack(len(body), call, function, timeout_ms, 0, kind, flags, 0) + body
             self._send_data(data, timeout)
@@ -222,15 +201,15 @@ class TcpChannel(Channel):
 
     def _send_data(self, data: bytes, timeout: float | None) -> None:
         """Send an encoded frame."""
-        if self._state is _CLOSED:
+        if self._state is CLOSED:
             raise ChannelClosed(self._error)
         self._queue.append(data)
         with self._send_lock:
-            complete = self._transmit()
+            complete = self._send_queued()
         if complete:
-            if self._queue and self._state is _OPEN:  # queued by a thread that found the lock taken
+            if self._queue and self._state is OPEN:  # queued by a thread that found the lock taken
                 self.flush_nowait()
-            if self._state is _OPEN:
+            if self._state is OPEN:
                 return
         self._wait_until_sent(timeout)
 
@@ -240,10 +219,10 @@ class TcpChannel(Channel):
         If no event loop reads the channel, this finds out that the connection has ended.
         """
         with self._lock:
-            if self._state is _CLOSED:
+            if self._state is CLOSED:
                 raise ChannelClosed(self._error)
             fd, generation = self._socket.fileno(), self._generation
-            if self._state is _INTERRUPTED or self.on_frame is not None or fd < 0:
+            if self._state is INTERRUPTED or self.on_frame is not None or fd < 0:
                 return
             poller = select.poll()
             poller.register(fd, select.POLLRDHUP)
@@ -258,12 +237,12 @@ class TcpChannel(Channel):
         try:
             while True:
                 state = self._state
-                if state is _CLOSED:
+                if state is CLOSED:
                     raise ChannelClosed(self._error)
-                queued = sum(map(len, list(self._queue))) + len(self._partial) + len(self._wire)
-                limit = _MAX_QUEUED if state is _OPEN else _MAX_QUEUED_INTERRUPTED
-                if queued <= limit and (state is not _OPEN or self.on_send_blocked is not None):
-                    if self.on_send_blocked is not None and state is _OPEN:
+                queued = sum(map(len, list(self._queue))) + len(self._partial) + len(self._unsent)
+                limit = _MAX_QUEUED if state is OPEN else _MAX_QUEUED_INTERRUPTED
+                if queued <= limit and (state is not OPEN or self.on_send_blocked is not None):
+                    if self.on_send_blocked is not None and state is OPEN:
                         self.on_send_blocked()
                     return
                 left = deadline - time.monotonic()
@@ -272,8 +251,8 @@ class TcpChannel(Channel):
                 role = role or thread_roles.pause()  # let another thread read meanwhile
                 self._wait_for_space(min(left, _WAIT))
                 with self._send_lock:
-                    complete = self._transmit()
-                if complete and self._state is _OPEN:
+                    complete = self._send_queued()
+                if complete and self._state is OPEN:
                     return
         finally:
             thread_roles.resume(role)
@@ -281,7 +260,7 @@ class TcpChannel(Channel):
     def _wait_for_space(self, timeout: float) -> None:
         """Wait until the socket may take bytes or the state has changed."""
         with self._lock:
-            if self._state is _INTERRUPTED:
+            if self._state is INTERRUPTED:
                 self._changed.wait(timeout)
                 return
             fd = self._socket.fileno()
@@ -290,13 +269,13 @@ class TcpChannel(Channel):
             poller.register(fd, select.POLLOUT)
             poller.poll(timeout * 1000)
 
-    def _transmit(self) -> bool:
-        """Under the send lock: send queued frames without blocking. Return False if some are left.
+    def _send_queued(self) -> bool:
+        """Send queued frames without blocking; see `SocketChannel`.
 
         Nothing is left to do while the channel is interrupted: `resume` sends what is queued.
         """
         with self._lock:
-            if self._state is not _OPEN:
+            if self._state is not OPEN:
                 return True
             sock, records, generation = self._socket, self._records, self._generation
         if self._aborted:
@@ -306,12 +285,12 @@ class TcpChannel(Channel):
         self._aborted = True  # unless this ends in an orderly way
         try:
             while True:
-                while self._wire:
-                    self._wire = self._wire[sock.send(self._wire, _DONTWAIT) :]
+                while self._unsent:
+                    self._unsent = self._unsent[sock.send(self._unsent, _DONTWAIT) :]
                 data = self._next_data()
                 if not data:
                     break
-                self._wire = memoryview(records.encode(data))
+                self._unsent = memoryview(records.encode(data))
         except BlockingIOError:
             self._aborted = False
             return False
@@ -364,41 +343,10 @@ class TcpChannel(Channel):
         self._acknowledge = True
         self.flush_nowait()
 
-    def cork(self, kind: int, call: int, body: bytes) -> None:
-        self._queue.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
-
-    def cork_deferred(self, kind: int, call: int, body: bytes) -> None:
-        self._deferred.append(_pack(len(body), call, 0, 0, 0, kind, 0, 0) + body)
-
-    def flush_deferred(self) -> None:
-        try:
-            while True:
-                self._queue.append(self._deferred.popleft())
-        except IndexError:  # empty; two threads may run this loop
-            self.flush_nowait()
-
-    def flush_nowait(self) -> bool:
-        while self._queue or self._wire or self._partial or self._acknowledge:
-            if self._state is _CLOSED:
-                raise ChannelClosed(self._error)
-            if self._state is _INTERRUPTED:
-                self._announce_interruption()
-                return True  # `resume` sends them
-            acquired: list[bool] = []
-            try:
-                # one C call: no signal handler runs between acquiring the lock and recording it
-                acquired.extend(map(self._send_lock.acquire, (False,)))
-                if not acquired[0]:
-                    return True  # the thread that has the lock sends the frames
-                complete = self._transmit()
-            finally:
-                if acquired and acquired[0]:
-                    self._send_lock.release()
-            if not complete:
-                if self.on_send_blocked is not None:
-                    self.on_send_blocked()
-                return False
-        return True
+    def _on_flush_not_open(self) -> None:
+        if self._state is CLOSED:
+            raise ChannelClosed(self._error)
+        self._announce_interruption()
 
     # Receiving
 
@@ -449,49 +397,23 @@ class TcpChannel(Channel):
         self._announce_interruption()
         with self._lock:
             while not self._frames and (
-                self._state is _INTERRUPTED
-                or (self._state is _OPEN and self._pulling and not self.missing_bytes)
+                self._state is INTERRUPTED
+                or (self._state is OPEN and self._pulling and not self.missing_bytes)
             ):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError("the connection is interrupted")
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
-            if self._state is _CLOSED and not self._frames:
+            if self._state is CLOSED and not self._frames:
                 raise ChannelClosed(self._error)
             return self._socket, self._generation
-
-    def _spin(self, started: float) -> bool:
-        """Poll for bytes for a moment without sleeping. Return True if some arrived."""
-        acquired: list[bool] = []
-        try:
-            # one C call: no signal handler runs between acquiring the lock and recording it
-            acquired.extend(map(spin_permit.acquire, (False,)))
-            if not acquired[0]:
-                return False
-            now = started
-            while not self.poll(_POLLS_PER_CLOCK_READ):
-                before, now = now, time.monotonic()
-                if (
-                    self._state is not _OPEN
-                    or now > started + SPIN_SECONDS
-                    or now > before + CONTENDED_SECONDS
-                ):
-                    self._should_spin = False
-                    return False
-            return True
-        finally:
-            if acquired and acquired[0]:
-                spin_permit.release()
-
-    def receive(self) -> bool:
-        return self.poll(1)
 
     def poll(self, attempts: int) -> bool:
         self._announce_interruption()
         with self._lock:
-            if self._state is _CLOSED:
+            if self._state is CLOSED:
                 raise ChannelClosed(self._error)
-            if self._state is _INTERRUPTED:
+            if self._state is INTERRUPTED:
                 return False
             sock, generation = self._socket, self._generation
         while True:
@@ -590,7 +512,7 @@ class TcpChannel(Channel):
         def on_complete(complete: Frame) -> None:
             with self._lock:
                 self._pulling -= 1
-                if self._state is not _CLOSED:
+                if self._state is not CLOSED:
                     self._frames.append(complete)
                 self._changed.notify_all()
             self.received_since_heartbeat = True
@@ -617,19 +539,15 @@ class TcpChannel(Channel):
     def next_frame(self) -> Frame | None:
         if self._frames:
             return self._frames.popleft()
-        if self._state is _CLOSED:
+        if self._state is CLOSED:
             raise ChannelClosed(self._error)
         return None
-
-    @property
-    def missing_bytes(self) -> int:
-        return self._decoder.missing_bytes
 
     def has_frame(self) -> bool:
         return bool(self._frames)
 
     def fileno(self) -> int | None:
-        return self._socket.fileno() if self._state is _OPEN else None
+        return self._socket.fileno() if self._state is OPEN else None
 
     # Interruption and resumption
 
@@ -641,7 +559,7 @@ class TcpChannel(Channel):
     @property
     def is_interrupted(self) -> bool:
         """Whether the channel waits for a new connection."""
-        return self._state is _INTERRUPTED
+        return self._state is INTERRUPTED
 
     def interrupt(self, error: BaseException, generation: int | None = None) -> None:
         """Give the present connection up; the channel waits for another one.
@@ -649,10 +567,10 @@ class TcpChannel(Channel):
         Nothing happens if `generation` is not that of the present connection.
         """
         with self._lock:
-            if self._state is not _OPEN or generation not in (None, self._generation):
+            if self._state is not OPEN or generation not in (None, self._generation):
                 return
             self._interruption = error  # until it is announced
-            self._state = _INTERRUPTED
+            self._state = INTERRUPTED
             self._generation += 1
             _shut(self._socket)
         self._announce_interruption()
@@ -691,7 +609,7 @@ class TcpChannel(Channel):
         with self._send_lock:
             with self._receive_lock:
                 with self._lock:
-                    if self._state is not _INTERRUPTED or self._generation != interruption:
+                    if self._state is not INTERRUPTED or self._generation != interruption:
                         raise ChannelClosed(self._error)
                     self._check_acknowledged(peer_received, self._sent)
                     with self._read_lock:  # its reader returns soon, because it was shut
@@ -703,7 +621,7 @@ class TcpChannel(Channel):
                     while self._acknowledged < peer_received:
                         self._queue.popleft()
                         self._acknowledged += 1
-                    self._wire = self._partial = memoryview(b"")
+                    self._unsent = self._partial = memoryview(b"")
                     self._aborted = False
                     self._decoder = self._new_decoder()
                     self._told = self._received
@@ -712,11 +630,11 @@ class TcpChannel(Channel):
                     # Frames may have arrived with the end of the handshake. They must be there
                     # before a reader waits for the socket.
                     failure = self._try_decode_records()
-                    self._state = _OPEN
+                    self._state = OPEN
                     self._generation += 1
                     generation = self._generation
                     self._changed.notify_all()
-            complete = self._transmit()
+            complete = self._send_queued()
         self.received_since_heartbeat = True
         if failure is not None:
             self.interrupt(failure, generation)
@@ -727,10 +645,10 @@ class TcpChannel(Channel):
     def fail(self, reason: str) -> None:
         """End the channel, because it cannot be resumed."""
         with self._lock:
-            if self._state is _CLOSED:
+            if self._state is CLOSED:
                 return
             self._error = reason
-            self._state = _CLOSED
+            self._state = CLOSED
             self._generation += 1
             _shut(self._socket)
             self._changed.notify_all()
@@ -741,9 +659,9 @@ class TcpChannel(Channel):
     def wait_until_closed(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds while the channel is interrupted. True: it was closed."""
         with self._lock:
-            if self._state is _INTERRUPTED:
+            if self._state is INTERRUPTED:
                 self._changed.wait(timeout)
-            return self._state is _CLOSED
+            return self._state is CLOSED
 
     def _notify_loop(self) -> None:
         if self.on_descriptor_changed is not None:
@@ -752,7 +670,7 @@ class TcpChannel(Channel):
     # Closing
 
     def shutdown(self) -> None:
-        if self._state is _OPEN:
+        if self._state is OPEN:
             self._send_close()
         self.fail("the channel was shut")
 
@@ -762,7 +680,7 @@ class TcpChannel(Channel):
         try:
             acquired.extend(map(self._send_lock.acquire, (False,)))  # see `flush_nowait`
             # Frames that are queued are lost. The last record must be complete.
-            if acquired[0] and not self._wire and not self._partial and not self._aborted:
+            if acquired[0] and not self._unsent and not self._partial and not self._aborted:
                 end = _pack(0, self._received, 0, 0, 0, _HEARTBEAT, _ENDS, 0)
                 self._socket.send(self._records.encode(end), _DONTWAIT)
         except OSError:
@@ -799,7 +717,3 @@ def _shut(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
         return  # already disconnected
-
-
-def _no_segments(place: BufferLocation) -> memoryview:
-    raise ProtocolError("a buffer is in shared memory, but this connection does not use any")
