@@ -1,8 +1,8 @@
 """Count the modules of Telegrad that run during one call of each kind: the length of its path.
 
 Two workers in this process use unix sockets and shared memory. Each walk runs a few times first, so
-that connections exist and functions are known; then the modules are recorded that execute a
-function while the walk runs twice more.
+that connections exist and functions are known; then the modules of both workers are recorded that
+execute a function while the walk runs twice more. The walks in ARCHITECTURE.md are from here.
 
     python scripts/count_walk.py [-v] [walk ...]
 """
@@ -39,10 +39,9 @@ class _Recorder:
     def __call__(self, frame: Any, event: str, arg: object) -> None:
         if self.active and event == "call":
             name = frame.f_code.co_filename
-            # Not the clock's thread, which sends heartbeats, nor `testing`, which finds the agents.
+            # Not the clock's thread, which sends heartbeats.
             if name.startswith(_ROOT) and not threading.current_thread().name.endswith("-clock"):
                 self.modules.add(name[len(_ROOT) :].removesuffix(".py"))
-                self.modules.discard("testing")
 
 
 class Adder:
@@ -112,23 +111,35 @@ def main() -> None:
     parser.add_argument("walks", nargs="*", metavar="walk", help=", ".join(WALKS))
     parser.add_argument("-v", "--verbose", action="store_true", help="print the modules")
     options = parser.parse_args()
+    for name in options.walks or WALKS:
+        modules = count(WALKS[name])
+        print(f"{name:13} {len(modules):3} modules")
+        if options.verbose:
+            print("   ", " ".join(sorted(modules)))
+
+
+def count(walk: Callable[[Agent], None]) -> set[str]:
+    """Return the modules that a walk enters when it does not run for the first time."""
     recorder = _Recorder()
     threading.setprofile(recorder)
     sys.setprofile(recorder)
-    with LocalCluster(2, transports=("unix",)) as cluster:
-        for name in options.walks or WALKS:
+    try:
+        with LocalCluster(2, transports=("unix",)) as cluster:
+            agent = cluster["w0"]
             for _ in range(5):
-                WALKS[name](cluster["w0"])
+                walk(agent)
             time.sleep(_SETTLE_SECONDS)
-            recorder.modules.clear()
+            walk(agent)  # the clock ticks again
             recorder.active = True
             for _ in range(2):
-                WALKS[name](cluster["w0"])
-                time.sleep(_SETTLE_SECONDS)
+                walk(agent)
+            time.sleep(_SETTLE_SECONDS)
             recorder.active = False
-            print(f"{name:13} {len(recorder.modules):3} modules")
-            if options.verbose:
-                print("   ", " ".join(sorted(recorder.modules)))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+        _optimizers.clear()
+    return recorder.modules
 
 
 if __name__ == "__main__":
