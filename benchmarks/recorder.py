@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from telegrad import Agent, Config
-from telegrad.client.peers import Peer
+from telegrad.client.peer import Peer
 from telegrad.current import ServedCall
 from telegrad.server.connection import ReplyingConnection, ServerConnection
 

@@ -403,7 +403,7 @@ def collect(
 def _code_of(callback: Callable[..., Any]) -> Hashable:
     """Return a key that is equal for all callbacks made from the same code.
 
-    Code that was slow before is run on another thread, see `client/connections.py`.
+    Code that was slow before is run on another thread, see `client/multiplexed.py`.
     """
     function = getattr(callback, "func", callback)  # the function of a `functools.partial`
     code: Hashable = getattr(function, "__code__", None)

@@ -27,9 +27,9 @@ from typing import Any, TypeVar
 import torch
 
 from telegrad import plurals
-from telegrad.client.connections import timeout_error
 from telegrad.client.dialer import DialedConnection, Dialer
 from telegrad.client.peers import PeerTable, WorkerAddress, worker_key
+from telegrad.client.requests import FunctionTable, timeout_error
 from telegrad.cluster.torchrun import restarts_together
 from telegrad.config import Config
 from telegrad.cuda.transfers import CudaTransfers
@@ -51,7 +51,7 @@ from telegrad.group.secret import group_key
 from telegrad.group.signed_store import Store
 from telegrad.messages.device_routes import DeviceRoute
 from telegrad.messages.packing import MessageContext
-from telegrad.messages.remote_functions import Function, FunctionRegistry, FunctionTable, describe
+from telegrad.messages.remote_functions import Function, FunctionRegistry, describe
 from telegrad.recorder import FlightRecorder, MadeCall
 from telegrad.scalars import ScalarLog
 from telegrad.scheduling.clock import Clock

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.client.connections import MultiplexedConnection
+from telegrad.client.multiplexed import MultiplexedConnection
 from telegrad.errors import CallTimeout, PeerLost, SerializationError
 from telegrad.testing import LocalCluster
 from telegrad.transport import stripes

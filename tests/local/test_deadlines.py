@@ -15,7 +15,7 @@ import torch
 
 from telegrad import Deadline, Future, current_agent, current_deadline
 from telegrad.agent import Agent
-from telegrad.client.connections import PendingCall
+from telegrad.client.multiplexed import PendingCall
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import LocalCluster

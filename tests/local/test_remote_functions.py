@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from telegrad.messages import remote_functions
-from telegrad.messages.remote_functions import FunctionTable, defined_in_main, describe
+from telegrad.client import requests
+from telegrad.client.requests import FunctionTable, defined_in_main
+from telegrad.messages.remote_functions import describe
 
 
 def plain(value: int) -> int:
@@ -202,7 +203,7 @@ def test_threads_that_add_a_function_at_once_get_one_entry() -> None:
 def test_a_full_table_still_knows_what_it_has_and_takes_nothing_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote_functions, "MAX_FUNCTIONS", 2)
+    monkeypatch.setattr(requests, "MAX_FUNCTIONS", 2)
     numbers = FunctionTable()
     assert numbers.find(abs) is not None
     assert numbers.find(plain) is not None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from telegrad.client.peers import Peer
+from telegrad.client.peer import Peer
 from telegrad.current import ServedCall
 from telegrad.messages.remote_functions import describe
 from telegrad.recorder import MadeCall

@@ -1,8 +1,4 @@
-"""Functions that run on other workers: their ids on the wire, their marks, and what a server knows.
-
-The caller's side: a function that is pickled by reference is sent once per connection, with an id
-that the sender chooses. Later calls on this connection send only the id. What is pickled by value
-(lambdas, closures, bound methods) may change between two calls, so it never gets an id.
+"""Functions that run on other workers: their marks, and what a server knows of them.
 
 Marks on a function control how calls from peers are served. They are attributes of the function,
 so they are known wherever the function is. `DeferredReply` is what a function returns whose result
@@ -11,21 +7,17 @@ is not available yet.
 The callee's side: `FunctionRegistry` says which functions peers may call, and a `ServedFunction`
 how long each takes.
 
-State: one `FunctionTable` for each sending agent. It only grows, up to `MAX_FUNCTIONS`. It needs no
-lock, because `dict.setdefault` and `next` of an `itertools.count` are atomic: if two threads add a
-function at the same time, both get the entry of the first, and one id stays unused. Which ids a
-connection has already sent is state of that connection. `FunctionRegistry._served` grows in the
-same way. `_trusted`, `_definers` and `_exposed` grow while modules are imported. The durations in
-`ServedFunction` are statistics; a race loses a sample.
+State: `FunctionRegistry._served` only grows, up to `MAX_FUNCTIONS`; `dict.setdefault` is atomic, so
+it needs no lock. `_trusted`, `_definers` and `_exposed` grow while modules are imported. The
+durations in `ServedFunction` are statistics; a race loses a sample.
 """
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import pickletools
 from collections.abc import Callable
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType
+from types import MethodType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch.futures
@@ -48,49 +40,6 @@ _definers: dict[Any, str] = {}
 P = ParamSpec("P")
 T = TypeVar("T")
 _exposed: set[Function] = set()
-
-
-class FunctionTable:
-    """The functions of a sender: function -> (function id, pickled function)."""
-
-    def __init__(self) -> None:
-        self._entries: dict[Function, tuple[int, bytes]] = {}
-        self._ids = itertools.count(1)
-
-    def __repr__(self) -> str:
-        return f"<FunctionTable {len(self._entries)} functions>"
-
-    def find(self, function: Function) -> tuple[int, bytes] | None:
-        """Return the id and the pickle of a function; None if it cannot have an id."""
-        try:
-            return self._entries[function]
-        except KeyError:
-            return self._add(function) if _is_pickled_by_reference(function) else None
-        except TypeError:
-            return None  # not hashable
-
-    def _add(self, function: Function) -> tuple[int, bytes] | None:
-        try:
-            definition = pickle.dumps(function, 5)
-        except Exception:
-            return None  # it cannot be imported by its name: the codec sends it by value
-        function_id = next(self._ids)
-        if function_id > MAX_FUNCTIONS:
-            return None
-        return self._entries.setdefault(function, (function_id, definition))
-
-
-def _is_pickled_by_reference(function: Function) -> bool:
-    if isinstance(function, BuiltinFunctionType):
-        return isinstance(function.__self__, ModuleType | type | None)
-    return isinstance(function, FunctionType | MethodDescriptorType | type) or hasattr(
-        type(function), BY_REFERENCE
-    )
-
-
-def defined_in_main(function: Function) -> bool:
-    """Return whether a function is defined in `__main__`, which other processes cannot import."""
-    return getattr(function, "__module__", None) == "__main__"
 
 
 def describe(function: Function) -> str:

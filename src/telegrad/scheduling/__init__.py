@@ -1,7 +1,7 @@
 """The threads of an agent: event loops, executor, thread pool and clock.
 
 This package decides on which thread work runs. It does not know what a call is: frames are handled
-by subclasses of `LoopConnection` (`server.connection`, `client.connections`).
+by subclasses of `LoopConnection` (`server.connection`, `client.multiplexed`).
 
 Where a served call runs. The thread that receives a call also runs it if possible, because handing
 a message to another thread costs more than most calls do. The rules:
@@ -15,7 +15,7 @@ a message to another thread costs more than most calls do. The rules:
   frame at two consecutive ticks and hands the loop over (`EventLoop.tick`).
 4. A function that ran for more than `SLOW_SECONDS`, or that caused 3, is run by the executor from
    then on (`executor`; `server.connection` compares the measured time). So are callbacks of
-   futures that did (`client.connections`).
+   futures that did (`client.multiplexed`).
 5. The executor runs up to a limit of calls at once. Calls in a known wait do not count. When no
    call finishes between two ticks, the limit doubles, so calls that wait for each other progress.
 6. When the queue of the executor is full, `Executor.submit` blocks, and the connection that

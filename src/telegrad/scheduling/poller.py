@@ -1,7 +1,7 @@
 """The connections of an event loop: `LoopConnection`, and `ConnectionPoller`, which watches them.
 
 A `LoopConnection` is a connection that an event loop reads. Subclasses say how the frames are
-handled: `server.connection` for the calls that peers send, `client.connections` for replies.
+handled: `server.connection` for the calls that peers send, `client.multiplexed` for replies.
 
 `ConnectionPoller` knows the connections of one loop and what epoll watches of them. A connection
 becomes *ready* when epoll reports it or when it is posted (`post`). A connection is not read, and

@@ -1,16 +1,8 @@
-"""The connections of a `Peer`: one for each synchronous call, one that asynchronous calls share.
+"""`MultiplexedConnection`: the connection that all asynchronous calls to one peer share.
 
-`ExclusiveConnection` carries one call at a time; the calling thread reads the reply. It is used by
-one thread at a time, which takes it from the idle connections of its `Peer` or opens it.
-
-`RequestCodec` encodes the calls to one peer and decodes its replies. A function that can be pickled
-by name is sent once per connection, with a function id; later calls send the id alone. Other
-functions are pickled with their arguments. `known_functions`, the function ids that the peer knows
-on a connection, belongs to the connection.
-
-`MultiplexedConnection` carries all asynchronous calls. The event loop reads it and completes the
-futures. An entry of `pending` stays until the callee has answered or is lost, also if the caller no
-longer waits (see `PendingCall`). The callee answers every call, also one that was cancelled.
+The event loop reads it and completes the futures. An entry of `pending` stays until the callee has
+answered or is lost, also if the caller no longer waits (see `PendingCall`). The callee answers
+every call, also one that was cancelled.
 
 A call that is made before the channel is there is encoded at once and waits in `_queue`, with
 copies of its buffers. `send_queue` sends the queued calls. Calls that are made meanwhile go to the
@@ -35,20 +27,17 @@ import collections
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sized
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
 from telegrad import thread_roles
+from telegrad.client.requests import Args, Request, RequestCodec, message_bytes, timeout_error
 from telegrad.current import CurrentCall, current_call
-from telegrad.errors import CallTimeout, ProtocolError, SerializationError, as_exception, error_text
+from telegrad.errors import ProtocolError, as_exception
 from telegrad.futures import CompletionListener
 from telegrad.group.membership import Member
-from telegrad.messages import call_scope as scopes
 from telegrad.messages.call_scope import CallScope, current_scope
-from telegrad.messages.device_routes import ANY_DEVICE, ANY_DEVICE_MARK
-from telegrad.messages.packing import MessageContext, pack, unpack
-from telegrad.messages.remote_functions import Function, FunctionTable, defined_in_main, describe
-from telegrad.messages.trace_context import append_trace, tracer
+from telegrad.messages.remote_functions import Function, describe
 from telegrad.recorder import FlightRecorder, MadeCall
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loop import EventLoops
@@ -62,123 +51,12 @@ from telegrad.transport.channel import (
     text_of_frame,
 )
 from telegrad.wire.failures import decode_failure
-from telegrad.wire.frames import (
-    DEFINES_FUNCTION,
-    HAS_KEYWORDS,
-    HAS_SCOPE,
-    HAS_TRACE,
-    INLINE_FUNCTION,
-    Frame,
-    Kind,
-    encode_timeout,
-)
+from telegrad.wire.frames import DEFINES_FUNCTION, Frame, Kind, encode_timeout
 
-Args = tuple[Any, ...]
-Request = tuple[int, int, bytes, list[memoryview]]  # function id, flags, body, buffers
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
-_SMALL_DIFFERENCE = 0.02  # seconds
 # Seconds that a caller waits for the queue to be sent: it must not grow while it is emptied.
 QUEUE_WAIT = 0.05
 _MIN_EXPIRY_INTERVAL = 0.01  # seconds between two checks of the deadlines
-
-
-class RequestCodec:
-    """Encode calls to one incarnation of a peer, and decode its replies."""
-
-    def __init__(
-        self, context: MessageContext, function_table: FunctionTable, by_value: bool
-    ) -> None:
-        """With `by_value`, functions of `__main__` are sent by value: the peer has another one."""
-        self._context = context
-        self._exclusive_context = context._replace(exclusive=True)
-        self._function_table = function_table
-        self._by_value = by_value
-
-    def encode(
-        self,
-        known_functions: set[int],
-        function: Function,
-        args: Args,
-        kwargs: dict[str, Any] | None,
-        retained: list[Any],
-        scope: CallScope | None,
-        exclusive: bool,
-    ) -> Request:
-        """Return a call as the parts of a frame.
-
-        What must be kept alive until the callee has answered is added to `retained`. `exclusive`:
-        the caller waits and does not write to its tensors meanwhile, so they need no copy.
-        """
-        try:
-            function_id, flags, body, buffers = self._encode(
-                known_functions, function, args, kwargs, retained, exclusive
-            )
-            scope_data = None if scope is None else scope.follow(self._context)
-            if scope_data:
-                flags |= HAS_SCOPE
-                body = scopes.append_scope(body, scope_data)
-            if tracer.current is not None:
-                trace = tracer.current()
-                if trace:
-                    flags |= HAS_TRACE
-                    body = append_trace(body, trace)
-            return function_id, flags, body, buffers
-        except SerializationError as error:
-            error.peer, error.call = self._context.peer, describe(function)
-            raise
-
-    def _encode(
-        self,
-        known_functions: set[int],
-        function: Function,
-        args: Args,
-        kwargs: dict[str, Any] | None,
-        retained: list[Any],
-        exclusive: bool,
-    ) -> Request:
-        entry = self._function_table.find(function)
-        by_value = self._by_value
-        context = self._exclusive_context if exclusive else self._context
-        if hasattr(function, ANY_DEVICE_MARK):
-            context = context._replace(route=ANY_DEVICE)
-        if entry is None or (by_value and defined_in_main(function)):
-            call = function, args, kwargs or {}
-            body, buffers = pack(context, call, by_value=by_value, retained=retained)
-            return 0, INLINE_FUNCTION, body, buffers
-        function_id, definition = entry
-        flags = 0
-        if kwargs:
-            flags = HAS_KEYWORDS
-            body, buffers = pack(context, (args, kwargs), by_value=by_value, retained=retained)
-        else:
-            body, buffers = pack(context, args, by_value=by_value, retained=retained)
-        if function_id not in known_functions:
-            flags |= DEFINES_FUNCTION
-            body = len(definition).to_bytes(4, "little") + definition + body
-        return function_id, flags, body, buffers
-
-    def decode(self, frame: Frame, call: str | Function, received: list[Any] | None = None) -> Any:
-        """Return the result in a reply. The resources in it is added to `received`."""
-        try:
-            if frame.receive_error is not None:
-                raise frame.receive_error
-            return unpack(self._context, frame.body, frame.buffers, received)
-        except Exception as error:
-            raise self.undecodable(call, error) from error
-
-    def undecodable(self, call: str | Function, error: BaseException) -> SerializationError:
-        """Return the error for a result that cannot be unpickled here."""
-        name = call if isinstance(call, str) else describe(call)
-        peer = self._context.peer
-        failure = SerializationError(
-            f"the result of {name} from worker {peer!r} could not be unpickled: "
-            f"{type(error).__name__}: {error_text(error)}. "
-            "Whatever it refers to must be importable here",
-            peer=peer,
-            call=name,
-        )
-        failure.__cause__ = error
-        return failure
 
 
 class PendingCall:
@@ -237,64 +115,6 @@ class PendingCall:
         self.abandoned = True
         if error is not None:
             self.listener._try_complete(None, error)
-
-
-def timeout_error(peer: str, call: str, timeout: float | None, sent: bool = True) -> CallTimeout:
-    """Return the error for a call that took longer than its timeout."""
-    milliseconds = int((timeout or 0) * 1000)
-    return CallTimeout(
-        f"{call} on worker {peer!r}: RPC ran for more than set timeout ({milliseconds} ms) and "
-        "will now be marked with an error. "
-        "Give the call a larger timeout if it is meant to take so long",
-        peer=peer,
-        call=call,
-        sent=sent,
-    )
-
-
-class ExclusiveConnection:
-    """A connection for one call at a time."""
-
-    __slots__ = ("channel", "known_functions", "last_used")
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.known_functions: set[int] = set()  # ids that the peer knows on this connection
-        self.last_used = 0.0
-
-    def exchange(
-        self, call_id: int, request: Request, timeout: float | None, until: float
-    ) -> Frame:
-        """Send a request and return the frame that answers it."""
-        function_id, flags, body, buffers = request
-        channel = self.channel
-        left = time_left(timeout, until)
-        channel.send(_CALL, call_id, body, buffers, function_id, encode_timeout(left), flags, left)
-        if flags & DEFINES_FUNCTION:
-            self.known_functions.add(function_id)
-        del request, body, buffers
-        while True:
-            frame = channel.recv(time_left(timeout, until))
-            if frame.kind == Kind.CLOSE:
-                raise ChannelClosed(text_of_frame(frame))
-            if frame.call_id == call_id or frame.kind not in (_REPLY, _FAILURE):
-                return frame
-
-
-def time_left(timeout: float | None, until: float) -> float | None:
-    """Return the seconds left of a timeout.
-
-    A small difference is ignored, because setting a new timeout of a socket is a system call.
-    """
-    if timeout is None:
-        return None
-    left = until - time.monotonic()
-    return timeout if timeout - left < _SMALL_DIFFERENCE else max(left, 0.0)
-
-
-def message_bytes(body: Sized, buffers: Iterable[memoryview]) -> int:
-    """Return the size of a message without its header."""
-    return len(body) + sum(buffer.nbytes for buffer in buffers)
 
 
 class MultiplexedRuntime(Protocol):
