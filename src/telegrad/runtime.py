@@ -333,8 +333,12 @@ class AgentRuntime:
             return thread_state.interceptor.invoke(self, to, function, args, kwargs, timeout)
         if timeout is DEFAULT:
             timeout = self.timeout
-        peer = self.peers.connected(to)
-        if peer is not None:
+        # This is `peers.connected(to)`, without the time that a call of it takes.
+        try:
+            peer = self.peers.by_key.get(to)  # type: ignore[arg-type]
+        except TypeError:
+            peer = None
+        if peer is not None and peer.ready:
             return peer.call(function, tuple(args), kwargs, timeout)
         started = time.monotonic()
         until = None if timeout is None else started + timeout
@@ -386,14 +390,17 @@ class AgentRuntime:
         """Do what `start` does, but complete `listener` instead of a new future."""
         if timeout is DEFAULT:
             timeout = self.timeout
-        peer = self.peers.connected(to)
-        if peer is None:
+        try:
+            peer = self.peers.by_key.get(to)  # type: ignore[arg-type]  # see `invoke`
+        except TypeError:
+            peer = None
+        if peer is None or not peer.ready:
             try:
                 peer = self.peers.begin(to)
             except PeerLost as error:
                 listener._try_complete(None, error)
                 return
-        peer.submit(function, tuple(args), kwargs, timeout, listener, internal, keep)
+        peer.multiplexed.submit(function, tuple(args), kwargs, timeout, internal, listener, keep)
 
     def has_calls_in_progress(self) -> bool:
         """Return whether a call of a user is in progress here, made or served."""

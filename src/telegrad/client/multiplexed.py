@@ -27,12 +27,12 @@ import collections
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from telegrad import thread_roles
 from telegrad.client.requests import Args, Request, RequestCodec, message_bytes, timeout_error
-from telegrad.current import CurrentCall, current_call
+from telegrad.current import CurrentCall, current_call, thread_state
 from telegrad.errors import ProtocolError, as_exception
 from telegrad.futures import CompletionListener
 from telegrad.group.membership import Member
@@ -69,8 +69,8 @@ class PendingCall:
 
     __slots__ = (
         "abandoned",
-        "call",
         "definition_lost",
+        "function",
         "internal",
         "listener",
         "parent",
@@ -88,7 +88,7 @@ class PendingCall:
         listener: CompletionListener,
         until: float,
         timeout: float | None,
-        call: str,
+        function: Function | str,
         internal: bool,
         scope: CallScope | None,
         retained: list[Any],
@@ -102,13 +102,18 @@ class PendingCall:
         self.parent = parent  # the served call that made this one
         self.until = until
         self.timeout = timeout
-        self.call = call  # a description of the function
+        self.function = function  # its name if it is not in the table of functions
         self.internal = internal
         self.scope = scope
         self.retained = retained
         self.abandoned = False  # its caller no longer waits
         self.sent = False  # the callee may have received it
         self.definition_lost = False  # the callee does not know the function that it defined
+
+    @property
+    def call(self) -> str:
+        """The name of the function."""
+        return self.function if isinstance(self.function, str) else describe(self.function)
 
     def abandon(self, error: Exception | None) -> None:
         """Complete the future with `error`; None: it was cancelled. The call itself goes on."""
@@ -132,9 +137,8 @@ class MultiplexedOwner(Protocol):
     """What a multiplexed connection needs of its `Peer`."""
 
     member: Member
+    lost: bool
 
-    @property
-    def lost(self) -> bool: ...
     def mark_lost(self, reason: str) -> None: ...
     def peer_left(self, frame: Frame) -> None: ...
     def connection_broke(self, error: Exception) -> None: ...
@@ -157,7 +161,11 @@ class MultiplexedConnection(LoopConnection):
     pauses_reading_when_blocked = False
 
     def __init__(
-        self, peer: MultiplexedOwner, runtime: MultiplexedRuntime, codec: RequestCodec
+        self,
+        peer: MultiplexedOwner,
+        runtime: MultiplexedRuntime,
+        codec: RequestCodec,
+        call_ids: Iterator[int],
     ) -> None:
         super().__init__()
         self.attached = False
@@ -166,6 +174,7 @@ class MultiplexedConnection(LoopConnection):
         self._runtime = runtime
         self._record = runtime.recorder.add_made
         self._codec = codec
+        self._call_ids = call_ids  # the peer takes its ids from it, too
         self._encode = codec.encode
         self._known_functions: set[int] = set()
         self._next_expiry_check = math.inf
@@ -216,7 +225,7 @@ class MultiplexedConnection(LoopConnection):
             call = MadeCall(
                 call_id,
                 self._peer.member.name,
-                pending.call,
+                pending.function,
                 pending.started,
                 pending.timeout,
                 request_bytes=pending.request_bytes,
@@ -228,7 +237,6 @@ class MultiplexedConnection(LoopConnection):
 
     def submit(
         self,
-        call_id: int,
         function: Function,
         args: Args,
         kwargs: dict[str, Any] | None,
@@ -239,8 +247,10 @@ class MultiplexedConnection(LoopConnection):
     ) -> None:
         """Send a call, or queue it until the connection is there. Complete `listener` when it ends.
 
-        `keep` is kept alive until the callee has answered.
+        `internal` calls do not count as calls of a user. `keep` is kept alive until the callee has
+        answered.
         """
+        call_id = next(self._call_ids)
         retained: list[Any] = [] if keep is None else [keep]
         scope = None if internal else current_scope.get()
         request = self._encode(
@@ -254,13 +264,13 @@ class MultiplexedConnection(LoopConnection):
                 listener,
                 until,
                 timeout,
-                describe(function),
+                function if request[0] else describe(function),
                 internal,
                 scope,
                 retained,
                 started,
                 message_bytes(request[2], request[3]),
-                current_call(),
+                None if thread_state.call is None else current_call(),
             )
             self.pending[call_id] = pending
             if until < self._next_expiry_check:
@@ -324,7 +334,7 @@ class MultiplexedConnection(LoopConnection):
                 (
                     call_id,
                     self._peer.member.name,
-                    pending.call,
+                    pending.function,
                     pending.started,
                     pending.timeout,
                     time.monotonic(),
@@ -432,7 +442,7 @@ class MultiplexedConnection(LoopConnection):
                 token = current_scope.set(pending.scope)
                 try:
                     received: list[Any] = []
-                    value = self._codec.decode(frame, pending.call, received)
+                    value = self._codec.decode(frame, pending.function, received)
                     if received:
                         pending.listener._device_copies = received
                 finally:

@@ -13,7 +13,8 @@ Asynchronous calls are queued until the connection is there; synchronous callers
 State: `_idle` (exclusive connections that no call uses), `_busy` (the calls on the others) and
 `_dialing` (calls that open one) are changed by atomic operations of list and dict. Under `_lock`:
 `_error` (set once when the peer is lost or could not be connected; never cleared, the next call
-gets a new `Peer`), `ready`, and the channel of the multiplexed connection, which is set once.
+gets a new `Peer`), `lost` (whether it is set), `ready`, and the channel of the multiplexed
+connection, which is set once.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ from telegrad.errors import (
     ProtocolError,
     as_exception,
 )
-from telegrad.futures import CompletionListener
 from telegrad.group.endpoint import EXCLUSIVE, MULTIPLEXED
 from telegrad.group.failure_detector import FailureDetector, lost_notice
 from telegrad.group.membership import Member
@@ -120,6 +120,7 @@ class Peer:
         self.member = member
         self.heartbeat = 0.0
         self.ready = False  # it is connected, and the queued calls were sent
+        self.lost = False  # `_error` is set: it was lost, or could not be connected
         self.connect_failed = False  # which does not mean that the peer is lost
         self.connected_or_lost = thread_roles.OneShotEvent()
         # taken by the thread that connects, and never released
@@ -140,7 +141,7 @@ class Peer:
         self._error: Exception | None = None
         self._lost_event = thread_roles.OneShotEvent()
         self._lock = threading.Lock()
-        self.multiplexed = MultiplexedConnection(self, runtime, self._codec)
+        self.multiplexed = MultiplexedConnection(self, runtime, self._codec, self._call_ids)
 
     def __repr__(self) -> str:
         if self._error is not None:
@@ -148,11 +149,6 @@ class Peer:
         else:
             state = f"{len(self._idle)} idle connections, {self.multiplexed!r}"
         return f"<Peer {self.member.name!r} {state}>"
-
-    @property
-    def lost(self) -> bool:
-        """Whether the peer was lost, or could not be connected."""
-        return self._error is not None
 
     @property
     def calls_in_progress(self) -> int:
@@ -227,6 +223,7 @@ class Peer:
             if self._error is not None:
                 return
             self.connect_failed, self._error = True, error
+            self.lost = True
         self._wake_waiters()
         self.multiplexed.fail_all()
 
@@ -322,25 +319,6 @@ class Peer:
                 return_resources(retained, answered=True)
         self.peer_left(frame)
         raise self.error_for(describe(function))
-
-    def submit(
-        self,
-        function: Function,
-        args: Args,
-        kwargs: dict[str, Any] | None,
-        timeout: float | None,
-        listener: CompletionListener,
-        internal: bool = False,
-        keep: object = None,
-    ) -> None:
-        """Call a function and complete `listener` with its result.
-
-        `internal` calls do not count as calls of a user. `keep` is kept alive until the callee has
-        answered.
-        """
-        self.multiplexed.submit(
-            next(self._call_ids), function, args, kwargs, timeout, internal, listener, keep
-        )
 
     def _record_failure(
         self, call: _SyncCall, request: Request | None, error: BaseException
@@ -462,6 +440,7 @@ class Peer:
             self._error = PeerLost(
                 f"worker {name!r} was lost: {reason}.{detail}", peer=name, leave_reason=leave_reason
             )
+            self.lost = True
             self.ready = False
         self._wake_waiters()
         for connection in list(self._busy):
@@ -507,6 +486,7 @@ class Peer:
                 self._error = PeerLost(
                     f"this worker has left the group and cannot call {name!r}", peer=name
                 )
+                self.lost = True
             self.ready = False
         self._wake_waiters()
         self._close_idle()

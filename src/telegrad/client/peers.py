@@ -2,7 +2,7 @@
 
 It finds the worker that a name or rank means now, and the one `Peer` for it.
 
-State: `_by_key` (peers by name and by rank, connected or not) is written under `_lock`. The entry
+State: `by_key` (peers by name and by rank, connected or not) is written under `_lock`. The entry
 of a lost peer is replaced on the next call.
 """
 
@@ -38,7 +38,7 @@ class PeerTable:
 
     def __init__(self, runtime: PeerTableRuntime) -> None:
         self._runtime = runtime
-        self._by_key: dict[str | int, Peer] = {}
+        self.by_key: dict[str | int, Peer] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -50,19 +50,19 @@ class PeerTable:
             return self._unique()
 
     def _unique(self) -> list[Peer]:
-        return list({id(peer): peer for peer in self._by_key.values()}.values())
+        return list({id(peer): peer for peer in self.by_key.values()}.values())
 
     def connected(self, to: WorkerAddress) -> Peer | None:
         """Return the peer if it is connected and can be called at once."""
         try:
-            peer = self._by_key.get(to)  # type: ignore[arg-type]  # a WorkerInfo is not found
+            peer = self.by_key.get(to)  # type: ignore[arg-type]  # a WorkerInfo is not found
         except TypeError:  # not hashable, so it is no worker; `begin` raises
             return None
         return peer if peer is not None and peer.ready else None
 
     def current(self, name: str) -> Peer | None:
         """Return the peer with this name, connected or not, unless it was lost."""
-        peer = self._by_key.get(name)
+        peer = self.by_key.get(name)
         return None if peer is None or peer.lost else peer
 
     def reach(self, to: WorkerAddress, timeout: float | None = None) -> Peer:
@@ -114,7 +114,7 @@ class PeerTable:
                 # `close` may have read the table before this peer was added
                 self._runtime.require_open()
                 peer = Peer(self._runtime, member)
-                self._by_key[member.name] = self._by_key[member.rank] = peer
+                self.by_key[member.name] = self.by_key[member.rank] = peer
             return peer
 
     def _connect(self, peer: Peer) -> None:
@@ -131,7 +131,7 @@ class PeerTable:
     def member(self, to: WorkerAddress) -> Member:
         """Return the directory entry of a worker: the incarnation that a call would reach."""
         key, directory = worker_key(to), self._runtime.directory
-        peer = self._by_key.get(key)
+        peer = self.by_key.get(key)
         if peer is not None and not peer.lost:
             return peer.member
         refresh = peer is not None or self._runtime.world_size is None
@@ -143,13 +143,13 @@ class PeerTable:
     def clear(self) -> None:
         """Forget all peers, after they were closed."""
         with self._lock:
-            self._by_key.clear()
+            self.by_key.clear()
 
     def close_after_fork(self) -> None:
         """In the child of a fork: free this process's copies of the connections."""
         for peer in self._unique():
             peer.close_after_fork()
-        self._by_key = {}
+        self.by_key = {}
 
     def _refresh(self, member: Member) -> None:
         """Read the entry of a worker again that cannot be reached: it may have come back."""
@@ -166,7 +166,7 @@ class PeerTable:
 
     def _find_member(self, name: str) -> Member:
         """Return the member to connect to. Raise `PeerLost` if it has left or was lost."""
-        lost = self._by_key.get(name)
+        lost = self.by_key.get(name)
         if lost is not None and lost.connect_failed:
             lost = None
         refresh = lost is not None or self._runtime.world_size is None
