@@ -3,6 +3,7 @@
     python -m benchmarks.bulk                    between two processes over loopback
     python -m benchmarks.bulk --netns            between two network namespaces (needs root)
     python -m benchmarks.bulk --sizes 1 100 --streams 0 4 --min-bytes 262144 --tls off
+    python -m benchmarks.bulk --devices cpu cuda --streams 4     also CUDA tensors, to a CUDA device
 
 Each measurement is the median of several calls whose argument is one tensor; the reply is empty.
 `--streams 0` sends tensors in the control stream. The cases take turns, `--rounds` times. The
@@ -50,10 +51,12 @@ class _Case(NamedTuple):
 
     tls: str
     streams: int
+    device: str
 
     @property
     def title(self) -> str:
-        return f"tls {self.tls}, {self.streams}"
+        device = "" if self.device == "cpu" else f" {self.device}"
+        return f"tls {self.tls}, {self.streams}{device}"
 
 
 class _Figure(NamedTuple):
@@ -64,7 +67,9 @@ class _Figure(NamedTuple):
 
 
 def consume(tensor: torch.Tensor) -> None:
-    """Do nothing with the tensor that has arrived."""
+    """Wait until the tensor has arrived on its device."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
 
 
 def _agent(name: str, rank: int, address: str, store: Any, settings: dict[str, Any]) -> Any:
@@ -74,11 +79,11 @@ def _agent(name: str, rank: int, address: str, store: Any, settings: dict[str, A
 
 
 def _cases(args: argparse.Namespace) -> list[_Case]:
-    return [_Case(*case) for case in itertools.product(args.tls, args.streams)]
+    return [_Case(*case) for case in itertools.product(args.tls, args.streams, args.devices)]
 
 
 def _settings(args: argparse.Namespace, case: _Case) -> dict[str, Any]:
-    settings: dict[str, Any] = {"bulk_streams": case.streams, "tls": case.tls}
+    settings: dict[str, Any] = {"bulk_streams": case.streams, "tls": case.tls, "cuda_ipc": False}
     if args.min_bytes is not None:
         settings["bulk_min_bytes"] = args.min_bytes
     return settings
@@ -167,8 +172,10 @@ def measure(args: argparse.Namespace) -> None:
         store = dist.TCPStore(args.listen, args.port + 1 + index, 2, True, wait_for_workers=False)
         agent = _agent("client", 0, args.listen, store, _settings(args, case))
         agent.open()
-        cases[case.title] = lambda size, agent=agent: _agent_call(agent, size)  # type: ignore[misc]
-    print(f"{'MB':>6} " + "".join(f"{name:>14}" for name in cases), flush=True)
+        cases[case.title] = lambda size, agent=agent, device=case.device: (  # type: ignore[misc]
+            _agent_call(agent, size, device)
+        )
+    print(f"{'MB':>6} " + "".join(f"{name:>16}" for name in cases), flush=True)
     medians: dict[str, float] = {}
     for size in args.sizes:
         figures: dict[str, list[_Figure]] = {name: [] for name in cases}
@@ -176,7 +183,7 @@ def measure(args: argparse.Namespace) -> None:
             for name, prepare in cases.items():
                 call = prepare(int(size * _MB))
                 figures[name].append(_bandwidth(call, int(size * _MB), args.server))
-        print(f"{size:>6g} " + "".join(f"{_show(each):>14}" for each in figures.values()))
+        print(f"{size:>6g} " + "".join(f"{_show(each):>16}" for each in figures.values()))
         medians = {
             name: statistics.median(each.bandwidth for each in figures[name]) for name in cases
         }
@@ -205,8 +212,8 @@ def _raw_call(raw: _RawStreams, size: int) -> Callable[[], Any]:
     return lambda: raw.send(data)
 
 
-def _agent_call(agent: Any, size: int) -> Callable[[], Any]:
-    tensor = torch.ones(size, dtype=torch.uint8)
+def _agent_call(agent: Any, size: int, device: str) -> Callable[[], Any]:
+    tensor = torch.ones(size, dtype=torch.uint8, device=device)
     return lambda: agent.call("server", consume, tensor)
 
 
@@ -262,7 +269,7 @@ def _run_both(args: argparse.Namespace) -> None:
     common = [
         *("--sizes", *map(str, args.sizes), "--streams", *map(str, args.streams)),
         *("--rounds", str(args.rounds), "--port", str(args.port)),
-        *("--tls", *args.tls),
+        *("--tls", *args.tls, "--devices", *args.devices),
         *(() if args.min_bytes is None else ("--min-bytes", str(args.min_bytes))),
     ]
 
@@ -293,6 +300,7 @@ def main() -> None:
     parser.add_argument("--streams", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--min-bytes", type=int, help="Config.bulk_min_bytes")
     parser.add_argument("--tls", nargs="+", choices=["on", "off"], default=["on", "off"])
+    parser.add_argument("--devices", nargs="+", choices=["cpu", "cuda"], default=["cpu"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--port", type=int, default=29650)
     parser.add_argument("--server", type=int, help="the process that receives")

@@ -1,10 +1,14 @@
-"""Fixtures of the GPU tests: processes that share one GPU, with CUDA IPC and through the host."""
+"""Fixtures of the GPU tests: processes that share one GPU, with CUDA IPC and through the host.
+
+Those of the third kind use TCP, as workers on different hosts do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@pytest.fixture(params=[True, False], ids=["device memory", "host memory"])
+WAYS: dict[str, dict[str, Any]] = {
+    "device memory": {},
+    "host memory": {"cuda_ipc": False},
+    "TCP": {"cuda_ipc": False, "transports": ("tcp",), "resume_timeout": 10.0},
+}
+
+
+@pytest.fixture(params=WAYS)
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
-    """Two processes that send CUDA tensors to each other, with or without CUDA IPC."""
-    with Fleet(2, join, str(tmp_path / "store"), {"config": {"cuda_ipc": request.param}}) as fleet:
+    """Two processes that send CUDA tensors to each other, in each of the ways."""
+    with Fleet(2, join, str(tmp_path / "store"), {"config": WAYS[request.param]}) as fleet:
         yield fleet

@@ -42,6 +42,10 @@ KINDS: dict[str, Callable[[], Tensor]] = {
     "sparse": lambda: torch.randn(6, 6, device="cuda").relu().to_sparse(),
     "compressed": lambda: torch.randn(6, 6, device="cuda").relu().to_sparse_csr(),
     "large": lambda: torch.randn(5_000_000, device="cuda"),
+    "large half": lambda: torch.randn(1500, 2001, device="cuda").bfloat16(),
+    "large flags": lambda: torch.randn(2_000_003, device="cuda") > 0,
+    "large transposed": lambda: torch.randn(1100, 1201, device="cuda").t(),
+    "large with a gradient": lambda: torch.randn(1_000_000, device="cuda", requires_grad=True),
     "needs a gradient": lambda: torch.randn(4, device="cuda", requires_grad=True),
 }
 
@@ -452,6 +456,51 @@ def total_of(tensor: Tensor) -> float:
 
 def test_a_tensor_for_whose_copy_there_is_no_room_goes_through_the_host(pair: Fleet) -> None:
     assert pair[0].do(send_without_room)
+
+
+def limit_memory() -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (32 << 20)) / total)
+
+
+def send_to_one_without_room() -> str:
+    tensor = torch.full((50_000_000,), 3.0, device="cuda")
+    try:
+        rpc.rpc_sync("w1", total_of, args=(tensor,))
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_tensor_for_which_the_receiver_has_no_room_fails_alone(pair: Fleet) -> None:
+    pair[0].do(rpc_once)
+    pair[1].do(limit_memory)
+    assert "out of memory" in pair[0].do(send_to_one_without_room)
+    pair[0].do(rpc_once)
+    assert pair[0].do(outstanding)[0] == 0
+
+
+def exchange_at_once() -> None:
+    """Memory of the device is received into, freed and used again, by several threads."""
+    failures = []
+
+    def exchange(number: int) -> None:
+        for count in range(20):
+            sent = torch.full((LARGE // 2,), float(100 * number + count), device="cuda")
+            back = rpc.rpc_sync("w1", torch.add, args=(sent, 1.0))
+            if not torch.all(back == 100 * number + count + 1).item():
+                failures.append((number, count))
+
+    threads = [threading.Thread(target=exchange, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_large_tensors_of_several_threads(pair: Fleet) -> None:
+    pair[0].do(exchange_at_once)
 
 
 # Device maps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -76,7 +76,7 @@ class Hold:
         self.reached = threading.Event()
         send = stripes.send_chunk
 
-        def held(stripe: Stripe, chunk: memoryview, about: bytes) -> None:
+        def held(stripe: Stripe, chunk: Iterable[memoryview], about: bytes) -> None:
             self.reached.set()
             assert self.opened.wait(PATIENCE)
             send(stripe, chunk, about)
@@ -263,7 +263,7 @@ def test_stripes_that_break_all_the_time(
 ) -> None:
     send, count = stripes.send_chunk, iter(range(10**6))
 
-    def unreliable(stripe: Stripe, chunk: memoryview, about: bytes) -> None:
+    def unreliable(stripe: Stripe, chunk: Iterable[memoryview], about: bytes) -> None:
         if next(count) % 3 == 0:
             stripes.shut([stripe])
         send(stripe, chunk, about)

@@ -6,7 +6,7 @@ import contextlib
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 
 import numpy as np
@@ -74,7 +74,7 @@ class Interceptor:
     def before(self, count: int, stripe: Stripe) -> None:
         """Do nothing."""
 
-    def _intercept(self, stripe: Stripe, chunk: memoryview, about: bytes) -> None:
+    def _intercept(self, stripe: Stripe, chunk: Iterable[memoryview], about: bytes) -> None:
         with self._lock:
             self.count += 1
             count = self.count
@@ -217,11 +217,11 @@ def test_a_sender_that_gives_up_fails_the_pull_alone(
 def test_no_memory_for_the_buffers_fails_the_frame_alone(
     bulk: Pair, background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(nbytes: int) -> memoryview:
+    def refuse(place: BufferLocation) -> memoryview:
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bulk.far._decoder, "_reserve", refuse)  # type: ignore[attr-defined]
+        patch.setattr(bulk.far._decoder, "_reserve_bulk", refuse)  # type: ignore[attr-defined]
         received = background(bulk.far.recv, LATE)
         bulk.near.send(Kind.CALL, 1, b"body", [memoryview(random_bytes(BIG))], timeout=LATE)
         frame = received.result(LATE)

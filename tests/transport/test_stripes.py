@@ -22,7 +22,7 @@ from tests.transport.pairs import Background, connected_sockets, records_pair
 LATE = 20.0
 KEY = b"k" * 32
 TAG = aead.TAG_BYTES
-RECORD = stripes._RECORD
+RECORD = stripes.RECORD
 KINDS = ["sealed", "tls", "plain"]
 ABOUT = b"the request"
 

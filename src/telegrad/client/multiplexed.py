@@ -50,6 +50,7 @@ from telegrad.transport.channel import (
     send_leave,
     text_of_frame,
 )
+from telegrad.transport.host_image import fill_images
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES_FUNCTION, Frame, Kind, encode_timeout
 
@@ -369,6 +370,7 @@ class MultiplexedConnection(LoopConnection):
         if self._queue is None:
             return False
         function_id, flags, body, buffers = request
+        fill_images(buffers)
         copies = [memoryview(bytearray(buffer)) for buffer in buffers]
         must_run = getattr(function, "must_run", False)
         queued = _QueuedCall(call_id, pending, (function_id, flags, body, copies), must_run)

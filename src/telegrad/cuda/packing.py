@@ -28,7 +28,6 @@ from telegrad.cuda.small_copies import MAX_SMALL_COPY_BYTES, small_copies
 from telegrad.cuda.sole_reference import MIN_LEASE_BYTES
 from telegrad.errors import UsageError
 from telegrad.messages.packing import MessageContext, current_message, message_resource
-from telegrad.wire import tensors
 from telegrad.wire.tensors import Reduced, build_empty
 
 # Seconds to wait for a small copy: two switches of the GPU between processes.
@@ -80,11 +79,11 @@ def _reduce_tensor(
     if target is None:
         raise UsageError(_unmapped_message(context, device))
     if target.type == "cpu":
-        return tensors.reduce_on_same_device(staging.to_host(tensor, context.exclusive))
+        return staging.reduce_through_host(tensor, code, context.exclusive, target)
     peer = transfers.peers.get(context.incarnation) or transfers.query_peer(context, device.index)
     if target.index >= peer.gpu_count:
         if route.falls_back_to_cpu(device):
-            return tensors.reduce_on_same_device(staging.to_host(tensor, context.exclusive))
+            return staging.reduce_through_host(tensor, code, context.exclusive, _CPU)
         raise UsageError(
             f"a tensor on {device} would arrive on {target}, but worker {context.peer!r} has "
             f"{peer.gpu_count} CUDA devices: set its target device with set_device_map (or "
@@ -110,10 +109,7 @@ def _reduce_tensor(
             except (torch.OutOfMemoryError, driver.CudaError):
                 continue
             return receive_tensor, (send, *location, target.index, code, tuple(tensor.shape))
-    return staging.from_host, (
-        *tensors.reduce_on_same_device(staging.to_host(tensor, context.exclusive)),
-        target.index,
-    )
+    return staging.reduce_through_host(tensor, code, context.exclusive, target)
 
 
 def _unmapped_message(context: MessageContext, device: torch.device) -> str:

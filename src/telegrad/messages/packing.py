@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from telegrad.messages.device_routes import DeviceRoute
 from telegrad.transport.channel import Channel
+from telegrad.transport.host_image import fill_images
 from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire import codec
 from telegrad.wire.handshake import Incarnation
@@ -274,6 +275,7 @@ class SharedReply:
 
     def snapshot(self, buffers: list[memoryview], channel: Channel) -> list[memoryview]:
         """Return copies of the buffers as they are now, made once if all receivers get the same."""
+        fill_images(buffers)
         if self._packed is None:
             return [memoryview(bytearray(buffer)) for buffer in buffers]
         if self._snapshot is None:

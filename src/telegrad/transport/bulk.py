@@ -28,7 +28,8 @@ from typing import NamedTuple, Protocol
 from telegrad import thread_roles
 from telegrad.errors import ProtocolError
 from telegrad.transport.channel import ChannelClosed, SendTimeout
-from telegrad.wire.frames import BULK_SEGMENT, BufferLocation, Frame
+from telegrad.transport.host_image import find_image
+from telegrad.wire.frames import BULK_SEGMENT, BufferLocation, Frame, bulk_location
 from telegrad.wire.handshake import Incarnation
 
 # Smaller buffers stay in the stream: a request for each would cost more than it gains.
@@ -117,7 +118,7 @@ class BulkEngine(ABC):
     def describe(self, registration: Registration) -> list[BufferLocation]:
         """Return the entries of a buffer table that name the buffers of a registration."""
         return [
-            BufferLocation(buffer.nbytes, registration.registration_id, BULK_SEGMENT, index)
+            bulk_location(buffer.nbytes, registration.registration_id, index, _target_of(buffer))
             for index, buffer in enumerate(registration.buffers)
         ]
 
@@ -142,6 +143,12 @@ class BulkEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """End all transfers."""
+
+
+def _target_of(buffer: memoryview) -> int | None:
+    """Return the index of the receiver's device that a buffer is for; None: host memory."""
+    image = find_image(buffer)
+    return None if image is None else image.target
 
 
 class BulkTransfer:

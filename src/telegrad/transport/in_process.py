@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel, ChannelClosed
+from telegrad.transport.host_image import fill_images
 from telegrad.transport.shared_memory import SharedCopies
 from telegrad.wire.frames import Frame
 
@@ -60,6 +61,7 @@ class MemoryChannel(Channel):
         timeout: float | None = None,
         copies: SharedCopies | None = None,
     ) -> None:
+        fill_images(buffers)
         copied = [self._copy(buffer) for buffer in buffers]
         frame = Frame(kind, flags, call, function, timeout_ms, body, copied)
         with self._state.lock:

@@ -29,6 +29,7 @@ import numpy as np
 from telegrad.config import Config
 from telegrad.errors import ProtocolError, SerializationError, UsageError
 from telegrad.transport.bulk import BulkEngine, BulkPeer, OnPulled, Pull, Registration
+from telegrad.transport.host_image import fill_images
 from telegrad.transport.striped_tcp import StripedTcp
 from telegrad.transport.stripes import CHECK, DESCRIBE, DONE, OK, REQUEST, STATUS, Stripe, shut
 from telegrad.wire.frames import BufferLocation
@@ -149,6 +150,7 @@ class NixlEngine(BulkEngine):
         with self._lock:
             known = self._described.get(registration.registration_id)
             if known is None:
+                fill_images(registration.buffers)
                 regions = [_region(buffer) for buffer in registration.buffers]
                 handle = self._agent.register_memory(
                     [(*region, "") for region in regions], mem_type="DRAM"

@@ -41,6 +41,7 @@ from telegrad.errors import ProtocolError, SerializationError
 from telegrad.free_threading import snapshot
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.channel import Channel, ChannelClosed, SendTimeout
+from telegrad.transport.host_image import fill_images
 from telegrad.transport.shared_memory import SharedCopies, SharedMemoryTransfer
 from telegrad.wire.frames import HEADER, BufferLocation, Frame, FrameDecoder, encode_header
 
@@ -286,6 +287,7 @@ class StreamChannel(SocketChannel):
         total = size + sum(buffer.nbytes for buffer in buffers)
         if total > self._peer_max_frame:
             raise self._too_large(total)
+        fill_images(buffers)
         places = [BufferLocation(buffer.nbytes) for buffer in buffers]
         in_stream = list(buffers)
         begun = False

@@ -16,6 +16,7 @@ chunks to request, `_unfinished` all that have not ended.
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import threading
 import time
@@ -25,6 +26,7 @@ from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport import stripes
 from telegrad.transport.bulk import BulkPeer, OnPulled
 from telegrad.transport.channel import SenderTimedOut
+from telegrad.transport.host_image import find_image
 from telegrad.transport.stripes import DONE, OK, PULL, REFUSED, REQUEST, STATUS, Stripe
 from telegrad.wire.frames import BufferLocation
 
@@ -48,6 +50,19 @@ class _Request:
         self.memory = memory
         self.pull = pull  # None: it tells the peer that a pull is done
 
+    def receive(self, stripe: Stripe) -> None:
+        """Receive the chunk. That for a device is received in parts."""
+        image = find_image(self.memory)
+        if image is None:
+            stripe.receive(self.memory, self.data)
+            return
+        _, _, _, start, length = REQUEST.unpack(self.data)
+        offset = 0
+        with contextlib.closing(image.spaces(start, start + length)) as spaces:
+            for space in spaces:
+                stripe.receive(space, self.data, offset)
+                offset += space.nbytes
+
 
 class StripedPull:
     """The buffers of one frame that are being received."""
@@ -66,7 +81,7 @@ class StripedPull:
         for place, memory in bulk:
             for start in range(0, place.nbytes, chunk_bytes):
                 part = memory[start : start + chunk_bytes]
-                data = REQUEST.pack(PULL, place.slot, place.offset, start, part.nbytes)
+                data = REQUEST.pack(PULL, place.bulk_index, place.offset, start, part.nbytes)
                 self.unrequested.append(_Request(data, part, self))
         self.missing = len(self.unrequested)  # chunks that were not received
 
@@ -319,7 +334,7 @@ class StripeClient:
                 stripe.receive(status, request.data)
                 (value,) = STATUS.unpack(status)
                 if value == OK:
-                    stripe.receive(request.memory, request.data)
+                    request.receive(stripe)
                 elif value != REFUSED:
                     raise ProtocolError(f"a response with the unknown status {value}")
                 outstanding.popleft()

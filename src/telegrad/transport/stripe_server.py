@@ -7,6 +7,7 @@ incarnation of each stripe's peer), `_last_seen` (when a stripe of a peer ended 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -16,6 +17,7 @@ from telegrad.errors import ProtocolError, SerializationError
 from telegrad.transport import stripes
 from telegrad.transport.bulk import BulkPeer, Registration
 from telegrad.transport.channel import ChannelClosed
+from telegrad.transport.host_image import find_image
 from telegrad.transport.stripes import (
     CHECK,
     DESCRIBE,
@@ -141,23 +143,31 @@ class StripeServer:
         elif operation != PULL or registration is None or index >= len(registration.buffers):
             stripe.send(STATUS.pack(REFUSED), request)
         else:
-            chunk = registration.buffers[index][offset : offset + length]
-            self._send_chunk(stripe, registration, chunk, length, request)
+            self._send_chunk(stripe, registration, index, offset, length, request)
 
     def _send_chunk(
         self,
         stripe: Stripe,
         registration: Registration,
-        chunk: memoryview,
+        index: int,
+        offset: int,
         length: int,
         request: bytes,
     ) -> None:
         registration.readers.add(stripe)
         try:
+            buffer = registration.buffers[index]
+            chunk = buffer[offset : offset + length]
             if registration.withdrawn or chunk.nbytes != length:
                 stripe.send(STATUS.pack(REFUSED), request)
+                return
+            image = find_image(buffer)
+            if image is None:
+                stripes.send_chunk(stripe, (chunk,), request)
             else:
-                stripes.send_chunk(stripe, chunk, request)
+                parts = image.parts(offset, offset + length)
+                with contextlib.closing(parts):
+                    stripes.send_chunk(stripe, parts, request)
         finally:
             registration.readers.discard(stripe)
             if registration.withdrawn and not registration.readers:

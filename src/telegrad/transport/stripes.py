@@ -9,7 +9,7 @@ registration, and CHECK, which is accepted as long as the registration is valid.
 The receiver of the buffers opens a stripe and sends requests, several before the first response.
 The sender answers them in order. So both sides know the size of every message before it arrives.
 
-`SealedStripe` encrypts and authenticates messages, in records of up to `_RECORD` bytes. A record is
+`SealedStripe` encrypts and authenticates messages, in records of up to `RECORD` bytes. A record is
 the encrypted bytes and a tag. The tag covers the number of the record, the request that it answers
 and its place in the response: one that was changed, repeated, moved or left out is an error.
 The keys are derived from the session key of the connection, which nobody else can compute, even if
@@ -43,7 +43,7 @@ PULL, DONE, DESCRIBE, CHECK = 1, 2, 3, 4  # operations
 OK, REFUSED = 1, 2  # statuses; REFUSED: there is no such registration or chunk
 
 # It stays in the cache of a core between two steps, such as receiving it and decrypting it.
-_RECORD = 1 << 19
+RECORD = 1 << 19
 _RECORDS_PER_KEY = 1 << 19  # 256 GB; RFC 8446 permits 2 ** 24.5 records of 16 KB, 380 GB
 _NONCE = struct.Struct(">4xQ")
 _PLACE = struct.Struct("<Q")
@@ -73,12 +73,18 @@ class Stripe(ABC):
         return f"<{type(self).__name__} {self._sock!r}>"
 
     @abstractmethod
-    def send(self, data: bytes | memoryview, about: bytes = b"", more: bool = False) -> None:
-        """Send a message that answers the request `about`. `more`: another one follows at once."""
+    def send(
+        self, data: bytes | memoryview, about: bytes = b"", more: bool = False, offset: int = 0
+    ) -> None:
+        """Send a message that answers the request `about`. `more`: another one follows at once.
+
+        A message may be sent in parts. `offset` is the place of this part in its message. All parts
+        but the last have a size that is a multiple of `RECORD`.
+        """
 
     @abstractmethod
-    def receive(self, memory: memoryview, about: bytes = b"") -> None:
-        """Fill `memory` with the answer to the request `about`.
+    def receive(self, memory: memoryview, about: bytes = b"", offset: int = 0) -> None:
+        """Fill `memory` with the answer to the request `about`, or with a part of it.
 
         Raise `ConnectionError` if the connection ends before, `ProtocolError` if what arrives is
         not what the peer sent.
@@ -110,10 +116,12 @@ class Stripe(ABC):
 class PlainStripe(Stripe):
     """A stripe whose messages are neither encrypted nor authenticated."""
 
-    def send(self, data: bytes | memoryview, about: bytes = b"", more: bool = False) -> None:
+    def send(
+        self, data: bytes | memoryview, about: bytes = b"", more: bool = False, offset: int = 0
+    ) -> None:
         self._sock.sendall(data, _MORE if more else 0)
 
-    def receive(self, memory: memoryview, about: bytes = b"") -> None:
+    def receive(self, memory: memoryview, about: bytes = b"", offset: int = 0) -> None:
         _fill(self._sock, memory)
 
 
@@ -124,10 +132,12 @@ class RecordStripe(Stripe):
         super().__init__(stream.sock)
         self._stream = stream
 
-    def send(self, data: bytes | memoryview, about: bytes = b"", more: bool = False) -> None:
+    def send(
+        self, data: bytes | memoryview, about: bytes = b"", more: bool = False, offset: int = 0
+    ) -> None:
         self._stream.sendall(data)
 
-    def receive(self, memory: memoryview, about: bytes = b"") -> None:
+    def receive(self, memory: memoryview, about: bytes = b"", offset: int = 0) -> None:
         self._stream.receive(memory)
 
 
@@ -163,23 +173,25 @@ class SealedStripe(Stripe):
         # a record that is being sent or received; as large as the largest record so far
         self._buffer = memoryview(b"")
 
-    def send(self, data: bytes | memoryview, about: bytes = b"", more: bool = False) -> None:
+    def send(
+        self, data: bytes | memoryview, about: bytes = b"", more: bool = False, offset: int = 0
+    ) -> None:
         view, flags = memoryview(data), _MORE if more else 0
-        for start in range(0, view.nbytes, _RECORD):
-            part = view[start : start + _RECORD]
+        for start in range(0, view.nbytes, RECORD):
+            part = view[start : start + RECORD]
             record = self._space(part.nbytes + aead.TAG_BYTES)
             cipher, nonce = self._sending.next_record()
-            cipher.seal(nonce, about + _PLACE.pack(start), part, record)
+            cipher.seal(nonce, about + _PLACE.pack(offset + start), part, record)
             self._sock.sendall(record, flags)
 
-    def receive(self, memory: memoryview, about: bytes = b"") -> None:
-        for start in range(0, memory.nbytes, _RECORD):
-            part = memory[start : start + _RECORD]
+    def receive(self, memory: memoryview, about: bytes = b"", offset: int = 0) -> None:
+        for start in range(0, memory.nbytes, RECORD):
+            part = memory[start : start + RECORD]
             record = self._space(part.nbytes + aead.TAG_BYTES)
             _fill(self._sock, record)
             cipher, nonce = self._receiving.next_record()
             try:
-                cipher.open(nonce, about + _PLACE.pack(start), record, part)
+                cipher.open(nonce, about + _PLACE.pack(offset + start), record, part)
             except aead.TagError as error:
                 raise ProtocolError(f"a bulk connection failed: {error}") from None
 
@@ -216,10 +228,13 @@ def open_stripe(
     return RecordStripe(RecordStream(sock, records))
 
 
-def send_chunk(stripe: Stripe, chunk: memoryview, about: bytes) -> None:
-    """Send a response with a chunk."""
+def send_chunk(stripe: Stripe, chunk: Iterable[memoryview], about: bytes) -> None:
+    """Send a response with a chunk, given in parts."""
     stripe.send(STATUS.pack(OK), about, more=True)
-    stripe.send(chunk, about)
+    offset = 0
+    for part in chunk:
+        stripe.send(part, about, offset=offset)
+        offset += part.nbytes
 
 
 def shut(stripes: Iterable[Reader]) -> None:

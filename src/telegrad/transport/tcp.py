@@ -52,6 +52,7 @@ from telegrad.errors import ProtocolError
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.bulk import BulkTransfer
 from telegrad.transport.channel import ChannelClosed, SendTimeout
+from telegrad.transport.host_image import fill_images, image_for
 from telegrad.transport.records import RecordError, Records
 from telegrad.transport.shared_memory import SharedCopies
 from telegrad.transport.stream import (
@@ -152,8 +153,16 @@ class TcpChannel(SocketChannel):
 
     def _new_decoder(self) -> FrameDecoder:
         return FrameDecoder(
-            self._pool.reserve, no_segments, self._max_frame, self._bulk is not None
+            self._pool.reserve,
+            no_segments,
+            self._max_frame,
+            None if self._bulk is None else self._reserve_bulk,
         )
+
+    def _reserve_bulk(self, place: BufferLocation) -> memoryview:
+        if place.device is None:
+            return self._pool.reserve(place.nbytes)
+        return memoryview(image_for(place.nbytes, place.device))
 
     # Sending
 
@@ -191,6 +200,7 @@ class TcpChannel(SocketChannel):
                 flags=flags,
                 places=places,
             )
+            fill_images(in_stream)
             self._send_data(b"".join((header, body, *in_stream)), timeout)
             if self._bulk is not None:
                 self._bulk.wait_until_pulled(places, deadline, self._check_open)

@@ -357,7 +357,11 @@ def _dump(pickler: Any, value: Any, max_buffers: int = MAX_BUFFERS) -> Encoded:
 
     def keep_in_pickle(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes < OUT_OF_BAND or len(buffers) == max_buffers:
+        if raw.nbytes < OUT_OF_BAND:
+            return True
+        if len(buffers) == max_buffers:
+            if hasattr(raw.obj, "copy_from_device"):  # `transport.host_image`: read it now
+                raw.obj.copy_from_device()
             return True
         buffers.append(raw)
         return False

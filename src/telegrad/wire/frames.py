@@ -5,7 +5,9 @@
     buffer table        for each buffer: length u64, offset u64, segment u32, slot u32;
                         if the segment is 0, the bytes of the buffer follow the body;
                         if it is BULK_SEGMENT, the receiver pulls them from the sender: the offset
-                        is the id of their registration, the slot their index in it
+                        is the id of their registration; the slot is their index in it and, in
+                        the upper 16 bits, the device that they are for (0: host memory, else its
+                        index plus 1)
     body                a pickle, or what the kind defines
     buffers             the bytes of each buffer whose segment is 0
 
@@ -36,6 +38,8 @@ BULK_SEGMENT = 0xFFFFFFFF
 SCRATCH_SIZE = 1 << 16
 # The header and the buffer table of a frame must fit into the scratch buffer.
 MAX_BUFFERS = (SCRATCH_SIZE - HEADER.size) // BUFFER_ENTRY.size
+_SLOT_BITS = 16  # of the index of a bulk buffer, which is less than MAX_BUFFERS
+_MAX_SLOT = (1 << _SLOT_BITS) - 1
 # Bodies and buffers of at least this size are received directly into their own memory.
 _DIRECT = 1 << 14
 
@@ -78,6 +82,24 @@ class BufferLocation(NamedTuple):
     offset: int = 0
     segment: int = 0
     slot: int = 0
+
+    @property
+    def bulk_index(self) -> int:
+        """The position of a bulk buffer in its registration."""
+        return self.slot & _MAX_SLOT
+
+    @property
+    def device(self) -> int | None:
+        """The index of the receiver's device that a bulk buffer is for; None: host memory."""
+        return (self.slot >> _SLOT_BITS) - 1 if self.slot > _MAX_SLOT else None
+
+
+def bulk_location(
+    nbytes: int, registration_id: int, index: int, device: int | None
+) -> BufferLocation:
+    """Return the location of a buffer that its receiver pulls."""
+    slot = index if device is None else index | (device + 1) << _SLOT_BITS
+    return BufferLocation(nbytes, registration_id, BULK_SEGMENT, slot)
 
 
 class Frame(NamedTuple):
@@ -128,7 +150,8 @@ class FrameDecoder:
     """Makes frames of received bytes.
 
     `reserve(n)` must return writable memory for a buffer of n bytes, `locate(place)` the memory of
-    a buffer in shared memory. With `accepts_bulk`, frames may have buffers that must be pulled.
+    a buffer in shared memory. With `reserve_bulk`, frames may have buffers that must be pulled:
+    it must return memory for such a buffer.
     """
 
     def __init__(
@@ -136,12 +159,12 @@ class FrameDecoder:
         reserve: Callable[[int], memoryview],
         locate: Callable[[BufferLocation], memoryview],
         max_frame: int,
-        accepts_bulk: bool = False,
+        reserve_bulk: Callable[[BufferLocation], memoryview] | None = None,
     ) -> None:
         self._reserve = reserve
         self._locate = locate
         self._max_frame = max_frame
-        self._accepts_bulk = accepts_bulk
+        self._reserve_bulk = reserve_bulk
         self._scratch = memoryview(bytearray(SCRATCH_SIZE))
         # The bytes of the scratch buffer that were received but not decoded: from start to end.
         self._start = self._end = 0
@@ -293,13 +316,19 @@ class FrameDecoder:
         """
         found: list[memoryview] = []
         for place in places:
-            if place.segment == BULK_SEGMENT and not self._accepts_bulk:
-                raise ProtocolError("a buffer must be pulled, but this connection has no stripes")
             try:
                 if place.segment not in (0, BULK_SEGMENT):
                     found.append(self._locate(place))
+                elif place.segment and self._reserve_bulk is None:
+                    raise ProtocolError(
+                        "a buffer must be pulled, but this connection has no stripes"
+                    )
                 elif self._receive_error is None:
-                    found.append(self._reserve(place.nbytes))
+                    found.append(
+                        self._reserve_bulk(place)
+                        if place.segment and self._reserve_bulk is not None
+                        else self._reserve(place.nbytes)
+                    )
             except ProtocolError:
                 raise
             except BaseException as error:
