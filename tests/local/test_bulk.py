@@ -230,6 +230,7 @@ def test_a_reply_that_overtakes_the_end_of_its_own_deadline(
     abandon = MultiplexedConnection._abandon
 
     def abandon_later(connection: MultiplexedConnection, call_id: int, *args: Any) -> None:
+        until(lambda: not in_use(pair["w0"]))  # the thread that sends has given up, too
         hold.opened.set()
         until(lambda: call_id not in connection.pending)
         abandon(connection, call_id, *args)
