@@ -135,6 +135,22 @@ def _ranges(start: int, end: int) -> list[tuple[int, int]]:
     return [(first, min(first + PART, end)) for first in range(start, end, PART)]
 
 
+def copy_bytes(source: Tensor, target: Tensor, device: torch.device) -> None:
+    """Copy bytes between host memory and a device in parts, after the work of the current stream.
+
+    One of the tensors is on the device. The CPU copies one part while the GPU copies the next.
+    """
+    torch.cuda.current_stream(device).synchronize()
+    start = 0
+    if source.is_cuda:
+        for part in StagedMemory(source).parts(0, source.numel()):
+            target[start : start + part.nbytes].copy_(torch.frombuffer(part, dtype=torch.uint8))
+            start += part.nbytes
+    else:
+        for space in StagedMemory(target).spaces(0, target.numel()):
+            torch.frombuffer(space, dtype=torch.uint8).copy_(source[start : start + space.nbytes])
+            start += space.nbytes
+
 # The sender
 
 

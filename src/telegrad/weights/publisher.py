@@ -5,6 +5,9 @@ A thread makes the copy the newest version, compares it with the one before, and
 subscribers on other hosts get its parts as they are made. If `publish` is called again before that
 thread begins, the version in between is skipped.
 
+If the weights are on a GPU, the copy is in its memory, and workers of this host read it there. It
+is copied to host memory only if there are other subscribers.
+
 State, under `_lock`: `_pending`, the copy that is coded next, `_is_coding`, and `_error`. Only one
 thread at a time codes, and only it changes the store.
 """
@@ -21,14 +24,16 @@ import torch
 
 from telegrad import thread_roles
 from telegrad.agent import Agent, runtime_of
+from telegrad.cuda import flat_memory as device_memory
 from telegrad.errors import CallTimeout, UsageError
 from telegrad.transport import flat_memory
-from telegrad.weights import deltas
+from telegrad.weights import deltas, device_images
+from telegrad.weights.device_images import DeviceVersionStore
 from telegrad.weights.layout import Layout, Weights, tensors_of
 from telegrad.weights.service import PublisherEntry, WeightsRegistry
 from telegrad.weights.streams import ArrivingStream, Image
 from telegrad.weights.topology import Topology
-from telegrad.weights.versions import VersionStore
+from telegrad.weights.versions import VersionStore, is_newer
 
 _REPORTS = 1000  # that are kept
 
@@ -98,7 +103,8 @@ class Publisher:
         self.reports: deque[PublishReport] = deque(maxlen=_REPORTS)
         self._weights = weights
         self._runtime = runtime
-        self._layout = Layout.of(tensors_of(weights))
+        tensors = tensors_of(weights)
+        self._layout = Layout.of(tensors)
         history = self._layout.nbytes if history is None else history
         shared = flat_memory.may_share(runtime.config)
         # Subscribers of an earlier publisher of this name have versions of another epoch.
@@ -106,6 +112,11 @@ class Publisher:
         self._store = VersionStore(
             epoch, self._layout, shared=shared, history=history, bandwidth=bandwidth
         )
+        self._device_store: DeviceVersionStore | None = None
+        index = device_images.device_of(tensors, runtime.config)
+        if index is not None:
+            self._device_store = DeviceVersionStore(epoch, self._layout, index)
+            self._store.on_first_reader = self._start_coding
         host = runtime.local_member.host if shared else None
         self._topology = Topology(runtime.name, host, fan_out)
         self._version: int | None = None
@@ -116,7 +127,8 @@ class Publisher:
         self._is_coding = False
         self._error: Exception | None = None
         self._registry = runtime.service(WeightsRegistry)
-        self._registry.add_publisher(name, PublisherEntry(self._store, self._topology, history))
+        entry = PublisherEntry(self._store, self._topology, history, self._device_store)
+        self._registry.add_publisher(name, entry)
 
     def __repr__(self) -> str:
         return f"<Publisher of {self.name!r}: version {self._version}>"
@@ -151,17 +163,20 @@ class Publisher:
                     "the names, shapes, dtypes or ties of the weights have changed; close this "
                     "publisher and make a new one"
                 )
-            image = self._store.take_image()
+            store = self._device_store or self._store
+            image = store.take_image()
             with torch.no_grad():
                 self._layout.write(tensors, image.contents)
+            if image.contents.is_cuda:
+                image.written = torch.cuda.current_stream(image.contents.device).record_event()
             self._version = version
             with self._lock:
                 skipped, self._pending = self._pending, (version, image)
-                must_start, self._is_coding = not self._is_coding, True
             if skipped is not None:
-                self._store.give_back(skipped[1])
-            if must_start:
-                self._runtime.threads.start(self._code_pending)
+                if skipped[1].written is not None:
+                    skipped[1].written.synchronize()
+                store.give_back(skipped[1])
+            self._start_coding()
             return version
 
     def flush(self, timeout: float | None = None) -> None:
@@ -180,18 +195,52 @@ class Publisher:
         """Stop publishing. Subscribers keep the version that they have."""
         self._registry.remove_publisher(self.name)
 
+    def _start_coding(self) -> None:
+        with self._lock:
+            must_start, self._is_coding = not self._is_coding, True
+        if must_start:
+            self._runtime.threads.start(self._code_pending)
+
     def _code_pending(self) -> None:
         while True:
             with self._changed:
                 pending, self._pending = self._pending, None
-                if pending is None or self._error is not None:
+                is_idle = pending is None and not self._host_is_behind()
+                if is_idle or self._error is not None:
                     self._is_coding = False
                     self._changed.notify_all()
                     return
             try:
-                self._code(*pending)
+                if self._device_store is not None:
+                    pending = self._complete_on_device(self._device_store, pending)
+                if pending is not None:
+                    self._code(*pending)
             except Exception as error:  # such as no memory: the next `publish` raises it
                 self._error = error
+
+    def _host_is_behind(self) -> bool:
+        """Return whether a version is on the GPU that subscribers in host memory wait for."""
+        store = self._device_store
+        return (
+            store is not None
+            and self._store.has_readers
+            and is_newer(store.version, self._store.version)
+        )
+
+    def _complete_on_device(
+        self, store: DeviceVersionStore, pending: tuple[int, Image] | None
+    ) -> tuple[int, Image] | None:
+        """Let workers of this host read a version on the GPU. Return its copy for the others."""
+        if pending is not None:
+            version, image = pending
+            image.written.synchronize()
+            store.complete(image, version)
+        current = store.current()  # only this thread completes another one
+        if current is None or not self._host_is_behind():
+            return None
+        copy = self._store.take_image()
+        device_memory.copy(current.contents, copy.contents)
+        return current.version, copy
 
     def _code(self, version: int, image: Image) -> None:
         """Let workers of this host read a version, and make the delta for the others."""

@@ -1,18 +1,27 @@
 """Reading a complete version: one that this worker has received, or one in shared memory.
 
+Shared memory is that of the host or of a GPU. The owner of host memory never writes again what a
+reader may still read, even if it takes the reader for lost. Memory of a GPU is too scarce for that:
+the reader asks at the end whether what it has read was still valid.
+
 State: `SharedReader` keeps the segments of its source mapped. `is_possible` becomes False once,
-when a segment cannot be mapped. Any thread may read.
+when a segment cannot be mapped; `device_is_possible` is the same for memory of a GPU. Any thread
+may read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
-from telegrad.errors import StaleReference, UsageError
+from telegrad.cuda import flat_memory as device_memory
+from telegrad.cuda.driver import CudaError
+from telegrad.cuda.flat_memory import DeviceHandle
+from telegrad.errors import PeerLost, StaleReference, TelegradError, UsageError
 from telegrad.transport import flat_memory
 from telegrad.transport.flat_memory import MappedMemory, SegmentHandle
 from telegrad.weights import service
@@ -24,6 +33,10 @@ if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
 _MAPPED = 4  # segments that stay mapped
+
+
+class VersionLost(StaleReference):
+    """What was read may be a mix: the owner took this worker for lost. It must be read again."""
 
 
 class ReadVersion(NamedTuple):
@@ -38,9 +51,12 @@ class ReadVersion(NamedTuple):
 def read_own(store: VersionStore, reader: str) -> Iterator[ReadVersion]:
     """Read the newest version that this worker has received."""
     version = store.acquire(reader)
+    image = store.image_of(version.ticket).contents
     try:
-        yield ReadVersion(version.version, store.layout, store.image_of(version.ticket).contents)
+        yield ReadVersion(version.version, store.layout, image)
     finally:
+        if image.is_cuda:
+            torch.cuda.current_stream(image.device).synchronize()
         store.release(version.ticket)
 
 
@@ -48,6 +64,7 @@ class SharedReader:
     """Reads versions in the memory of another worker of this host."""
 
     def __init__(self, runtime: AgentRuntime, name: str, reader: str, timeout: float) -> None:
+        self.device_is_possible = runtime.config.cuda_ipc
         self.is_possible = flat_memory.may_share(runtime.config)
         self._runtime = runtime
         self._name = name
@@ -56,9 +73,9 @@ class SharedReader:
         self._mapped: dict[bytes, MappedMemory] = {}
 
     @contextmanager
-    def read(self, reply: JoinReply) -> Iterator[ReadVersion]:
-        """Read the newest version of the source that `reply` names."""
-        source, arguments = reply.source.worker, (self._name, reply.epoch)
+    def read(self, reply: JoinReply, key: str) -> Iterator[ReadVersion]:
+        """Read the newest version of the source that `reply` names, in its store `key`."""
+        source, arguments = reply.source.worker, (key, reply.epoch)
         start = self._runtime.start
         version: SharedVersion = start(
             source,
@@ -67,17 +84,39 @@ class SharedReader:
             timeout=self._timeout,
             internal=True,
         ).wait()
+        is_released = False
         try:
-            yield ReadVersion(version.version, reply.layout, self._map(version.handle))
+            with self._map(version.handle) as image:
+                yield ReadVersion(version.version, reply.layout, image)
+            if isinstance(version.handle, DeviceHandle):
+                is_released = True
+                self._end_device_read(source, (*arguments, version.ticket))
         finally:
-            with suppress(UsageError):  # this agent was closed meanwhile, so all is released
-                start(source, service.release, (*arguments, version.ticket), internal=True)
+            if not is_released:
+                with suppress(UsageError):  # this agent was closed meanwhile, so all is released
+                    start(source, service.release, (*arguments, version.ticket), internal=True)
 
     def close(self) -> None:
         """Unmap all segments that are not being read."""
         self._mapped.clear()
 
-    def _map(self, handle: SegmentHandle | None) -> Tensor:
+    def _end_device_read(self, source: str, arguments: tuple[str, str, int]) -> None:
+        """Release memory of a GPU. Raise `VersionLost` if it may have been written meanwhile."""
+        self._runtime.cuda_transfers.copies_started()  # it unmaps memory that is not used
+        try:
+            is_valid = self._runtime.start(
+                source, service.release, arguments, timeout=self._timeout, internal=True
+            ).wait()
+        except PeerLost:  # nobody writes the memory of a process that has ended
+            is_valid = True
+        except TelegradError:
+            is_valid = False
+        if not is_valid:
+            raise VersionLost(f"worker {source!r} no longer keeps this version for this worker")
+
+    def _map(self, handle: SegmentHandle | DeviceHandle | None) -> AbstractContextManager[Tensor]:
+        if isinstance(handle, DeviceHandle):
+            return self._map_device(handle)
         memory = None
         if handle is not None:
             memory = self._mapped.get(handle.token) or flat_memory.open_shared(handle)
@@ -87,4 +126,14 @@ class SharedReader:
         self._mapped[handle.token] = memory
         for token in list(self._mapped)[:-_MAPPED]:
             self._mapped.pop(token, None)
-        return memory.contents
+        return nullcontext(memory.contents)
+
+    @contextmanager
+    def _map_device(self, handle: DeviceHandle) -> Iterator[Tensor]:
+        with ExitStack() as stack:
+            try:
+                image = stack.enter_context(device_memory.mapped(handle))
+            except CudaError as error:
+                self.device_is_possible = False
+                raise StaleReference(f"memory of a GPU cannot be mapped here: {error}") from error
+            yield image

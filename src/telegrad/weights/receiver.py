@@ -6,8 +6,7 @@ this worker receives for its host: then it fetches the parts of each update, app
 image of its own, and passes them on. If the source fails, the thread joins again. If the publisher
 is gone, the thread searches for one, and a version that this worker received stays readable.
 
-State, under `_lock`: `_reader`, how to read the newest version, its `_version` and `_epoch`;
-`_futures` of those that wait for a newer one; `_closed`. The thread alone writes the rest.
+State: that of `NewestVersion`. The thread alone writes the rest.
 """
 
 from __future__ import annotations
@@ -17,13 +16,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from telegrad import thread_roles
 from telegrad.errors import (
-    CallCancelled,
     CallTimeout,
     ProtocolError,
     StaleReference,
@@ -33,16 +29,18 @@ from telegrad.errors import (
 from telegrad.futures import Future
 from telegrad.weights import deltas, service
 from telegrad.weights.deltas import Part
-from telegrad.weights.reading import ReadVersion, SharedReader, read_own
+from telegrad.weights.device_images import device_key
+from telegrad.weights.newest import FIRST_DELAY, NewestVersion, Reader
+from telegrad.weights.reading import SharedReader, read_own
 from telegrad.weights.service import JoinReply, WeightsRegistry
-from telegrad.weights.versions import Update, VersionStore, is_newer
+from telegrad.weights.versions import Update, VersionStore
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
 
 _POLL = 2.0  # seconds after which a source replies that there is nothing new
 _WINDOW = 4  # parts that are requested at a time
-_FIRST_DELAY, _LONGEST_DELAY = 0.01, 0.5  # seconds between attempts
+_LONGEST_DELAY = 0.5  # seconds between attempts
 
 _log = logging.getLogger(__name__)
 
@@ -55,34 +53,30 @@ class ReceiverCounters(NamedTuple):
     nbytes: int = 0
 
 
-Reader = Callable[[], Any]  # returns a context manager of `ReadVersion`
-
-
-class Receiver:
+class Receiver(NewestVersion):
     """The newest version of the weights `name`. `patience` is how long a source may be silent."""
 
     def __init__(
-        self, runtime: AgentRuntime, name: str, publisher: str | None, patience: float
+        self,
+        runtime: AgentRuntime,
+        name: str,
+        publisher: str | None,
+        patience: float,
+        uuid: str | None = None,
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self.counters = ReceiverCounters()
         self._runtime = runtime
         self._registry = runtime.service(WeightsRegistry)
         self._publisher = publisher  # a worker; None: search for it
         self._found: str | None = None
         self._patience = patience
+        self.uuid = uuid  # of the GPU on which subscribers read
         self._poll = min(_POLL, patience)
         self._me = str(runtime.local_member.incarnation)
         self._store: VersionStore | None = None
         self._needs_snapshot = False
         self._shared = SharedReader(runtime, name, self._me, patience)
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._reader: Reader | None = None
-        self._version: int | None = None
-        self._epoch = ""
-        self._futures: list[tuple[int | None, Future[int]]] = []
-        self._closed = False
         if self._registry.publisher(name) is not None:
             raise UsageError(f"worker {runtime.name!r} publishes {name!r} itself")
         runtime.threads.start(self._run)
@@ -90,81 +84,16 @@ class Receiver:
     def __repr__(self) -> str:
         return f"<Receiver of {self.name!r}: version {self._version}, from {self._found}>"
 
-    # For subscribers
-
-    @property
-    def version(self) -> int | None:
-        """The newest version that can be read."""
-        return self._version
-
-    def newer_than(self, version: int | None) -> Future[int]:
-        """Return a future for the newest version once it is newer than `version`."""
-        future: Future[int] = Future()
-        with self._lock:
-            if not self._closed and not is_newer(self._version, version):
-                self._futures.append((version, future))
-                return future
-            newest = self._version
-        if is_newer(newest, version) and newest is not None:
-            future.set_result(newest)
-        else:
-            future.set_exception(CallCancelled("the subscriber is closed"))
-        return future
-
-    @contextmanager
-    def read(self, timeout: float | None) -> Iterator[ReadVersion]:
-        """Return the newest version. Wait for the first one, or for a source, up to `timeout`."""
-        until = None if timeout is None else time.monotonic() + timeout
-        while True:
-            reader = self._wait_for_reader(until)
-            opened = reader()
-            try:
-                found: ReadVersion = opened.__enter__()
-            except TelegradError:
-                if until is not None and time.monotonic() >= until:
-                    raise
-                # the source has just failed, and the thread is about to notice it
-                self._pause(_FIRST_DELAY)
-                continue
-            break
-        try:
-            yield found
-        finally:
-            opened.__exit__(None, None, None)
-
     def close(self, leave: bool) -> None:
         """End the thread, and let those that wait fail. `leave`: tell the publisher."""
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            futures, self._futures = self._futures, []
-            self._reader = None
-            self._shared.close()
-            self._changed.notify_all()
-        for _, future in futures:
-            if not future.done():
-                future.set_exception(CallCancelled("the subscriber was closed"))
+        if not self._end():
+            return
+        self._shared.close()
         if self._registry.publisher(self.name) is None:
             self._registry.set_store(self.name, None)
         if leave and self._found is not None:
             arguments = (self.name, self._runtime.name)
             self._runtime.start(self._found, service.leave, arguments, internal=True)
-
-    def _wait_for_reader(self, until: float | None) -> Reader:
-        role = thread_roles.pause()
-        try:
-            with self._changed:
-                while self._reader is None and not self._closed:
-                    left = None if until is None else until - time.monotonic()
-                    if left is not None and left <= 0:
-                        raise CallTimeout(f"no version of the weights {self.name!r} has arrived")
-                    self._changed.wait(left)
-                if self._closed or self._reader is None:
-                    raise UsageError(f"the subscriber of {self.name!r} is closed")
-                return self._reader
-        finally:
-            thread_roles.resume(role)
 
     # The thread
 
@@ -176,7 +105,7 @@ class Receiver:
 
     def _run_until_closed(self) -> None:
         failed: str | None = None
-        delay = _FIRST_DELAY
+        delay = FIRST_DELAY
         trouble_since: float | None = None
         while not self._has_ended():
             source: str | None = None
@@ -203,17 +132,12 @@ class Receiver:
                 if not self._has_ended():
                     raise
             if self._version != progress:
-                delay, trouble_since = _FIRST_DELAY, None
+                delay, trouble_since = FIRST_DELAY, None
             self._pause(delay)
             delay = min(1.5 * delay, _LONGEST_DELAY)
 
     def _has_ended(self) -> bool:
         return self._closed or self._runtime.closing
-
-    def _pause(self, seconds: float) -> None:
-        with self._changed:
-            if not self._closed:
-                self._changed.wait(seconds)
 
     def _call(self, to: str, function: Callable[..., Any], *args: Any, extra: float = 0.0) -> Any:
         return self._runtime.start(
@@ -257,7 +181,8 @@ class Receiver:
         have: int | None = None
         if reply.epoch == self._epoch and self._version is not None:
             have = self._version - 1  # the source may be at this version, but not before it
-        arguments, mapped = (self.name, reply.epoch, self._me), ""
+        key = self._key_of(reply)
+        arguments, mapped = (key, reply.epoch, self._me), ""
         while not self._has_ended():
             version: int | None = self._call(
                 reply.source.worker,
@@ -269,13 +194,30 @@ class Receiver:
             )
             if version is not None:
                 if reply.source.worker != mapped:
-                    with self._shared.read(reply):  # raises if the memory cannot be mapped
+                    with self._shared.read(reply, key):  # raises if the memory cannot be mapped
                         mapped = reply.source.worker
                 have = version
-                self._announce(reply.epoch, version, partial(self._shared.read, reply))
+                self._announce(reply.epoch, version, partial(self._shared.read, reply, key))
                 if self._store is not None:
                     self._registry.set_store(self.name, None)
                     self._store = None
+
+    def _key_of(self, reply: JoinReply) -> str:
+        """Return the name of the store to read: that on the GPU, if the source has one."""
+        if self.uuid is not None and self._shared.device_is_possible:
+            arguments = (self.name, reply.epoch, self.uuid)
+            if self._call(reply.source.worker, service.open_on_device, *arguments):
+                return device_key(self.name, self.uuid)
+        return self.name
+
+    def _own_reader(self, store: VersionStore, version: int) -> Reader:
+        """Return how to read a version that has arrived here, on the GPU if possible."""
+        if self.uuid is not None:
+            on_device = self._registry.device_store(self.name, store.epoch, self.uuid)
+            if on_device is not None:
+                on_device.wait_for_version(self._me, version - 1).wait()
+                return partial(read_own, on_device, self._me)
+        return partial(read_own, store, self._me)
 
     def _follow_as_receiver(self, reply: JoinReply) -> None:
         """Receive for this host, and pass on what is received."""
@@ -300,7 +242,7 @@ class Receiver:
                 self._receive(store, source, update)
                 self._needs_snapshot = False
                 version = update.streams[-1].version
-                self._announce(reply.epoch, version, partial(read_own, store, self._me))
+                self._announce(reply.epoch, version, self._own_reader(store, version))
 
     def _receive(self, store: VersionStore, source: str, update: Update) -> None:
         """Build the newest version from an update, and pass its parts on as they arrive."""
@@ -354,17 +296,3 @@ class Receiver:
                 return
             requested.append((index + len(requested) + 1, request(index + len(requested) + 1)))
             yield part
-
-    # Reading
-
-    def _announce(self, epoch: str, version: int, reader: Reader) -> None:
-        """Let subscribers read a version, unless they could read a newer one before."""
-        with self._changed:
-            if self._closed or (epoch == self._epoch and is_newer(self._version, version)):
-                return
-            self._epoch, self._version, self._reader = epoch, version, reader
-            due = [each for wanted, each in self._futures if is_newer(version, wanted)]
-            self._futures = [each for each in self._futures if not is_newer(version, each[0])]
-            self._changed.notify_all()
-        for future in due:
-            future._try_complete(version, None)

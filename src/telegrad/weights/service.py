@@ -2,20 +2,25 @@
 
 State: `WeightsRegistry`, one per agent. `_publishers` has the publishers of this worker by name,
 and `_stores` the store of each name that other workers may read; both are changed under `_lock`.
+A store on a GPU has a name of its own (`device_key`).
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from telegrad.errors import StaleReference, UsageError
+from telegrad.errors import StaleReference, TelegradError, UsageError
 from telegrad.futures import Future
 from telegrad.messages.remote_functions import DeferredReply, trusted
 from telegrad.runtime import active_runtime
+from telegrad.weights import device_images
 from telegrad.weights.deltas import Part
+from telegrad.weights.device_images import DeviceVersionStore, device_key
 from telegrad.weights.layout import Layout
 from telegrad.weights.topology import Source, Topology
 from telegrad.weights.versions import SharedVersion, VersionStore
@@ -23,6 +28,8 @@ from telegrad.wire.handshake import Incarnation
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
+
+_log = logging.getLogger(__name__)
 
 
 class JoinReply(NamedTuple):
@@ -41,6 +48,7 @@ class PublisherEntry(NamedTuple):
     store: VersionStore
     topology: Topology
     history: int
+    device_store: DeviceVersionStore | None = None
 
 
 class WeightsRegistry:
@@ -50,6 +58,7 @@ class WeightsRegistry:
         self.runtime = runtime
         self._publishers: dict[str, PublisherEntry] = {}
         self._stores: dict[str, VersionStore] = {}
+        self._refused: set[str] = set()  # keys of GPUs on which there is no memory
         self._lock = threading.Lock()
         runtime.on_loss(self._worker_lost)
         runtime.on_end(self._end)
@@ -75,13 +84,15 @@ class WeightsRegistry:
                 )
             self._publishers[name] = publisher
             self._stores[name] = publisher.store
+            if publisher.device_store is not None:
+                self._stores[device_key(name, publisher.device_store.uuid)] = publisher.device_store
 
     def remove_publisher(self, name: str) -> None:
         """Undo `add_publisher`."""
         with self._lock:
             self._publishers.pop(name, None)
-            store = self._stores.pop(name, None)
-        if store is not None:
+            stores = self._take_stores(name)
+        for store in stores:
             store.close()
 
     def publisher(self, name: str) -> PublisherEntry | None:
@@ -93,11 +104,12 @@ class WeightsRegistry:
         with self._lock:
             if name in self._publishers:
                 raise UsageError(f"worker {self.runtime.name!r} publishes {name!r} itself")
-            old = self._stores.pop(name, None)
+            old_stores = self._take_stores(name)
             if store is not None:
                 self._stores[name] = store
-        if old is not None and old is not store:
-            old.close()
+        for old in old_stores:
+            if old is not store:
+                old.close()
 
     def store(self, name: str, epoch: str) -> VersionStore:
         """Return a store. Raise `StaleReference` if it is not here, or is of another epoch."""
@@ -107,6 +119,27 @@ class WeightsRegistry:
                 f"worker {self.runtime.name!r} does not pass on the current weights {name!r}"
             )
         return store
+
+    def device_store(self, name: str, epoch: str, uuid: str) -> DeviceVersionStore | None:
+        """Return the store of these weights on a GPU; None if this worker cannot have one."""
+        key = device_key(name, uuid)
+        with self._lock:
+            publisher = self._publishers.get(name)
+        source = self.store(name, epoch)
+        if publisher is not None and publisher.device_store is not None:
+            source = publisher.device_store
+        with self._lock:
+            found = self._stores.get(key)
+            if isinstance(found, DeviceVersionStore) and found.epoch == epoch:
+                return found
+            opened = None
+            if key not in self._refused:
+                opened = device_images.open_mirror(source, uuid, self.runtime.config)
+            if opened is not None:
+                self._stores[key] = opened
+        if opened is not None:
+            self.runtime.threads.start(partial(self._mirror, key, source, opened))
+        return opened
 
     def join(self, name: str, worker: str, host: str | None, failed: str | None) -> JoinReply:
         """Tell a subscriber from where it gets the weights."""
@@ -129,6 +162,22 @@ class WeightsRegistry:
         """Remove a reader whose loss was noticed before its call was served."""
         if self.runtime.is_lost(Incarnation(reader)):
             store.reader_lost(reader)
+
+    def _mirror(self, key: str, source: VersionStore, target: DeviceVersionStore) -> None:
+        try:
+            device_images.mirror(source, target)
+        except (RuntimeError, TelegradError) as error:  # such as no memory: the host's is used
+            _log.warning("weights cannot be kept on the GPU for other workers: %s", error)
+            self._refused.add(key)
+        finally:
+            with self._lock:
+                if self._stores.get(key) is target:
+                    del self._stores[key]
+
+    def _take_stores(self, name: str) -> list[VersionStore]:
+        """Remove the stores of a name: in host memory, and on GPUs. The lock is held."""
+        keys = [key for key in self._stores if key == name or key.startswith(device_key(name, ""))]
+        return [self._stores.pop(key) for key in keys]
 
     def _end(self) -> None:
         with self._lock:
@@ -203,6 +252,12 @@ def is_alive(name: str, epoch: str) -> None:
 
 
 @trusted
+def open_on_device(name: str, epoch: str, uuid: str) -> bool:
+    """Return whether workers of this host can read these weights on a GPU."""
+    return WeightsRegistry.here().device_store(name, epoch, uuid) is not None
+
+
+@trusted
 def acquire(name: str, epoch: str, reader: str) -> SharedVersion:
     """Let a reader of this host use the newest version."""
     registry = WeightsRegistry.here()
@@ -213,9 +268,9 @@ def acquire(name: str, epoch: str, reader: str) -> SharedVersion:
 
 
 @trusted
-def release(name: str, epoch: str, ticket: int) -> None:
-    """End the use of a version."""
-    WeightsRegistry.here().store(name, epoch).release(ticket)
+def release(name: str, epoch: str, ticket: int) -> bool:
+    """End the use of a version. Return whether it was valid until now."""
+    return WeightsRegistry.here().store(name, epoch).release(ticket)
 
 
 def _wait(store: VersionStore, future: Future[Any], reader: str, seconds: float) -> Any:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from telegrad.cuda.flat_memory import DeviceHandle
 from telegrad.errors import StaleReference
 from telegrad.futures import Future
 from telegrad.transport.flat_memory import SegmentHandle, SharedMemory
@@ -40,8 +41,9 @@ class Image:
     """Memory for one version."""
 
     contents: Tensor
-    handle: SegmentHandle | None
+    handle: SegmentHandle | DeviceHandle | None
     memory: SharedMemory | None
+    written: Any = None  # the `torch.cuda.Event` after which it has its values
     version: int = -1
     readers: int = 0
     is_discarded: bool = False

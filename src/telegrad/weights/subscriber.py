@@ -6,9 +6,9 @@ State: `Receivers`, one per agent, which subscribers of the same name share.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +17,15 @@ from telegrad.agent import Agent, runtime_of
 from telegrad.errors import CallCancelled, UsageError
 from telegrad.futures import Future
 from telegrad.runtime import DEFAULT
+from telegrad.weights import device_images
 from telegrad.weights.layout import Rename, Weights, entry_of, pairs, tensors_of
+from telegrad.weights.reading import ReadVersion, VersionLost
 from telegrad.weights.receiver import Receiver, ReceiverCounters
 
 if TYPE_CHECKING:
     from telegrad.runtime import AgentRuntime
+
+T = TypeVar("T")
 
 
 class Receivers:
@@ -34,12 +38,14 @@ class Receivers:
         runtime.on_close(partial(self._close, True))
         runtime.on_end(partial(self._close, False))
 
-    def open(self, name: str, publisher: str | None, patience: float) -> Receiver:
+    def open(self, name: str, publisher: str | None, patience: float, uuid: str | None) -> Receiver:
         """Return the receiver of these weights, for one more subscriber."""
         with self._lock:
             receiver, users = self._receivers.get(name, (None, 0))
             if receiver is None:
-                receiver = Receiver(self._runtime, name, publisher, patience)
+                receiver = Receiver(self._runtime, name, publisher, patience, uuid)
+            elif receiver.uuid != uuid:
+                raise UsageError(f"subscribers of {name!r} in one worker have the same `device`")
             self._receivers[name] = receiver, users + 1
             return receiver
 
@@ -67,6 +73,9 @@ class Subscriber:
     with the next version if the publisher is restarted. `publisher` is the worker that publishes;
     without it, it is searched for. If a worker that passes the weights on is silent for `patience`
     seconds, another one takes its place.
+
+    With `device`, a CUDA device, versions are kept in the memory of this GPU, once for all workers
+    of the host that subscribe with it, and are copied from there.
     """
 
     def __init__(
@@ -76,6 +85,7 @@ class Subscriber:
         agent: Agent | None = None,
         publisher: str | None = None,
         patience: float = 10.0,
+        device: torch.device | str | int | None = None,
     ) -> None:
         runtime = runtime_of(agent)
         if runtime is None:
@@ -86,7 +96,8 @@ class Subscriber:
         self.name = name
         self._runtime = runtime
         self._receivers = runtime.service(Receivers)
-        self._receiver = self._receivers.open(name, publisher, patience)
+        uuid = None if device is None else device_images.uuid_of(device)
+        self._receiver = self._receivers.open(name, publisher, patience, uuid)
         self._closed = False
 
     def __repr__(self) -> str:
@@ -123,7 +134,8 @@ class Subscriber:
         `timeout` seconds for the first version; None: without a limit.
         """
         target = tensors_of(weights)
-        with self._receiver.read(self._seconds(timeout)) as found:
+
+        def pull(found: ReadVersion) -> int:
             copies = [
                 (tensor, entry_of(found.image, entry))
                 for tensor, entry in pairs(found.layout, target, names)
@@ -135,13 +147,15 @@ class Subscriber:
                 raise
             return found.version
 
+        return self._read(pull, timeout)
+
     def state_dict(
         self, *, timeout: float | object | None = DEFAULT
     ) -> tuple[int, dict[str, Tensor]]:
         """Return the newest version and its tensors, as copies. Tied tensors are the same."""
-        with self._receiver.read(self._seconds(timeout)) as found:
-            image = found.image.clone()
-            return found.version, found.layout.tensors(image)
+        return self._read(
+            lambda found: (found.version, found.layout.tensors(found.image.clone())), timeout
+        )
 
     def newer_than(self, version: int | None) -> Future[int]:
         """Return a future for the newest version once it is newer than `version`.
@@ -174,6 +188,16 @@ class Subscriber:
         if not self._closed:
             self._closed = True
             self._receivers.release(self._receiver)
+
+    def _read(self, use: Callable[[ReadVersion], T], timeout: float | object | None) -> T:
+        """Return what `use` returns for the newest version."""
+        seconds = self._seconds(timeout)
+        while True:
+            try:
+                with self._receiver.read(seconds) as found:
+                    return use(found)
+            except VersionLost:
+                continue
 
     def _seconds(self, timeout: float | object | None) -> float | None:
         if timeout is DEFAULT:

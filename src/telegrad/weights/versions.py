@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from telegrad.cuda.flat_memory import DeviceHandle
 from telegrad.errors import StaleReference
 from telegrad.futures import Future
 from telegrad.transport import flat_memory
@@ -53,7 +54,7 @@ class SharedVersion(NamedTuple):
 
     ticket: int
     version: int
-    handle: SegmentHandle | None  # None: it is not in shared memory
+    handle: SegmentHandle | DeviceHandle | None  # None: it is not in shared memory
 
 
 @dataclass(eq=False)
@@ -74,6 +75,8 @@ class _Waiter(NamedTuple):
 class VersionStore:
     """The versions of one `epoch`, the life of one publisher."""
 
+    _spare_images = 2  # that are kept
+
     def __init__(
         self, epoch: str, layout: Layout, *, shared: bool, history: int, bandwidth: float | None
     ) -> None:
@@ -91,6 +94,8 @@ class VersionStore:
         self._waiters: list[_Waiter] = []
         self._closed = False
         self._lock = threading.Lock()
+        self.has_readers = False
+        self.on_first_reader: Callable[[], None] = lambda: None
 
     def __repr__(self) -> str:
         return (
@@ -111,6 +116,9 @@ class VersionStore:
         with self._lock:
             if self._free:
                 return self._free.pop()
+        return self._allocate()
+
+    def _allocate(self) -> Image:
         memory = flat_memory.allocate_shared(self.layout.nbytes) if self._shared else None
         if memory is None:
             return Image(flat_memory.allocate_private(self.layout.nbytes), None, None)
@@ -232,12 +240,16 @@ class VersionStore:
         with self._lock:
             return self._tickets[ticket].images[0]
 
-    def release(self, ticket: int) -> None:
-        """End the use of what a ticket stands for. May be repeated."""
+    def release(self, ticket: int) -> bool:
+        """End the use of what a ticket stands for. May be repeated.
+
+        Return whether the ticket was valid until now: not if its reader was taken for lost.
+        """
         with self._lock:
             found = self._tickets.pop(ticket, None)
             if found is not None:
                 self._release_images(found)
+        return found is not None
 
     def reader_lost(self, reader: str) -> None:
         """Remove a reader. What it was reading is not written again: it may only be frozen."""
@@ -261,7 +273,10 @@ class VersionStore:
                 raise StaleReference(_CLOSED)
             self._waiters.append(waiter)
             ready = self._ready_updates()
+            is_first, self.has_readers = not self.has_readers, True
         _complete(ready)
+        if is_first:
+            self.on_first_reader()
         return waiter.future
 
     def _ready_updates(self) -> list[Callable[[], None]]:
@@ -341,7 +356,7 @@ class VersionStore:
             )
         ):
             self._chain.popleft()
-        del self._free[2:]  # more were needed while readers were slow
+        del self._free[self._spare_images :]  # more were needed while readers were slow
 
 
 def _completion(

@@ -1,0 +1,129 @@
+"""`NewestVersion`: the newest version that subscribers of a worker can read, and who waits for it.
+
+State, under `_lock`: `_reader`, how to read the newest version, its `_version` and `_epoch`;
+`_futures` of those that wait for a newer one; `_closed`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from telegrad import thread_roles
+from telegrad.errors import CallCancelled, CallTimeout, TelegradError, UsageError
+from telegrad.futures import Future
+from telegrad.weights.reading import ReadVersion, VersionLost
+from telegrad.weights.versions import is_newer
+
+FIRST_DELAY = 0.01  # seconds until the first further attempt
+
+Reader = Callable[[], Any]  # returns a context manager of `ReadVersion`
+
+
+class NewestVersion:
+    """The newest version of the weights `name` in this worker."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._reader: Reader | None = None
+        self._version: int | None = None
+        self._epoch = ""
+        self._futures: list[tuple[int | None, Future[int]]] = []
+        self._closed = False
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that can be read."""
+        return self._version
+
+    def newer_than(self, version: int | None) -> Future[int]:
+        """Return a future for the newest version once it is newer than `version`."""
+        future: Future[int] = Future()
+        with self._lock:
+            if not self._closed and not is_newer(self._version, version):
+                self._futures.append((version, future))
+                return future
+            newest = self._version
+        if is_newer(newest, version) and newest is not None:
+            future.set_result(newest)
+        else:
+            future.set_exception(CallCancelled("the subscriber is closed"))
+        return future
+
+    @contextmanager
+    def read(self, timeout: float | None) -> Iterator[ReadVersion]:
+        """Return the newest version. Wait for the first one, or for a source, up to `timeout`.
+
+        Raise `VersionLost` at the end if it must be read again.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            reader = self._wait_for_reader(until)
+            opened = reader()
+            try:
+                found: ReadVersion = opened.__enter__()
+            except TelegradError:
+                if until is not None and time.monotonic() >= until:
+                    raise
+                # the source has just failed, and the thread is about to notice it
+                self._pause(FIRST_DELAY)
+                continue
+            break
+        try:
+            yield found
+        except BaseException:
+            with suppress(VersionLost):
+                opened.__exit__(None, None, None)
+            raise
+        opened.__exit__(None, None, None)
+
+    def _wait_for_reader(self, until: float | None) -> Reader:
+        role = thread_roles.pause()
+        try:
+            with self._changed:
+                while self._reader is None and not self._closed:
+                    left = None if until is None else until - time.monotonic()
+                    if left is not None and left <= 0:
+                        raise CallTimeout(f"no version of the weights {self.name!r} has arrived")
+                    self._changed.wait(left)
+                if self._closed or self._reader is None:
+                    raise UsageError(f"the subscriber of {self.name!r} is closed")
+                return self._reader
+        finally:
+            thread_roles.resume(role)
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            if not self._closed:
+                self._changed.wait(seconds)
+
+    def _end(self) -> bool:
+        """Let those that wait fail. Return whether this is the first call."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._closed = True
+            futures, self._futures = self._futures, []
+            self._reader = None
+            self._changed.notify_all()
+        for _, future in futures:
+            if not future.done():
+                future.set_exception(CallCancelled("the subscriber was closed"))
+        return True
+
+    def _announce(self, epoch: str, version: int, reader: Reader) -> None:
+        """Let subscribers read a version, unless they could read a newer one before."""
+        with self._changed:
+            if self._closed or (epoch == self._epoch and is_newer(self._version, version)):
+                return
+            self._epoch, self._version, self._reader = epoch, version, reader
+            due = [each for wanted, each in self._futures if is_newer(version, wanted)]
+            self._futures = [each for each in self._futures if not is_newer(version, each[0])]
+            self._changed.notify_all()
+        for future in due:
+            future._try_complete(version, None)
