@@ -151,6 +151,7 @@ def copy_bytes(source: Tensor, target: Tensor, device: torch.device) -> None:
             torch.frombuffer(space, dtype=torch.uint8).copy_(source[start : start + space.nbytes])
             start += space.nbytes
 
+
 # The sender
 
 
