@@ -403,7 +403,7 @@ def test_calls_that_arrive_together_run_together(line: Callable[[], Line]) -> No
     answers: list[int] = []
 
     def act(frame: Frame) -> None:
-        outcome = count.batching.serve(frame.call_id)  # type: ignore[attr-defined]
+        outcome = count.batching.serve(False, frame.call_id)  # type: ignore[attr-defined]
         if type(outcome) is DeferredReply:
             outcome.listen(lambda done: answers.append(done.value()))
         else:

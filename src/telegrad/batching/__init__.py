@@ -6,7 +6,8 @@ runs the function and splits its result. Code here runs only on the worker that 
 the function: nothing may depend on how the call was sent.
 """
 
+from telegrad.batching.calls import Versioned
 from telegrad.batching.decorator import Batching, batched
 from telegrad.batching.metrics import Statistics, Times
 
-__all__ = ["Batching", "Statistics", "Times", "batched"]
+__all__ = ["Batching", "Statistics", "Times", "Versioned", "batched"]

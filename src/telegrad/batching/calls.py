@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -159,6 +159,14 @@ def _copy_dataclass(example: Any, fields: dict[str, Any]) -> Any:
     return made
 
 
+@dataclasses.dataclass(frozen=True)
+class Versioned(Generic[T]):
+    """The reply of a batched policy, with the version of the weights that it was computed with."""
+
+    value: T
+    version: int
+
+
 class CallerState:
     """The modes of torch and the context variables under which a caller made its call.
 
@@ -225,6 +233,7 @@ class BatchedCall:
         "caller",
         "caller_state",
         "deadline",
+        "is_versioned",
         "kwargs",
         "priority",
         "queued",
@@ -248,6 +257,7 @@ class BatchedCall:
         self.receiver = receiver
         self.args = args
         self.kwargs = kwargs
+        self.is_versioned = False  # the caller gets the version with the result
         self.priority = 0.0
         self.queued = False
         self.signature: tuple[Signature, Signature] | None = None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol
 import torch
 
 from telegrad.agent import Agent
-from telegrad.batching.calls import BatchedCall
+from telegrad.batching.calls import BatchedCall, Versioned
 from telegrad.batching.execution import BatchExecutor
 from telegrad.batching.metrics import QueueMetrics, Statistics
 from telegrad.batching.queue import NOT_ALONE, BatchQueue
@@ -51,6 +51,7 @@ class Batching:
     def __init__(self, function: Function, options: BatchOptions) -> None:
         self.options = options
         self.wrapper: Function = function
+        self.versioned: Function = function  # like `wrapper`; its callers get the version, too
         self._function = function
         self._queues: dict[int, tuple[weakref.ref[Any], BatchQueue]] = {}
         self._receiver_types: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
@@ -66,7 +67,8 @@ class Batching:
 
         This is used for a function that is sent by value, because it cannot be imported.
         """
-        return Batching, (self._function, self.options), {"wrapper": self.wrapper}
+        state = {"wrapper": self.wrapper, "versioned": self.versioned}
+        return Batching, (self._function, self.options), state
 
     def statistics(self, of: object = None) -> Statistics:
         """Return the statistics of one object or agent, or the totals if `of` is None."""
@@ -80,9 +82,9 @@ class Batching:
             waiting += len(queue)
         return total.snapshot(waiting)
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, is_versioned: bool, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function in this process and wait for its result."""
-        outcome = self.serve(*args, **kwargs)
+        outcome = self.serve(is_versioned, *args, **kwargs)
         if type(outcome) is not DeferredReply:
             return outcome
         if getattr(self.wrapper, ASYNC_MARK, None) is not None:
@@ -95,8 +97,14 @@ class Batching:
             outcome.on_abandoned()
             raise
 
-    def serve(self, *args: Any, **kwargs: Any) -> Any:
-        """Run or queue a call of a peer. Return its result or a `DeferredReply`."""
+    def serve(self, is_versioned: bool, /, *args: Any, **kwargs: Any) -> Any:
+        """Run or queue a call of a peer. Return its result or a `DeferredReply`.
+
+        The result is `Versioned` if the caller asks for the version.
+        """
+        if is_versioned and self.options.version is None:
+            name = describe(self._function)
+            raise UsageError(f"{name} has no version: pass `version` to telegrad.batched")
         runtime = active_runtime()
         if args and (type(args[0]) is self._last_receiver_type or self._is_receiver(args[0])):
             receiver, rest = args[:1], args[1:]
@@ -106,27 +114,27 @@ class Batching:
             queue = self._queue_of(runtime)
         current = thread_state.call
         caller = (current and current.caller) or threading.get_ident()
-        result = queue.try_run_alone(runtime, caller, receiver, rest, kwargs)
+        result = queue.try_run_alone(runtime, caller, receiver, rest, kwargs, is_versioned)
         if result is not NOT_ALONE:
             return result
         call = BatchedCall(runtime, caller, current_deadline(), receiver, rest, kwargs)
+        call.is_versioned = is_versioned
         if self.options.priority is not None:
             call.priority = self.options.priority(*args, **kwargs)
         return queue.submit(call)
 
     def _is_receiver(self, first: Any) -> bool:
         """Return whether the first argument is the object or class whose method this is."""
-        kind = type(first)
+        kind, wrappers = type(first), (self.wrapper, self.versioned)
         if kind is torch.Tensor:
             return False
         if isinstance(first, type):
-            return any(
-                getattr(value, "__func__", None) is self.wrapper for value in _attributes(first)
-            )
+            functions = [getattr(value, "__func__", None) for value in _attributes(first)]
+            return any(value is wrapper for value in functions for wrapper in wrappers)
         known = self._receiver_types.get(kind)
         if known is None:
             known = self._receiver_types[kind] = any(
-                value is self.wrapper for value in _attributes(kind)
+                value is wrapper for value in _attributes(kind) for wrapper in wrappers
             )
         if known:
             self._last_receiver_type = kind
@@ -189,6 +197,8 @@ class BatchedFunction(Protocol[P, R_co]):
 
     @property
     def batching(self) -> Batching: ...
+    @property
+    def versioned(self) -> BatchedFunction[P, Versioned[R_co]]: ...
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
     @overload
     def __get__(self, instance: None, owner: type, /) -> BatchedFunction[P, R_co]: ...
@@ -208,6 +218,8 @@ class BatchedListFunction(Protocol[R_co]):
 
     @property
     def batching(self) -> Batching: ...
+    @property
+    def versioned(self) -> BatchedListFunction[Versioned[R_co]]: ...
     def __call__(self, *args: Any, **kwargs: Any) -> R_co: ...
     def __get__(self, instance: object, owner: type, /) -> BatchedListFunction[R_co]: ...
 
@@ -259,6 +271,7 @@ def batched(
     when_full: Literal["wait", "reject"] = "wait",
     priority: Callable[..., float] | None = None,
     retry_alone: bool = True,
+    version: Callable[..., int] | None = None,
 ) -> BatchDecorator: ...
 def batched(function: Any = None, /, **settings: Any) -> Any:
     """Run concurrent calls of a function together, as one call with stacked arguments.
@@ -287,9 +300,16 @@ def batched(function: Any = None, /, **settings: Any) -> Any:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return batching.call(*args, **kwargs)
+        return batching.call(False, *args, **kwargs)
 
-    batching.wrapper = call
-    call.batching = batching  # type: ignore[attr-defined]
-    serve_as(call, batching.serve)
+    @functools.wraps(function)
+    def call_versioned(*args: Any, **kwargs: Any) -> Any:
+        return batching.call(True, *args, **kwargs)
+
+    call_versioned.__qualname__ += ".versioned"  # where pickle finds it
+    batching.wrapper, batching.versioned = call, call_versioned
+    call.batching = call_versioned.batching = batching  # type: ignore[attr-defined]
+    call.versioned = call_versioned  # type: ignore[attr-defined]
+    serve_as(call, functools.partial(batching.serve, False))
+    serve_as(call_versioned, functools.partial(batching.serve, True))
     return call

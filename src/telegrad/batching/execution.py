@@ -8,6 +8,9 @@ While a thread runs a batch, it has a `BatchRole`: before the batch blocks in a 
 knows of, its queue starts the next batch. `current_caller` returns the worker that made all calls
 of the batch, or None if there are several. `current_deadline` returns the latest deadline of the
 calls.
+
+The option `version` is called before each batch. It may change the weights, so no other batch
+starts while it waits for something.
 """
 
 from __future__ import annotations
@@ -20,7 +23,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from telegrad import thread_roles
-from telegrad.batching.calls import BatchedCall, CallerState, signature_of, split, stack
+from telegrad.batching.calls import (
+    BatchedCall,
+    CallerState,
+    Versioned,
+    signature_of,
+    split,
+    stack,
+)
 from telegrad.batching.cuda_graphs import CudaGraphs
 from telegrad.batching.scheduler import BatchOptions
 from telegrad.current import Deadline, thread_state
@@ -46,10 +56,15 @@ class BatchExecutor:
         self._rows_for_one = options.padded_size(1)
 
     def run_one(
-        self, receiver: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        receiver: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_versioned: bool,
     ) -> Any:
         """Return the result of one call, run on this thread. Raise what the function raises."""
         rows = self._rows_for_one
+        version = None if self._options.version is None else self._find_version(receiver)
         batch = [
             value.unsqueeze(0)
             if rows == 1 and type(value) is torch.Tensor
@@ -68,21 +83,23 @@ class BatchExecutor:
             (outcome,) = split(value, 1, self.name, rows)
         if isinstance(outcome, Exception):
             raise outcome
-        return outcome
+        return _with_version(outcome, version) if is_versioned else outcome
 
     def run(self, batch: list[BatchedCall]) -> list[Any]:
         """Return the outcome of each call."""
         try:
+            version = self._find_version(batch[0].receiver)
             value = self._call_in_caller_state(batch)
         except Exception as error:
             if not self._should_retry(batch):
                 return self._fail_all(batch, error)
             return [self._retry_alone(call, len(batch), error) for call in batch]
-        return self._split(value, batch)
+        return self._split(value, version, batch)
 
     def run_deferred(self, batch: list[BatchedCall], finish: Finish) -> None:
         """Run a function that returns a future; call `finish(outcomes)` when it completes."""
         try:
+            version = self._find_version(batch[0].receiver)
             future = self._call_in_caller_state(batch)
             if not isinstance(future, torch._C.Future):
                 raise UsageError(
@@ -99,7 +116,7 @@ class BatchExecutor:
             except Exception as error:
                 self._retry_deferred(batch, error, finish)
             else:
-                finish(self._split(value, batch))
+                finish(self._split(value, version, batch))
 
         future.add_done_callback(complete)
 
@@ -133,12 +150,39 @@ class BatchExecutor:
             return self._graphs(receiver, args, kwargs)
         return self._function(*receiver, *args, **kwargs)
 
-    def _split(self, value: Any, batch: list[BatchedCall]) -> list[Any]:
-        """Return the outcome of each call; if `value` cannot be split, the error for all."""
+    def _find_version(self, receiver: tuple[Any, ...]) -> int | None:
+        """Return the version that the next batch is computed with; None without `version`.
+
+        While `version` waits, for example for new weights, the queue does not start another batch,
+        which would use weights that are being changed.
+        """
+        if self._options.version is None:
+            return None
+        role = thread_roles.current_role()
+        thread_roles.set_role(role.outer if isinstance(role, BatchRole) else role)
         try:
-            return split(value, len(batch), self.name, self._options.padded_size(len(batch)))
+            version = self._options.version(*receiver)
+        finally:
+            thread_roles.set_role(role)
+        if not isinstance(version, int):
+            raise UsageError(
+                f"the version of {self.name} must be a number, not {type(version).__name__}"
+            )
+        return version
+
+    def _split(self, value: Any, version: int | None, batch: list[BatchedCall]) -> list[Any]:
+        """Return the outcome of each call; if `value` cannot be split, the error for all."""
+        size = len(batch)
+        try:
+            outcomes = split(value, size, self.name, self._options.padded_size(size))
         except Exception as error:
-            return [error] * len(batch)
+            return [error] * size
+        if version is None:
+            return outcomes
+        return [
+            _with_version(outcome, version) if call.is_versioned else outcome
+            for call, outcome in zip(batch, outcomes, strict=True)
+        ]
 
     def _should_retry(self, batch: list[BatchedCall]) -> bool:
         return len(batch) > 1 and self._options.retry_alone
@@ -182,6 +226,13 @@ class BatchExecutor:
                 "This call was run again alone and raised this exception.",
             )
         return outcome
+
+
+def _with_version(outcome: Any, version: int | None) -> Any:
+    """Return what the caller of `function.versioned` gets for an outcome."""
+    if version is None or isinstance(outcome, BaseException):
+        return outcome
+    return Versioned(outcome, version)
 
 
 def _repeat(value: Any, rows: int) -> Any:

@@ -77,6 +77,7 @@ class BatchQueue:
         receiver: Args,
         args: Args,
         kwargs: dict[str, Any],
+        is_versioned: bool,
     ) -> Any:
         """Run a call at once if nothing else waits or runs, and return its result.
 
@@ -104,7 +105,7 @@ class BatchQueue:
         role.outer = thread_roles.set_role(role)
         started = _now()
         try:
-            return self._executor.run_one(receiver, args, kwargs)
+            return self._executor.run_one(receiver, args, kwargs, is_versioned)
         except BaseException:
             self.metrics.failed += 1
             raise

@@ -48,6 +48,7 @@ class BatchOptions:
     when_full: Literal["wait", "reject"] = "wait"
     priority: Callable[..., float] | None = None
     retry_alone: bool = True
+    version: Callable[..., int] | None = None
 
     def __post_init__(self) -> None:
         def require(is_valid: bool, message: str) -> None:
@@ -85,6 +86,10 @@ class BatchOptions:
         require(
             self.when_full in ("wait", "reject"),
             f"when_full must be 'wait' or 'reject', not {self.when_full!r}",
+        )
+        require(
+            self.version is None or callable(self.version),
+            f"version must be a function that returns a number, not {self.version!r}",
         )
 
     def padded_size(self, size: int) -> int:

@@ -5,11 +5,21 @@ newest version that has arrived and copies it into a model. Only what changed is
 each host receives it for all, and hosts pass it on to each other.
 
 `deltas` and `layout` code versions, `versions` stores them, `topology` decides who sends to whom,
-`receiver` receives, and `service` has the remote functions.
+`receiver` receives, and `service` has the remote functions. `staleness` drops what was computed
+with old versions.
 """
 
+from telegrad.batching import Versioned
 from telegrad.weights.publisher import Publisher, PublishReport
 from telegrad.weights.receiver import ReceiverCounters
+from telegrad.weights.staleness import StalenessFilter
 from telegrad.weights.subscriber import Subscriber
 
-__all__ = ["PublishReport", "Publisher", "ReceiverCounters", "Subscriber"]
+__all__ = [
+    "PublishReport",
+    "Publisher",
+    "ReceiverCounters",
+    "StalenessFilter",
+    "Subscriber",
+    "Versioned",
+]

@@ -124,15 +124,19 @@ class Subscriber:
         weights: Weights,
         *,
         names: Rename | None = None,
+        have: int | None = None,
         timeout: float | object | None = DEFAULT,
     ) -> int:
         """Copy the newest version into a module or `state_dict`. Return its number.
 
         All tensors are of this version. `names` has the published name of each tensor that is
         written, or is a function that returns it, or None for tensors that keep their values.
-        Without it, all tensors are written. Tensors of another dtype are converted. Wait up to
-        `timeout` seconds for the first version; None: without a limit.
+        Without it, all tensors are written. Tensors of another dtype are converted. If the newest
+        version is `have`, nothing is copied. Wait up to `timeout` seconds for the first version;
+        None: without a limit.
         """
+        if have is not None and self.version == have:
+            return have
         target = tensors_of(weights)
 
         def pull(found: ReadVersion) -> int:

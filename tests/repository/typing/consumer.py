@@ -19,6 +19,7 @@ from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.refs import RRef, remote
 from telegrad.testing import LocalCluster
+from telegrad.weights import StalenessFilter, Versioned
 
 
 def length(text: str) -> int:
@@ -41,9 +42,17 @@ def label(rows: Tensor, names: list[str]) -> list[int]:
 
 
 class Policy:
+    version = 3
+
     @telegrad.batched
     def act(self, rows: Tensor) -> Tensor:
         return rows * 4
+
+    @telegrad.batched(version=lambda self: self.version)
+    def judge(self, rows: Tensor) -> list[float]:
+        return [1.0] * len(rows)
+
+    judge_versioned = judge.versioned
 
 
 @telegrad.expose
@@ -72,6 +81,12 @@ def batches(agent: Agent, policy: Policy) -> None:
     assert_type(agent.call("w1", label, torch.ones(1), names="a"), int)
     assert_type(policy.act(torch.ones(1)), Tensor)
     assert_type(Policy.act.batching, Batching)
+    answer = policy.judge_versioned(torch.ones(1))
+    assert_type(answer, Versioned[float])
+    assert_type(agent.call("w1", double.versioned, torch.ones(1)), Versioned[Tensor])
+    assert_type(agent.call("w1", label.versioned, torch.ones(1), "a"), Versioned[int])
+    fresh = StalenessFilter(max_staleness=2)
+    assert_type(list(fresh([answer])), "list[Versioned[float]]")
 
 
 async def awaited(agent: Agent) -> None:
