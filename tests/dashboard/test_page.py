@@ -99,7 +99,7 @@ def test_it_asks_for_the_token(cluster: Clusters, serve: Serve, visit: Open) -> 
     tab.until_text("token-problem", "The token was refused")
     tab.evaluate(f"document.getElementById('token-text').value = {url!r}")  # the whole address
     tab.click("token-use")
-    tab.until_text("summary", "1 of 1 workers answer")
+    tab.until_text("summary", "1 of 1 worker answers")
 
 
 def test_hostile_names_run_no_scripts(

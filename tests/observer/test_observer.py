@@ -281,6 +281,15 @@ def test_clocks_of_other_machines_are_aligned() -> None:
 # Text
 
 
+def test_the_number_of_workers_that_answer(cluster: Clusters, observe: Observe) -> None:
+    workers = cluster(2)
+    group = observe(workers)
+    assert ": 2 of 2 workers answer " in status_text(group.snapshot(20.0))
+    workers.kill("w1")
+    assert ": 1 of 2 workers answers " in status_text(group.snapshot(20.0))
+    assert ": 1 of 1 worker answers " in status_text(observe(cluster(1)).snapshot(20.0))
+
+
 def test_a_table_fits_and_shortens_its_widest_column() -> None:
     text = table("Title", ["NAME", ">COUNT"], [["x" * 100, "7"], ["y", "123456"]])
     lines = text.splitlines()

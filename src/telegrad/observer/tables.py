@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from telegrad.observer.group import WorkerReply
+from telegrad.plurals import count
 
 Json = dict[str, Any]
 WIDTH = 80
@@ -22,8 +23,9 @@ def status_text(snapshot: Json, internal: bool = False) -> str:
     """Return the text of `telegrad status`. `internal` shows also the calls of Telegrad itself."""
     answering = [each for each in snapshot["workers"] if each["snapshot"] is not None]
     moment = time.strftime("%H:%M:%S", time.localtime(snapshot["time"]))
-    count = f"{len(answering)} of {len(snapshot['workers'])}"
-    head = f"group {snapshot['group']}: {count} workers answer"
+    total = len(snapshot["workers"])
+    verb = "answers" if 1 in (len(answering), total) else "answer"
+    head = f"group {snapshot['group']}: {len(answering)} of {count(total, 'worker')} {verb}"
     parts = [
         f"{head:<{WIDTH - len(moment)}}{moment}",
         _workers(snapshot["workers"]),

@@ -68,10 +68,12 @@ function withGaps(points, place) {
 function showGroup() {
   if (!group) return;
   const count = group.workers.filter((worker) => worker.state === "alive").length;
-  byId("summary").textContent = group.group ? `group ${group.group} · ${count} of ${group.workers.length} workers answer · ${clock(group.time)}` : "waiting for workers";
+  const total = group.workers.length;
+  const words = `${total === 1 ? "worker" : "workers"} ${count === 1 || total === 1 ? "answers" : "answer"}`;
+  byId("summary").textContent = group.group ? `group ${group.group} · ${count} of ${total} ${words} · ${clock(group.time)}` : "waiting for workers";
   byId("notice").hidden = !group.problem;
   byId("notice").textContent = group.problem;
-  const marks = { workers: group.workers.length - count, waits: group.cycles.length };
+  const marks = { workers: total - count, waits: group.cycles.length };
   for (const [name, words] of TABS) {
     const mark = marks[name] ? node("span", { class: "mark" }, name === "waits" ? " ⟳ cycle" : ` ✕ ${marks[name]}`) : "";
     const label = byId(`tab-${name}`);
