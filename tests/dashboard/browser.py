@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import Any
 
-PATIENCE = 30.0  # seconds after which something has failed; nothing takes that long
+PATIENCE = 60.0  # seconds after which something has failed; nothing takes that long
 _OPTIONS = (
     "--headless=new",
     "--remote-debugging-pipe",

@@ -13,10 +13,13 @@ from telegrad import batched, current_agent
 from tests.conftest import Clusters
 from tests.dashboard.browser import Browser, Tab
 from tests.dashboard.conftest import Serve
-from tests.local.gates import Gate, hold_at, until
+from tests.local.gates import Gate, until
 
 ATTACK = "<img src=x onerror=\"window.attacked='yes'\"><script>window.attacked='yes'</script>"
 VIEWS = ["workers", "calls", "waits", "functions", "servers", "events", "stacks", "training"]
+
+# seconds that a call waits for the test, which waits for the browser with several `Tab.until`
+_HOLD = 240.0
 
 Open = Callable[..., Tab]
 
@@ -45,7 +48,11 @@ def show(tab: Tab, view: str) -> None:
 def call_back(to: str, gate: Gate) -> None:
     agent = current_agent()
     assert agent is not None
-    agent.call(to, hold_at, gate)
+    agent.call(to, hold_long_at, gate)
+
+
+def hold_long_at(gate: Gate) -> None:
+    gate.hold(_HOLD)
 
 
 @batched
@@ -108,10 +115,10 @@ def test_hostile_names_run_no_scripts(
 
     def attack(wait: bool) -> None:
         if wait:
-            gate.hold(60)
+            gate.hold(_HOLD)
 
     attack.__name__ = attack.__qualname__ = ATTACK
-    workers = cluster(2)
+    workers = cluster(2, timeout=None)
     agent = workers["w0"]
     agent.call("w1", batch, 1)
     future = agent.submit("w1", attack, True)
@@ -154,11 +161,10 @@ def test_inline_scripts_of_others_are_refused_by_the_policy(
 
 
 def test_a_cycle_is_marked(cluster: Clusters, serve: Serve, visit: Open, gate: Gate) -> None:
-    workers = cluster(3)
-    future = workers["w0"].submit("w1", call_back, "w0", gate)
-    gate.wait_for()
+    workers = cluster(3, timeout=None)
     tab = visit(serve(workers).url)
     show(tab, "waits")
+    future = workers["w0"].submit("w1", call_back, "w0", gate)
     tab.until("document.querySelectorAll('#graph .edge.cycle').length === 2")
     tab.until_text("cycles", "Cycle: w0 → w1 → w0")
     tab.until_text("tab-waits", "cycle")
