@@ -295,7 +295,7 @@ def test_a_callee_that_finds_the_deadline_passed_a_moment_before_its_caller(
     future: Future[int] = Future()
     multiplexed._complete(
         PendingCall(future, math.inf, 1.0, "slow", False, None, []),
-        Frame(Kind.REPLY, 0, 1, 0, 0, b"", ()),
+        Frame.of(Kind.REPLY, 0, 1, 0, 0, b"", ()),
     )
     with pytest.raises(CallTimeout, match="slow on worker 'w1'"):
         future.wait()

@@ -379,7 +379,7 @@ def test_a_connection_without_stripes_refuses_a_bulk_buffer() -> None:
 def test_a_frame_with_two_registrations_is_refused(bulk: Pair) -> None:
     memory = memoryview(bytearray(1))
     places = [(BufferLocation(1, key, BULK_SEGMENT), memory) for key in (1, 2)]
-    frame = Frame(1, 0, 1, 0, 0, b"", [memory, memory], None, places)
+    frame = Frame.of(1, 0, 1, 0, 0, b"", [memory, memory], None, places)
     with pytest.raises(ProtocolError, match="several registrations"):
         bulk.far._bulk.start_pull(frame, lambda complete: None)  # type: ignore[attr-defined]
 

@@ -82,7 +82,7 @@ def pattern(size: int, seed: int = 0) -> bytes:
 def frame(
     body: bytes = b"", buffers: Sequence[bytes] = (), *, call: int = 7, kind: int = Kind.CALL
 ) -> Frame:
-    return Frame(kind, 3, call, 11, 1500, body, list(buffers))
+    return Frame.of(kind, 3, call, 11, 1500, body, list(buffers))
 
 
 def encode(message: Frame) -> bytes:
@@ -101,7 +101,7 @@ def encode(message: Frame) -> bytes:
 
 def plain(message: Frame) -> Frame:
     """The frame with bytes in place of whatever memory it lies in."""
-    return message._replace(
+    return message.replaced(
         body=bytes(message.body), buffers=[bytes(buffer) for buffer in message.buffers]
     )
 
@@ -119,12 +119,12 @@ def header(*, length: int = 0, count: int = 0, kind: int = Kind.CALL, zero: int 
 
 @pytest.mark.parametrize("kind", list(Kind))
 def test_every_kind_travels_with_all_its_fields(kind: Kind) -> None:
-    sent = Frame(kind, 0xFF, 2**64 - 1, 2**32 - 1, 2**32 - 1, b"body", [b"buffer"])
+    sent = Frame.of(kind, 0xFF, 2**64 - 1, 2**32 - 1, 2**32 - 1, b"body", [b"buffer"])
     assert decode(encode(sent)) == [sent]
 
 
 def test_an_empty_frame_is_a_header_and_nothing_else() -> None:
-    sent = Frame(Kind.HEARTBEAT, 0, 0, 0, 0, b"", [])
+    sent = Frame.of(Kind.HEARTBEAT, 0, 0, 0, 0, b"", [])
     assert len(encode(sent)) == HEADER.size == 32
     assert decode(encode(sent)) == [sent]
 
@@ -239,7 +239,7 @@ def test_the_repr_says_where_the_decoder_stands() -> None:
 
 
 frames = st.builds(
-    Frame,
+    Frame.of,
     kind=st.sampled_from([int(kind) for kind in Kind]),
     flags=st.integers(0, 255),
     call_id=st.integers(0, 2**64 - 1),

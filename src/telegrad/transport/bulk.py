@@ -239,7 +239,7 @@ class BulkTransfer:
         if any(place.offset != registration_id for place, _ in frame.bulk):
             raise ProtocolError("a frame has buffers of several registrations")
         if frame.receive_error is not None:  # there was no memory
-            on_complete(frame._replace(bulk=()))
+            on_complete(frame.replaced(bulk=()))
             self._engine.done(self._peer, registration_id)
             return
         started = time.monotonic()
@@ -252,9 +252,9 @@ class BulkTransfer:
             timeout_ms = frame.timeout_ms
             if timeout_ms:  # the time that the pull has taken belongs to it
                 timeout_ms = max(timeout_ms - int((time.monotonic() - started) * 1000), 1)
-            complete = frame._replace(bulk=(), timeout_ms=timeout_ms)
+            complete = frame.replaced(bulk=(), timeout_ms=timeout_ms)
             if error is not None:
-                complete = complete._replace(buffers=[], receive_error=error)
+                complete = complete.replaced(buffers=[], receive_error=error)
             on_complete(complete)
 
         pull = self._engine.pull(self._peer, frame.bulk, on_pulled)

@@ -63,7 +63,7 @@ class MemoryChannel(Channel):
     ) -> None:
         fill_images(buffers)
         copied = [self._copy(buffer) for buffer in buffers]
-        frame = Frame(kind, flags, call, function, timeout_ms, body, copied)
+        frame = Frame.of(kind, flags, call, function, timeout_ms, body, copied)
         with self._state.lock:
             self._flush()
             self._outbox.put(frame)
@@ -73,7 +73,7 @@ class MemoryChannel(Channel):
         self.send(kind, 0, b"")
 
     def cork(self, kind: int, call: int, body: bytes) -> None:
-        self._corked.append(Frame(kind, 0, call, 0, 0, body, ()))
+        self._corked.append(Frame.of(kind, 0, call, 0, 0, body, ()))
 
     def flush_nowait(self) -> bool:
         if self._corked:
