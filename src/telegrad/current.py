@@ -76,6 +76,7 @@ class ServedCall:
     )
 
     # Set by `ServerConnection._begin`: with `__init__`, each call would take 0.1 us longer.
+    # `outcome` is set last, so a call that has it is complete.
     caller: str
     call_id: int
     function: str

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
+import importlib
 import json
+import os
+import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +21,7 @@ from telegrad.current import Deadline, ServedCall
 from telegrad.diagnosis import snapshot as snapshots
 from telegrad.diagnosis.calls import CallInProgress
 from telegrad.diagnosis.history import latencies, percentile, recorded_calls, recorded_events
+from telegrad.diagnosis.stacks import stacks
 from telegrad.errors import CallTimeout, PeerLost
 from telegrad.futures import Future
 from telegrad.recorder import FlightRecorder
@@ -125,6 +131,35 @@ def test_a_call_that_a_future_will_answer_is_deferred(cluster: Clusters) -> None
     until(lambda: users(workers["w1"]) == [])
     assert history(workers["w1"])[-1]["outcome"] == "cancelled"
     assert history(workers["w0"])[-1]["outcome"] == "cancelled"
+
+
+def test_a_call_whose_function_is_being_imported_is_listed_and_others_of_it_wait(
+    cluster: Clusters, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The callee imports the module; another thread reads the connection meanwhile."""
+    name = f"imported_slowly_{os.getpid()}"
+    lines = ["import builtins", f"builtins.{name}()", "def add_one(x):", "    return x + 1"]
+    (tmp_path / f"{name}.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(builtins, name, lambda: None, raising=False)
+    add_one = importlib.import_module(name).add_one
+    workers = cluster(3, timeout=None)
+    assert workers["w0"].call("w2", add_one, 1) == 2  # so that it is pickled only once
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, name, gate.hold)
+    futures = [workers["w0"].submit("w1", add_one, 0)]
+    gate.wait_for()
+    (served,) = users(workers["w1"])
+    assert (served.function, served.peer) == ("a function that is being loaded", "w0")
+    serving = [thread["serves"] for thread in stacks() if thread["serves"] is not None]
+    assert [call["function"] for call in serving] == ["a function that is being loaded"]
+    futures += [workers["w0"].submit("w1", add_one, number) for number in (1, 2)]
+    until(lambda: len(users(workers["w1"])) == 3)
+    assert workers["w0"].submit("w1", max, 1, 2).wait() == 2  # other functions do not wait
+    gate.open()
+    assert [future.wait() for future in futures] == [1, 2, 3]
+    until(lambda: len(history(workers["w1"])) == 4)
+    assert {call["function"] for call in history(workers["w1"])} == {"add_one", "max"}
 
 
 def test_a_closed_agent_has_no_calls(cluster: Clusters) -> None:
@@ -275,7 +310,7 @@ def test_percentile(fraction: float, value: int) -> None:
 
 
 def test_records_tell_what_they_are() -> None:
-    call = object.__new__(ServedCall)
+    call = ServedCall()
     call.caller, call.call_id, call.function = "w0", 7, "f"
     call.started_at, call.outcome = 0.0, ""
     assert repr(call) == "<ServedCall 7 of 'w0': f, queued>"
@@ -283,7 +318,7 @@ def test_records_tell_what_they_are() -> None:
 
 
 def test_the_deadline_of_a_call_is_counted_from_its_arrival() -> None:
-    call = object.__new__(ServedCall)
+    call = ServedCall()
     call.received_at, call.timeout_ms = 1000.0, 1500
     assert call.deadline == Deadline(1001.5)
     call.timeout_ms = 0

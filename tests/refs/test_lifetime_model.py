@@ -62,7 +62,7 @@ class Held(NamedTuple):
 
     def run(self) -> None:
         served_function = self.connection._find_function(self.frame)
-        call = self.connection._begin(self.frame, served_function)
+        call = self.connection._begin(self.frame)
         self.connection._runtime.threads.start(
             lambda: self.connection._execute(self.frame, served_function, call)
         )

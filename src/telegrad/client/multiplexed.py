@@ -31,7 +31,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from telegrad import thread_roles
-from telegrad.client.requests import Args, Request, RequestCodec, message_bytes, timeout_error
+from telegrad.client.requests import Args, Request, RequestCodec, timeout_error
 from telegrad.current import CurrentCall, current_call, thread_state
 from telegrad.errors import ProtocolError, as_exception
 from telegrad.futures import CompletionListener
@@ -52,7 +52,7 @@ from telegrad.transport.channel import (
 )
 from telegrad.transport.host_image import fill_images
 from telegrad.wire.failures import decode_failure
-from telegrad.wire.frames import DEFINES_FUNCTION, Frame, Kind, encode_timeout
+from telegrad.wire.frames import DEFINES_FUNCTION, Frame, Kind, encode_timeout, message_bytes
 
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
 # Seconds that a caller waits for the queue to be sent: it must not grow while it is emptied.

@@ -34,7 +34,6 @@ from telegrad.client.requests import (
     FunctionTable,
     Request,
     RequestCodec,
-    message_bytes,
     time_left,
     timeout_error,
 )
@@ -56,7 +55,7 @@ from telegrad.messages.remote_functions import Function, describe
 from telegrad.recorder import MadeCall
 from telegrad.transport.channel import Channel, ChannelClosed, close_with_reason, text_of_frame
 from telegrad.wire.failures import decode_failure
-from telegrad.wire.frames import DEFINES_FUNCTION, Frame, Kind, encode_timeout
+from telegrad.wire.frames import DEFINES_FUNCTION, Frame, Kind, encode_timeout, message_bytes
 from telegrad.wire.handshake import Incarnation
 
 # call id, function, time of its start, timeout, and the served call that made it

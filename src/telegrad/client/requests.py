@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-from collections.abc import Iterable, Sized
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
@@ -192,11 +191,6 @@ def time_left(timeout: float | None, until: float) -> float | None:
         return None
     left = until - time.monotonic()
     return timeout if timeout - left < _SMALL_DIFFERENCE else max(left, 0.0)
-
-
-def message_bytes(body: Sized, buffers: Iterable[memoryview]) -> int:
-    """Return the size of a message without its header."""
-    return len(body) + sum(buffer.nbytes for buffer in buffers)
 
 
 def timeout_error(peer: str, call: str, timeout: float | None, sent: bool = True) -> CallTimeout:

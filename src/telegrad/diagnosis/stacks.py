@@ -12,7 +12,8 @@ from typing import Any
 from telegrad.current import ServedCall
 from telegrad.server.connection import ServerConnection
 
-_SERVE: CodeType = ServerConnection._execute.__code__
+# The methods that have the call that a thread serves as a local variable.
+_SERVE: set[CodeType] = {ServerConnection.handle.__code__, ServerConnection._execute.__code__}
 _MAX_FRAMES = 200  # of one thread; the innermost are kept
 
 
@@ -60,12 +61,12 @@ def _frames(innermost: FrameType) -> list[dict[str, Any]]:
 
 
 def served_call(innermost: FrameType) -> ServedCall | None:
-    """Return the innermost call that a thread serves: a local variable of `_execute`."""
+    """Return the innermost call that a thread serves."""
     frame: FrameType | None = innermost
     while frame is not None:
-        if frame.f_code is _SERVE:
+        if frame.f_code in _SERVE:
             call = frame.f_locals.get("call")
-            return call if isinstance(call, ServedCall) else None
+            return call if hasattr(call, "outcome") else None  # it is set last
         frame = frame.f_back
     return None
 

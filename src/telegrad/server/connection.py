@@ -18,8 +18,10 @@ completes: the value is packed once and its buffers are copied once for all of t
 State: `_unanswered` (calls by id) and `_cancelled` (ids of calls whose callers no longer wait) are
 changed by atomic operations of dict and set. The thread that removes a call from `_unanswered`
 records it. `FutureReplies._replies` is changed under `_lock` of this module, and None once the
-future is complete. `_functions` (by function id) and `_running` belong to the leader of the loop.
-`_deferred` (calls whose function returned a future) is changed by atomic operations of the dict.
+future is complete. `_functions` (by function id) and `_loading` (the calls that wait for a function
+whose module is being imported) are changed under `_lock`. `_running` belongs to the leader of the
+loop. `_deferred` (calls whose function returned a future) is changed by atomic operations of the
+dict.
 """
 
 from __future__ import annotations
@@ -80,6 +82,7 @@ from telegrad.wire.frames import (
     INLINE_FUNCTION,
     Frame,
     Kind,
+    message_bytes,
 )
 from telegrad.wire.handshake import Incarnation
 
@@ -89,10 +92,10 @@ _REPLY, _FAILURE = int(Kind.REPLY), int(Kind.FAILURE)
 Reply = Callable[[Any, SharedReply | None], None]
 _ATTRIBUTE = "_telegrad_waiters"
 _lock = threading.Lock()
+_LOADING = "a function that is being loaded"  # its module is imported, or it is sent by value
 _FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
 _CALL = int(Kind.CALL)
 _now = time.monotonic
-_new = object.__new__
 _log = logging.getLogger(__name__)
 
 
@@ -160,9 +163,7 @@ class ReplyingConnection(LoopConnection):
             self._send_failure(call, function, error)
             return
         call_id = call.call_id
-        call.reply_bytes = len(body)
-        if buffers:
-            call.reply_bytes += sum(buffer.nbytes for buffer in buffers)
+        call.reply_bytes = len(body) if not buffers else message_bytes(body, buffers)
         try:
             if shared is not None and (buffers or len(body) >= _LARGE_BODY):
                 copies = shared.snapshot(buffers, self.channel)
@@ -363,6 +364,7 @@ class ServerConnection(ReplyingConnection):
         self.group: str = peer["purpose"]  # the event loops get equal numbers of each
         self.is_multiplexed = self.group == MULTIPLEXED  # it carries the heartbeats
         self._functions: dict[int, ServedFunction] = {}
+        self._loading: dict[int, list[tuple[Frame, ServedCall]]] = {}
         self._running: ServedFunction | None = None  # what the leader of the loop runs
         self._deferred: dict[int, Any] = {}
 
@@ -393,14 +395,20 @@ class ServerConnection(ReplyingConnection):
     def handle(self, frame: Frame) -> None:
         """Run a call or hand it to the executor, or handle another frame of the caller."""
         if frame.kind == _CALL:
+            call = self._begin(frame)
             function = self._find_function(frame)
+            if function is not None:
+                call.function, call.internal = function.name, function.internal
+            elif not frame.flags & INLINE_FUNCTION:
+                self._wait_for_definition(frame, call)
+                return
             if function is not None and function.seconds > SLOW_SECONDS:
-                self._submit_to_executor(frame, function)
+                self._submit_to_executor(frame, function, call)
                 return
             if function is None or not 0 <= function.seconds < _FAST:
                 self.channel.flush_nowait()
             self._running = function
-            self._execute(frame, function, self._begin(frame, function), self.loop)
+            self._execute(frame, function, call, self.loop)
         elif frame.kind == Kind.CANCEL:
             self._cancel(frame.call_id)
         elif frame.kind == Kind.LEAVE:
@@ -423,8 +431,8 @@ class ServerConnection(ReplyingConnection):
             self._cancel(call_id)
         self._runtime.connection_ended(self, error)
 
-    def _submit_to_executor(self, frame: Frame, function: ServedFunction) -> None:
-        call = self._begin(frame, function)
+    def _submit_to_executor(self, frame: Frame, function: ServedFunction, call: ServedCall) -> None:
+        call.function, call.internal = function.name, function.internal
 
         def job() -> None:
             deadline = call.deadline
@@ -440,22 +448,19 @@ class ServerConnection(ReplyingConnection):
         except BaseException as error:
             self._send_failure(call, function, error)
 
-    def _begin(self, frame: Frame, function: ServedFunction | None) -> ServedCall:
+    def _begin(self, frame: Frame) -> ServedCall:
         """Note a call that has arrived and must be answered."""
-        call = _new(ServedCall)
-        if function is None:
-            call.function, call.internal = "a function sent by value", False
-        else:
-            call.function, call.internal = function.name, function.internal
+        call = ServedCall()
         call.caller = self.peer_name
         call.call_id = call_id = frame.call_id
+        call.function, call.internal = _LOADING, False
         call.timeout_ms = frame.timeout_ms
-        call.request_bytes = len(frame.body)
-        if frame.buffers:
-            call.request_bytes += sum(buffer.nbytes for buffer in frame.buffers)
+        call.request_bytes = (
+            len(frame.body) if not frame.buffers else message_bytes(frame.body, frame.buffers)
+        )
+        call.reply_bytes = 0
         call.received_at = _now()
         call.started_at = call.returned_at = call.answered_at = 0.0
-        call.reply_bytes = 0
         call.outcome = ""
         self._unanswered[call_id] = call
         return call
@@ -481,17 +486,24 @@ class ServerConnection(ReplyingConnection):
     # Functions
 
     def _find_function(self, frame: Frame) -> ServedFunction | None:
-        """Return the function of a call by its id; None if the function is in the pickle."""
-        if frame.flags & INLINE_FUNCTION:
-            return None
+        """Return the function of a call; None if it is in the pickle, or is still being loaded."""
         if frame.flags & DEFINES_FUNCTION:
             self._define(frame)
-        function = self._functions.get(frame.function_id)
+        return self._functions.get(frame.function_id)
+
+    def _wait_for_definition(self, frame: Frame, call: ServedCall) -> None:
+        """Run a call when its function is defined, which another thread does at the moment."""
+        with _lock:
+            waiting = self._loading.get(frame.function_id)
+            if waiting is not None:
+                waiting.append((frame, call))
+                return
+            function = self._functions.get(frame.function_id)  # it may be defined by now
         if function is None:
             raise ProtocolError(
                 f"a call of function number {frame.function_id}, which was never defined"
             )
-        return function
+        self._submit_to_executor(frame, function, call)
 
     def _define(self, frame: Frame) -> None:
         # there was no memory for the body
@@ -502,13 +514,20 @@ class ServerConnection(ReplyingConnection):
             raise ProtocolError(
                 f"a definition of {size} bytes for function number {frame.function_id}"
             )
+        with _lock:
+            self._loading.setdefault(frame.function_id, [])
         try:
             if frame.receive_error is not None and body_lost:
                 raise frame.receive_error
+            # This may import a module. If that takes long, another thread leads the loop meanwhile.
             function = self._runtime.functions.decode(bytes(frame.body[4 : 4 + size]))
         except BaseException as error:
             function = ServedFunction(UndecodableFunction(error))
-        self._functions[frame.function_id] = function
+        with _lock:
+            self._functions[frame.function_id] = function
+            waiting = self._loading.pop(frame.function_id, [])
+        for later, call in waiting:
+            self._submit_to_executor(later, function, call)
 
     def _check_allowed(self, function: ServedFunction | None) -> None:
         """Raise `UsageError` if peers may not call a function; None: it is sent by value."""
@@ -578,7 +597,10 @@ class ServerConnection(ReplyingConnection):
             else:
                 args, kwargs = self._unpack(frame.body, frame.buffers, received), {}
             waited = thread_roles.waited_seconds() if loop is None else 0.0
-            call.started_at = started = _now()
+            if loop is None or call.request_bytes >= _LARGE_BODY:
+                call.started_at = started = _now()
+            else:  # it took no time to unpack
+                call.started_at = started = call.received_at
             try:
                 value = function.run(*args, **kwargs)
             finally:

@@ -277,7 +277,8 @@ class _Injection:
             self._handle(connection, frame)
             self._handle(connection, frame)
         elif fault.action == "delay":
-            call = connection._begin(frame, function)
+            call = connection._begin(frame)
+            call.function = name or call.function
             _later(connection, fault.seconds, lambda: connection._execute(frame, function, call))
         elif fault.action != "drop":
             self._end(connection, fault)

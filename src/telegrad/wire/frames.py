@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any, NamedTuple
 
 from telegrad.errors import ProtocolError
@@ -172,6 +172,11 @@ class Frame:
 
     def __repr__(self) -> str:
         return f"<Frame {Kind(self.kind).name} of call {self.call_id}, {len(self.body)} bytes>"
+
+
+def message_bytes(body: Sized, buffers: Iterable[memoryview]) -> int:
+    """Return the size of a message without its header."""
+    return len(body) + sum(buffer.nbytes for buffer in buffers)
 
 
 def encode_timeout(timeout: float | None) -> int:
