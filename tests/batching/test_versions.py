@@ -133,7 +133,7 @@ class OnlyVersioned:
         (double.versioned, 7),
         (elsewhere.versioned, 9),
         (OnlyVersioned().act, 4),
-        (batched(lambda x: x * 2, version=lambda: 5).versioned, 5),
+        (batched(version=lambda: 5)(lambda x: x * 2).versioned, 5),
     ],
 )
 def test_functions_of_every_kind(workers: LocalCluster, function: Any, version: int) -> None:

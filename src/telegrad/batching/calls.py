@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 Signature = tuple[Any, ...]
 _NOT_STACKED: Signature = ()  # the signature of values that contain no tensor
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 R = TypeVar("R")
 _DEVICES = ("cpu", "cuda")  # the devices with an autocast mode of their own
 _NOT_COMPLETE = object()
@@ -160,10 +161,10 @@ def _copy_dataclass(example: Any, fields: dict[str, Any]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Versioned(Generic[T]):
+class Versioned(Generic[T_co]):
     """The reply of a batched policy, with the version of the weights that it was computed with."""
 
-    value: T
+    value: T_co
     version: int
 
 
