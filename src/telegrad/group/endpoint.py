@@ -16,6 +16,7 @@ progress, by the incarnation of the peer) is changed under `_lock`. `_closed` is
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import secrets
@@ -34,7 +35,7 @@ from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.bulk import BulkPeer, BulkTransfer
 from telegrad.transport.channel import Channel
 from telegrad.transport.nixl_engine import NixlEngine
-from telegrad.transport.segments import SegmentAllocator, SegmentMappings, SharedSegment
+from telegrad.transport.segments import SegmentAllocator, SegmentMappings
 from telegrad.transport.shared_memory import SegmentSender, SharedMemoryTransfer
 from telegrad.transport.sockets import AuthenticatedSocket
 from telegrad.transport.stream import StreamChannel
@@ -256,9 +257,7 @@ class LocalEndpoint:
         return open_stripe(self.connect(peer.address, member, BULK), server_side=False)
 
     def _shared_memory_transfer(self, incarnation: Incarnation, unix: str) -> SharedMemoryTransfer:
-        def announce(segment: SharedSegment, until: float) -> bool:
-            return self._segments.announce(segment, incarnation, unix, until)
-
+        announce = functools.partial(self._segments.announce, incarnation, unix)
         return SharedMemoryTransfer(self.allocator, self.mappings, incarnation, announce)
 
     def forget_peer(self, incarnation: Incarnation) -> None:

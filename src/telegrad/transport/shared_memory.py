@@ -273,7 +273,7 @@ class SegmentSender:
         return f"<SegmentSender {dict(self._announced)}>"
 
     def announce(
-        self, segment: SharedSegment, incarnation: Incarnation, address: str, deadline: float
+        self, incarnation: Incarnation, address: str, segment: SharedSegment, deadline: float
     ) -> bool:
         """Ensure that a peer has mapped a segment. Return False if that is not possible.
 

@@ -366,7 +366,7 @@ class StreamChannel(SocketChannel):
         """
         if self._pending is not None:
             self._finish_send(self._pending)  # a signal handler interrupted that send
-        corked = snapshot(self._queue)
+        corked = snapshot(self._queue) if self._queue else []
         earlier = [memoryview(data) for data in (self._unsent, *corked) if data]
         earlier_bytes = sum(view.nbytes for view in earlier)
         own = [view for view in frame if view.nbytes]
