@@ -180,15 +180,11 @@ class ServedFunction:
         self.must_run = bool(getattr(function, "must_run", False))
         # a moment, until the worker has less to do
         self.reply_may_wait = bool(getattr(function, "answer_may_wait", False))
-        self.seconds = -1.0  # a moving average; negative: never run
+        # a moving average, which `ServerConnection` keeps; negative: never run
+        self.seconds = -1.0
 
     def __repr__(self) -> str:
         return f"<ServedFunction {self.name} {self.seconds * 1e6:.0f} us>"
-
-    def add_duration(self, seconds: float) -> None:
-        """Update the moving average of the seconds that a call takes."""
-        average = self.seconds
-        self.seconds = seconds if average < 0 else average + (seconds - average) * 0.25
 
 
 class FunctionRegistry:

@@ -294,6 +294,12 @@ def prepare_replies(received: Sequence[ReceivedResource]) -> None:
         resource.prepare_reply()
 
 
+def _add_duration(function: ServedFunction, seconds: float) -> None:
+    """Update the moving average of the seconds that a function takes."""
+    average = function.seconds
+    function.seconds = seconds if average < 0 else average + (seconds - average) * 0.25
+
+
 class FutureReplies:
     """The calls that one future answers. They get the value that it has when it completes."""
 
@@ -609,10 +615,11 @@ class ServerConnection(ReplyingConnection):
                     os._exit(0)
             call.returned_at = returned = _now()
             if loop is None:
-                function.add_duration(returned - started - (thread_roles.waited_seconds() - waited))
+                waited = thread_roles.waited_seconds() - waited
+                _add_duration(function, returned - started - waited)
             # else it has waited, or `on_blocked` has recorded that it took long
             elif loop.epoch == epoch:
-                function.add_duration(returned - started)
+                _add_duration(function, returned - started)
             del args, kwargs
             for resource in received:
                 resource.forget()
