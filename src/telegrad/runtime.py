@@ -55,7 +55,7 @@ from telegrad.messages.remote_functions import Function, FunctionRegistry, descr
 from telegrad.recorder import FlightRecorder, MadeCall
 from telegrad.scalars import ScalarLog
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.event_loop import EventLoops
+from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.executor import Executor, ThreadPool
 from telegrad.server.connection import ServerConnection
 from telegrad.server.listener import Listener

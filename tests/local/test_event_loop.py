@@ -16,7 +16,8 @@ from telegrad.agent import Agent
 from telegrad.messages.remote_functions import DeferredReply
 from telegrad.rpc.functions import async_execution
 from telegrad.runtime import active_runtime
-from telegrad.scheduling.event_loop import _FRAMES_PER_READ, EventLoop, EventLoops
+from telegrad.scheduling.event_loop import _FRAMES_PER_READ, EventLoop
+from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.poller import LoopConnection
 from telegrad.server import connection
 from telegrad.testing import LocalCluster

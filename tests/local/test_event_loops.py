@@ -16,7 +16,7 @@ from telegrad.config import Config
 from telegrad.errors import UsageError
 from telegrad.free_threading import has_gil
 from telegrad.runtime import active_runtime
-from telegrad.scheduling.event_loop import default_loop_count
+from telegrad.scheduling.event_loops import default_loop_count
 from telegrad.testing import LocalCluster
 from tests.conftest import Clusters
 from tests.local.gates import PATIENCE, Gate, Meeting, hold_at

@@ -34,7 +34,8 @@ with LocalCluster(3, transports=("unix",)) as workers:
     for name in ("w1", "w2"):
         assert workers[name].call("w0", torch.add, torch.ones(1 << 17), 1).sum() == 1 << 18
         assert workers[name].submit("w0", abs, -1).wait() == 1
-    assert len(list(workers["w0"].loops)) == min(2, telegrad.scheduling.event_loop.default_count())
+    count = telegrad.scheduling.event_loops.default_loop_count()
+    assert len(list(workers["w0"]._runtime.event_loops)) == min(2, count)
 assert not sys._is_gil_enabled()
 """
 

@@ -40,7 +40,7 @@ from telegrad.messages.call_scope import CallScope, current_scope
 from telegrad.messages.remote_functions import Function, describe
 from telegrad.recorder import FlightRecorder, MadeCall
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.event_loop import EventLoops
+from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.executor import Executor, SlowCallbacks, ThreadPool
 from telegrad.scheduling.poller import LoopConnection
 from telegrad.transport.channel import (

@@ -31,7 +31,7 @@ from telegrad.group.failure_detector import FailureDetector
 from telegrad.group.membership import Directory, Member
 from telegrad.recorder import FlightRecorder, MadeCall
 from telegrad.scalars import ScalarLog
-from telegrad.scheduling.event_loop import EventLoops
+from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.executor import Executor, ThreadPool
 from telegrad.server.listener import Listener
 from telegrad.transport.sockets import clock_id

@@ -24,7 +24,7 @@ a message to another thread costs more than most calls do. The rules:
 7. The rest of a frame of more than 1 MiB is received by a thread of its own, so that the other
    connections of the loop are still read.
 8. With an interpreter lock an agent has one event loop. Without it, an agent has several, and each
-   connection belongs to one of them (`EventLoops`).
+   connection belongs to one of them (`event_loops`).
 
 Nothing of the user runs on the clock's thread (`clock`): it runs timers, deadlines and heartbeats.
 """

@@ -13,12 +13,9 @@ another thread
 - or when the clock finds it inside the same frame at two consecutive ticks (`tick`).
 
 Then the new leader continues with the next frame and the former leader with its call, after which
-its thread ends. `ConnectionPoller` says which connections are not read. The rest of a frame of more
-than `_LARGE_FRAME` bytes is received by a thread of its own, so that it does not delay the others.
-
-With an interpreter lock, an agent has one loop: more threads would only compete for the lock.
-Without it, an agent has several, each with a leader of its own (`EventLoops`). A connection stays
-with the loop that it was added to.
+its thread ends. A connection becomes *ready* when epoll reports it or when it is posted (`post`);
+`ConnectionPoller` says which connections are not read. The rest of a frame of more than
+`_LARGE_FRAME` bytes is received by a thread of its own, so that it does not delay the others.
 
 `LeaderRole` is what `thread_roles` calls on the thread that leads. A thread keeps its role after it
 has handed the loop over: it still runs its call. All methods name the epoch in which the thread
@@ -28,27 +25,24 @@ State of an `EventLoop`: `_epoch` counts the hand-overs, under `_lock`. A thread
 epoch in which it began to lead is the current one; it compares them after each frame. `_busy` is
 True while the leader handles something; only then can the loop be handed over. `_current`,
 `_last_read`, `_is_repeated`, `_should_spin`, `_idle_jobs` and `_timers` belong to the leader; a
-hand-over passes them on.
-
-State of `EventLoops`: `_loops`, `_count` and `_added_per_group`, under `_lock`.
+hand-over passes them on, and so it does with `_ready`. Any thread appends to `_posted` and adds to
+`_deferred`.
 """
 
 from __future__ import annotations
 
 import collections
-import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 
 from telegrad import thread_roles
 from telegrad.errors import ProtocolError
-from telegrad.free_threading import has_gil
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import Job, ThreadPool
-from telegrad.scheduling.poller import READ, ConnectionPoller, LoopConnection
+from telegrad.scheduling.poller import READ, WRITE, ConnectionPoller, LoopConnection
 from telegrad.transport.channel import ChannelClosed
 from telegrad.transport.stream import CONTENDED_SECONDS, CORES, SPIN_SECONDS, spin_permit
 
@@ -56,7 +50,6 @@ _FRAMES_PER_READ = 32  # frames of one connection that are handled before others
 _LARGE_FRAME = 1 << 20  # missing bytes of a frame from which on another thread receives it
 _POLLS_PER_EPOLL = 16  # polls of the last connection for each poll of all connections
 _now = time.monotonic
-_MAX_LOOPS = 4
 _log = logging.getLogger(__name__)
 
 
@@ -74,6 +67,10 @@ class EventLoop(ConnectionPoller):
         super().__init__()
         self._threads = threads
         self._clock = clock
+        self._ready: collections.deque[LoopConnection] = collections.deque()
+        self._posted: collections.deque[LoopConnection | None] = collections.deque()
+        self._deferred: set[LoopConnection] = set()  # those with frames for `flush_deferred`
+        self._asleep = False  # the leader sleeps in epoll, or is about to
         self._current: LoopConnection | None = None  # the connection whose frames are handled
         self._idle_jobs: dict[Hashable, Job] = {}  # run when no frames are here
         self._timers: dict[Hashable, tuple[float, Job]] = {}
@@ -134,6 +131,27 @@ class EventLoop(ConnectionPoller):
             if not self._started:
                 self._close_descriptors()
         self.post(None)
+
+    # Waking the leader
+
+    def post(self, connection: LoopConnection | None) -> None:
+        """Let the leader check a connection for frames. None only wakes the leader."""
+        self._posted.append(connection)
+        if self._asleep:
+            self._asleep = False
+            self._wake_up()
+
+    def flush_soon(self, connection: LoopConnection) -> None:
+        """Send the deferred frames when the leader is idle, at the latest at the next tick."""
+        self._deferred.add(connection)
+        if self._asleep:
+            self.post(None)
+
+    def _wake_up(self) -> None:
+        """Interrupt the sleep of the leader."""
+        with self._lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     # The leader
 
@@ -331,6 +349,62 @@ class EventLoop(ConnectionPoller):
             spin_permit.release()
         return False
 
+    def _poll(self, timeout: float | None) -> None:
+        """Wait up to `timeout` seconds for events; make connections ready that can be read."""
+        for fd, events in self._epoll.poll(timeout):
+            if fd == self._wake_fd:
+                os.eventfd_read(fd)
+                continue
+            connection = self._by_fd.get(fd)
+            if connection is None:
+                continue
+            if events & WRITE:
+                self._flush(connection)
+            if events != WRITE:
+                connection.readable = True
+                self._enqueue(connection)
+
+    def _flush(self, connection: LoopConnection) -> None:
+        """Send queued frames, because the peer receives again. Read again once all are sent."""
+        try:
+            complete = connection.channel.flush_nowait()
+        except ChannelClosed:
+            complete = True  # the next read finds that the channel is closed
+        if complete and not connection.hold_count:
+            self._watch(connection, READ)
+
+    def _enqueue(self, connection: LoopConnection) -> None:
+        """Append a connection to the ready queue, unless it is queued or must not be read."""
+        if (
+            not connection.queued
+            and not connection.hold_count
+            and not connection.receives_large_frame
+        ):
+            connection.queued = True
+            self._ready.append(connection)
+
+    def _enqueue_posted(self) -> None:
+        """Move the posted connections to the ready queue."""
+        while self._posted:
+            connection = self._posted.popleft()
+            if connection is not None and connection in self._connections:
+                self._enqueue(connection)
+
+    def _flush_deferred(self) -> None:
+        """Send the deferred frames of all connections. Called by the leader and by the clock."""
+        while self._deferred:
+            try:
+                connection = self._deferred.pop()
+            except KeyError:
+                return  # the other thread took the last one
+            try:
+                connection.channel.flush_deferred()
+            except ChannelClosed as error:
+                _log.debug("a deferred reply was not sent, the channel is closed: %s", error)
+            except BaseException:
+                self._deferred.add(connection)  # the next tick tries again
+                raise
+
     # Hand-over
 
     @property
@@ -468,69 +542,3 @@ class LeaderRole:
     def run_at(self, key: Hashable, when: float, job: Job) -> bool:
         """Run `job` at time `when`. Return False if this thread no longer leads."""
         return self._loop.run_at(self._epoch, key, when, job)
-
-
-def default_loop_count() -> int:
-    """Return how many loops an agent has: several only if threads run in parallel.
-
-    Half of the cores are left to other threads. On two cores, which callers on the same machine use
-    as well, a second loop gained nothing.
-    """
-    return 1 if has_gil() else max(min(CORES // 2, _MAX_LOOPS), 1)
-
-
-class EventLoops:
-    """The loops of an agent, at most `count`.
-
-    The connections of each group are distributed round-robin. Loops after the first are created
-    when they are first needed.
-    """
-
-    def __init__(self, threads: ThreadPool, clock: Clock, count: int | None) -> None:
-        self._create_loop = functools.partial(EventLoop, threads, clock)
-        self._count = count if count is not None else default_loop_count()
-        self._loops = [self._create_loop()]
-        self._added_per_group: collections.Counter[str] = collections.Counter()
-        self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"<EventLoops {self._loops}>"
-
-    def __iter__(self) -> Iterator[EventLoop]:
-        return iter(list(self._loops))
-
-    def add(self, connection: LoopConnection) -> None:
-        """Let one of the loops read a connection. Raise `ChannelClosed` if the loops are closed."""
-        self._next_loop(connection.group).add(connection)
-
-    def is_reading(self, connection: LoopConnection) -> bool:
-        """Return whether a loop reads this connection, so that the loop will close it."""
-        return any(loop.is_reading(connection) for loop in self)
-
-    def close(self) -> None:
-        """Let each loop end after its last connection. All connections must be ending."""
-        with self._lock:
-            self._count = len(self._loops)  # create no more loops
-        for loop in self:
-            loop.close()
-
-    def close_after_fork(self) -> None:
-        """Close the descriptors in the child of a fork. The connections belong to the parent."""
-        for loop in self._loops:
-            loop.close_after_fork()
-
-    def _next_loop(self, group: str) -> EventLoop:
-        with self._lock:
-            index = self._added_per_group[group] % self._count
-            self._added_per_group[group] += 1
-            if index >= len(self._loops):
-                try:
-                    self._loops.append(self._create_loop())
-                except OSError as error:
-                    _log.warning(
-                        "cannot create another event loop (%s); continuing with %d",
-                        error,
-                        len(self._loops),
-                    )
-                    self._count = len(self._loops)
-            return self._loops[index % self._count]

@@ -3,9 +3,8 @@
 A `LoopConnection` is a connection that an event loop reads. Subclasses say how the frames are
 handled: `server.connection` for the calls that peers send, `client.multiplexed` for replies.
 
-`ConnectionPoller` knows the connections of one loop and what epoll watches of them. A connection
-becomes *ready* when epoll reports it or when it is posted (`post`). A connection is not read, and
-so never becomes ready, while
+`ConnectionPoller` knows the connections of one loop and what epoll watches of them. A connection is
+not read while
 
 - its peer does not receive what was sent to it (`_watch_until_writable`),
 - a thread holds it for back-pressure (`hold_count`), or
@@ -17,8 +16,7 @@ the loop; `queued` and `readable` belong to the leader of the loop; `received` a
 after the other.
 
 State of a `ConnectionPoller`: `_connections` (all of them), `_by_fd` (those that epoll watches) and
-the registrations with epoll are changed under `_lock`. `_ready` belongs to the leader. Any thread
-appends to `_posted` and adds to `_deferred`.
+the registrations with epoll are changed under `_lock`.
 """
 
 from __future__ import annotations
@@ -102,8 +100,8 @@ class LoopConnection(ABC):
         return self._silent_seconds < timeout
 
 
-class ConnectionPoller:
-    """Track which connections can be read. The base class of `EventLoop`, which reads them."""
+class ConnectionPoller(ABC):
+    """Register connections with epoll. The base class of `EventLoop`, which reads them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -114,10 +112,6 @@ class ConnectionPoller:
         self._epoll.register(self._wake_fd, READ)
         self._by_fd: dict[int, LoopConnection] = {}
         self._connections: set[LoopConnection] = set()
-        self._ready: collections.deque[LoopConnection] = collections.deque()
-        self._posted: collections.deque[LoopConnection | None] = collections.deque()
-        self._deferred: set[LoopConnection] = set()  # those with frames for `flush_deferred`
-        self._asleep = False  # the leader sleeps in epoll, or is about to
 
     # Called by any thread
 
@@ -125,44 +119,14 @@ class ConnectionPoller:
         """Return whether this loop reads the connection, so that the loop will close it."""
         return connection in self._connections
 
+    @abstractmethod
     def post(self, connection: LoopConnection | None) -> None:
         """Let the leader check a connection for frames. None only wakes the leader."""
-        self._posted.append(connection)
-        if self._asleep:
-            self._asleep = False
-            self._wake_up()
-
-    def flush_soon(self, connection: LoopConnection) -> None:
-        """Send the deferred frames when the leader is idle, at the latest at the next tick."""
-        self._deferred.add(connection)
-        if self._asleep:
-            self.post(None)
 
     def close_after_fork(self) -> None:
         """Close the descriptors in the child of a fork. The connections belong to the parent."""
         self._epoll.close()
         os.close(self._wake_fd)
-
-    def _wake_up(self) -> None:
-        """Interrupt the sleep of the leader."""
-        with self._lock:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
-
-    def _flush_deferred(self) -> None:
-        """Send the deferred frames of all connections. Called by the leader and by the clock."""
-        while self._deferred:
-            try:
-                connection = self._deferred.pop()
-            except KeyError:
-                return  # the other thread took the last one
-            try:
-                connection.channel.flush_deferred()
-            except ChannelClosed as error:
-                _log.debug("a deferred reply was not sent, the channel is closed: %s", error)
-            except BaseException:
-                self._deferred.add(connection)  # the next tick tries again
-                raise
 
     # Registration with epoll
 
@@ -240,46 +204,3 @@ class ConnectionPoller:
         self._epoll.close()
         os.close(self._wake_fd)
         self._wake_fd = -1
-
-    # Called by the leader
-
-    def _poll(self, timeout: float | None) -> None:
-        """Wait up to `timeout` seconds for events; make connections ready that can be read."""
-        for fd, events in self._epoll.poll(timeout):
-            if fd == self._wake_fd:
-                os.eventfd_read(fd)
-                continue
-            connection = self._by_fd.get(fd)
-            if connection is None:
-                continue
-            if events & WRITE:
-                self._flush(connection)
-            if events != WRITE:
-                connection.readable = True
-                self._enqueue(connection)
-
-    def _flush(self, connection: LoopConnection) -> None:
-        """Send queued frames, because the peer receives again. Read again once all are sent."""
-        try:
-            complete = connection.channel.flush_nowait()
-        except ChannelClosed:
-            complete = True  # the next read finds that the channel is closed
-        if complete and not connection.hold_count:
-            self._watch(connection, READ)
-
-    def _enqueue(self, connection: LoopConnection) -> None:
-        """Append a connection to the ready queue, unless it is queued or must not be read."""
-        if (
-            not connection.queued
-            and not connection.hold_count
-            and not connection.receives_large_frame
-        ):
-            connection.queued = True
-            self._ready.append(connection)
-
-    def _enqueue_posted(self) -> None:
-        """Move the posted connections to the ready queue."""
-        while self._posted:
-            connection = self._posted.popleft()
-            if connection is not None and connection in self._connections:
-                self._enqueue(connection)

@@ -63,7 +63,8 @@ from telegrad.messages.remote_functions import (
 )
 from telegrad.recorder import FlightRecorder
 from telegrad.scheduling.clock import Clock
-from telegrad.scheduling.event_loop import EventLoop, EventLoops
+from telegrad.scheduling.event_loop import EventLoop
+from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.executor import SLOW_SECONDS, Executor, ThreadPool
 from telegrad.scheduling.poller import LoopConnection
 from telegrad.transport.channel import (
