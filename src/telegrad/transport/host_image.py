@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 Parts = Generator[memoryview, None, None]
-PART = 1 << 20  # bytes that are copied at a time; a multiple of what a stripe encrypts together
+PART = 1 << 21  # bytes that are copied at a time; a multiple of what a stripe encrypts together
 
 
 class DeviceMemory(ABC):
