@@ -80,7 +80,7 @@ class Config:
     bulk_streams: int = 4
     """Largest number of TCP connections to one peer that carry large buffers at the same time. 0:
     large buffers are sent in the connection of their call."""
-    bulk_min_bytes: int = 2 << 20
+    bulk_min_bytes: int = 512 << 10
     """Bytes in large buffers (256 KB) from which on a message sends them over these connections."""
     bulk_engine: str = "auto"
     """How large buffers travel between hosts: "tcp", "nixl" (RDMA; `pip install telegrad[nixl]`),

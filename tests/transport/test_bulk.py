@@ -83,7 +83,7 @@ class Interceptor:
         self._send(stripe, chunk, about)
 
 
-@pytest.mark.parametrize("size", [30_000, (1 << 18) - 1, 1 << 18, (1 << 18) + 1, 5_000_003, BIG])
+@pytest.mark.parametrize("size", [30_000, (1 << 19) - 1, 1 << 19, (1 << 19) + 1, 5_000_003, BIG])
 def test_bytes_are_equal(bulk: Pair, background: Background, size: int) -> None:
     data = random_bytes(size)
     received = background(bulk.far.recv, LATE)

@@ -55,9 +55,6 @@ EXCLUSIVE, MULTIPLEXED, SEGMENT, PROBE, BULK, OBSERVE = PURPOSES = (
     "observe",
 )
 
-# Without TLS, the MAC of a long message takes longer than a pull, which has none.
-_MIN_BULK_WITHOUT_TLS = 512 << 10
-
 _log = logging.getLogger(__name__)
 
 
@@ -240,11 +237,8 @@ class LocalEndpoint:
         if not address or not self._bulk_address():
             return None
         bulk_peer = BulkPeer(str(peer["name"]), incarnation, str(address))
-        min_bytes = self._config.bulk_min_bytes
-        if not self.tls.enabled:
-            min_bytes = min(min_bytes, _MIN_BULK_WITHOUT_TLS)
         engine = self._nixl if self._nixl is not None and peer.get("nixl") else self.bulk
-        return BulkTransfer(engine, bulk_peer, min_bytes)
+        return BulkTransfer(engine, bulk_peer, self._config.bulk_min_bytes)
 
     def _bulk_address(self) -> str:
         """Return the address at which peers pull large buffers; "" if they cannot."""

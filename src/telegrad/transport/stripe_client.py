@@ -31,7 +31,7 @@ from telegrad.transport.stripes import DONE, OK, PULL, REFUSED, REQUEST, STATUS,
 from telegrad.wire.frames import BufferLocation
 
 _IDLE_SECONDS = 30.0  # after which a stripe is closed
-_MIN_CHUNK, _MAX_CHUNK = 1 << 18, 1 << 22  # bytes
+_MIN_CHUNK, _MAX_CHUNK = 1 << 19, 1 << 22  # bytes
 _CHUNKS_PER_STRIPE = 4  # at least, in a pull of chunks that are larger than the smallest
 _PIPELINE = 2  # requests of one stripe that have no response
 _BACKOFF, _MAX_BACKOFF = 0.02, 1.0  # seconds between two attempts to open a stripe
