@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,12 +22,16 @@ import pytest
 from telegrad import Agent
 from telegrad.group.secret import group_key
 from telegrad.server import admission
-from telegrad.server.admission import Admission, RefusalLog
+from telegrad.server.admission import Admission
+from telegrad.server.refusal_log import RefusalLog
 from telegrad.testing import LocalCluster
 from telegrad.transport import sockets
+from telegrad.wire import handshake
+from telegrad.wire.admission_token import make_token
 from tests.conftest import Clusters
+from tests.local.conftest import Background
 from tests.local.gates import PATIENCE, until
-from tests.local.raw_sockets import introduction, is_closed, unauthenticated_socket
+from tests.local.raw_sockets import address_of, introduction, is_closed, unauthenticated_socket
 
 CROWD = 300
 
@@ -106,6 +111,109 @@ def test_strangers_that_stop_within_tls_keep_nobody_out(
         sock.send(b"\x16\x03\x01")  # the beginning of a record
     until(lambda: admission_of(agent)._threads == 2)
     assert workers.join("new").call("w1", abs, -1) == 1
+
+
+class Flood:
+    """Open connections from the address of the members as fast as possible; keep many open."""
+
+    OPEN = 1200
+
+    def __init__(self, agent: Agent, first_bytes: bytes) -> None:
+        address = address_of(agent, "tcp")
+        self._target = "127.0.0.1", int(address.rpartition(":")[2])
+        self._first_bytes = first_bytes
+        self._stopped = threading.Event()
+        self.opened = 0
+        self.failed = 0
+
+    def run(self) -> None:
+        with ExitStack() as stack:
+            open_sockets: deque[socket.socket] = deque()
+            while not self._stopped.is_set():
+                sock = stack.enter_context(socket.socket())
+                open_sockets.append(sock)
+                try:
+                    sock.setblocking(False)  # the backlog may be full
+                    with contextlib.suppress(BlockingIOError):
+                        sock.connect(self._target)
+                    if self._first_bytes:
+                        sock.send(self._first_bytes)
+                except OSError:
+                    self.failed += 1
+                self.opened += 1
+                if len(open_sockets) > self.OPEN:
+                    open_sockets.popleft().close()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+# nothing, the beginning of a TLS record, a whole ClientHello header, and a token of others
+FLOODS = [b"", b"\x16\x03\x01", b"\x16\x03\x01\x02\x00" + bytes(200), make_token(b"k" * 32, "")]
+
+
+@pytest.mark.parametrize("transport", ["tcp"])
+@pytest.mark.parametrize("first_bytes", FLOODS, ids=["silent", "record", "hello", "wrong token"])
+def test_members_join_and_call_in_a_flood_from_their_own_address(
+    workers: LocalCluster, in_background: Background, transport: str, first_bytes: bytes
+) -> None:
+    agent = workers["w1"]
+    flood = Flood(agent, first_bytes)
+    flooding = in_background(flood.run)
+    try:
+        until(lambda: flood.opened > flood.OPEN)
+        for index in range(3):
+            member = workers.join(f"new{index}")
+            assert member.call("w1", abs, -1) == 1
+        assert workers["w0"].call("w1", abs, -1) == 1
+    finally:
+        flood.stop()
+    flooding.result(PATIENCE)
+
+
+@pytest.mark.parametrize("transport", ["tcp"])
+def test_a_token_is_accepted_once_and_only_at_its_address(workers: LocalCluster) -> None:
+    agent = workers["w1"]
+    key, address = agent._runtime.endpoint.key, address_of(agent, "tcp")
+    tokens = agent._runtime.listener._tokens
+    token = make_token(key, address)
+    assert tokens.accept(token)
+    assert not tokens.accept(token)
+    assert not tokens.accept(make_token(key, address_of(workers["w0"], "tcp")))
+    assert not tokens.accept(make_token(bytes(32), address))
+    for damaged in (b"", token[:-1], token[:-1] + bytes([token[-1] ^ 1]), b"x" + token[1:]):
+        assert not tokens.accept(damaged)
+
+
+@pytest.mark.parametrize("transport", ["tcp"])
+def test_a_recorded_token_gives_no_place_before_others(
+    workers: LocalCluster, crowd: ExitStack
+) -> None:
+    agent = workers["w1"]
+    token = make_token(agent._runtime.endpoint.key, address_of(agent, "tcp"))
+    for _ in range(2):
+        crowd.enter_context(unauthenticated_socket(agent, "tcp")).send(token)
+    places = admission_of(agent)._snapshot
+    until(lambda: [each.has_token for each in places()] == [True, False])
+
+
+@pytest.mark.parametrize("transport", ["tcp"])
+def test_a_token_that_arrives_in_pieces(workers: LocalCluster) -> None:
+    agent = workers["w1"]
+    token = make_token(agent._runtime.endpoint.key, address_of(agent, "tcp"))
+    with unauthenticated_socket(agent, "tcp") as sock:
+        sock.send(token[:7])
+        until(lambda: admission_of(agent)._threads == 1)
+        sock.send(token[7:])
+        endpoint, said = agent._runtime.endpoint, introduction(agent, "tcp")
+        connection = sockets.authenticate(
+            sock,
+            endpoint.tls,
+            lambda binding: handshake.client(endpoint.key, said, binding),
+            server_side=False,
+            timeout=PATIENCE,
+        )
+        assert connection.peer["name"] == "w1"
 
 
 @pytest.mark.parametrize("transport", ["tcp"])

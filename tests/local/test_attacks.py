@@ -24,7 +24,7 @@ import torch.distributed as dist
 from telegrad import Agent
 from telegrad.errors import TelegradError
 from telegrad.group.secret import group_key
-from telegrad.wire import handshake
+from telegrad.wire import admission_token, handshake
 from telegrad.wire.frames import HEADER, INLINE_FUNCTION, Kind
 from tests.local.attacks import (
     HERE,
@@ -254,11 +254,11 @@ def test_workers_with_and_without_encryption_do_not_talk(log: Log, encrypted: st
 
 def test_no_fallback_when_connections_are_reset(scene: Scene, log: Log) -> None:
     """An attacker who resets every connection at its first reply sees only the same opening."""
-    openings: list[bytes] = []
+    openings: dict[int, bytes] = {}
 
     def reset(chunk: Chunk) -> list[bytes | None]:
-        if chunk.to_server and chunk.index == 0:
-            openings.append(chunk.data[:4])
+        if chunk.to_server:
+            openings[chunk.connection] = openings.get(chunk.connection, b"") + chunk.data
         return [chunk.data] if chunk.to_server else [None]
 
     scene.proxy.change = reset
@@ -266,7 +266,9 @@ def test_no_fallback_when_connections_are_reset(scene: Scene, log: Log) -> None:
         scene.join("member", timeout=1.0).call("victim", note_and_return, log, "ran")
     expected = TLS_HANDSHAKE if scene.mode == "tls" else handshake.MAGIC
     assert openings
-    assert all(opening.startswith(expected) for opening in openings)
+    for opening in openings.values():
+        assert opening.startswith(admission_token.MAGIC)
+        assert opening[admission_token.SIZE :].startswith(expected)
     assert log.entries == []
     scene.members_work()
 

@@ -44,6 +44,7 @@ from telegrad.transport.stripes import Stripe, cipher, open_stripe
 from telegrad.transport.tcp import TcpChannel
 from telegrad.transport.tls import TlsContexts
 from telegrad.wire import handshake
+from telegrad.wire.admission_token import make_token
 from telegrad.wire.handshake import Incarnation, Introduction
 
 EXCLUSIVE, MULTIPLEXED, SEGMENT, PROBE, BULK, OBSERVE = PURPOSES = (
@@ -180,6 +181,7 @@ class LocalEndpoint:
                 lambda binding: handshake.client(self.key, introduction, binding),
                 server_side=False,
                 timeout=timeout,
+                token=make_token(self.key, address),
             )
             try:
                 if member is not None:

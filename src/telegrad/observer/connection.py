@@ -21,6 +21,7 @@ from telegrad.transport import sockets
 from telegrad.transport.json_messages import JsonStream
 from telegrad.transport.tls import TlsContexts
 from telegrad.wire import handshake
+from telegrad.wire.admission_token import make_token
 
 MAX_REPLY = 1 << 28  # bytes
 _log = logging.getLogger(__name__)
@@ -144,6 +145,7 @@ class WorkerConnection:
             sock,
             self._credentials.tls,
             lambda binding: handshake.client(self._credentials.key, introduction, binding),
+            token=make_token(self._credentials.key, address),
             server_side=False,
             timeout=_left(until),
         )

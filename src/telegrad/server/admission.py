@@ -5,14 +5,20 @@ it has sent something, so a silent one costs a descriptor, but no thread. Then o
 number of threads runs its handshake; the sources (addresses of hosts) take turns. So strangers of
 one host cannot keep a member of another one waiting, and each transport has its own `Admission`.
 
+By TCP, members send a token first (`wire.admission_token`), together with their request to connect.
+A stranger with a token has a queue and threads that others do not use, and makes room for nobody.
+So members get in, too, if strangers at their own address open connections all the time, silent
+ones or such that stop within the TLS handshake.
+
 A new connection is never refused because of others. If there are too many strangers, or too few
 descriptors, the one that has been here longest makes room, first of all one of the same source. One
 that has just come is not removed: it may be a member. If all have just come, nothing is accepted
 for a moment, and connections wait in the backlog of the kernel.
 
 State: `_strangers` (by socket), `_ready` (those that wait for a thread, by source) and `_threads`
-are changed under `_lock`. `_poller`, `_backlog` and `_waiting` (those that have sent nothing, by
-descriptor) belong to the thread that accepts.
+(the number of threads) are changed under `_lock`; both also exist for strangers with tokens.
+`_poller`, `_backlog` and `_waiting` (those that have sent nothing, by descriptor) belong to the
+thread that accepts.
 """
 
 from __future__ import annotations
@@ -31,12 +37,16 @@ from typing import Protocol
 
 from telegrad.errors import AuthenticationError
 from telegrad.scheduling.executor import ThreadPool
+from telegrad.server.refusal_log import RefusalLog
 from telegrad.transport import sockets
+from telegrad.wire import admission_token
 
 MAX_STRANGERS = 512  # of one listening socket
 MAX_PER_SOURCE = 256  # of one host
 MAX_HANDSHAKES = 32  # threads
 _MAY_STAY = 1.0  # seconds before a stranger may have to make room for others
+# The same for strangers at a socket where members send a token with their first packets.
+_MAY_STAY_WITHOUT_TOKEN = 0.05
 _MAX_ACCEPTS = 64  # connections that are accepted before the others are looked at
 _RETRY = 0.05  # seconds until what was not possible is tried again
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -55,15 +65,16 @@ class AdmissionRuntime(Protocol):
 class _Stranger:
     """A connection that is not authenticated yet."""
 
-    __slots__ = ("handle", "may_stay_until", "refused", "since", "sock", "source")
+    __slots__ = ("handle", "has_token", "may_stay_until", "refused", "since", "sock", "source")
 
-    def __init__(self, sock: socket.socket, source: str) -> None:
+    def __init__(self, sock: socket.socket, source: str, may_stay: float) -> None:
         self.sock = sock
         # a second handle while its handshake runs, because TLS may take the socket's descriptor
         self.handle: socket.socket | None = None
         self.source = source
         self.since = time.monotonic()
-        self.may_stay_until = self.since + _MAY_STAY
+        self.may_stay_until = self.since + may_stay
+        self.has_token = False
         self.refused = False
 
     def shut(self) -> None:
@@ -89,17 +100,22 @@ class Admission:
         timeout: float,
         counters: Counter[str],
         log: RefusalLog,
+        is_token: Callable[[bytes], bool] | None = None,
     ) -> None:
+        """`is_token(data)` checks a token, once. None: members do not send any here."""
         self.listening = listening
         self._runtime = runtime
         self._authenticate = authenticate
         self._timeout = timeout
         self._counters = counters
         self._log = log
+        self._is_token = is_token
         self._strangers: dict[socket.socket, _Stranger] = {}
         self._waiting: dict[int, _Stranger] = {}
         self._ready: collections.OrderedDict[str, deque[_Stranger]] = collections.OrderedDict()
         self._threads = 0
+        self._ready_members: deque[_Stranger] = deque()
+        self._member_threads = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._is_polled = False  # then the thread that accepts closes the listening socket
@@ -185,6 +201,8 @@ class Admission:
         """Return how long to wait for events; None: until there is one."""
         if self._ready:
             return _RETRY * 1000
+        if self._ready_members:
+            return _RETRY * 1000
         if not self._waiting:
             return None
         oldest = next(iter(self._waiting.values())).since  # they are in the order of their arrival
@@ -228,17 +246,36 @@ class Admission:
             sock.close()
             return
         source = str(address[0]) if isinstance(address, tuple) else ""
-        stranger = _Stranger(sock, source)
+        may_stay = _MAY_STAY
+        if self._is_token is not None:
+            may_stay = min(may_stay, _MAY_STAY_WITHOUT_TOKEN)
+        stranger = _Stranger(sock, source, may_stay)
         with self._lock:
             self._strangers[sock] = stranger
         self._waiting[sock.fileno()] = stranger
         self._poller.register(sock.fileno(), select.POLLIN)
+        if self._is_token is not None and self._first_bytes(sock):
+            self._add_ready(sock.fileno())
 
     def _add_ready(self, descriptor: int) -> None:
         """A stranger has sent something, or has closed its end."""
         stranger = self._stop_waiting(descriptor)
+        if self._is_token is not None and self._is_token(self._first_bytes(stranger.sock)):
+            stranger.has_token = True
+            stranger.may_stay_until = math.inf
         with self._lock:
-            self._ready.setdefault(stranger.source, deque()).append(stranger)
+            if stranger.has_token:
+                self._ready_members.append(stranger)
+            else:
+                self._ready.setdefault(stranger.source, deque()).append(stranger)
+
+    @staticmethod
+    def _first_bytes(sock: socket.socket) -> bytes:
+        """Return what a stranger has sent, up to the size of a token, without removing it."""
+        try:
+            return sock.recv(admission_token.SIZE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:
+            return b""  # nothing yet, or the connection has ended
 
     def _stop_waiting(self, descriptor: int) -> _Stranger:
         self._poller.unregister(descriptor)
@@ -259,7 +296,10 @@ class Admission:
         """Make room for one more stranger. Return False if all have just come."""
         if len(self._strangers) < MAX_PER_SOURCE:
             return True
-        sources = Counter(stranger.source for stranger in self._snapshot())
+        strangers = self._snapshot()
+        if sum(each.has_token for each in strangers) >= MAX_STRANGERS:
+            return False  # they wait for each other
+        sources = Counter(each.source for each in strangers if not each.has_token)
         largest = max(sources, key=sources.__getitem__, default="")
         if sources[largest] >= (MAX_PER_SOURCE if largest else MAX_STRANGERS):
             return self._evict(self._candidates(largest))
@@ -317,21 +357,38 @@ class Admission:
     def _serve_ready(self) -> None:
         """Let threads run the handshakes. If all threads are busy, end those that take long."""
         with self._lock:
+            members = min(len(self._ready_members), MAX_HANDSHAKES - self._member_threads)
             ready = [stranger for queue in self._ready.values() for stranger in queue]
             wanted = min(len(ready), MAX_HANDSHAKES - self._threads)
-            self._threads += wanted
-        for started in range(wanted):
-            try:
-                self._runtime.threads.start(self._run_handshakes)
-            except BaseException:
-                with self._lock:
-                    self._threads -= wanted - started
-                raise
+        for _ in range(members):
+            self._start(self._run_members, "_member_threads")
+        for _ in range(wanted):
+            self._start(self._run_handshakes, "_threads")
         if len(ready) > wanted:
             not_running = {*map(id, ready), *map(id, self._waiting.values())}
             for stranger in self._candidates():
                 if id(stranger) not in not_running:
                     self._evict([stranger])
+
+    def _start(self, run: Callable[[], None], counter: str) -> None:
+        """Run handshakes on one more thread, which `counter` counts."""
+        with self._lock:
+            setattr(self, counter, getattr(self, counter) + 1)
+        try:
+            self._runtime.threads.start(run)
+        except BaseException:
+            with self._lock:
+                setattr(self, counter, getattr(self, counter) - 1)
+            raise
+
+    def _run_members(self) -> None:
+        while True:
+            with self._lock:
+                if not self._ready_members:
+                    self._member_threads -= 1
+                    return
+                stranger = self._ready_members.popleft()
+            self._run_handshake(stranger)
 
     def _run_handshakes(self) -> None:
         while True:
@@ -344,53 +401,23 @@ class Admission:
                 if queue:
                     self._ready[source] = queue  # as the last: each source gets its turn
                 stranger.may_stay_until = max(stranger.may_stay_until, time.monotonic() + _MAY_STAY)
-            try:
-                stranger.handle = stranger.sock.dup()
-            except OSError as error:  # too few descriptors
-                _log.debug("a connection gets no second handle: %s", error)
-            try:
-                self._authenticate(stranger.sock)
-            finally:
-                if stranger.handle is not None:
-                    stranger.handle.close()
+            self._run_handshake(stranger)
+
+    def _run_handshake(self, stranger: _Stranger) -> None:
+        try:
+            stranger.handle = stranger.sock.dup()
+        except OSError as error:  # too few descriptors
+            _log.debug("a connection gets no second handle: %s", error)
+        try:
+            self._authenticate(stranger.sock)
+        finally:
+            if stranger.handle is not None:
+                stranger.handle.close()
 
     def _take_ready(self) -> list[_Stranger]:
         with self._lock:
             taken = [stranger for queue in self._ready.values() for stranger in queue]
+            taken += self._ready_members
             self._ready.clear()
+            self._ready_members.clear()
         return taken
-
-
-class RefusalLog:
-    """Log refused connections, but only the first of many: strangers must not fill the disk.
-
-    State: `_since`, `_logged` and `_left_out` describe the current period, under `_lock`.
-    """
-
-    PERIOD = 10.0  # seconds
-    LINES = 5  # in one period
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._since = -math.inf
-        self._logged = 0
-        self._left_out = 0
-
-    def refused(self, worker: str, reason: object) -> None:
-        """Log that a worker has closed a connection."""
-        self.warning("worker %r closed a connection: %s", worker, reason)
-
-    def warning(self, message: str, *args: object) -> None:
-        """Log a warning, unless there were too many in this period."""
-        with self._lock:
-            now, left_out = time.monotonic(), 0
-            if now - self._since > self.PERIOD:
-                left_out, self._left_out = self._left_out, 0
-                self._since, self._logged = now, 0
-            self._logged += 1
-            if self._logged > self.LINES:
-                self._left_out += 1
-                return
-        if left_out:
-            _log.warning("%d further messages of this kind were left out", left_out)
-        _log.warning(message, *args)

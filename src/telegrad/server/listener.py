@@ -38,8 +38,10 @@ from telegrad.group.membership import Member
 from telegrad.messages.device_routes import is_device_map
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.executor import ThreadPool
-from telegrad.server.admission import Admission, RefusalLog
+from telegrad.server.admission import Admission
 from telegrad.server.connection import ServerConnection, ServerRuntime
+from telegrad.server.refusal_log import RefusalLog
+from telegrad.server.used_tokens import UsedTokens
 from telegrad.transport import sockets
 from telegrad.transport.channel import (
     Channel,
@@ -95,6 +97,7 @@ class Listener:
         self.counters: Counter[str] = Counter()
         self._admissions: list[Admission] = []  # one for each socket that listens
         self._refusals = RefusalLog()
+        self._tokens = UsedTokens(endpoint)
         self._observers: set[socket.socket] = set()
         self._connections: set[ServerConnection] = set()
         self._leave_reasons: dict[str, str] = {}
@@ -132,6 +135,7 @@ class Listener:
                         self._config.connect_timeout,
                         self.counters,
                         self._refusals,
+                        self._tokens.accept if transport == "tcp" else None,
                     )
                 )
                 if transport == "tcp":

@@ -25,6 +25,7 @@ from telegrad.transport.records import (
     set_timeout,
 )
 from telegrad.transport.tls import TlsContexts
+from telegrad.wire import admission_token
 from telegrad.wire.handshake import (
     MAGIC,
     HandshakeResult,
@@ -115,11 +116,13 @@ def authenticate(
     *,
     server_side: bool,
     timeout: float,
+    token: bytes = b"",
 ) -> AuthenticatedSocket:
     """Run the TLS handshake, if the connection needs one, and then that of Telegrad.
 
-    `make_steps(binding)` returns the steps of this side. `sock` is closed if this raises. There is
-    one deadline for all of it: a peer cannot extend it by sending single bytes.
+    `make_steps(binding)` returns the steps of this side. By TCP, a client sends `token` first (see
+    `wire.admission_token`). `sock` is closed if this raises. There is one deadline for all of it: a
+    peer cannot extend it by sending single bytes.
     """
     deadline = time.monotonic() + timeout
     try:
@@ -129,7 +132,11 @@ def authenticate(
         # Nagle's algorithm would delay the short messages of the handshake by 40 ms each.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if server_side:
+            if _peek(sock, len(admission_token.MAGIC), deadline) == admission_token.MAGIC:
+                PlainStream(sock).read(admission_token.SIZE, deadline)  # `Admission` has checked it
             _check_first_bytes(sock, tls.enabled, deadline)
+        elif token:
+            PlainStream(sock).send(token, deadline)
         if not tls.enabled:
             peer, key = _run(PlainStream(sock), make_steps(b""), deadline)
             return AuthenticatedSocket(sock, peer, MacRecords(key, server_side), key, False)
