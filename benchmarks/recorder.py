@@ -39,30 +39,41 @@ _the_call.outcome = ""
 # The beginnings of the statements that are removed from a method, and what replaces them.
 Removed = dict[Callable[..., Any], dict[str, str]]
 _RECORDING: Removed = {
-    Peer.call: {"function_id, _, body, buffers =": "", "self._record(": ""},
-    ReplyingConnection._send_reply: {"call.reply_bytes =": "", "if buffers:": ""},
-    ReplyingConnection._mark_answered: {"self._record(call)": ""},
+    Peer.call: {
+        "record[REQUEST_BYTES] =": "",
+        "record[ENDED_AT] = connection": "",
+        "record[REPLY_BYTES] =": "",
+        "record[OUTCOME] = 'ok'": "",
+        "self._record(record)": "",
+    },
+    ReplyingConnection._send_reply: {"call.reply_bytes =": ""},
+    ReplyingConnection._mark_answered: {"call.outcome =": "", "self._record(call)": ""},
 }
 _ALL: Removed = {
     Peer.call: {
+        **_RECORDING[Peer.call],
+        "record =": "record = None",
         "if role is not None:": "",
         "self._busy[connection] =": "self._busy[connection] = None",
         "function_id, _, body, buffers =": "",
-        "self._record(": "",
+        "if not function_id:": "",
     },
-    ServerConnection._begin: {
-        "call = _new(ServedCall)": "self._unanswered[frame.call_id] = True; "
-        "_the_call.call_id = frame.call_id; return _the_call"
+    # `_begin` itself is needed only for the calls in progress
+    ServerConnection.handle: {
+        "call = self._begin(frame)": "call = _the_call; _the_call.call_id = call_id = "
+        "frame.call_id; self._unanswered[call_id] = True",
+        "if function is not None:": "if function is None:\n    raise AssertionError",
     },
+    ServerConnection.on_flushed: {"if self._next_call": ""},
     ServerConnection._execute: {
         "thread_state.call =": "thread_state.caller = self.peer_name; thread_state.deadline = None"
     },
     ServerConnection._run: {
         "call.function =": "",
-        "call.started_at =": "started = _now()",
+        "if loop is None or call.request_bytes": "started = _now()",
         "call.returned_at =": "returned = _now()",
     },
-    ReplyingConnection._send_reply: {"call.reply_bytes =": "", "if buffers:": ""},
+    ReplyingConnection._send_reply: {"call.reply_bytes =": ""},
     ReplyingConnection._mark_answered: {
         "if self._unanswered.pop": "self._unanswered.pop(call.call_id, None)"
     },
@@ -114,9 +125,11 @@ class _Remover(ast.NodeTransformer):
 
 
 def _without(method: Callable[..., Any], removed: dict[str, str]) -> Callable[..., Any]:
-    """Return a method without some of its statements. All of them must be there."""
-    if not removed:
-        return method
+    """Return a method without some of its statements. All of them must be there.
+
+    All variants are compiled here: the interpreter has already adapted the original methods to the
+    calls that were made before.
+    """
     remover = _Remover(removed)
     tree = remover.visit(ast.parse(textwrap.dedent(inspect.getsource(method))))
     missing = removed.keys() - remover.found

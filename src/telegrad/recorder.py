@@ -3,7 +3,9 @@
 The recorder is always on, so a call adds one object to a deque of fixed length and nothing else:
 
 - a served call adds its `ServedCall`, which exists while the call is in progress in any case;
-- a made call adds a tuple with the fields of `MadeCall`. Its times are read by the call itself.
+- a made call adds a list with the fields of `MadeCall`, which describes the call while it is in
+  progress, too. A synchronous call fills in most of it after it has sent its request, while its
+  callee works. Its times are read by the call itself.
 
 Both are decoded when somebody looks (`telegrad.diagnosis`). Events are what happens less often:
 connections, losses, batches, rounds of parameter servers, backward passes.
@@ -27,7 +29,7 @@ _EVENTS_PER_CALL = 4  # there is one event for at least so many calls
 
 
 class MadeCall(NamedTuple):
-    """A call that this worker made. The recorder holds plain tuples of these fields."""
+    """A call that this worker made. `CallRecord` has the same fields in the same order."""
 
     call_id: int
     peer: str
@@ -40,6 +42,13 @@ class MadeCall(NamedTuple):
     outcome: str = ""  # "ok", "failed": the function raised, "cancelled", or the type of an error
     internal: bool = False
     parent: CurrentCall | None = None  # the call that was served on the thread that made this one
+
+
+CallRecord = list[Any]
+FUNCTION, ENDED_AT, REQUEST_BYTES, REPLY_BYTES, OUTCOME, PARENT = map(
+    MadeCall._fields.index,
+    ("function", "ended_at", "request_bytes", "reply_bytes", "outcome", "parent"),
+)
 
 
 class Event(NamedTuple):
@@ -55,10 +64,10 @@ class FlightRecorder:
     """Keep the last `size` calls, and a quarter as many events. 0 keeps nothing."""
 
     def __init__(self, size: int) -> None:
-        self._calls: collections.deque[tuple[Any, ...] | ServedCall]
+        self._calls: collections.deque[CallRecord | ServedCall]
         self._calls = collections.deque(maxlen=size)
         self._events: collections.deque[Event] = collections.deque(maxlen=size // _EVENTS_PER_CALL)
-        self.add_made: Callable[[tuple[Any, ...]], None] = self._calls.append
+        self.add_made: Callable[[CallRecord], None] = self._calls.append
         self.add_served: Callable[[ServedCall], None] = self._calls.append
 
     def __repr__(self) -> str:
@@ -75,7 +84,7 @@ class FlightRecorder:
 
     def calls(self) -> list[MadeCall | ServedCall]:
         """Return the calls that have ended, in the order of their ends."""
-        return [MadeCall(*each) if isinstance(each, tuple) else each for each in self._calls.copy()]
+        return [MadeCall(*each) if isinstance(each, list) else each for each in self._calls.copy()]
 
     def events(self) -> list[Event]:
         """Return the events, oldest first."""

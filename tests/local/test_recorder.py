@@ -93,6 +93,8 @@ def test_a_call_in_progress_is_listed_at_both_ends(
         assert call.deadline is not None
         assert call.deadline == pytest.approx(20 - call.age, abs=2.0)
     assert str(served).startswith("hold_at for w0: running ")
+    assert served.request_bytes > 0
+    until(lambda: users(workers["w0"])[0].request_bytes == served.request_bytes)
     gate.open()
     done.result()
     assert users(workers["w0"]) == []

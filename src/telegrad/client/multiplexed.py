@@ -38,7 +38,7 @@ from telegrad.futures import CompletionListener
 from telegrad.group.membership import Member
 from telegrad.messages.call_scope import CallScope, current_scope
 from telegrad.messages.remote_functions import Function, describe
-from telegrad.recorder import FlightRecorder, MadeCall
+from telegrad.recorder import CallRecord, FlightRecorder, MadeCall
 from telegrad.scheduling.clock import Clock
 from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.executor import Executor, SlowCallbacks, ThreadPool
@@ -223,16 +223,7 @@ class MultiplexedConnection(LoopConnection):
         calls = []
         for call_id, pending in self.pending.copy().items():
             state = "sent" if pending.sent else "connecting"
-            call = MadeCall(
-                call_id,
-                self._peer.member.name,
-                pending.function,
-                pending.started,
-                pending.timeout,
-                request_bytes=pending.request_bytes,
-                internal=pending.internal,
-                parent=pending.parent,
-            )
+            call = MadeCall(*self._call_record(call_id, pending))
             calls.append((call, "abandoned" if pending.abandoned else state))
         return calls
 
@@ -331,21 +322,30 @@ class MultiplexedConnection(LoopConnection):
         self, call_id: int, pending: PendingCall, outcome: str, reply_bytes: int = 0
     ) -> None:
         if not pending.abandoned:  # else it was recorded then
-            self._record(
-                (
-                    call_id,
-                    self._peer.member.name,
-                    pending.function,
-                    pending.started,
-                    pending.timeout,
-                    time.monotonic(),
-                    pending.request_bytes,
-                    reply_bytes,
-                    outcome,
-                    pending.internal,
-                    pending.parent,
-                )
-            )
+            ended = time.monotonic()
+            self._record(self._call_record(call_id, pending, ended, reply_bytes, outcome))
+
+    def _call_record(
+        self,
+        call_id: int,
+        pending: PendingCall,
+        ended: float = 0.0,
+        reply_bytes: int = 0,
+        outcome: str = "",
+    ) -> CallRecord:
+        return [
+            call_id,
+            self._peer.member.name,
+            pending.function,
+            pending.started,
+            pending.timeout,
+            ended,
+            pending.request_bytes,
+            reply_bytes,
+            outcome,
+            pending.internal,
+            pending.parent,
+        ]
 
     def _send_cancel(self, call_id: int, pending: PendingCall) -> None:
         if not pending.sent:

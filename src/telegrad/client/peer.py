@@ -38,7 +38,7 @@ from telegrad.client.requests import (
     timeout_error,
 )
 from telegrad.config import Config
-from telegrad.current import CurrentCall, current_call
+from telegrad.current import current_call
 from telegrad.errors import (
     CallTimeout,
     PeerLost,
@@ -52,14 +52,21 @@ from telegrad.messages.call_scope import current_scope
 from telegrad.messages.device_routes import DeviceRoute, request_route
 from telegrad.messages.packing import MessageContext, return_resources
 from telegrad.messages.remote_functions import Function, describe
-from telegrad.recorder import MadeCall
+from telegrad.recorder import (
+    ENDED_AT,
+    FUNCTION,
+    OUTCOME,
+    PARENT,
+    REPLY_BYTES,
+    REQUEST_BYTES,
+    CallRecord,
+    MadeCall,
+)
 from telegrad.transport.channel import Channel, ChannelClosed, close_with_reason, text_of_frame
 from telegrad.wire.failures import decode_failure
 from telegrad.wire.frames import DEFINES_FUNCTION, Frame, Kind, encode_timeout, message_bytes
 from telegrad.wire.handshake import Incarnation
 
-# call id, function, time of its start, timeout, and the served call that made it
-_SyncCall = tuple[int, Function, float, float | None, CurrentCall | None]
 _CALL, _REPLY, _FAILURE = int(Kind.CALL), int(Kind.REPLY), int(Kind.FAILURE)
 # seconds to wait for the LEAVE frame of a peer when another connection to it broke
 _LEAVE_WAIT = 0.2
@@ -93,19 +100,20 @@ class ExclusiveConnection:
         self.known_functions: set[int] = set()  # ids that the peer knows on this connection
         self.last_used = 0.0
 
-    def exchange(
-        self, call_id: int, request: Request, timeout: float | None, until: float
-    ) -> Frame:
-        """Send a request and return the frame that answers it."""
+    def send(self, call_id: int, request: Request, timeout: float | None, until: float) -> None:
+        """Send a request."""
         function_id, flags, body, buffers = request
-        channel = self.channel
         left = time_left(timeout, until)
-        channel.send(_CALL, call_id, body, buffers, function_id, encode_timeout(left), flags, left)
+        self.channel.send(
+            _CALL, call_id, body, buffers, function_id, encode_timeout(left), flags, left
+        )
         if flags & DEFINES_FUNCTION:
             self.known_functions.add(function_id)
-        del request, body, buffers
+
+    def receive(self, call_id: int, timeout: float | None, until: float) -> Frame:
+        """Return the frame that answers a request."""
         while True:
-            frame = channel.recv(time_left(timeout, until))
+            frame = self.channel.recv(time_left(timeout, until))
             if frame.kind == Kind.CLOSE:
                 raise ChannelClosed(text_of_frame(frame))
             if frame.call_id == call_id or frame.kind not in (_REPLY, _FAILURE):
@@ -132,10 +140,11 @@ class Peer:
         self._codec = RequestCodec(context, runtime.function_table, by_value)
         self._encode = self._codec.encode
         self._decode = self._codec.decode
+        self._name = member.name
         self._call_ids = itertools.count(1)
         self._idle: list[ExclusiveConnection] = []
-        self._busy: dict[ExclusiveConnection, _SyncCall] = {}
-        self._dialing: dict[object, _SyncCall] = {}
+        self._busy: dict[ExclusiveConnection, CallRecord] = {}
+        self._dialing: dict[object, CallRecord] = {}
         self._record = runtime.recorder.add_made
         self._error: Exception | None = None
         self._lost_event = thread_roles.OneShotEvent()
@@ -157,14 +166,9 @@ class Peer:
 
     def unanswered_calls(self) -> list[tuple[MadeCall, str]]:
         """Return the calls to this peer that have not ended, with their states."""
-        name = self.member.name
-        dialing = [(call, "connecting") for call in self._dialing.copy().values()]
-        sent = [(call, "sent") for call in self._busy.copy().values()]
-        synchronous = [
-            (MadeCall(call_id, name, function, started, timeout, parent=parent), state)
-            for (call_id, function, started, timeout, parent), state in (*dialing, *sent)
-        ]
-        return [*synchronous, *self.multiplexed.unanswered_calls()]
+        dialing = [(MadeCall(*call), "connecting") for call in self._dialing.copy().values()]
+        sent = [(MadeCall(*call), "sent") for call in self._busy.copy().values()]
+        return [*dialing, *sent, *self.multiplexed.unanswered_calls()]
 
     def describe(self) -> dict[str, Any]:
         """Return the state of the connections as values of JSON."""
@@ -246,15 +250,12 @@ class Peer:
         else:
             started = until - (timeout or 0.0)
         call_id = next(self._call_ids)
-        parent: CurrentCall | None = None
-        request: Request | None = None
+        record = [call_id, self._name, function, started, timeout, 0.0, 0, 0, "", False, None]
         connection: ExclusiveConnection | None = None
         retained: list[Any] = []  # until this returns
         role = None
         try:
-            connection = self._take_idle() or self._open_connection(
-                call_id, function, timeout, started, until
-            )
+            connection = self._take_idle() or self._open_connection(record, timeout, until)
             request = self._encode(
                 connection.known_functions,
                 function,
@@ -266,13 +267,19 @@ class Peer:
             )
             role = thread_roles.pause()
             if role is not None:  # else this thread serves no calls
-                parent = current_call()
-            self._busy[connection] = call_id, function, started, timeout, parent
+                record[PARENT] = current_call()
+            self._busy[connection] = record
             # `mark_lost` did not shut the connection if it was not in `_busy` yet.
             if self._error is not None:
                 raise ChannelClosed("the peer was lost")
             self._runtime.calls_made += 1
-            frame = connection.exchange(call_id, request, timeout, until)
+            connection.send(call_id, request, timeout, until)
+            # while the callee works: a part of the record
+            function_id, _, body, buffers = request
+            record[REQUEST_BYTES] = len(body) if not buffers else message_bytes(body, buffers)
+            if not function_id:
+                record[FUNCTION] = describe(function)
+            frame = connection.receive(call_id, timeout, until)
         except BaseException as error:
             if connection is not None:
                 if connection in self._busy:
@@ -282,8 +289,9 @@ class Peer:
                 self._busy.pop(connection, None)
             return_resources(retained, answered=False)
             error = self._explain(error, function, timeout)
-            call = call_id, function, started, timeout, parent
-            self._record_failure(call, request, error)
+            record[FUNCTION], record[OUTCOME] = describe(function), type(error).__name__
+            record[ENDED_AT] = time.monotonic()
+            self._record(record)
             raise error from None
         finally:
             thread_roles.resume(role)
@@ -291,22 +299,12 @@ class Peer:
         if frame.kind == _FAILURE and frame.function_id:
             connection.known_functions.discard(frame.function_id)
         self._release(connection)
-        function_id, _, body, buffers = request
-        self._record(
-            (
-                call_id,
-                self.member.name,
-                function if function_id else describe(function),
-                started,
-                timeout,
-                connection.last_used,
-                len(body) if not buffers else message_bytes(body, buffers),
-                len(frame.body) if not frame.buffers else message_bytes(frame.body, frame.buffers),
-                "ok" if frame.kind == _REPLY else "failed",
-                False,
-                parent,
-            )
+        record[ENDED_AT] = connection.last_used
+        record[REPLY_BYTES] = (
+            len(frame.body) if not frame.buffers else message_bytes(frame.body, frame.buffers)
         )
+        record[OUTCOME] = "ok" if frame.kind == _REPLY else "failed"
+        self._record(record)
         try:
             if frame.kind == _REPLY:
                 return self._decode(frame, function)
@@ -318,25 +316,6 @@ class Peer:
                 return_resources(retained, answered=True)
         self.peer_left(frame)
         raise self.error_for(describe(function))
-
-    def _record_failure(
-        self, call: _SyncCall, request: Request | None, error: BaseException
-    ) -> None:
-        """Record a call that its callee has not answered."""
-        call_id, function, started, timeout, parent = call
-        sent = 0 if request is None else message_bytes(request[2], request[3])
-        record = MadeCall(
-            call_id,
-            self.member.name,
-            describe(function),
-            started,
-            timeout,
-            time.monotonic(),
-            sent,
-            outcome=type(error).__name__,
-            parent=parent,
-        )
-        self._record(record)
 
     def _explain(
         self, error: BaseException, function: Function, timeout: float | None
@@ -368,21 +347,18 @@ class Peer:
             return None
 
     def _open_connection(
-        self,
-        call_id: int,
-        function: Function,
-        timeout: float | None,
-        started: float,
-        until: float,
+        self, record: CallRecord, timeout: float | None, until: float
     ) -> ExclusiveConnection:
         if self._error is not None:
             raise self.error_for()
         key = object()
-        self._dialing[key] = call_id, function, started, timeout, current_call()
+        record[PARENT] = current_call()
+        self._dialing[key] = record
         try:
             dialed = self._runtime.dial(self.member, EXCLUSIVE, time_left(timeout, until))
         except TimeoutError:
-            raise timeout_error(self.member.name, describe(function), timeout, sent=False) from None
+            call = describe(record[FUNCTION])
+            raise timeout_error(self.member.name, call, timeout, sent=False) from None
         finally:
             del self._dialing[key]
         return ExclusiveConnection(dialed.channel)

@@ -202,6 +202,7 @@ class EventLoop(ConnectionPoller):
                         return False
                     self._busy = False
             channel.flush_nowait()
+            connection.on_flushed()
         except BaseException as error:
             if not isinstance(error, ChannelClosed | ProtocolError):
                 _log.exception("a connection failed in an unexpected way; please report this")

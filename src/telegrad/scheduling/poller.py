@@ -77,6 +77,10 @@ class LoopConnection(ABC):
     def on_ended(self, error: BaseException) -> None:
         """Clean up after the connection has ended because of `error`. Called once."""
 
+    def on_flushed(self) -> None:
+        """Do what has time until the replies to the frames that were handled have been sent."""
+        return
+
     def on_blocked(self) -> None:
         """Take note that the current `handle` blocks or runs long. Called while it still runs."""
         return

@@ -374,6 +374,7 @@ class ServerConnection(ReplyingConnection):
         self._loading: dict[int, list[tuple[Frame, ServedCall]]] = {}
         self._running: ServedFunction | None = None  # what the leader of the loop runs
         self._deferred: dict[int, Any] = {}
+        self._next_call: ServedCall | None = None  # made when there is time
 
     def __repr__(self) -> str:
         return (
@@ -403,7 +404,11 @@ class ServerConnection(ReplyingConnection):
         """Run a call or hand it to the executor, or handle another frame of the caller."""
         if frame.kind == _CALL:
             call = self._begin(frame)
-            function = self._find_function(frame)
+            function = (
+                self._find_function(frame)
+                if frame.flags
+                else self._functions.get(frame.function_id)
+            )
             if function is not None:
                 call.function, call.internal = function.name, function.internal
             elif not frame.flags & INLINE_FUNCTION:
@@ -457,20 +462,33 @@ class ServerConnection(ReplyingConnection):
 
     def _begin(self, frame: Frame) -> ServedCall:
         """Note a call that has arrived and must be answered."""
-        call = ServedCall()
-        call.caller = self.peer_name
+        call = self._next_call
+        if call is None:
+            call = self._new_call()
+        else:
+            self._next_call = None
         call.call_id = call_id = frame.call_id
-        call.function, call.internal = _LOADING, False
         call.timeout_ms = frame.timeout_ms
         call.request_bytes = (
             len(frame.body) if not frame.buffers else message_bytes(frame.body, frame.buffers)
         )
-        call.reply_bytes = 0
         call.received_at = _now()
-        call.started_at = call.returned_at = call.answered_at = 0.0
         call.outcome = ""
         self._unanswered[call_id] = call
         return call
+
+    def _new_call(self) -> ServedCall:
+        call = ServedCall()
+        call.caller = self.peer_name
+        call.function, call.internal = _LOADING, False
+        call.started_at = call.returned_at = call.answered_at = 0.0
+        call.reply_bytes = 0
+        return call
+
+    def on_flushed(self) -> None:
+        """Prepare for the next call, now that the callers have their answers."""
+        if self._next_call is None:
+            self._next_call = self._new_call()
 
     def _cancel(self, call_id: int) -> None:
         """Answer a call whose caller no longer waits, and cancel what it waits for."""
