@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -113,3 +115,44 @@ def test_the_dashboard_shows_a_dead_a_frozen_and_a_busy_worker(tmp_path: Path) -
             assert "compute" in {frame["function"] for frame in frames}
             assert "compute on w3" in {event["name"] for event in trace["traceEvents"]}
             until(lambda: states(served.url)["w2"] == "alive")
+
+
+def count_until_told(path: str) -> int:
+    counter = 0
+    while not os.path.exists(path):
+        counter += 1
+        time.sleep(0.01)
+    return counter
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="needs Python 3.14")
+@pytest.mark.parametrize("end", ["q\n", "c\n", ""], ids=["quit", "killed", "end of input"])
+def test_pdb_attaches_to_the_main_thread_by_process_id(tmp_path: Path, end: str) -> None:
+    told = tmp_path / "told"
+    with Fleet(1, join, str(tmp_path / "store"), {}) as fleet:
+        fleet[0].begin(count_until_told, str(told))
+        command = [sys.executable, "-m", "telegrad", "debug", "w0", "--main-thread"]
+        pdb = subprocess.Popen(
+            [*command, "--pid", str(fleet[0].process.pid), "--timeout", "60"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "TELEGRAD_SECRET": str(CONFIG.secret)},
+        )
+        assert pdb.stdin is not None
+        assert pdb.stdout is not None
+        pdb.stdin.write(f"u\nu\np counter >= 0\np 6 * 7\n{end}")
+        if end == "c\n":  # pdb stays until it is killed
+            pdb.stdin.flush()
+            shown = ""
+            while "42" not in shown:
+                shown += pdb.stdout.readline()
+            pdb.kill()
+            pdb.communicate()
+        else:
+            shown, _ = pdb.communicate(timeout=60)
+        assert "count_until_told()" in shown
+        assert "42" in shown
+        told.touch()
+        assert fleet[0].result() > 0  # the worker goes on

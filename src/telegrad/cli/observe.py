@@ -148,7 +148,7 @@ def _debug(group: Group, options: argparse.Namespace) -> None:
     connection = group.connection(options.worker)
     try:
         if options.main_thread:
-            attach_to_process(connection.request("members", options.timeout)["worker"])
+            attach_to_process(connection.request("members", options.timeout)["worker"], _write)
         else:
             debug(connection, input, _write, options.timeout, options.thread)
     except NoAnswer as error:

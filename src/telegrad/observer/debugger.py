@@ -8,13 +8,13 @@ the observer is still there.
 from __future__ import annotations
 
 import logging
-import subprocess
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from telegrad.errors import ProtocolError, UsageError
 from telegrad.observer.connection import MAX_REPLY, NoAnswer, WorkerConnection
@@ -70,8 +70,12 @@ def debug(
         stream.close()
 
 
-def attach_to_process(worker: dict[str, Any]) -> None:
-    """Run pdb of the standard library for the main thread of a worker on this host."""
+def attach_to_process(worker: dict[str, Any], write: Callable[[str], Any]) -> NoReturn:
+    """Become pdb of the standard library, attached to the main thread of a worker on this host.
+
+    It takes the place of this process, so that Ctrl-C reaches only pdb, which stops the thread
+    again.
+    """
     version = ".".join(map(str, sys.version_info[:2]))
     if sys.version_info < (3, 14) or not str(worker["python"]).startswith(f"{version}."):
         raise UsageError(
@@ -80,7 +84,12 @@ def attach_to_process(worker: dict[str, Any]) -> None:
         )
     if worker["clock"] != clock_id():
         raise UsageError(f"worker {worker['name']!r} is on {worker['host']}, not on this host")
-    subprocess.run([sys.executable, "-m", "pdb", "-p", str(worker["pid"])], check=False)
+    write(
+        f"pdb stops the main thread of worker {worker['name']!r} (process {worker['pid']}) when it "
+        "next runs Python code;\nif it waits in a call, Ctrl-C gives up, and `telegrad debug` "
+        "without --main-thread shows where\n"
+    )
+    os.execv(sys.executable, [sys.executable, "-m", "pdb", "-p", str(worker["pid"])])
 
 
 @contextmanager
