@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from telegrad.errors import ProtocolError, UsageError
-from telegrad.weights import deltas
+from telegrad.weights import deltas, integers
 from telegrad.weights.deltas import Part, Section
 from telegrad.weights.layout import Layout, tensors_of
 
@@ -231,11 +229,66 @@ def test_damaged_parts_raise_an_error() -> None:
     check()
     with pytest.raises(ProtocolError):
         deltas.apply(part._replace(table=part.table[:-1]), old, old.clone())
-    bomb = zlib.compress(bytes(1 << 24))[2:-4]
-    table = deltas._RECORD.pack(0x81, 1, 1, 10, 10, 0, 4096, len(bomb), 0)
-    payload = torch.frombuffer(bytearray(bomb), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "places", "large", "count", "body"),
+    [
+        (1, 1, 1, 0, 2**32 - 1, b"\x03\x01"),  # more changes than elements
+        (1, 1, 2, 0, 2, b"\xfe\xfe"),  # a position after the end
+        (1, 255, 1, 0, 1, b"\x03\x01"),  # more bits than an element has
+        (1, 8, 1, 0, 1, b"\x03\x01"),  # bits are missing
+        (1, 0, 1, 2**31, 1, b"\x03\x01"),  # large numbers are missing
+        (1, 0, 1, 1, 1, b"\x03\x09\x01"),  # a large number of an element that did not change
+        (2, 0, 4, 0, 1, b"\x00" * 4),  # no bit is set
+        (9, 0, 0, 0, 0, b""),
+    ],
+)
+def test_records_that_are_not_valid_raise_an_error(
+    kind: int, bits: int, places: int, large: int, count: int, body: bytes
+) -> None:
+    table = deltas._RECORD.pack(kind, 1, bits, places, large, count, 0, 64, len(body), 0)
+    payload = torch.frombuffer(bytearray(body or b"0"), dtype=torch.uint8)[: len(body)]
+    image = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(ProtocolError):
-        deltas.apply(Part(table, payload, 0), old, old.clone())
+        deltas.apply(Part(table, payload, 0), image, image)
+
+
+def test_every_byte_counts_for_the_checksum() -> None:
+    sections = [Section(0, 8256, 2)]
+    old = torch.zeros(8256, dtype=torch.uint8)
+    old[0] = 1
+    (unchanged,) = deltas.encode(old, old, sections)
+    damaged = [old.clone() for _ in range(5)]
+    for image, place in zip(damaged, (0, 5000, 8191, 8255), strict=False):
+        image[place] += 1
+    damaged[4][0] = 0
+    damaged[4][4096] = 1  # another word of the same column
+    damaged.append(torch.roll(old, 8))  # another word of the same row
+    for image in damaged:
+        with pytest.raises(ProtocolError, match="checksum"):
+            deltas.apply(unchanged, image, image)
+
+
+def test_large_numbers_are_packed_beside_small_ones() -> None:
+    rng = np.random.default_rng(4)
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        st.sampled_from([1, 2, 4, 8]),
+        st.integers(1, 3000),
+        st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+        st.integers(0, 63),
+    )
+    def check(width: int, count: int, share: float, bits: int) -> None:
+        small = rng.integers(0, 2, count, dtype=np.uint64)
+        large = rng.integers(0, 2**63, count, dtype=np.uint64) >> np.uint64(bits)
+        numbers = np.where(rng.random(count) < share, large, small).astype(f"<u{width}")
+        packed = integers.pack(numbers)
+        assert np.array_equal(integers.unpack(packed, count, width), numbers)
+        assert packed.body.size <= count * width + 8 * width
+
+    check()
 
 
 def test_tied_tensors_are_stored_once() -> None:
