@@ -154,6 +154,12 @@ def test_only_registered_functions_make_objects_and_run_on_them(cluster: Cluster
     # whether or not the first reply has arrived
     with pytest.raises((UsageError, StaleReference), match="serves only registered functions"):
         refused.to_here()
+    with pytest.raises(UsageError):
+        refused._get_future().wait()
+    # calls that arrive before and after the owner knows that there will be no such object
+    for _ in range(20):
+        with pytest.raises((UsageError, StaleReference), match="serves only registered functions"):
+            refused.fetch_async().wait()
 
 
 def test_a_function_is_remembered_until_there_are_too_many(

@@ -26,7 +26,8 @@ The counts change as follows:
 and a sequence number that has no gaps per creator and owner. An unknown key therefore belongs to
 an object that either is still to be created, in which case the owner waits for it, or no longer
 exists. `SequenceSet` distinguishes the two. If a creation fails before it is sent, its creator
-tells the owner that this key will never be used (*void*).
+tells the owner that this key will never be used (*void*). The owner keeps the last reasons, for
+calls that use such a key later.
 
 State: `OwnedObjects` and the counts of its objects, under the lock that is passed to it; the value
 of an `OwnedObject`, under `_settle_lock`, set once.
@@ -46,6 +47,7 @@ from telegrad.wire.handshake import Incarnation
 
 AUDIT_AFTER = 10.0  # seconds without a change after which a count is audited
 _settle_lock = threading.Lock()
+_MAX_VOID_REASONS = 1000
 _LEFT_GROUP = "this worker has left the group while the object was being created"
 
 
@@ -182,6 +184,7 @@ class OwnedObjects:
         self._closed = False  # no more creations will arrive
         # sequence numbers that were created or voided, by creator
         self._arrived: defaultdict[Incarnation, SequenceSet] = defaultdict(SequenceSet)
+        self._void_reasons: dict[ObjectKey, str] = {}  # the last ones, oldest first
         self._lost_workers: set[str] = set()
         self._last_sequence_number = 0
 
@@ -221,12 +224,18 @@ class OwnedObjects:
     def void(self, key: ObjectKey, reason: str) -> None:
         """Record that an object will never be created; `reason` says why its creation failed."""
         with self._lock:
-            self._arrived[key.creator].add(key.sequence_number)
             owned_object = self._objects.get(key)
-            if owned_object is None or owned_object.created:
+            is_known = key.sequence_number in self._arrived[key.creator]
+            if is_known or (owned_object is not None and owned_object.created):
+                return
+            self._arrived[key.creator].add(key.sequence_number)
+            self._void_reasons[key] = reason
+            if len(self._void_reasons) > _MAX_VOID_REASONS:
+                del self._void_reasons[next(iter(self._void_reasons))]
+            if owned_object is None:
                 return
             del self._objects[key]
-        owned_object.complete(None, StaleReference(f"this object was never created: {reason}"))
+        owned_object.complete(None, _never_created(reason))
 
     def remove_if_unreferenced(self, owned_object: OwnedObject) -> None:
         """Remove an object that has its value if no references are left."""
@@ -242,6 +251,8 @@ class OwnedObjects:
             owned_object = self._find_or_expect(key)
             if owned_object is not None:
                 return owned_object
+            if key in self._void_reasons:
+                raise _never_created(self._void_reasons[key])
             if key.sequence_number in self._arrived[key.creator]:
                 raise StaleReference(
                     f"the object {key.sequence_number} of this reference no longer exists "
@@ -371,3 +382,7 @@ class OwnedObjects:
         """Like `remove_if_unreferenced`, for a caller that has the lock."""
         if not owned_object.is_referenced and owned_object.done:
             self._objects.pop(owned_object.key, None)
+
+
+def _never_created(reason: str) -> StaleReference:
+    return StaleReference(f"this object was never created: {reason}")
