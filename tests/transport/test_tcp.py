@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import FrameType
 
 import pytest
 
@@ -272,6 +274,33 @@ def test_another_key_cannot_finish_the_tls_connection(background: Background) ->
         assert ours.binding(client.tls, False) == theirs.binding(server.tls, True)
         assert ours.context(True) is not theirs.context(True)
         assert ours.binding(server.tls, True) != theirs.binding(server.tls, True)
+    near.close()
+    far.close()
+
+
+def test_no_python_code_runs_inside_the_tls_handshake(background: Background) -> None:
+    """A signal handler that raised inside a callback would make the handshake fail."""
+    near, far = connected_sockets("tcp")
+    contexts = TlsContexts(Config(), b"key")
+    client = TlsRecords(near, contexts.context(False), server_side=False)
+    server = TlsRecords(far, contexts.context(True), server_side=True)
+    accepting = background(server.shake_hands, time.monotonic() + LATE)
+    inside, called = False, []
+
+    def observe(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal inside
+        if event.startswith("c_") and getattr(argument, "__name__", "") == "do_handshake":
+            inside = event == "c_call"
+        elif event == "call" and inside:
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(observe)
+    try:
+        client.shake_hands(time.monotonic() + LATE)
+    finally:
+        sys.setprofile(None)
+    accepting.result(LATE)
+    assert called == []
     near.close()
     far.close()
 

@@ -117,10 +117,12 @@ class TlsContexts:
         # An attacker could offer a certificate instead of the key: none is trusted.
         context.verify_mode = ssl.CERT_NONE if server_side else ssl.CERT_REQUIRED
         psk_context: Any = context  # these methods are new in Python 3.13
+        # The callbacks are methods of C: inside one in Python, a signal handler can run, and what
+        # it raises would be lost and would make the TLS handshake fail.
         if server_side:
-            psk_context.set_psk_server_callback(lambda identity: self._psk, _IDENTITY)
+            psk_context.set_psk_server_callback({_IDENTITY: self._psk}.get, _IDENTITY)
         else:
-            psk_context.set_psk_client_callback(lambda hint: (_IDENTITY, self._psk))
+            psk_context.set_psk_client_callback({None: (_IDENTITY, self._psk)}.get)  # no hint
 
     def _use_given_certificates(self, context: ssl.SSLContext) -> None:
         config = self._config
