@@ -15,6 +15,7 @@ from telegrad import Agent, Config, current_agent
 from telegrad.cli import main
 from telegrad.errors import UsageError
 from telegrad.observer import Group, WorkerReply, attach
+from telegrad.observer.clocks import refined_offsets
 from telegrad.observer.discovery import local_addresses
 from telegrad.observer.graph import Wait, cycles, waits
 from telegrad.observer.group import ClockOffset, ObservedWorker
@@ -276,6 +277,80 @@ def test_clocks_of_other_machines_are_aligned() -> None:
         "w1": "clock +-100 us",
         "w2": "no answer for 2 s",
     }
+
+
+def history_reply(name: str, rank: int, *calls: tuple[str, str, int, float, float]) -> WorkerReply:
+    """Return the history of a worker: direction, peer, id, start and end of its calls."""
+    value = {
+        "worker": {"monotonic": 0.0},
+        "calls": [
+            {
+                "direction": direction,
+                "peer": peer,
+                "id": number,
+                "function": "f",
+                "outcome": "ok",
+                "internal": False,
+                "start": start,
+                "end": end,
+                **({"received": start} if direction == "served" else {}),
+            }
+            for direction, peer, number, start, end in calls
+        ],
+        "events": [],
+        "in_progress": [],
+    }
+    return WorkerReply(ObservedWorker(name, rank, name, ()), value)
+
+
+def test_calls_align_the_clocks_of_machines() -> None:
+    """w1 is 500 s ahead, w2 another 300 s; only w1 calls w2."""
+    replies = [
+        history_reply("w0", 0, ("made", "w1", 1, 10.0, 10.4), ("made", "w1", 2, 11.0, 11.4)),
+        history_reply(
+            "w1",
+            1,
+            ("served", "w0", 1, 510.3, 510.399),  # a slow way there, a fast way back
+            ("served", "w0", 2, 511.001, 511.1),
+            ("made", "w2", 1, 512.0, 512.2),
+        ),
+        history_reply("w2", 2, ("served", "w1", 1, 812.05, 812.15)),
+        WorkerReply(ObservedWorker("w3", 3, "w3", ()), problem="no answer for 2 s"),
+    ]
+    measured = {
+        "w0": ClockOffset(0.0, 0.0, "a"),
+        "w1": ClockOffset(500.4, 0.5, "b"),
+        "w2": ClockOffset(799.5, 2.0, "c"),
+    }
+    found = refined_offsets(measured, replies)
+    assert found["w0"] == measured["w0"]
+    assert found["w1"].seconds == pytest.approx(500.0)
+    assert found["w1"].error == pytest.approx(0.001)
+    assert found["w2"].seconds == pytest.approx(800.0)
+    assert found["w2"].error == pytest.approx(0.051)
+    trace = chrome_trace(replies, found)
+    spans = [each for each in trace["traceEvents"] if each["ph"] == "X"]
+    for made in (each for each in spans if each["cat"] == "made"):
+        served = next(
+            each
+            for each in spans
+            if each["cat"] == "served"
+            and each["args"]["id"] == made["args"]["id"]
+            and each["args"]["peer"] == f"w{made['pid']}"
+        )
+        assert made["ts"] <= served["ts"] <= made["ts"] + made["dur"]
+
+
+def test_calls_that_contradict_the_measured_clock_do_not_move_it() -> None:
+    """A restarted worker has served other calls than those that its caller means."""
+    replies = [
+        history_reply("w0", 0, ("made", "w1", 1, 10.0, 10.4)),
+        history_reply("w1", 1, ("served", "w0", 1, 590.0, 590.1)),
+    ]
+    measured = {"w0": ClockOffset(0.0, 0.0, "a"), "w1": ClockOffset(500.0, 0.5, "b")}
+    assert refined_offsets(measured, replies) == measured
+    same_clock = {"w0": ClockOffset(0.0, 0.0, "a"), "w1": ClockOffset(0.0, 0.0, "a")}
+    assert refined_offsets(same_clock, replies) == same_clock
 
 
 # Text

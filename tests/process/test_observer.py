@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import telegrad.rpc as rpc
-from telegrad import Config, dashboard
+from telegrad import Agent, Config, dashboard
 from telegrad.observer import Group, attach
 from telegrad.observer.connection import NoAnswer
 from telegrad.observer.debugger import debug
@@ -156,3 +157,49 @@ def test_pdb_attaches_to_the_main_thread_by_process_id(tmp_path: Path, end: str)
         assert "42" in shown
         told.touch()
         assert fleet[0].result() > 0  # the worker goes on
+
+
+_SKEWED_WORKER = """
+import sys, time, torch.distributed as dist
+from telegrad import Agent, Config
+store = dist.FileStore(sys.argv[1], 2)
+with Agent("w1", store=store, rank=1, world_size=2, config=Config(secret=sys.argv[2])):
+    sys.stdin.read()
+"""
+_IN_OTHER_TIME = ["unshare", "--time", "--monotonic", "5000", "--fork", "--kill-child"]
+
+
+def can_skew_clocks() -> bool:
+    try:
+        tried = subprocess.run([*_IN_OTHER_TIME, "true"], capture_output=True, check=False)
+    except OSError:
+        return False
+    return tried.returncode == 0
+
+
+def test_the_trace_of_a_worker_with_another_clock(tmp_path: Path) -> None:
+    if not can_skew_clocks():
+        pytest.skip("needs the right to make a time namespace")
+    path, secret = str(tmp_path / "store"), str(CONFIG.secret)
+    other = subprocess.Popen(
+        [*_IN_OTHER_TIME, sys.executable, "-c", _SKEWED_WORKER, path, secret],
+        stdin=subprocess.PIPE,
+    )
+    store = dist.FileStore(path, 2)
+    try:
+        with Agent("w0", store=store, rank=0, world_size=2, config=CONFIG) as agent:
+            for _ in range(20):
+                agent.call("w1", max, 1, 2)
+            with attach(pid=os.getpid(), config=CONFIG) as group:
+                ahead = group.clock_offsets(60.0)["w1"].seconds
+                trace = collect_trace(group, 600.0, 60.0)
+    finally:
+        other.communicate()
+    assert 4000 < ahead < 6000
+    spans: dict[str, list[tuple[float, float]]] = {"max on w1": [], "max for w0": []}
+    for event in trace["traceEvents"]:
+        if event["name"] in spans:
+            spans[event["name"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert len(spans["max on w1"]) == len(spans["max for w0"]) == 20
+    for made, served in zip(*map(sorted, spans.values()), strict=True):
+        assert made[0] - 1 <= served[0] <= served[1] <= made[1] + 1  # rounded to microseconds

@@ -2,7 +2,8 @@
 
 Each worker is a process of the trace. Its calls that overlap are in different rows. An arrow goes
 from a call to where it was served. All times are on the clock of the observer: workers on its
-machine share its clock, and for others `Group.clock_offsets` says how much theirs differ.
+machine share its clock, and for others `Group.clock_offsets` says how much theirs differ, and
+`clocks` limits that by the calls between them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from telegrad.observer.clocks import refined_offsets
 from telegrad.observer.group import ClockOffset, Group, WorkerReply
 
 Json = dict[str, Any]
@@ -20,7 +22,8 @@ _ROWS_PER_KIND = 1000
 def collect_trace(group: Group, window: float, timeout: float) -> Json:
     """Return the trace of the last `window` seconds of a group."""
     offsets = group.clock_offsets(timeout)
-    return chrome_trace(group.ask("history", timeout, window=window), offsets)
+    replies = group.ask("history", timeout, window=window)
+    return chrome_trace(replies, refined_offsets(offsets, replies))
 
 
 def chrome_trace(replies: Sequence[WorkerReply], offsets: dict[str, ClockOffset]) -> Json:

@@ -154,11 +154,18 @@ def authenticate(
 
 
 def clock_id() -> str:
-    """Return what identifies the clock of this machine: processes with the same one share it."""
+    """Return what identifies `time.monotonic` of this process: those with the same one share it.
+
+    Processes of one machine do, unless a container has a time namespace of its own.
+    """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return socket.gethostname()
+        boot = socket.gethostname()
+    try:
+        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+    except OSError:  # a kernel without time namespaces
+        return boot
 
 
 def _run(stream: TlsRecords | PlainStream, steps: Steps, deadline: float) -> HandshakeResult:
