@@ -353,6 +353,29 @@ def test_calls_that_contradict_the_measured_clock_do_not_move_it() -> None:
     assert refined_offsets(same_clock, replies) == same_clock
 
 
+@pytest.mark.parametrize("option", ["--timeout=0", "--timeout=x", "--window=-1", "--window=inf"])
+def test_a_number_of_seconds_that_makes_no_sense_is_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["status", option])
+    assert "is not a positive number of seconds" in capsys.readouterr().err
+
+
+def test_a_trace_that_cannot_be_written_is_an_error(
+    cluster: Clusters,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = cluster(1)
+    monkeypatch.setenv("TELEGRAD_SECRET", str(workers.config.secret))
+    address = workers.agents[0]._runtime.endpoint.addresses[0]
+    file = str(tmp_path / "missing" / "trace.json")
+    assert main(["trace", "--address", address, "--timeout", "20", "-o", file]) == 1
+    assert "telegrad: [Errno 2] No such file" in capsys.readouterr().err
+
+
 # Text
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 import threading
 import time
@@ -40,14 +42,17 @@ def add(commands: Any) -> None:
     """Add the subcommands to the parser."""
     status = _add(commands, "status", _status, "show what the workers of a running group do")
     top = _add(commands, "top", _top, "show the same again and again, like top")
-    top.add_argument("--interval", type=float, default=1.0, help="seconds between two updates")
+    top.add_argument("--interval", type=_positive, default=1.0, help="seconds between two updates")
     top.add_argument("--count", type=int, help="number of updates; without it, until Ctrl-C")
     for parser in (status, top):
         parser.add_argument(
             "--internal", action="store_true", help="show the calls of Telegrad itself, too"
         )
         parser.add_argument(
-            "--window", type=float, default=10.0, help="seconds of which to show rates and times"
+            "--window",
+            type=_positive,
+            default=10.0,
+            help="seconds of which to show rates and times",
         )
     stacks = _add(commands, "stacks", _stacks, "show the Python stacks of all workers")
     stacks.add_argument("--all", action="store_true", help="show waiting threads of Telegrad, too")
@@ -60,7 +65,7 @@ def add(commands: Any) -> None:
         help="attach by process id and stop the main thread (Python 3.14, the same host)",
     )
     trace = _add(commands, "trace", _trace, "write the last seconds of all workers for Perfetto")
-    trace.add_argument("--seconds", type=float, default=10.0, help="how far back")
+    trace.add_argument("--seconds", type=_positive, default=10.0, help="how far back")
     trace.add_argument("-o", "--out", type=Path, default=Path("trace.json"), help="the file")
     page = _add_parser(commands, "dashboard", "show a running group on a web page of this host")
     page.add_argument("--port", type=int, help="port of 127.0.0.1 (default: 8642, if free)")
@@ -92,7 +97,7 @@ def _add_parser(commands: Any, name: str, summary: str) -> argparse.ArgumentPars
     where.add_argument("--address", metavar="HOST:PORT", help="a worker; also unix:@name")
     where.add_argument("--pid", type=int, help="the process of a worker on this host")
     parser.add_argument(
-        "--timeout", type=float, default=2.0, help="seconds that each worker has to answer"
+        "--timeout", type=_positive, default=2.0, help="seconds that each worker has to answer"
     )
     return parser
 
@@ -106,12 +111,30 @@ def _catch(work: Callable[[], None]) -> int:
     """Return the exit code of a command."""
     try:
         work()
+        sys.stdout.flush()
     except TelegradError as error:
+        sys.stderr.write(f"telegrad: {error}\n")
+        return 1
+    except BrokenPipeError:  # for example of head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a file cannot be written
         sys.stderr.write(f"telegrad: {error}\n")
         return 1
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _positive(text: str) -> float:
+    """Return a number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return value
 
 
 def _status(group: Group, options: argparse.Namespace) -> None:
