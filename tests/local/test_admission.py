@@ -113,61 +113,85 @@ def test_strangers_that_stop_within_tls_keep_nobody_out(
     assert workers.join("new").call("w1", abs, -1) == 1
 
 
-class Flood:
-    """Open connections from the address of the members as fast as possible; keep many open."""
-
-    OPEN = 1200
-
-    def __init__(self, agent: Agent, first_bytes: bytes) -> None:
-        address = address_of(agent, "tcp")
-        self._target = "127.0.0.1", int(address.rpartition(":")[2])
-        self._first_bytes = first_bytes
-        self._stopped = threading.Event()
-        self.opened = 0
-        self.failed = 0
-
-    def run(self) -> None:
-        with ExitStack() as stack:
-            open_sockets: deque[socket.socket] = deque()
-            while not self._stopped.is_set():
-                sock = stack.enter_context(socket.socket())
-                open_sockets.append(sock)
-                try:
-                    sock.setblocking(False)  # the backlog may be full
-                    with contextlib.suppress(BlockingIOError):
-                        sock.connect(self._target)
-                    if self._first_bytes:
-                        sock.send(self._first_bytes)
-                except OSError:
-                    self.failed += 1
-                self.opened += 1
-                if len(open_sockets) > self.OPEN:
-                    open_sockets.popleft().close()
-
-    def stop(self) -> None:
-        self._stopped.set()
+# nothing, the beginning of a TLS record, one that never ends, and a token of another group
+OPENINGS = {
+    "silent": b"",
+    "record": b"\x16\x03\x01",
+    "hello": b"\x16\x03\x01\x02\x00" + bytes(200),
+    "token": make_token(b"k" * 32, "tcp:127.0.0.1:1"),
+}
 
 
-# nothing, the beginning of a TLS record, a whole ClientHello header, and a token of others
-FLOODS = [b"", b"\x16\x03\x01", b"\x16\x03\x01\x02\x00" + bytes(200), make_token(b"k" * 32, "")]
+@pytest.fixture(params=OPENINGS)
+def opening(request: pytest.FixtureRequest) -> bytes:
+    return OPENINGS[request.param]
+
+
+def half_open(crowd: ExitStack, agent: Agent, opening: bytes) -> socket.socket:
+    """Begin a connection from the address of the members. The backlog may be full."""
+    sock = crowd.enter_context(socket.socket())
+    sock.setblocking(False)
+    sock.connect_ex(("127.0.0.1", int(address_of(agent, "tcp").rpartition(":")[2])))
+    with contextlib.suppress(OSError):  # the backlog is full, or the worker has closed it
+        sock.send(opening)
+    return sock
 
 
 @pytest.mark.parametrize("transport", ["tcp"])
-@pytest.mark.parametrize("first_bytes", FLOODS, ids=["silent", "record", "hello", "wrong token"])
-def test_members_join_and_call_in_a_flood_from_their_own_address(
-    workers: LocalCluster, in_background: Background, transport: str, first_bytes: bytes
+def test_strangers_at_the_address_of_members_that_never_make_room(
+    workers: LocalCluster, crowd: ExitStack, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They keep all threads of strangers, and nobody ends them."""
+    monkeypatch.setattr(admission, "MAX_HANDSHAKES", 2)
+    monkeypatch.setattr(admission, "_MAY_STAY", 10 * PATIENCE)
+    agent = workers["w1"]
+    for _ in range(6):
+        half_open(crowd, agent, OPENINGS["hello"])
+    until(lambda: admission_of(agent)._threads == 2)
+    for index in range(3):
+        member = workers.join(f"new{index}")
+        assert member.call("w1", abs, -1) == 1
+    assert admission_of(agent)._threads == 2
+
+
+@pytest.mark.parametrize("transport", ["tcp"])
+def test_a_thousand_strangers_at_the_address_of_members(
+    workers: LocalCluster, crowd: ExitStack, transport: str, opening: bytes
 ) -> None:
     agent = workers["w1"]
-    flood = Flood(agent, first_bytes)
-    flooding = in_background(flood.run)
+    for _ in range(1100):
+        half_open(crowd, agent, opening)
+    member = workers.join("new")
+    assert member.call("w1", abs, -1) == 1
+    assert workers["w1"].call("new", abs, -1) == 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["tcp"])
+def test_members_join_and_call_in_a_flood_from_their_own_address(
+    workers: LocalCluster, in_background: Background, transport: str, opening: bytes
+) -> None:
+    """A thread opens connections as fast as possible; thousands are open at any time."""
+    agent, stopped = workers["w1"], threading.Event()
+    count = iter(range(10**9))
+
+    def flood() -> None:
+        with ExitStack() as crowd:
+            open_sockets: deque[socket.socket] = deque()
+            while not stopped.is_set():
+                open_sockets.append(half_open(crowd, agent, opening))
+                if next(count) > 4000:
+                    open_sockets.popleft().close()
+
+    flooding = in_background(flood)
     try:
-        until(lambda: flood.opened > flood.OPEN)
-        for index in range(3):
+        until(lambda: next(count) > 4000)
+        for index in range(10):
             member = workers.join(f"new{index}")
             assert member.call("w1", abs, -1) == 1
         assert workers["w0"].call("w1", abs, -1) == 1
     finally:
-        flood.stop()
+        stopped.set()
     flooding.result(PATIENCE)
 
 

@@ -302,9 +302,9 @@ class Admission:
         sources = Counter(each.source for each in strangers if not each.has_token)
         largest = max(sources, key=sources.__getitem__, default="")
         if sources[largest] >= (MAX_PER_SOURCE if largest else MAX_STRANGERS):
-            return self._evict(self._candidates(largest))
+            return self._evict(self._candidates(largest), MAX_PER_SOURCE // 8)
         if sources.total() >= MAX_STRANGERS:
-            return self._evict(self._candidates())
+            return self._evict(self._candidates(), MAX_PER_SOURCE // 8)
         return True
 
     def _snapshot(self) -> list[_Stranger]:
@@ -323,14 +323,16 @@ class Admission:
         silent = {id(each) for each in self._waiting.values()}
         return sorted(found, key=lambda each: (id(each) not in silent, each.since))
 
-    def _evict(self, candidates: list[_Stranger]) -> bool:
-        """Close the first of the strangers that has been here long. Return whether there is one."""
+    def _evict(self, candidates: list[_Stranger], limit: int = 1) -> bool:
+        """Close strangers that have been here long, the first ones. Return whether there are any.
+
+        Finding them takes longer than closing them, so several may be closed at once.
+        """
         now = time.monotonic()
-        for stranger in candidates:
-            if stranger.may_stay_until < now:
-                self._refuse(stranger, "refused_evicted", "it had to make room for others")
-                return True
-        return False
+        evicted = [each for each in candidates if each.may_stay_until < now][: max(limit, 1)]
+        for stranger in evicted:
+            self._refuse(stranger, "refused_evicted", "it had to make room for others")
+        return bool(evicted)
 
     def _refuse(self, stranger: _Stranger, counter: str, reason: str) -> None:
         with self._lock:
