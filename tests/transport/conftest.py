@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from telegrad.transport import stream, tcp
+from telegrad.transport import stream, tcp_sender
 from tests.transport.pairs import STREAMS, TCP, Background, Pair, connected
 
 
@@ -15,7 +15,7 @@ from tests.transport.pairs import STREAMS, TCP, Background, Pair, connected
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A blocked sender looks at its deadline soon."""
     monkeypatch.setattr(stream, "_SEND_TIMEOUT", 0.02)
-    monkeypatch.setattr(tcp, "_WAIT", 0.02)
+    monkeypatch.setattr(tcp_sender, "_WAIT", 0.02)
 
 
 @pytest.fixture

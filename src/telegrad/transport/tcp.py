@@ -16,11 +16,7 @@ channel. They are neither counted nor sent again.
 
 State:
 
-- `_lock` guards `_state`, `_socket`, `_records`, `_generation` (counts the interruptions and the
-  resumptions; bytes of an earlier generation are discarded), `_error` and `_pulling`. `_changed`
-  is its condition.
-- `_send_lock` guards `_unsent` (encoded bytes that the socket did not take yet), `_partial` (the
-  rest of a large frame) and taking frames from `_queue` (not sent yet).
+- That of the sending side, with `_lock` and `_send_lock`, is in `tcp_sender`.
 - `_receive_lock` guards the decoder, `_frames` (complete frames that were not taken), `_received`
   (how many frames have arrived) and taking frames from `_unacknowledged` (sent, but perhaps not
   received).
@@ -29,11 +25,6 @@ State:
 - `_chunk` and `_should_spin` belong to the reading thread.
 
 If several locks are taken, then in the order send, receive, `_lock`, read.
-
-A signal handler may raise between two operations of Python code on the main thread. So a frame is
-moved from `_queue` to `_unacknowledged` in one C call, and locks are entered by `with` on the lock
-itself: the `__enter__` of a condition is Python code and could be left with the lock taken. A send
-that was left in the middle is found by `_aborted`, and its frames are sent again.
 """
 
 from __future__ import annotations
@@ -41,40 +32,33 @@ from __future__ import annotations
 import collections
 import math
 import os
-import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from telegrad import thread_roles
 from telegrad.errors import ProtocolError
 from telegrad.transport.buffer_pool import BufferPool
 from telegrad.transport.bulk import BulkTransfer
-from telegrad.transport.channel import ChannelClosed, SendTimeout
-from telegrad.transport.host_image import fill_images, image_for
+from telegrad.transport.channel import ChannelClosed
+from telegrad.transport.host_image import image_for
 from telegrad.transport.records import RecordError, Records
-from telegrad.transport.shared_memory import SharedCopies
 from telegrad.transport.stream import (
     CLOSED,
     CORES,
     INTERRUPTED,
     OPEN,
     SPIN_SECONDS,
-    SocketChannel,
     no_segments,
     timeval,
 )
-from telegrad.wire.frames import HEADER, BufferLocation, Frame, FrameDecoder, Kind, encode_header
+from telegrad.transport.tcp_sender import TcpSender, shut
+from telegrad.wire.frames import HEADER, BufferLocation, Frame, FrameDecoder, Kind
 from telegrad.wire.handshake import Incarnation
 
-_BATCH = 1 << 16  # bytes of frames that are encoded together
 _CHUNK = 1 << 17  # bytes that are received at a time
 _FRAMES_PER_ACKNOWLEDGEMENT = 64
 _BYTES_PER_ACKNOWLEDGEMENT = 1 << 20
-_MAX_QUEUED = 1 << 20  # bytes that the event loop sends later; with more, `send` waits
-_MAX_QUEUED_INTERRUPTED = 1 << 26
-_WAIT = 0.25  # seconds after which a blocked `send` compares the time with its deadline
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 10),
     (socket.TCP_KEEPINTVL, 3),
@@ -83,13 +67,12 @@ _KEEPALIVE = (
 )
 
 _pack = HEADER.pack
-_popleft = collections.deque.popleft
 _HEARTBEAT, _LEAVE = int(Kind.HEARTBEAT), int(Kind.LEAVE)
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 _ENDS = 1  # flag of a HEARTBEAT: its sender ends the channel and will not resume it
 
 
-class TcpChannel(SocketChannel):
+class TcpChannel(TcpSender):
     """A channel over TCP; see the module's docstring.
 
     `on_interrupted(channel, error)` is called once per interruption, by any thread. It must arrange
@@ -111,33 +94,17 @@ class TcpChannel(SocketChannel):
         on_interrupted: Callable[[TcpChannel, BaseException], None],
         bulk: BulkTransfer | None = None,
     ) -> None:
-        super().__init__(peer_max_frame)
+        super().__init__(sock, records, peer_max_frame, on_interrupted, bulk)
         self.session = session
         self.incarnation = incarnation  # of the peer
         self.silence_limit = silence_limit
-        self._on_interrupted = on_interrupted
-        self._bulk = bulk
         self._pulling = 0  # frames whose buffers are being pulled
         self._pool = pool
         self._max_frame = max_frame
-        self._lock = self.descriptor_lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._generation = 0
-        self._error = "the channel was shut"
-        self._socket = sock
-        self._records = records
-        self._unacknowledged: collections.deque[bytes] = collections.deque()
-        self._partial = memoryview(b"")
-        self._aborted = False  # a signal handler has raised inside the last `_send_queued`
-        self._interruption: BaseException | None = None  # one that was not announced
         self._receive_lock = threading.Lock()
         self._read_lock = threading.Lock()
         self._decoder = self._new_decoder()
         self._frames: collections.deque[Frame] = collections.deque()
-        self._received = 0
-        self._acknowledged = 0  # our frames that the peer has received
-        self._sent = 0  # our frames that were sent at least once
-        self._told = 0  # the value of `_received` that was sent last
         self._untold_bytes = 0
         self._peer_closed = False  # it will not resume the channel
         self._chunk = memoryview(bytearray(_CHUNK))
@@ -163,200 +130,6 @@ class TcpChannel(SocketChannel):
         if place.device is None:
             return self._pool.reserve(place.nbytes)
         return memoryview(image_for(place.nbytes, place.device))
-
-    # Sending
-
-    def send(
-        self,
-        kind: int,
-        call: int,
-        body: bytes,
-        buffers: Sequence[memoryview] = (),
-        function: int = 0,
-        timeout_ms: int = 0,
-        flags: int = 0,
-        timeout: float | None = None,
-        copies: SharedCopies | None = None,
-    ) -> None:
-        total = len(body) + sum(buffer.nbytes for buffer in buffers)
-        if total > self._peer_max_frame:
-            raise self._too_large(total)
-        if not buffers:
-            data = _pack(len(body), call, function, timeout_ms, 0, kind, flags, 0) + body
-            self._send_data(data, timeout)
-            return
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        places = [BufferLocation(buffer.nbytes) for buffer in buffers]
-        in_stream = list(buffers)
-        try:
-            if self._bulk is not None:
-                in_stream = self._bulk.place(buffers, places)
-            header = encode_header(
-                kind,
-                call,
-                body,
-                function=function,
-                timeout_ms=timeout_ms,
-                flags=flags,
-                places=places,
-            )
-            fill_images(in_stream)
-            self._send_data(b"".join((header, body, *in_stream)), timeout)
-            if self._bulk is not None:
-                self._bulk.wait_until_pulled(places, deadline, self._check_open)
-        except BaseException:
-            if self._bulk is not None:
-                self._bulk.withdraw(places)
-            raise
-
-    def _send_data(self, data: bytes, timeout: float | None) -> None:
-        """Send an encoded frame."""
-        if self._state is CLOSED:
-            raise ChannelClosed(self._error)
-        self._queue.append(data)
-        with self._send_lock:
-            complete = self._send_queued()
-        if complete:
-            if self._queue and self._state is OPEN:  # queued by a thread that found the lock taken
-                self.flush_nowait()
-            if self._state is OPEN:
-                return
-        self._wait_until_sent(timeout)
-
-    def _check_open(self) -> None:
-        """Raise `ChannelClosed` if the channel has ended. Called while `send` waits.
-
-        If no event loop reads the channel, this finds out that the connection has ended.
-        """
-        with self._lock:
-            if self._state is CLOSED:
-                raise ChannelClosed(self._error)
-            fd, generation = self._socket.fileno(), self._generation
-            if self._state is INTERRUPTED or self.on_frame is not None or fd < 0:
-                return
-            poller = select.poll()
-            poller.register(fd, select.POLLRDHUP)
-            ended = bool(poller.poll(0))
-        if ended:
-            self.interrupt(ChannelClosed("the connection was closed"), generation)
-
-    def _wait_until_sent(self, timeout: float | None) -> None:
-        """Wait until the socket has taken the frames, or the event loop may send the rest."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        role = None
-        try:
-            while True:
-                state = self._state
-                if state is CLOSED:
-                    raise ChannelClosed(self._error)
-                queued = sum(map(len, list(self._queue))) + len(self._partial) + len(self._unsent)
-                limit = _MAX_QUEUED if state is OPEN else _MAX_QUEUED_INTERRUPTED
-                if queued <= limit and (state is not OPEN or self.on_send_blocked is not None):
-                    if self.on_send_blocked is not None and state is OPEN:
-                        self.on_send_blocked()
-                    return
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise SendTimeout(begun=True)  # what is queued will be sent
-                role = role or thread_roles.pause()  # let another thread read meanwhile
-                self._wait_for_space(min(left, _WAIT))
-                with self._send_lock:
-                    complete = self._send_queued()
-                if complete and self._state is OPEN:
-                    return
-        finally:
-            thread_roles.resume(role)
-
-    def _wait_for_space(self, timeout: float) -> None:
-        """Wait until the socket may take bytes or the state has changed."""
-        with self._lock:
-            if self._state is INTERRUPTED:
-                self._changed.wait(timeout)
-                return
-            fd = self._socket.fileno()
-        if fd >= 0:
-            poller = select.poll()
-            poller.register(fd, select.POLLOUT)
-            poller.poll(timeout * 1000)
-
-    def _send_queued(self) -> bool:
-        """Send queued frames without blocking; see `SocketChannel`.
-
-        Nothing is left to do while the channel is interrupted: `resume` sends what is queued.
-        """
-        with self._lock:
-            if self._state is not OPEN:
-                return True
-            sock, records, generation = self._socket, self._records, self._generation
-        if self._aborted:
-            self.interrupt(ChannelClosed("a send was interrupted by a signal"), generation)
-            self._aborted = False
-            return True
-        self._aborted = True  # unless this ends in an orderly way
-        try:
-            while True:
-                while self._unsent:
-                    self._unsent = self._unsent[sock.send(self._unsent, _DONTWAIT) :]
-                data = self._next_data()
-                if not data:
-                    break
-                self._unsent = memoryview(records.encode(data))
-        except BlockingIOError:
-            self._aborted = False
-            return False
-        except OSError as error:  # also errors of `ssl`
-            self._aborted = False
-            self.interrupt(error, generation)
-            return True
-        except BaseException as error:
-            # A signal handler raised. Bytes may be lost, so the frames are sent again. If it raises
-            # once more here, the next send finds `_aborted`.
-            self.interrupt(error, generation)
-            self._aborted = False
-            raise
-        self._aborted = False
-        if records.needs_new_keys:
-            self.interrupt(ChannelClosed("the connection needs new keys"), generation)
-        return True
-
-    def _next_data(self) -> bytes | memoryview:
-        """Under the send lock: take frames to encode together; empty if there are none."""
-        if self._partial:
-            data, self._partial = self._partial[:_BATCH], self._partial[_BATCH:]
-            return data
-        frames: list[bytes] = []
-        size = 0
-        if self._acknowledge:
-            self._acknowledge = False
-            self._told = self._received
-            frames.append(_pack(0, self._told, 0, 0, 0, _HEARTBEAT, 0, 0))
-        while size < _BATCH:
-            try:
-                # one C call: the frame is never in neither queue
-                self._unacknowledged.extend(map(_popleft, (self._queue,)))
-            except IndexError:
-                break
-            frame = self._unacknowledged[-1]
-            self._sent = max(self._sent, self._acknowledged + len(self._unacknowledged))
-            if len(frame) > _BATCH:
-                self._partial = memoryview(frame)
-                break
-            frames.append(frame)
-            size += len(frame)
-        if not frames and self._partial:
-            return self._next_data()
-        return frames[0] if len(frames) == 1 else b"".join(frames)
-
-    def try_send(self, kind: int) -> None:
-        if kind != _HEARTBEAT:
-            raise ValueError("only heartbeats may be omitted")
-        self._acknowledge = True
-        self.flush_nowait()
-
-    def _on_flush_not_open(self) -> None:
-        if self._state is CLOSED:
-            raise ChannelClosed(self._error)
-        self._announce_interruption()
 
     # Receiving
 
@@ -571,32 +344,6 @@ class TcpChannel(SocketChannel):
         """Whether the channel waits for a new connection."""
         return self._state is INTERRUPTED
 
-    def interrupt(self, error: BaseException, generation: int | None = None) -> None:
-        """Give the present connection up; the channel waits for another one.
-
-        Nothing happens if `generation` is not that of the present connection.
-        """
-        with self._lock:
-            if self._state is not OPEN or generation not in (None, self._generation):
-                return
-            self._interruption = error  # until it is announced
-            self._state = INTERRUPTED
-            self._generation += 1
-            _shut(self._socket)
-        self._announce_interruption()
-
-    def _announce_interruption(self) -> None:
-        """Tell the event loop and the owner of an interruption, if nobody has done so.
-
-        A signal handler may raise while `interrupt` runs. Then the next thread that uses the
-        channel, which is a heartbeat at the latest, does this. It may be done twice.
-        """
-        error = self._interruption
-        if error is not None:
-            self._notify_loop()
-            self._on_interrupted(self, error)
-            self._interruption = None
-
     def prepare_resume(self) -> tuple[int, int]:
         """Return how many frames have arrived, and the number of this interruption.
 
@@ -660,7 +407,7 @@ class TcpChannel(SocketChannel):
             self._error = reason
             self._state = CLOSED
             self._generation += 1
-            _shut(self._socket)
+            shut(self._socket)
             self._changed.notify_all()
         if self._bulk is not None:
             self._bulk.close()
@@ -672,10 +419,6 @@ class TcpChannel(SocketChannel):
             if self._state is INTERRUPTED:
                 self._changed.wait(timeout)
             return self._state is CLOSED
-
-    def _notify_loop(self) -> None:
-        if self.on_descriptor_changed is not None:
-            self.on_descriptor_changed()
 
     # Closing
 
@@ -720,10 +463,3 @@ def _set_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _shut(sock: socket.socket) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # already disconnected
