@@ -12,16 +12,12 @@ exception, else with its name alone. If not even that can be sent, the connectio
 caller notices that. Calls whose callers no longer wait are answered too, because the callers keep
 what the calls use until then.
 
-`FutureReplies` has the calls that one future answers. They are replied to together when it
-completes: the value is packed once and its buffers are copied once for all of them.
-
 State: `_unanswered` (calls by id) and `_cancelled` (ids of calls whose callers no longer wait) are
 changed by atomic operations of dict and set. The thread that removes a call from `_unanswered`
-records it. `FutureReplies._replies` is changed under `_lock` of this module, and None once the
-future is complete. `_functions` (by function id) and `_loading` (the calls that wait for a function
-whose module is being imported) are changed under `_lock`. `_running` belongs to the leader of the
-loop. `_deferred` (calls whose function returned a future) is changed by atomic operations of the
-dict.
+records it. `_functions` (by function id) and `_loading` (the calls that wait for a function whose
+module is being imported) are changed under `_lock` of this module. `_running` belongs to the leader
+of the loop. `_deferred` (calls whose function returned a future) is changed by atomic operations of
+the dict.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +63,7 @@ from telegrad.scheduling.event_loop import EventLoop
 from telegrad.scheduling.event_loops import EventLoops
 from telegrad.scheduling.executor import SLOW_SECONDS, Executor, ThreadPool
 from telegrad.scheduling.poller import LoopConnection
+from telegrad.server.future_replies import FutureReplies
 from telegrad.transport.channel import (
     Channel,
     ChannelClosed,
@@ -90,8 +87,6 @@ from telegrad.wire.handshake import Incarnation
 _LARGE_BODY = 1 << 14  # bytes; smaller replies to one peer are sent together
 _LONG_COPY = 1 << 20  # bytes of a reply that takes long enough to let other calls run meanwhile
 _REPLY, _FAILURE = int(Kind.REPLY), int(Kind.FAILURE)
-Reply = Callable[[Any, SharedReply | None], None]
-_ATTRIBUTE = "_telegrad_waiters"
 _lock = threading.Lock()
 _LOADING = "a function that is being loaded"  # its module is imported, or it is sent by value
 _FAST = 0.0002  # seconds: replies may be held back while a function that takes less runs
@@ -299,45 +294,6 @@ def _add_duration(function: ServedFunction, seconds: float) -> None:
     """Update the moving average of the seconds that a function takes."""
     average = function.seconds
     function.seconds = seconds if average < 0 else average + (seconds - average) * 0.25
-
-
-class FutureReplies:
-    """The calls that one future answers. They get the value that it has when it completes."""
-
-    def __init__(self, reply: Reply) -> None:
-        self._replies: list[Reply] | None = [reply]
-
-    @classmethod
-    def add(cls, future: Any, reply: Reply) -> None:
-        """Call `reply(future, shared)` when the future completes, or at once if it is complete."""
-        with _lock:
-            others = getattr(future, _ATTRIBUTE, None)
-            if others is not None and others._replies is not None:
-                others._replies.append(reply)
-                return
-            replies = cls(reply)
-            try:
-                setattr(future, _ATTRIBUTE, replies)
-            except AttributeError:
-                # a future of torch without attributes: each of its calls is answered by itself
-                pass
-        future.add_done_callback(replies._complete)
-
-    def _complete(self, done: Any) -> None:
-        with _lock:
-            replies, self._replies = self._replies or [], None
-        shared = None
-        if len(replies) > 1:
-            try:
-                shared = SharedReply(done.value())
-            except BaseException as error:  # each of the calls fails with it
-                _log.debug("%d calls fail together: %s", len(replies), type(error))
-        try:
-            for reply in replies:
-                reply(done, shared)
-        finally:
-            if shared is not None:
-                shared.close()
 
 
 class ServerRuntime(ReplyRuntime, Protocol):
