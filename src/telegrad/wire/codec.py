@@ -260,9 +260,9 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
     def __missing__(self, key: type) -> Callable[[Any], Any]:
         reducer = copyreg.dispatch_table.get(key)
         if reducer is None:
-            reducer = reducer_for(key)
-            if reducer is None:
+            if not issubclass(key, Tensor):
                 raise KeyError(key)
+            reducer = reducer_for(key)
         return reducer
 
 

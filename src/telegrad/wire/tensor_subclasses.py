@@ -32,10 +32,8 @@ _PICKLING_METHODS = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate_
 _PICKLE_PROTOCOL = 5
 
 
-def reducer_for(cls: type) -> Callable[[Any], Any] | None:
-    """Return the reducer for a subclass of `Tensor`; None if the class is not one."""
-    if not issubclass(cls, Tensor):
-        return None
+def reducer_for(cls: type[Tensor]) -> Callable[[Any], Any]:
+    """Return the reducer for a subclass of `Tensor`."""
     if cls.__torch_dispatch__ is Tensor.__torch_dispatch__:
         if _pickles_like(cls, Tensor):
             return _reduce_subclass
