@@ -69,19 +69,14 @@ SHUTDOWN = "shutdown"  # the topic of the gathers that wait for restarts
 _log = logging.getLogger(__name__)
 
 
-class CollectivesRuntime(Protocol):
-    """What collectives need from their agent."""
+class CallingRuntime(Protocol):
+    """What a part that calls all members of the group needs from its agent."""
 
-    name: str
     config: Config
     local_member: Member
-    closing: bool
     threads: ThreadPool
-    clock: Clock
     directory: Directory
 
-    def is_lost(self, incarnation: Incarnation) -> bool: ...
-    def watch(self, incarnation: Incarnation) -> None: ...
     def start(
         self,
         to: str,
@@ -91,6 +86,17 @@ class CollectivesRuntime(Protocol):
         timeout: float | None,
         internal: bool,
     ) -> Future[Any]: ...
+
+
+class CollectivesRuntime(CallingRuntime, Protocol):
+    """What collectives need from their agent."""
+
+    name: str
+    closing: bool
+    clock: Clock
+
+    def is_lost(self, incarnation: Incarnation) -> bool: ...
+    def watch(self, incarnation: Incarnation) -> None: ...
 
 
 class Report(NamedTuple):

@@ -19,9 +19,8 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from telegrad.config import Config
 from telegrad.current import thread_state
 from telegrad.errors import (
     AuthenticationError,
@@ -31,11 +30,11 @@ from telegrad.errors import (
     TelegradError,
 )
 from telegrad.futures import Future
+from telegrad.group.collectives import CallingRuntime
 from telegrad.group.endpoint import PROBE, LocalEndpoint, WrongWorker
 from telegrad.group.hosts import describe_interfaces, is_loopback
-from telegrad.group.membership import Directory, Member
+from telegrad.group.membership import Member
 from telegrad.messages.remote_functions import DeferredReply, internal
-from telegrad.scheduling.executor import ThreadPool
 
 _SAMPLE = 4  # workers that a newcomer compares itself with and tries to reach
 _MAX_NAMES = 8  # in a message
@@ -43,24 +42,10 @@ _MAX_NAMES = 8  # in a message
 _log = logging.getLogger(__name__)
 
 
-class NetworkCheckRuntime(Protocol):
+class NetworkCheckRuntime(CallingRuntime, Protocol):
     """What the network check needs from its agent."""
 
-    config: Config
-    local_member: Member
-    directory: Directory
     endpoint: LocalEndpoint
-    threads: ThreadPool
-
-    def start(
-        self,
-        to: str,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: None,
-        timeout: float | None,
-        internal: bool,
-    ) -> Future[Any]: ...
 
 
 class Finding(NamedTuple):

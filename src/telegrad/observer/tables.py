@@ -104,13 +104,18 @@ def _label(call: Json) -> str:
     return f"{call['function']} {'on' if call['direction'] == 'made' else 'for'} {call['peer']}"
 
 
-def _calls(workers: list[Json], internal: bool) -> str:
-    calls = [
-        (each["name"], call)
+def _entries(workers: list[Json], key: str, internal: bool) -> list[tuple[str, Json]]:
+    """Return the entries under `key` in the snapshots, each with the name of its worker."""
+    return [
+        (each["name"], entry)
         for each in workers
-        for call in each["snapshot"]["calls"]
-        if internal or not call["internal"]
+        for entry in each["snapshot"][key]
+        if internal or not entry["internal"]
     ]
+
+
+def _calls(workers: list[Json], internal: bool) -> str:
+    calls = _entries(workers, "calls", internal)
     calls.sort(key=lambda pair: -pair[1]["age"])
     rows = [
         [
@@ -150,12 +155,7 @@ def _waits(snapshot: Json) -> str:
 
 
 def _latencies(workers: list[Json], internal: bool) -> str:
-    found = [
-        (each["name"], row)
-        for each in workers
-        for row in each["snapshot"]["latencies"]
-        if internal or not row["internal"]
-    ]
+    found = _entries(workers, "latencies", internal)
     found.sort(key=lambda pair: -pair[1]["per_second"])
     rows = [
         [
