@@ -42,12 +42,14 @@ LEARNED: dict[str, tuple[str, Callable[[str], bool]]] = {
     "resnet.py": (r"test accuracy ([\d.]+) %$", lambda accuracy: float(accuracy) > 90),
     # 50 by chance; the rule itself has 85.55
     "recsys.py": (r"test AUC ([\d.]+) %$", lambda auc: float(auc) > 76),
+    "rl.py": (r"mean return ([\d.]+)", lambda mean: float(mean) > 100),  # 20 at first
     "ddp_embedding.py": (r"trainers: ([\d.]+)", lambda accuracy: float(accuracy) > 0.8),
     "restarts.py": (r"to ([\d.]+)$", lambda loss: float(loss) < 1.2),  # 2.3 at first
 }
 ARGUMENTS = {
     "cartpole.py": ["--observers", "2", "--episodes", "6"],  # it runs; that it learns takes longer
     "resnet.py": ["--network", "small", "--epochs", "5"],
+    "rl.py": ["--versions", "25"],
 }
 SLOW = ("restarts.py",)
 MODULES = [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-NEED_EXTRAS = ["batch_update", "cartpole", "ddp_embedding", "mnist", "pipeline", "resnet"]
+NEED_EXTRAS = ["batch_update", "cartpole", "ddp_embedding", "mnist", "pipeline", "resnet", "rl"]
 
 
 @pytest.fixture(autouse=True)

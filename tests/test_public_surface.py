@@ -28,6 +28,7 @@ PACKAGES = [
     "telegrad.weights",
 ]
 MODULES = [
+    "telegrad.cli.actor_learner",
     "telegrad.cli.progress",
     "telegrad.compat",
     "telegrad.nn",

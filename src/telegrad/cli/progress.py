@@ -12,7 +12,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +34,9 @@ try:
 except ImportError:  # write the report without a plot
     Figure = None  # type: ignore[assignment,misc]
 
-__all__ = ["EpochReport", "Progress", "TrainingReport"]
+__all__ = ["COLOURS", "WIDTH", "Draw", "EpochReport", "Progress", "TrainingReport", "write_page"]
 
-_WIDTH = 60
+WIDTH = 60
 _INTERVAL = 0.5  # seconds between two reports within an epoch
 _STYLE = (
     ":root{color-scheme:light dark}"
@@ -48,7 +48,10 @@ _STYLE = (
     "td:first-child,th:first-child{text-align:left}"
 )
 # The colours of Okabe and Ito, which colour-blind people can distinguish.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+
+
+Draw = Callable[[Any], None]  # draws one plot into the axes of matplotlib
 
 
 class EpochReport(NamedTuple):
@@ -185,31 +188,9 @@ class TrainingReport:
 
     def write(self, folder: Path) -> list[Path]:
         """Write a plot, if matplotlib is installed, and a report. Return the files."""
-        folder.mkdir(parents=True, exist_ok=True)
-        written = []
-        plots = ""
-        if Figure is not None:
-            plot = folder / "plot.png"
-            figure = Figure(figsize=(12, 3.6), layout="constrained")
-            for draw, axis in zip(self._plots(), figure.subplots(1, 3), strict=True):
-                draw(axis)
-            figure.savefig(plot, dpi=110)
-            written.append(plot)
-            plots = f'<div class="plots">{"".join(map(_svg, self._plots()))}</div>'
-        head = "".join(f"<th>{name}" for name in self._columns)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{cell}" for cell in report.cells())
-            for report in sorted(self.epochs, key=lambda report: (report.epoch, report.trainer))
-        )
-        title = html.escape(self.title)
-        (folder / "report.html").write_text(
-            '<!doctype html><html lang="en"><meta charset="utf-8">'
-            f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
-            f"<style>{_STYLE}</style><h1>{title}</h1>"
-            f"<p>{self._summary()}"
-            f'{plots}<div class="scroll"><table><tr>{head}{rows}</table></div></html>\n'
-        )
-        return [*written, folder / "report.html"]
+        reports = sorted(self.epochs, key=lambda report: (report.epoch, report.trainer))
+        table = [self._columns, *(report.cells() for report in reports)]
+        return write_page(folder, self.title, self._summary(), self._plots(), table)
 
     def _summary(self) -> str:
         after = f"after {self.seconds:.1f} s, including the start of the workers."
@@ -227,14 +208,14 @@ class TrainingReport:
         total = self._epoch_count * len(self._newest)
         if not total:
             return table
-        return Group(table, ProgressBar(total=total, completed=len(self.epochs), width=_WIDTH))
+        return Group(table, ProgressBar(total=total, completed=len(self.epochs), width=WIDTH))
 
-    def _plots(self) -> list[Callable[[Any], None]]:
+    def _plots(self) -> list[Draw]:
         """Return functions that draw the loss, the score and the speed."""
 
         def lines(axis: Any, value: Callable[[EpochReport], float]) -> None:
             names = sorted({report.trainer for report in self.epochs})
-            for name, colour in zip(names, itertools.cycle(_COLOURS), strict=False):
+            for name, colour in zip(names, itertools.cycle(COLOURS), strict=False):
                 own = [report for report in self.epochs if report.trainer == name]
                 epochs = [report.epoch for report in own]
                 axis.plot(
@@ -261,7 +242,38 @@ class TrainingReport:
         return [loss, score, speed]
 
 
-def _svg(draw: Callable[[Any], None]) -> str:
+def write_page(
+    folder: Path, title: str, summary: str, plots: Sequence[Draw], table: Sequence[Sequence[str]]
+) -> list[Path]:
+    """Write the plots as a picture, if matplotlib is installed, and a page. Return the files.
+
+    The first row of the table has the names of the columns.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    drawn = ""
+    if Figure is not None:
+        picture = folder / "plot.png"
+        figure = Figure(figsize=(4 * len(plots), 3.6), layout="constrained")
+        for draw, axis in zip(plots, figure.subplots(1, len(plots)), strict=True):
+            draw(axis)
+        figure.savefig(picture, dpi=110)
+        written.append(picture)
+        drawn = f'<div class="plots">{"".join(map(_svg, plots))}</div>'
+    head = "".join(f"<th>{name}" for name in table[0])
+    rows = "".join("<tr>" + "".join(f"<td>{cell}" for cell in row) for row in table[1:])
+    title = html.escape(title)
+    (folder / "report.html").write_text(
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
+        f"<style>{_STYLE}</style><h1>{title}</h1>"
+        f"<p>{summary}"
+        f'{drawn}<div class="scroll"><table><tr>{head}{rows}</table></div></html>\n'
+    )
+    return [*written, folder / "report.html"]
+
+
+def _svg(draw: Draw) -> str:
     """Return a plot for the page, in which black has the colour of the text."""
     figure = Figure(figsize=(4, 3.2), layout="constrained")
     draw(figure.subplots())

@@ -19,6 +19,7 @@ _FOLDERS = (_PACKAGE / "examples", _PACKAGE.parent.parent / "examples")
 _EXAMPLES = {
     "cartpole": "reinforcement learning: one policy, many observers, batched calls",
     "mnist": "handwritten digits, with parameter servers",
+    "rl": "reinforcement learning: a learner publishes weights, actors have local policies",
     "recsys": "click prediction, with large embedding tables on parameter servers",
     "resnet": "a residual network, with parameter servers",
 }

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.multiprocessing as mp
@@ -22,7 +22,17 @@ from telegrad.cli.progress import Progress, TrainingReport
 from telegrad.errors import WorkerExited
 from telegrad.launcher.functions import launch
 
-__all__ = ["accuracy", "checkpoint", "epochs", "parser", "run"]
+__all__ = [
+    "accuracy",
+    "at_least_one",
+    "check_folder",
+    "checkpoint",
+    "epochs",
+    "keeping_results",
+    "parser",
+    "run",
+    "write",
+]
 
 Train = Callable[[int, argparse.Namespace, Progress], None]
 
@@ -37,15 +47,15 @@ def parser(
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--servers", type=_at_least_one, default=1)
-    parser.add_argument("--trainers", type=_at_least_one, default=2)
+    parser.add_argument("--servers", type=at_least_one, default=1)
+    parser.add_argument("--trainers", type=at_least_one, default=2)
     parser.add_argument(
         "--consistency",
         type=_consistency,
         default=ps.Sync(),
         help="sync, sync:QUORUM, async or stale:AHEAD",
     )
-    parser.add_argument("--epochs", type=_at_least_one, default=epochs)
+    parser.add_argument("--epochs", type=at_least_one, default=epochs)
     parser.add_argument("--data", choices=data, default=data[0])
     parser.add_argument(
         "--folder",
@@ -61,7 +71,7 @@ def parser(
     )
     parser.add_argument("--checkpoint", type=Path, help="folder for the checkpoints of the servers")
     parser.add_argument(
-        "--every", type=_at_least_one, default=100, help="steps between two checkpoints"
+        "--every", type=at_least_one, default=100, help="steps between two checkpoints"
     )
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints")
     parser.add_argument(
@@ -124,30 +134,37 @@ def run(train: Train, options: argparse.Namespace, metric: str = "accuracy") -> 
     Show the progress, and write a plot and a report. `metric` is the name of the score that `train`
     reports for the test data.
     """
-    _check_folder(options.out)  # now, and not after the training
+    check_folder(options.out)  # now, and not after the training
     servers = plurals.count(options.servers, "server")
     trainers = plurals.count(options.trainers, "trainer")
     report = TrainingReport(f"{options.data}, {servers}, {trainers}", metric, options.epochs)
     roles = {"ps": options.servers, "trainer": options.trainers}
     reports = mp.get_context("forkserver").SimpleQueue()
-    try:
+    with keeping_results(lambda: report.epochs and write(report, options.out)):
         with report, _received(reports, report):
             launch(_work, roles, (train, options, metric, reports), show=False)
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped\n")
-        if report.epochs:
-            _write(report, options.out)
-        sys.exit(_INTERRUPTED)
-    except WorkerExited as error:
-        sys.exit(str(error))
     if not report.epochs:
         sys.exit("nothing to do: the checkpoint is that of a finished training; raise --epochs")
-    _write(report, options.out)
+    write(report, options.out)
     sys.stdout.write(f"test {metric} {100 * report.score:.2f} %\n")
     return report
 
 
-def _check_folder(folder: Path) -> None:
+@contextlib.contextmanager
+def keeping_results(keep: Callable[[], object]) -> Iterator[None]:
+    """Call `keep` if Ctrl-C ends the training in this block. End the command if it failed."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped\n")
+        keep()
+        sys.exit(_INTERRUPTED)
+    except WorkerExited as error:
+        sys.exit(str(error))
+
+
+def check_folder(folder: Path) -> None:
+    """End the command if nothing can be written into the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -156,7 +173,14 @@ def _check_folder(folder: Path) -> None:
         sys.exit(f"cannot write into --out {folder}: {error.strerror}")
 
 
-def _write(report: TrainingReport, folder: Path) -> None:
+class Report(Protocol):
+    """What a training ends with."""
+
+    def write(self, folder: Path) -> list[Path]: ...
+
+
+def write(report: Report, folder: Path) -> None:
+    """Write a report and say where."""
     for file in report.write(folder):
         sys.stdout.write(f"wrote {file}\n")
 
@@ -196,7 +220,8 @@ def _work(train: Train, options: argparse.Namespace, metric: str, reports: Any) 
     rpc.shutdown()  # a server serves calls until all workers are here
 
 
-def _at_least_one(text: str) -> int:
+def at_least_one(text: str) -> int:
+    """Return the number that an option has, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
